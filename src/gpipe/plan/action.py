@@ -1,0 +1,91 @@
+"""What a pipeline does, as data: the kinds of action, the routes tensors take, one action of the table."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What is done; the value is how the action prints."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"  # of inputs and weights at once
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND = "SEND"
+    RECEIVE = "RECEIVE"
+    REDUCE = "REDUCE"  # closing: gradients over data-parallel replicas
+    TIE = "TIE"  # closing: gradients of shared weights
+    COMMIT = "COMMIT"  # closing: deferred BatchNorm statistics
+
+
+TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
+CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})
+COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING
+
+MAIN = "x"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Route:
+    """A tensor's way from stage to stage; its gradient takes the same way back.
+
+    The main line from each stage to the next is the route named `x`; a skip connection has its own name.
+    """
+
+    source: int
+    target: int
+    name: str = MAIN
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.source}>{self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing done at one stage to one micro-batch; prints as `2F0` (stage 2, forward, micro-batch 0).
+
+    A transfer also names its route, `0SEND3@x:0>1`; sent from the route's target it carries the gradient back.
+    A closing action has no micro-batch: `2COMMIT`.
+
+    >>> parse_action("1SEND3@x:0>1").carries_gradient
+    True
+    >>> str(parse_action("2F0")), str(parse_action("2COMMIT"))
+    ('2F0', '2COMMIT')
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int | None = None
+    route: Route | None = None
+
+    def __str__(self) -> str:
+        micro_batch = "" if self.micro_batch is None else self.micro_batch
+        route = "" if self.route is None else f"@{self.route}"
+        return f"{self.stage}{self.kind.value}{micro_batch}{route}"
+
+    @property
+    def carries_gradient(self) -> bool:
+        """Whether this transfer goes against its route, with the gradient."""
+        if self.route is None:
+            return False
+        sender = self.route.source if self.kind is Kind.SEND else self.route.target
+        return self.stage != sender
+
+
+_PATTERN = re.compile(r"(\d+)([A-Z]+)(\d+)?(?:@([^@:]+):(\d+)>(\d+))?")
+
+
+def parse_action(text: str) -> Action:
+    """Reads an action back from its printed form.
+
+    Raises:
+        ValueError: The text is not an action.
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None or match[2] not in {kind.value for kind in Kind}:
+        raise ValueError(f"{text!r} is not an action; an action looks like 2F0, 0SEND3@x:0>1 or 2COMMIT")
+    stage, kind, micro_batch, name, source, target = match.groups()
+    route = None if name is None else Route(int(source), int(target), name)
+    return Action(Kind(kind), int(stage), None if micro_batch is None else int(micro_batch), route)
