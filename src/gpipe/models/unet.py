@@ -1,0 +1,94 @@
+"""The U-Net of torchgpipe's benchmarks (Kim et al., arXiv 2004.09910): long skips, hundreds of layers.
+
+Five levels, each at half the size of the one above it:
+
+    e0 ------------------------> e0        e: B convolutions, stash the result, halve the size
+      e1 ----------------> e1              bottom: B convolutions
+        ...   bottom   ...                 and back: double the size, join the stashed result, B convolutions
+
+Every module is a layer by itself, so that a partition can be cut anywhere: 44 B + 21 layers.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_LEVELS = 5
+
+
+class Stash(nn.Module):
+    """Hands x on, and keeps it under a name for a layer further down."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.stash = (name,)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Gives x and what is to be kept."""
+        return x, {self.stash[0]: x}
+
+
+class Join(nn.Module):
+    """Takes what was stashed under a name, (N, C, H, W), and puts it in front of x along the channels.
+
+    Where an odd size was halved, rounding down, x is smaller than the stashed tensor: zeros fill it up at the
+    right and at the bottom.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.pop = (name,)
+
+    def forward(self, x: Tensor, **stashed: Tensor) -> Tensor:
+        """Gives (N, C + channels of x, H, W)."""
+        skip = stashed[self.pop[0]]
+        down, right = skip.shape[2] - x.shape[2], skip.shape[3] - x.shape[3]
+        return torch.cat([skip, F.pad(x, (0, right, 0, down))], dim=1)
+
+
+def _convolutions(count: int, inputs: int, inner: int, outputs: int, dropout: float) -> Iterator[nn.Module]:
+    """Yields `count` times convolution, dropout, norm, ReLU: inputs -> inner -> ... -> inner -> outputs."""
+    for before, after in pairwise([inputs, *[inner] * (count - 1), outputs]):
+        yield nn.Conv2d(before, after, 3, padding=1, bias=False)
+        yield nn.Dropout2d(dropout)
+        yield nn.InstanceNorm2d(after)
+        yield nn.LeakyReLU(0.01)
+
+
+def _layers(b: int, c: int, inputs: int, outputs: int, dropout: float) -> Iterator[nn.Module]:
+    """Yields the layers from the top down to the bottom and up again."""
+    for level in range(_LEVELS):
+        width = c * 2**level
+        yield from _convolutions(b, inputs, width, width, dropout)
+        yield Stash(f"e{level}")
+        yield nn.MaxPool2d(2)
+        inputs = width
+    yield from _convolutions(b, inputs, 2 * inputs, inputs, dropout)
+    for level in reversed(range(_LEVELS)):
+        width = c * 2**level
+        yield nn.Upsample(scale_factor=2)
+        yield Join(f"e{level}")
+        yield from _convolutions(b, 2 * width, width // 2, width // 2, dropout)
+    yield nn.Conv2d(c // 2, outputs, 1, bias=False)
+
+
+def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 0.1) -> list[nn.Module]:
+    """Builds U-Net (B, C), images (N, inputs, H, W) -> logits (N, outputs, H, W): a list of 44 B + 21 layers.
+
+    B is the number of convolutions between two changes of size, C the number of channels at the top. H and W
+    are at least 64 pixels.
+
+    >>> with torch.device("meta"):
+    ...     network = unet(6, 72)
+    >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
+    (285, 362157516)
+
+    Raises:
+        ValueError: No convolution, or an odd number of channels, which the last level cannot halve.
+    """
+    if b < 1 or c < 2 or c % 2:
+        raise ValueError(f"a U-Net needs B >= 1 and an even C >= 2, got B={b}, C={c}")
+    return list(_layers(b, c, inputs, outputs, dropout))
