@@ -38,6 +38,10 @@ class Route:
     target: int
     name: str = MAIN
 
+    def __post_init__(self) -> None:
+        if self.name.split() != [self.name] or set(self.name) & set("@:"):
+            raise ValueError(f"{self.name!r} cannot name a route: a name is not empty and has no space, @ or :")
+
     def __str__(self) -> str:
         return f"{self.name}:{self.source}>{self.target}"
 

@@ -78,7 +78,8 @@ def breakdown(timeline: Timeline) -> dict[str, float]:
     occupied = [sum(s.seconds for s in timeline.spans if s.rank == rank) for rank in range(ranks)]
     seconds["imbalance"] = sum(max(occupied) - own for own in occupied)
     seconds["bubble"] = ranks * (timeline.seconds - max(occupied))
-    seconds |= {name: ranks * value for name, value in timeline.other.items()}
+    for name, value in timeline.other.items():
+        seconds[name] = seconds.get(name, 0.0) + ranks * value
     return {name: value / (ranks * whole) for name, value in seconds.items()}
 
 

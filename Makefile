@@ -1,0 +1,35 @@
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+PLAN_VENV := .venv-plan
+
+.PHONY: demo test lint test-plan bench clean
+
+demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
+	$(VENV)/bin/gpipe train digits
+
+test: $(VENV)/.ready  ## Pass the tests.
+	$(PYTHON) -m pytest -q -n 2 --dist loadgroup
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+# Floor 1 must import and pass its tests where torch is not installed.
+test-plan: $(PLAN_VENV)/.ready
+	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
+	$(PLAN_VENV)/bin/python -m pytest -q tests/plan src/gpipe/plan
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(PLAN_VENV)/.ready: pyproject.toml
+	test -x $(PLAN_VENV)/bin/python || python3 -m venv $(PLAN_VENV)
+	$(PLAN_VENV)/bin/pip install --quiet --disable-pip-version-check numpy pytest pytest-timeout hypothesis
+	$(PLAN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(PLAN_VENV)

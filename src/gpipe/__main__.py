@@ -1,0 +1,5 @@
+"""Lets `python -m gpipe` be the command `gpipe`."""
+
+from gpipe.cli import main
+
+main()

@@ -1,0 +1,195 @@
+"""Reads what the user gave to `GPipe`, and refuses what cannot be, all mistakes at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from gpipe.plan.lower import REMATS, Remat
+from gpipe.plan.partition import Balance, partition
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.run.layers import Layers, named_layers
+from gpipe.run.skips import find_pops
+
+Driver: TypeAlias = Literal["threads", "lockstep"]
+Costs: TypeAlias = Sequence[float] | Literal["params"] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a pipe is made of, after all has been checked."""
+
+    layers: dict[str, nn.Module]
+    layers_per_partition: tuple[int, ...]
+    costs: tuple[float, ...]
+    micro_batches: int
+    remat: tuple[Remat, ...]
+    devices: tuple[torch.device, ...]
+    schedule: str
+    driver: Driver
+    seed: int
+    intra_op_threads: int
+
+
+class Mistakes:
+    """Collects mistakes, to raise them together."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def check(self, condition: bool, text: str) -> bool:
+        """Notes a mistake unless the condition holds."""
+        if not condition:
+            self.found.append(text)
+        return condition
+
+    def raise_all(self) -> None:
+        """Raises what was found, if anything.
+
+        Raises:
+            ValueError: Lists every mistake.
+        """
+        if self.found:
+            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in self.found))
+
+
+def settle(
+    layers: Layers,
+    partitions: int | Sequence[int],
+    micro_batches: int,
+    *,
+    costs: Costs,
+    balance: Balance,
+    devices: object,
+    schedule: str,
+    remat: object,
+    driver: str | None,
+    seed: int | None,
+    intra_op_threads: int,
+) -> Settings:
+    """Checks everything and fills in the defaults.
+
+    Raises:
+        ValueError: Lists every mistake, each with what to do.
+    """
+    mistakes = Mistakes()
+    seed = _read_seed(seed, mistakes)
+    named, wrong = named_layers(layers, seed)
+    mistakes.found += wrong
+    mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
+    _check_skips(named, mistakes)
+    mistakes.check(_is_count(micro_batches), f"micro_batches={micro_batches!r}; give M, a whole number of at least 1")
+    mistakes.check(
+        _is_count(intra_op_threads), f"intra_op_threads={intra_op_threads!r}; give a whole number of at least 1"
+    )
+    mistakes.check(schedule in SCHEDULES, f"schedule={schedule!r}; known are {', '.join(map(repr, SCHEDULES))}")
+    drivers = get_args(Driver)
+    mistakes.check(driver in (None, *drivers), f"driver={driver!r}; known are {', '.join(map(repr, drivers))}")
+    mistakes.check(
+        balance in get_args(Balance), f"balance={balance!r}; known are {', '.join(map(repr, get_args(Balance)))}"
+    )
+    numbers = _read_costs(costs, {} if wrong else named, mistakes)
+    stages = _count_stages(partitions, 0 if wrong else len(named), mistakes)
+    remats = _read_remat(remat, stages, mistakes)
+    places = _read_devices(devices, stages, mistakes)
+    mistakes.raise_all()
+    counts = partition(numbers, stages, balance=balance).layers if isinstance(partitions, int) else tuple(partitions)
+    return Settings(
+        named, counts, numbers, micro_batches, remats, places, schedule,
+        "lockstep" if driver == "lockstep" else "threads", seed, intra_op_threads,
+    )  # fmt: skip
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _read_seed(seed: int | None, mistakes: Mistakes) -> int:
+    if seed is None:
+        return int(torch.randint(2**62, ()).item())
+    fits = isinstance(seed, int) and -(2**63) <= seed < 2**63
+    mistakes.check(fits, f"seed={seed!r}; give a whole number of 64 bits, or None to draw one from torch")
+    return seed if fits else 0
+
+
+def _check_skips(named: dict[str, nn.Module], mistakes: Mistakes) -> None:
+    try:
+        find_pops(list(named.values()))
+    except ValueError as error:
+        mistakes.found += str(error).splitlines()
+
+
+def _count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistakes) -> int:
+    if isinstance(partitions, Sequence) and not isinstance(partitions, str) and partitions:
+        if mistakes.check(
+            all(map(_is_count, partitions)),
+            f"partitions={list(partitions)}; each partition needs at least 1 layer",
+        ):
+            mistakes.check(
+                not layers or sum(partitions) == layers,
+                f"partitions={list(partitions)} adds up to {sum(partitions)} layers, but there are {layers}",
+            )
+        return len(partitions)
+    if not mistakes.check(
+        _is_count(partitions), f"partitions={partitions!r}; give K, at least 1, or the layers of each partition"
+    ):
+        return 0
+    assert isinstance(partitions, int)
+    if not mistakes.check(
+        not layers or partitions <= layers,
+        f"partitions={partitions}, but there are only {layers} layers; give at most that, or cut the layers finer",
+    ):
+        return 0
+    return partitions
+
+
+def _read_costs(costs: Costs, named: dict[str, nn.Module], mistakes: Mistakes) -> tuple[float, ...]:
+    if costs is None or costs == "params":
+        return tuple(float(max(1, sum(p.numel() for p in layer.parameters()))) for layer in named.values())
+    if isinstance(costs, str) or not isinstance(costs, Sequence):
+        mistakes.found.append(f"costs={costs!r}; give one number a layer, 'params', or None")
+        return ()
+    if mistakes.check(
+        not named or len(costs) == len(named),
+        f"costs has {len(costs)} numbers for {len(named)} layers; give one for each",
+    ):
+        for at, cost in enumerate(costs):
+            good = isinstance(cost, (int, float)) and 0 <= cost < float("inf")
+            mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
+    return tuple(costs)
+
+
+def _read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
+    known = ", ".join(map(repr, REMATS))
+    each = [remat] * max(stages, 1) if isinstance(remat, str) or not isinstance(remat, Sequence) else list(remat)
+    mistakes.check(
+        not stages or len(each) == stages, f"remat has {len(each)} entries for {stages} partitions; give one for each"
+    )
+    wrong = [item for item in each if item not in REMATS]
+    mistakes.check(not wrong, f"remat={remat!r}; known are {known}, or one of them for each partition")
+    return tuple(each)  # type: ignore[arg-type]  # checked above
+
+
+def _read_devices(devices: object, stages: int, mistakes: Mistakes) -> tuple[torch.device, ...]:
+    if devices is None:
+        there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+        return tuple(there[stage % len(there)] for stage in range(stages))
+    each = [devices] * max(stages, 1) if isinstance(devices, (str, int, torch.device)) else list(devices)  # type: ignore[call-overload]
+    mistakes.check(
+        not stages or len(each) == stages,
+        f"devices has {len(each)} entries for {stages} partitions; give one for each",
+    )
+    found = []
+    for item in each:
+        try:
+            device = torch.device(item)
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            mistakes.found.append(f"device {item!r} cannot be used: {str(error).splitlines()[0]}")
+            continue
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        found.append(device)
+    return tuple(found)

@@ -1,0 +1,96 @@
+"""A call of the pipe under grad: one autograd node whose forward and backward are pipelined.
+
+The graph is cut at stage boundaries, so the node's backward can hand each stage's part to its rank's thread. What a
+forward leaves for its backward hangs on the node: several forwards may precede their backwards, and an output that
+is dropped takes everything with it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from gpipe.run.ambient import Ambient
+from gpipe.run.boundary import Gradients, tensors_in
+from gpipe.run.engine import Run
+from gpipe.run.microbatch import Tree
+from gpipe.run.recorder import Recorder
+from gpipe.run.worker import Output
+
+SECOND_BACKWARD = (
+    "this forward's backward has run already, and the pipeline has let go of what it kept; "
+    "call the pipe again, or add the losses up and call backward once"
+)
+CREATE_GRAPH = (
+    "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "
+    "boundaries; compute higher derivatives on the plain layers"
+)
+ONLY_SOME = (
+    "torch.autograd.grad and backward(inputs=...) through a pipeline would add to .grad of every parameter as well; "
+    "call backward() and read .grad"
+)
+
+
+class Call:
+    """One forward, and its backward if that ever comes."""
+
+    def __init__(self, run: Run, ambient: Ambient, recorder: Recorder | None) -> None:
+        self._run: Run | None = run
+        self._ambient = ambient
+        self._recorder = recorder
+        self._wants: list[tuple[bool, ...]] = []
+
+    def forward(self) -> list[Output]:
+        """Runs all forwards; gives the outputs of all micro-batches."""
+        assert self._run is not None
+        self._run.go_forward(self._ambient, self._recorder)
+        outputs = self._run.take_outputs()
+        self._wants = [output.wants_gradient for output in outputs]
+        return outputs
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch."""
+        run, self._run = self._run, None
+        if run is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        remaining = iter(gradients)
+        run.batch.output_gradients = [
+            [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
+        ]
+        run.go_backward(self._ambient, self._recorder)
+        return [leaf.grad for parcel in run.batch.inputs for leaf in parcel.leaves]
+
+
+def pipelined(call: Call, leaves: Sequence[Tensor]) -> list[Tree]:
+    """Runs a call's forward as one autograd node; gives the output of each micro-batch.
+
+    `leaves` are the tensors that the inputs' leaves were cut from.
+    """
+    anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
+    outputs: list[Output] = []
+    tensors = iter(_Pipelined.apply(call, outputs, anchor, *leaves))  # type: ignore[no-untyped-call]
+    return [pytree.tree_map_only(Tensor, lambda _: next(tensors), output.value) for output in outputs]
+
+
+class _Pipelined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, outputs: list[Output], anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        outputs += call.forward()
+        tensors = [tensor for output in outputs for tensor in tensors_in(output.value)]
+        wants = [want for output in outputs for want in output.wants_gradient]
+        ctx.call = call
+        ctx.anchor = get_gradient_edge(anchor).node
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t, wanted in zip(tensors, wants, strict=True) if not wanted))
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(CREATE_GRAPH)
+        if not torch._C._will_engine_execute_node(ctx.anchor):
+            raise RuntimeError(ONLY_SOME)
+        return (None, None, None, *ctx.call.backward(gradients))

@@ -1,0 +1,255 @@
+"""`GPipe`, the facade that a user sees."""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.arguments import Costs, settle
+from gpipe.call import Call, pipelined
+from gpipe.plan.partition import Balance
+from gpipe.plan.program import Program
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.run.ambient import Ambient
+from gpipe.run.boundary import Parcel, cut, tensors_in
+from gpipe.run.engine import Engine
+from gpipe.run.layers import Layers, cut_into_stages
+from gpipe.run.microbatch import Reduction, Tree, count_rows, merge, split, weights
+from gpipe.run.recorder import Recorder
+from gpipe.run.worker import NO_METRICS, Batch
+from gpipe.summary import summary
+
+
+class GPipe(nn.Module):
+    """Trains a sequence of layers, cut into partitions, with micro-batches flowing through them (paper, section 2).
+
+    The result is the same, bit for bit, for every number of partitions: that of the plain layers run micro-batch by
+    micro-batch. The layers are used as they are, moved to `devices`, and keep their names: `state_dict` is that of
+    `nn.Sequential(*layers)`.
+
+    Args:
+        layers: The network: an `nn.Sequential`, or a sequence of modules or of callables that build one.
+        partitions: K, or the number of layers of each partition.
+        micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows.
+        costs: What each layer costs, one number a layer; by default its number of parameters, at least 1.
+        balance: `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
+            slowest partition. Both exact.
+        devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
+        schedule: `"gpipe"`: all forwards, then all backwards.
+        remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
+            `"always"`, `"except_last"` or `"never"`, or one of these for each partition.
+        seed: Keys all randomness of the layers; None draws one number from torch's generator.
+        intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
+        driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging.
+
+    Raises:
+        ValueError: Something above cannot be; the error lists every mistake.
+
+    Example:
+        >>> import torch, gpipe
+        >>> layers = [torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)]
+        >>> pipe = gpipe.GPipe(layers, partitions=2, micro_batches=4)
+        >>> optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        >>> loss = pipe.step(torch.ones(8, 4), torch.ones(8, 1), torch.nn.functional.mse_loss)
+        >>> optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        partitions: int | Sequence[int],
+        micro_batches: int,
+        *,
+        costs: Costs = None,
+        balance: Balance = "variance",
+        devices: object = None,
+        schedule: str = "gpipe",
+        remat: str | Sequence[str] = "always",
+        seed: int | None = None,
+        intra_op_threads: int = 1,
+        driver: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._settings = settle(
+            layers,
+            partitions,
+            micro_batches,
+            costs=costs,
+            balance=balance,
+            devices=devices,
+            schedule=schedule,
+            remat=remat,
+            driver=driver,
+            seed=seed,
+            intra_op_threads=intra_op_threads,
+        )
+        settings = self._settings
+        self._modules.update(settings.layers)  # add_module would refuse a layer named like a method
+        stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices)
+        self._engine = Engine(
+            stages,
+            SCHEDULES[settings.schedule],
+            settings.remat,
+            threaded=settings.driver == "threads",
+            intra_op_threads=settings.intra_op_threads,
+        )
+        self.step_number = 0
+        self.recorder: Recorder | None = None
+
+    @property
+    def partitions(self) -> int:
+        """K."""
+        return len(self._settings.layers_per_partition)
+
+    @property
+    def layers_per_partition(self) -> tuple[int, ...]:
+        """The number of layers of each partition."""
+        return self._settings.layers_per_partition
+
+    @property
+    def micro_batches(self) -> int:
+        """M."""
+        return self._settings.micro_batches
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each partition."""
+        return self._settings.devices
+
+    @property
+    def seed(self) -> int:
+        """What all randomness of the layers is keyed by, together with step, layer and micro-batch."""
+        return self._settings.seed
+
+    @property
+    def program(self) -> Program:
+        """The table that a training step of M micro-batches runs."""
+        return self._engine.plumbing(self.micro_batches, trains=True).program
+
+    def step(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        loss_fn: Callable[..., object],
+        *,
+        reduction: Reduction = "mean",
+        scale: float = 1.0,
+    ) -> Any:
+        """Runs forward and backward of one mini-batch; the gradients are added to `.grad`.
+
+        Under `torch.no_grad` it runs the forward alone: validation through the pipeline.
+
+        Args:
+            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each.
+            targets: What `loss_fn` takes beside the output, N rows each.
+            loss_fn: `(output, target)` of a micro-batch to its loss l_i, or to `(l_i, metrics)`.
+            reduction: How the losses make one: `"mean"` over rows, `"sum"`, or a function of a micro-batch's target
+                that gives its weight (say, its number of tokens). A micro-batch of weight 0 has no say at all.
+            scale: The factor of the gradients, as a gradient scaler wants it; the loss returned is unscaled.
+
+        Returns:
+            The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
+
+        Raises:
+            ValueError: The rows of inputs and targets differ, or there are none.
+        """
+        ambient = Ambient.here()
+        if ambient.grad:
+            _refuse_gradients_of_inputs(inputs)
+        rows, (values, goals) = self._split(inputs=inputs, targets=targets)
+        shares = weights(reduction, rows, goals)
+        batch = self._batch([Parcel(value, []) for value in values], ambient)
+        batch.loss_fn, batch.targets = loss_fn, goals
+        batch.seeds = [share * scale if share else None for share in shares]
+        self._engine.start(len(values), batch).go(ambient, self.recorder)
+        self._count_step()
+        loss = sum(batch.losses[m] * share for m, share in enumerate(shares) if share)
+        metrics = [batch.metrics[m] for m in range(len(values))]
+        return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
+
+    def forward(self, inputs: Tree) -> Any:
+        """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
+
+        Args:
+            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each.
+
+        Returns:
+            What the last layer returns, the rows of all micro-batches together.
+
+        Raises:
+            ValueError: The rows of the inputs differ, or there are none.
+        """
+        ambient = Ambient.here()
+        _, (values,) = self._split(inputs=inputs)
+        cuts = [cut(value) for value in values]
+        batch = self._batch([parcel for parcel, _ in cuts], ambient)
+        run = self._engine.start(len(values), batch)
+        if ambient.grad:
+            outputs = pipelined(Call(run, ambient, self.recorder), [leaf for _, leaves in cuts for leaf in leaves])
+        else:
+            run.go(ambient, self.recorder)
+            outputs = [output.value for output in run.take_outputs()]
+        self._count_step()
+        return merge(outputs)
+
+    def _split(self, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
+        """The rows of each micro-batch, and each tree in as many parts."""
+        rows = count_rows(trees["inputs"])
+        parts = min(self.micro_batches, rows)
+        found, mistakes = [], []
+        for what, tree in trees.items():
+            try:
+                found.append(split(tree, rows, parts, what))
+            except ValueError as error:
+                mistakes.append(str(error))
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return [rows // parts + (part < rows % parts) for part in range(parts)], found
+
+    def _batch(self, inputs: Sequence[Parcel], ambient: Ambient) -> Batch:
+        return Batch(inputs, self.seed, self.step_number, trains=ambient.grad, around_layers=ambient.around_layers())
+
+    def _count_step(self) -> None:
+        if self.training:
+            self.step_number += 1
+
+    def summary(self) -> str:
+        """The partitions, what they cost, and the bubble, as a text to print."""
+        return summary(self._settings)
+
+    def close(self) -> None:
+        """Ends the rank threads; the next step makes new ones."""
+        self._engine.threads.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle leaves the recorder behind, as it does threads."""
+        return {**vars(self), "recorder": None}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves nothing to other devices: partitions stay where `devices` put them. Other changes are fine."""
+        for device in dict.fromkeys(self.devices):
+            if fn(torch.empty(0, device=device)).device != device:
+                raise ValueError(
+                    f"the partitions are on {', '.join(map(str, self.devices))}; a pipe cannot be moved as a whole, "
+                    f"make a new one with devices=..."
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+
+def _refuse_gradients_of_inputs(inputs: Tree) -> None:
+    if any(tensor.requires_grad for tensor in tensors_in(inputs)):
+        raise ValueError(
+            "an input requires a gradient, and step() gives none to its inputs; "
+            "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
+        )

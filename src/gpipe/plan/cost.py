@@ -1,0 +1,52 @@
+"""What actions cost: seconds and bytes by stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from gpipe.plan.action import Action, Kind
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one micro-batch costs at one stage, in seconds and bytes.
+
+    `inside` is what a forward keeps for the backward of its own stage; `boundary` what crosses into the stage;
+    `output` what it sends on; `state` the weights, gradients and optimizer state, whatever the micro-batches.
+    """
+
+    forward: float
+    backward: float
+    recompute: float | None = None  # None: as long as forward
+    send: float = 0.0  # until the receiver has it; the sender does not wait
+    boundary: int = 0
+    inside: int = 0
+    state: int = 0
+
+
+Costs = Sequence[StageCost]
+
+
+def unit_costs(stages: int) -> Costs:
+    """Forward and backward one second each, and all stages alike: the paper's bubble."""
+    return (StageCost(forward=1.0, backward=1.0),) * stages
+
+
+def seconds(action: Action, costs: Costs) -> float:
+    """How long an action keeps its rank busy; for a SEND, how long its message is under way."""
+    cost = costs[action.stage]
+    match action.kind:
+        case Kind.FORWARD:
+            return cost.forward
+        case Kind.RECOMPUTE:
+            return cost.forward if cost.recompute is None else cost.recompute
+        case Kind.BACKWARD:
+            return cost.backward
+        case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT:
+            return cost.backward / 2
+        case Kind.SEND:
+            return cost.send
+        case Kind.RECEIVE | Kind.REDUCE | Kind.TIE | Kind.COMMIT:
+            return 0.0
+        case _:
+            assert_never(action.kind)

@@ -1,0 +1,95 @@
+"""Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
+
+from collections.abc import Collection, Sequence
+from typing import Literal, TypeAlias, get_args
+
+from gpipe.plan.action import TRANSFERS, Action, Kind
+from gpipe.plan.order import linearize
+from gpipe.plan.program import Program
+from gpipe.plan.rules import BACKWARDS, receiver_of
+
+Remat: TypeAlias = Literal["always", "except_last", "never"]
+REMATS: tuple[str, ...] = get_args(Remat)
+
+
+def place_recompute(program: Program, remat: Sequence[Remat]) -> Program:
+    """Puts R before each backward of a stage, by the stage's `remat`.
+
+    `"except_last"` keeps what the last micro-batch's forward made: its backward follows at once. R stands before
+    the backward and waits for no gradient, so it runs while the gradient is under way.
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> bare = Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2)
+    >>> place_recompute(bare, ["except_last"]).around(0, 2)
+    '0F0 0F1 >0B1< 0R0 0B0'
+    """
+
+    def with_recompute(action: Action) -> tuple[Action, ...]:
+        if action.kind in BACKWARDS and recomputes(remat[action.stage], action.micro_batch, program.micro_batches):
+            return (Action(Kind.RECOMPUTE, action.stage, action.micro_batch), action)
+        return (action,)
+
+    return program.with_rows((a for action in row for a in with_recompute(action)) for row in program.rows)
+
+
+def recomputes(remat: Remat, micro_batch: int | None, micro_batches: int) -> bool:
+    """Whether a micro-batch's forward is run again before its backward."""
+    return remat == "always" or (remat == "except_last" and micro_batch != micro_batches - 1)
+
+
+def place_transfers(program: Program) -> Program:
+    """Puts a SEND behind whatever makes a value that another rank needs, and the peer's RECEIVE in its row.
+
+    The sender places both while the program is walked in one legal order, so two ranks list their messages alike.
+    """
+    rows: list[list[Action]] = [[] for _ in program.rows]
+    for rank, _, action in linearize(program):
+        rows[rank].append(action)
+        for send in _sends(action, program):
+            receiver = receiver_of(send)
+            if program.rank_of[receiver] != rank:
+                rows[rank].append(send)
+                receive = Action(Kind.RECEIVE, receiver, send.micro_batch, send.route)
+                rows[program.rank_of[receiver]].append(receive)
+    return program.with_rows(rows)
+
+
+def _sends(action: Action, program: Program) -> list[Action]:
+    if action.kind is Kind.FORWARD:
+        routes = program.routes_from[action.stage]
+    elif action.kind in BACKWARDS:
+        routes = program.routes_into[action.stage]
+    else:
+        routes = ()
+    return [Action(Kind.SEND, action.stage, action.micro_batch, route) for route in routes]
+
+
+def place_commits(program: Program, stages: Collection[int]) -> Program:
+    """Puts COMMIT behind the last forward of each of these stages."""
+
+    def with_commit(row: tuple[Action, ...]) -> tuple[Action, ...]:
+        last = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.FORWARD}
+        placed: list[Action] = []
+        for at, action in enumerate(row):
+            placed.append(action)
+            if last.get(action.stage) == at and action.stage in stages:
+                placed.append(Action(Kind.COMMIT, action.stage))
+        return tuple(placed)
+
+    return program.with_rows(map(with_commit, program.rows))
+
+
+def halves(program: Program) -> tuple[Program, Program]:
+    """The forwards with what follows from them, and the rest: for a loss that is computed outside."""
+    forward, backward = [], []
+    for row in program.rows:
+        ahead = [_is_ahead(action) for action in row]
+        forward.append([action for action, first in zip(row, ahead, strict=True) if first])
+        backward.append([action for action, first in zip(row, ahead, strict=True) if not first])
+    return program.with_rows(forward), program.with_rows(backward)
+
+
+def _is_ahead(action: Action) -> bool:
+    if action.kind in TRANSFERS:
+        return not action.carries_gradient
+    return action.kind in {Kind.FORWARD, Kind.COMMIT}

@@ -1,0 +1,86 @@
+"""What an action needs: the only place that knows.
+
+Rule 1. A forward needs what its stage's incoming routes carry: the forward of each route's source.
+Rule 2. A recompute needs the forward of its own stage and micro-batch.
+Rule 3. A backward needs its own recompute, or its forward where nothing is recomputed, and the gradient that each
+        outgoing route brings back: the backward of each route's target.
+Rule 4. A weight backward needs its input backward.
+Rule 5. Between two ranks a value or gradient is carried by a SEND and its RECEIVE, which stand for it.
+Rule 6. A closing action needs all that its stage did before: COMMIT the forwards, REDUCE and TIE the backwards.
+
+An action that a program does not hold was done before the program began; a transfer that it does not hold (yet) is
+looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from gpipe.plan.action import Action, Kind
+from gpipe.plan.program import Program
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def needs(action: Action, program: Program) -> tuple[Action, ...]:
+    """The actions of the program that must be done before this one, each once.
+
+    >>> from gpipe.plan.action import parse_action
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> program = Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1)
+    >>> [str(need) for need in needs(parse_action("0B0"), program)]
+    ['0F0', '1B0']
+    """
+    present = program.actions
+    return tuple(dict.fromkeys(need for need in _direct_needs(action, program) if need in present))
+
+
+def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
+    stage, m = action.stage, action.micro_batch
+    match action.kind:
+        case Kind.FORWARD:
+            for into in program.routes_into[stage]:
+                yield from _carried(Action(Kind.RECEIVE, stage, m, into), program)
+        case Kind.RECOMPUTE:
+            yield Action(Kind.FORWARD, stage, m)
+        case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+            recompute = Action(Kind.RECOMPUTE, stage, m)
+            yield recompute if recompute in program.actions else Action(Kind.FORWARD, stage, m)
+            for out in program.routes_from[stage]:
+                yield from _carried(Action(Kind.RECEIVE, stage, m, out), program)
+        case Kind.BACKWARD_WEIGHT:
+            yield Action(Kind.BACKWARD_INPUT, stage, m)
+        case Kind.SEND:
+            yield from _produced(stage, m, gradient=action.carries_gradient)
+        case Kind.RECEIVE:
+            yield Action(Kind.SEND, sender_of(action), m, action.route)
+        case Kind.COMMIT:
+            yield from (Action(Kind.FORWARD, stage, i) for i in range(program.micro_batches))
+        case Kind.REDUCE | Kind.TIE:
+            ends = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+            yield from (Action(kind, stage, i) for kind in ends for i in range(program.micro_batches))
+        case _:
+            assert_never(action.kind)
+
+
+def _carried(receive: Action, program: Program) -> Iterator[Action]:
+    if receive in program.actions:
+        yield receive
+    else:
+        yield from _produced(sender_of(receive), receive.micro_batch, gradient=receive.carries_gradient)
+
+
+def _produced(stage: int, micro_batch: int | None, *, gradient: bool) -> Iterator[Action]:
+    for kind in BACKWARDS if gradient else (Kind.FORWARD,):
+        yield Action(kind, stage, micro_batch)
+
+
+def sender_of(receive: Action) -> int:
+    """The stage at the other end of a RECEIVE."""
+    assert receive.route is not None
+    return receive.route.target if receive.carries_gradient else receive.route.source
+
+
+def receiver_of(send: Action) -> int:
+    """The stage at the other end of a SEND."""
+    assert send.route is not None
+    return send.route.source if send.carries_gradient else send.route.target

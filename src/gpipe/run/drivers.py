@@ -1,0 +1,176 @@
+"""Turn the crank: `lockstep` walks one legal order in the calling thread, `RankThreads` gives each rank a thread.
+
+Threads are made at the first run and kept. They know their queue of jobs and nothing else, so a pipe that is dropped
+can be collected, and its threads end.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from random import Random
+
+import torch
+
+from gpipe.plan.action import Action, Kind
+from gpipe.plan.order import linearize
+from gpipe.plan.program import Program
+from gpipe.run.recorder import Recorder
+from gpipe.run.transport import Cancelled, Transport
+from gpipe.run.worker import Worker
+
+PHASES = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+    Kind.SEND: "send",
+    Kind.RECEIVE: "receive",
+    Kind.REDUCE: "reduction over replicas",
+    Kind.TIE: "summation of shared gradients",
+    Kind.COMMIT: "commit of BatchNorm statistics",
+}
+
+
+def lockstep(
+    program: Program, workers: Sequence[Worker], recorder: Recorder | None = None, rng: Random | None = None
+) -> None:
+    """Runs all rows in the calling thread, in one legal order: what a debugger wants to see.
+
+    Any order gives the same bits; `rng` draws one.
+    """
+    for rank, at, action in linearize(program, rng):
+        with workers[rank].lane.enter():
+            _do(workers[rank], program, at, action, recorder)
+
+
+def _do(worker: Worker, program: Program, at: int, action: Action, recorder: Recorder | None) -> None:
+    try:
+        worker.ready(action)
+        if recorder is None:
+            worker.perform(action)
+        else:
+            with recorder.span(worker.rank, action):
+                worker.perform(action)
+    except Cancelled:
+        raise
+    except BaseException as error:
+        error.add_note(describe(worker, program, at, action, error))
+        raise
+
+
+def describe(worker: Worker, program: Program, at: int, action: Action, error: BaseException) -> str:
+    """The note on an exception: where in the pipeline it happened."""
+    layer = worker.layer_of(action, error)
+    where = [f"rank {worker.rank}", f"stage {action.stage}", *([layer] if layer else [])]
+    return (
+        f"in the {PHASES[action.kind]} of micro-batch {action.micro_batch}, {', '.join(where)}, "
+        f"action {at + 1} of {len(program.rows[worker.rank])}:\n    {program.around(worker.rank, at)}"
+    )
+
+
+def walk(worker: Worker, program: Program, transport: Transport, recorder: Recorder | None) -> None:
+    """Does one rank's row."""
+    with worker.lane.enter():
+        for at, action in enumerate(program.rows[worker.rank]):
+            if transport.cancelled:
+                raise Cancelled
+            _do(worker, program, at, action, recorder)
+
+
+class RankThreads:
+    """A thread for each rank, made when first needed."""
+
+    def __init__(self, intra_op_threads: int) -> None:
+        self.intra_op_threads = intra_op_threads
+        self._jobs: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._stop: Callable[[], object] | None = None
+        self._pid = 0
+
+    def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
+        """Runs one job in each thread, and sleeps until all are done.
+
+        Raises:
+            BaseException: Whatever a job raised first; the others are cancelled before.
+        """
+        self._start(len(jobs))
+        results: SimpleQueue[BaseException | None] = SimpleQueue()
+        for queue, job in zip(self._jobs, jobs, strict=False):
+            queue.put(partial(_report, job, results))
+        failure = _collect(results, len(jobs), cancel)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame
+
+    def _start(self, ranks: int) -> None:
+        if self._pid != os.getpid():  # forked: the threads stayed behind
+            self._jobs, self._pid = [], os.getpid()
+            self._stop = weakref.finalize(self, _stop, self._jobs, self._pid)
+        fresh = [SimpleQueue[Callable[[], None] | None]() for _ in range(ranks - len(self._jobs))]
+        if not fresh:
+            return
+        ready: SimpleQueue[None] = SimpleQueue()
+        own = torch.get_num_threads()
+        for queue in fresh:
+            target = partial(_serve, queue, self.intra_op_threads, ready)
+            threading.Thread(target=target, name=f"gpipe rank {len(self._jobs)}", daemon=True).start()
+            self._jobs.append(queue)
+            ready.get()
+        torch.set_num_threads(own)  # a rank thread's number is also the default of threads to come
+
+    def close(self) -> None:
+        """Ends the threads; the next run makes new ones."""
+        if self._stop is not None:
+            self._stop()
+        self._pid = 0
+
+
+def _stop(jobs: list[SimpleQueue[Callable[[], None] | None]], pid: int) -> None:
+    if os.getpid() == pid:
+        for queue in jobs:
+            queue.put(None)
+
+
+def _serve(jobs: SimpleQueue[Callable[[], None] | None], intra_op_threads: int, ready: SimpleQueue[None]) -> None:
+    torch.set_num_threads(intra_op_threads)
+    ready.put(None)
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and with it the run
+
+
+def _report(job: Callable[[], None], results: SimpleQueue[BaseException | None]) -> None:
+    try:
+        job()
+    except BaseException as error:  # handed to the calling thread, whatever it is
+        results.put(error)
+    else:
+        results.put(None)
+
+
+def _collect(
+    results: SimpleQueue[BaseException | None], jobs: int, cancel: Callable[[], None]
+) -> BaseException | None:
+    """Waits for all jobs; the first failure cancels the rest. A second Ctrl-C waits no longer."""
+    failure: BaseException | None = None
+    interrupted = False
+    while jobs:
+        try:
+            error = results.get()
+        except KeyboardInterrupt as interrupt:
+            cancel()
+            failure = interrupt
+            if interrupted:
+                break
+            interrupted = True
+            continue
+        jobs -= 1
+        if error is not None and not isinstance(error, Cancelled) and failure is None:
+            failure = error
+            cancel()
+    return failure

@@ -1,0 +1,194 @@
+"""Makes the program of a mini-batch and has it run: everything of a pipe that is not its face."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpipe.plan.action import Route
+from gpipe.plan.laws import check
+from gpipe.plan.lower import Remat, halves, place_recompute, place_transfers
+from gpipe.plan.program import Program, Rows
+from gpipe.plan.schedules import forward_only
+from gpipe.run.ambient import Ambient
+from gpipe.run.drivers import RankThreads, lockstep, walk
+from gpipe.run.lane import Lane, lane_on
+from gpipe.run.mailbox import Mailbox
+from gpipe.run.recorder import Recorder
+from gpipe.run.stage import Stage
+from gpipe.run.wiring import Wiring, wiring
+from gpipe.run.worker import Batch, Output, Worker
+
+
+@dataclass(frozen=True)
+class Plumbing:
+    """A program and how its stages are connected."""
+
+    program: Program
+    wirings: tuple[Wiring, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> "Plumbing":
+        """Looks the connections up."""
+        return cls(program, tuple(wiring(program, stage) for stage in range(program.stages)))
+
+
+class Engine:
+    """The stages of a pipe and what turns them."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Callable[[int, int], Rows],
+        remat: Sequence[Remat],
+        *,
+        threaded: bool,
+        intra_op_threads: int,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.schedule = schedule
+        self.remat = tuple(remat)
+        self.threaded = threaded
+        self.intra_op_threads = intra_op_threads
+        self._reset()
+
+    def _reset(self) -> None:
+        self.threads = RankThreads(self.intra_op_threads)
+        self._lanes: list[Lane] | None = None
+        self._plumbings: dict[tuple[int, bool], Plumbing] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle leaves threads, streams and what can be made again behind."""
+        return {k: v for k, v in vars(self).items() if k not in {"threads", "_lanes", "_plumbings"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """One lane for each rank."""
+        if self._lanes is None:
+            self._lanes = [lane_on(stage.device) for stage in self.stages]
+        return self._lanes
+
+    def plumbing(self, micro_batches: int, *, trains: bool) -> Plumbing:
+        """The checked program for so many micro-batches, with backwards or without."""
+        key = (micro_batches, trains)
+        if key not in self._plumbings:
+            self._plumbings[key] = Plumbing.of(self._make_program(micro_batches, trains=trains))
+        return self._plumbings[key]
+
+    def _make_program(self, micro_batches: int, *, trains: bool) -> Program:
+        stages = len(self.stages)
+        rows = (self.schedule if trains else forward_only)(stages, micro_batches)
+        program = Program.of(rows, micro_batches, skips=self._skip_routes())
+        program = place_transfers(place_recompute(program, self.remat))
+        check(program)
+        return program
+
+    def _skip_routes(self) -> list[Route]:
+        stage_of = [stage.index for stage in self.stages for _ in stage.layers]
+        pops = [pop for stage in self.stages for layer in stage.layers for pop in layer.pop]
+        return [
+            Route(stage_of[pop.source], stage_of[pop.target], pop.route_name)
+            for pop in pops
+            if stage_of[pop.source] != stage_of[pop.target]
+        ]
+
+    def start(self, micro_batches: int, batch: Batch) -> "Run":
+        """Prepares the run of one mini-batch."""
+        plumbing = self.plumbing(micro_batches, trains=batch.trains)
+        run = Run(self, plumbing.program, batch)
+        for rank, lane in enumerate(self.lanes):
+            held = [stage for stage in self.stages if plumbing.program.rank_of[stage.index] == rank]
+            own = {stage.index: (stage, plumbing.wirings[stage.index]) for stage in held}
+            run.workers.append(Worker(rank, own, lane, batch, run.mailbox))
+        return run
+
+
+class Run:
+    """One mini-batch on its way: all its state is here, none in the pipe or its threads."""
+
+    def __init__(self, engine: Engine, program: Program, batch: Batch) -> None:
+        self.engine = engine
+        self.program = program
+        self.batch = batch
+        self.mailbox = Mailbox(program.ranks)
+        self.workers: list[Worker] = []
+
+    def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
+        """Runs the whole program."""
+        self._go(self.program, ambient, recorder, threaded=self.engine.threaded)
+        self._check_empty()
+
+    def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
+        """Runs the forward half; what the backward half needs is kept."""
+        self._go(halves(self.program)[0], ambient, recorder, threaded=self.engine.threaded)
+
+    def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
+        """Runs the backward half.
+
+        On CUDA it runs in this thread: it is autograd's thread of the device, and backwards in other threads would
+        wait for it for ever.
+        """
+        on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
+        self._go(halves(self.program)[1], ambient, recorder, threaded=self.engine.threaded and not on_cuda)
+        self._check_empty()
+
+    def take_outputs(self) -> list[Output]:
+        """The outputs of all micro-batches, which the run then forgets."""
+        made, self.batch.outputs = self.batch.outputs, {}
+        return [made[m] for m in range(len(made))]
+
+    def _check_empty(self) -> None:
+        held = [worker.rank for worker in self.workers if not worker.store.is_empty]
+        if held:
+            raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
+
+    def _go(self, program: Program, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
+        lanes = self.engine.lanes
+        for lane in lanes:
+            lane.begin()
+        if recorder is not None:
+            recorder.begin(lanes)
+        try:
+            if threaded:
+                self._in_threads(program, ambient, recorder)
+            else:
+                self._in_lockstep(program, ambient, recorder)
+        except BaseException:
+            for worker in self.workers:
+                worker.store.clear()
+            raise
+        for lane in lanes:
+            lane.end()
+        if recorder is not None:
+            recorder.end()
+
+    def _in_threads(self, program: Program, ambient: Ambient, recorder: Recorder | None) -> None:
+        ambient.refuse_strangers()
+        jobs = [partial(_row, worker, program, self.mailbox, ambient, recorder) for worker in self.workers]
+        self.engine.threads.run(jobs, self.mailbox.cancel)
+
+    def _in_lockstep(self, program: Program, ambient: Ambient, recorder: Recorder | None) -> None:
+        with _intra_op_threads(self.engine.intra_op_threads), ambient.rank_thread():
+            lockstep(program, self.workers, recorder)
+
+
+def _row(worker: Worker, program: Program, mailbox: Mailbox, ambient: Ambient, recorder: Recorder | None) -> None:
+    with ambient.rank_thread():
+        walk(worker, program, mailbox, recorder)
+
+
+@contextmanager
+def _intra_op_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,147 @@
+"""Where a rank's work is queued: on a CPU nowhere, on a CUDA device a stream to compute on and one to copy on.
+
+A tensor that crosses from rank to rank carries a mark of when its maker's stream has it ready; the taker's stream
+waits for the mark, not the thread. Memory that another stream uses is recorded on it, so that it is not reused early.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gpipe.run.boundary import Gradients, Parcel, replace_tensors, tensors_in
+
+Mark: TypeAlias = torch.cuda.Event | None
+Stamp: TypeAlias = torch.cuda.Event | float
+"""When something happened on a lane."""
+
+
+class Lane:
+    """A rank's queue of work on a device whose operations are done when they return."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin(self) -> None:
+        """Orders what follows behind what the calling thread has queued."""
+
+    def end(self) -> None:
+        """Orders what the calling thread queues from now on behind what was queued here."""
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Queues here what is done inside."""
+        yield
+
+    def mark(self) -> Mark:
+        """Marks what was queued so far."""
+        return None
+
+    def stamp(self) -> Stamp:
+        """Now, on this lane."""
+        return time.perf_counter()
+
+    def seconds(self, since: Stamp, until: Stamp) -> float:
+        """The time between two stamps of this lane."""
+        assert isinstance(since, float)
+        assert isinstance(until, float)
+        return until - since
+
+    def take(self, message: Parcel | Gradients, mark: Mark) -> Parcel | Gradients:
+        """Brings what another rank made to this device."""
+        if isinstance(message, Parcel):
+            return self.take_parcel(message, mark)
+        return self.take_gradients(message, mark)
+
+    def take_parcel(self, parcel: Parcel, mark: Mark) -> Parcel:
+        """Brings what another rank made to this device; its leaves stay leaves."""
+        if mark is None and all(tensor.device == self.device for tensor in tensors_in(parcel.value)):
+            return parcel
+        moved: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            leaf = self.bring(tensor.detach(), mark)
+            moved[id(tensor)] = leaf.requires_grad_() if tensor.requires_grad else leaf
+            return moved[id(tensor)]
+
+        value = replace_tensors(parcel.value, move)
+        return Parcel(value, [moved[id(leaf)] for leaf in parcel.leaves])
+
+    def take_gradients(self, gradients: Gradients, mark: Mark) -> Gradients:
+        """Brings gradients that another rank made to this device."""
+        return [None if gradient is None else self.bring(gradient, mark) for gradient in gradients]
+
+    def bring(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """One tensor on this device, whole by the time it is used here."""
+        if mark is not None:
+            mark.synchronize()
+        return tensor.to(self.device)
+
+
+class CudaLane(Lane):
+    """A rank's queue of work on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.compute = torch.cuda.Stream(device)
+        self.copy = torch.cuda.Stream(device)
+
+    def begin(self) -> None:
+        """Orders what follows behind what the calling thread has queued."""
+        caller = torch.cuda.current_stream(self.device)
+        self.compute.wait_stream(caller)
+        self.copy.wait_stream(caller)
+
+    def end(self) -> None:
+        """Orders what the calling thread queues from now on behind what was queued here."""
+        torch.cuda.current_stream(self.device).wait_stream(self.compute)
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Queues here what is done inside."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
+            yield
+
+    def mark(self) -> Mark:
+        """Marks what was queued so far."""
+        event = torch.cuda.Event()
+        event.record(self.compute)
+        return event
+
+    def stamp(self) -> Stamp:
+        """Now, on this lane."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.compute)
+        return event
+
+    def seconds(self, since: Stamp, until: Stamp) -> float:
+        """The time between two stamps of this lane."""
+        assert isinstance(since, torch.cuda.Event)
+        assert isinstance(until, torch.cuda.Event)
+        until.synchronize()
+        return float(since.elapsed_time(until)) / 1e3
+
+    def bring(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """One tensor on this device: copied on a stream of its own, so that computing goes on meanwhile."""
+        if tensor.device == self.device:
+            if mark is not None:
+                self.compute.wait_event(mark)
+            tensor.record_stream(self.compute)
+            return tensor
+        if mark is not None:
+            self.copy.wait_event(mark)
+        with torch.cuda.stream(self.copy):
+            copied = tensor.to(self.device, non_blocking=True)
+        if tensor.is_cuda:
+            tensor.record_stream(self.copy)
+        self.compute.wait_stream(self.copy)
+        copied.record_stream(self.compute)
+        return copied
+
+
+def lane_on(device: torch.device) -> Lane:
+    """The lane of a rank whose stages are on a device."""
+    return CudaLane(device) if device.type == "cuda" else Lane(device)

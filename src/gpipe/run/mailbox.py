@@ -1,0 +1,36 @@
+"""Messages within one process: a queue for each rank, tensors handed over by reference."""
+
+from queue import SimpleQueue
+
+from gpipe.run.lane import Mark
+from gpipe.run.transport import Cancelled, Label, Message
+
+
+class Mailbox:
+    """One run's messages; made anew for every run, so that nothing outlives a failed one."""
+
+    def __init__(self, ranks: int) -> None:
+        self._queues: list[SimpleQueue[tuple[Label, Message, Mark] | None]] = [SimpleQueue() for _ in range(ranks)]
+        self._early: list[dict[Label, tuple[Message, Mark]]] = [{} for _ in range(ranks)]
+        self.cancelled = False
+
+    def send(self, rank: int, label: Label, message: Message, mark: Mark) -> None:
+        """Hands a message to a rank."""
+        self._queues[rank].put((label, message, mark))
+
+    def receive(self, rank: int, label: Label) -> tuple[Message, Mark]:
+        """Waits for a message; others that come before it are kept."""
+        early = self._early[rank]
+        while label not in early:
+            arrived = self._queues[rank].get()
+            if arrived is None:
+                self._queues[rank].put(None)  # for whoever asks next
+                raise Cancelled
+            early[arrived[0]] = arrived[1:]
+        return early.pop(label)
+
+    def cancel(self) -> None:
+        """Wakes every rank that waits, now or later."""
+        self.cancelled = True
+        for queue in self._queues:
+            queue.put(None)

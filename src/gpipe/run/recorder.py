@@ -1,0 +1,76 @@
+"""The real timeline: what each rank did when. Costs nothing when absent."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from gpipe.plan.action import Action
+from gpipe.plan.timeline import Span, Timeline
+from gpipe.run.lane import Lane, Stamp
+
+
+class Recorder:
+    """Collects timelines.
+
+    Attributes:
+        timelines: One for each run since recording began; a `step` is one run, a call and its backward are two.
+    """
+
+    def __init__(self) -> None:
+        self.timelines: list[Timeline] = []
+        self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
+        self._lanes: Sequence[Lane] = ()
+        self._origins: list[Stamp] = []
+
+    def begin(self, lanes: Sequence[Lane]) -> None:
+        """Begins a run on one lane a rank."""
+        self._lanes = lanes
+        self._stamps = []
+        self._origins = [lane.stamp() for lane in lanes]
+
+    @contextmanager
+    def span(self, rank: int, action: Action) -> Iterator[None]:
+        """Records one action, from when its rank has what it needs until it is done."""
+        lane = self._lanes[rank]
+        start = lane.stamp()
+        yield
+        self._stamps.append((rank, action, start, lane.stamp()))
+
+    def end(self) -> None:
+        """Ends a run, and adds its timeline."""
+        ends = [lane.seconds(origin, lane.stamp()) for lane, origin in zip(self._lanes, self._origins, strict=True)]
+        spans = [
+            Span(
+                rank,
+                action,
+                self._lanes[rank].seconds(self._origins[rank], start),
+                self._lanes[rank].seconds(self._origins[rank], end),
+            )
+            for rank, action, start, end in self._stamps
+        ]
+        spans.sort(key=lambda span: (span.start, span.rank))
+        self.timelines.append(Timeline(len(self._lanes), tuple(spans), max(ends)))
+
+
+class Recordable(Protocol):
+    """A pipe, as far as recording it goes."""
+
+    recorder: Recorder | None
+
+
+@contextmanager
+def record(pipe: Recordable) -> Iterator[Recorder]:
+    """Records the timeline of every step or call made inside.
+
+    >>> import torch, gpipe
+    >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+    >>> with gpipe.record(pipe) as recording:
+    ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+    >>> len(recording.timelines), recording.timelines[0].ranks
+    (1, 2)
+    """
+    before, pipe.recorder = pipe.recorder, Recorder()
+    try:
+        yield pipe.recorder
+    finally:
+        pipe.recorder = before

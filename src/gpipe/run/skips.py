@@ -1,0 +1,127 @@
+"""Skip connections: layers that stash a tensor, and layers further on that pop it.
+
+A layer with `stash = ("e0",)` returns `(out, {"e0": tensor})`; one with `pop = ("e0",)` takes it as a keyword.
+
+Note "Sums". Autograd adds up the gradients of a tensor's uses from the last use to the first. A cut must not change
+which are added first, so a stash and each pop get a node of their own (`alias`): the uses of a popped tensor are
+summed at its pop, the pops from the last layer to the first at the stash, and that sum joins the main line last.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Pop:
+    """One use of a stash: the layer that pops it, and the layer that stashed it."""
+
+    name: str
+    source: int
+    target: int
+
+    @property
+    def route_name(self) -> str:
+        """The name of the route that this use takes between stages."""
+        return f"{self.name}/{self.target}"
+
+
+def names(layer: nn.Module, attribute: str) -> tuple[str, ...]:
+    """The names that a layer stashes or pops."""
+    found = getattr(layer, attribute, ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
+    """All uses of all stashes, in layer order.
+
+    Raises:
+        ValueError: Unknown, unused and duplicate names, all at once.
+    """
+    stashed: dict[str, int] = {}
+    pops: list[Pop] = []
+    mistakes: list[str] = []
+    for at, layer in enumerate(layers):
+        for name in names(layer, "pop"):
+            if name in stashed:
+                pops.append(Pop(name, stashed[name], at))
+            else:
+                mistakes.append(f"layer {at} pops {name!r}, which no earlier layer stashes")
+        for name in names(layer, "stash"):
+            if name in stashed:
+                mistakes.append(f"layers {stashed[name]} and {at} both stash {name!r}; give each stash its own name")
+            if not name or set(name) & set("@:/, "):
+                mistakes.append(f"layer {at} stashes {name!r}; a name has no spaces and none of @ : / ,")
+            stashed.setdefault(name, at)
+    used = {pop.name for pop in pops}
+    mistakes += [
+        f"layer {at} stashes {name!r}, which no later layer pops" for name, at in stashed.items() if name not in used
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return pops
+
+
+def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor]]:
+    """Takes apart what a layer that stashes returned.
+
+    Raises:
+        TypeError: It is not `(out, {name: tensor})` with exactly the names announced.
+    """
+    match result:
+        case (out, dict() as tensors) if set(tensors) == set(stash) and _all_tensors(tensors):
+            return out, tensors
+    raise TypeError(f"a layer with stash = {stash!r} must return (out, {{name: tensor}}) with exactly these names")
+
+
+def _all_tensors(tensors: Mapping[str, object]) -> bool:
+    return all(isinstance(tensor, Tensor) for tensor in tensors.values())
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same tensor behind an autograd node of its own (note "Sums")."""
+    return tensor.view_as(tensor)
+
+
+class Sequential(nn.Sequential):
+    """An `nn.Sequential` whose layers may stash and pop: the unpartitioned reference.
+
+    >>> import torch, gpipe
+    >>> class Stash(torch.nn.Module):
+    ...     stash = ("early",)
+    ...     def forward(self, x): return x + 1, {"early": x}
+    >>> class Pop(torch.nn.Module):
+    ...     pop = ("early",)
+    ...     def forward(self, x, early): return x * 10 + early
+    >>> gpipe.Sequential(Stash(), Pop())(torch.ones(1))
+    tensor([21.])
+    """
+
+    def forward(self, input: object) -> object:
+        """Runs the layers one after another."""
+        find_pops(list(self))
+        held: dict[str, Tensor] = {}
+        for layer in self:
+            input = run_layer(layer, input, held)
+        return input
+
+
+def run_layer(layer: nn.Module, value: object, held: dict[str, Tensor]) -> object:
+    """Runs one layer, popping from and stashing into `held`; for loops over plain layers."""
+    popped = {name: alias(held[name]) for name in names(layer, "pop")}
+    result = layer(value, **popped)
+    stash = names(layer, "stash")
+    if not stash:
+        return result
+    result, tensors = unpack(result, stash)
+    held |= {name: alias(tensor) for name, tensor in tensors.items()}
+    return result
+
+
+def routes_of(pops: Sequence[Pop], stage_of: Sequence[int]) -> Iterator[tuple[int, int, str]]:
+    """(source stage, target stage, name) of the uses that cross a stage boundary, the last layer's first."""
+    for pop in sorted(pops, key=lambda pop: -pop.target):
+        source, target = stage_of[pop.source], stage_of[pop.target]
+        if source != target:
+            yield source, target, pop.route_name

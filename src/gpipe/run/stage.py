@@ -1,0 +1,146 @@
+"""A stage: consecutive layers on one device, tensors in, tensors out."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.run.boundary import replace_tensors, tensors_in
+from gpipe.run.buffers import Buffers
+from gpipe.run.microbatch import Tree
+from gpipe.run.skips import Pop, alias, unpack
+from gpipe.run.visit import visit
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a stage is run: at which step, under which seed, and again or for the first time."""
+
+    seed: int
+    step: int
+    micro_batch: int
+    recomputing: bool = False
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer of the user's sequence, with its place and name in it."""
+
+    index: int
+    name: str
+    module: nn.Module
+    stash: tuple[str, ...] = ()
+    pop: tuple[Pop, ...] = ()
+    draws: dict[bool, bool] = field(default_factory=dict)  # by training mode: whether it was seen to draw
+
+    def __str__(self) -> str:
+        return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
+
+    def may_draw(self) -> bool:
+        """Whether the layer must be run under a visit: it drew before, or was never seen in this mode."""
+        return self.draws.get(self.module.training, True)
+
+    def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment) -> object:
+        """Runs the module, its randomness keyed."""
+        if not self.may_draw():
+            return self.module(value, **popped)
+        with visit(moment.seed, moment.step, self.index, moment.micro_batch) as keyed:
+            result = self.module(value, **popped)
+        self.draws[self.module.training] = keyed.drew or self.draws.get(self.module.training, False)
+        return result
+
+
+@dataclass(slots=True)
+class Trace:
+    """How far a run through a stage got: autograd's sequence number before each layer, and before the loss."""
+
+    numbers: list[int] = field(default_factory=list)
+
+    def enter(self) -> None:
+        """Notes that the next layer begins, or behind the last layer the loss."""
+        self.numbers.append(_sequence_number())
+
+    def last_of(self, layers: Sequence[Layer]) -> str | None:
+        """In words, what was begun last."""
+        return _in_words(layers, len(self.numbers) - 1)
+
+    def maker_of(self, number: int | None, layers: Sequence[Layer]) -> str | None:
+        """In words, what made the autograd node with this sequence number."""
+        if number is None:
+            return None
+        return _in_words(layers, bisect_right(self.numbers, number) - 1)
+
+
+def _in_words(layers: Sequence[Layer], at: int) -> str | None:
+    if at < 0:
+        return None
+    return str(layers[at]) if at < len(layers) else "loss_fn"
+
+
+class Stage:
+    """Runs its layers one after another for one micro-batch."""
+
+    def __init__(self, index: int, layers: Sequence[Layer], device: torch.device) -> None:
+        self.index = index
+        self.layers = tuple(layers)
+        self.device = device
+        self.buffers = Buffers([layer.module for layer in layers])
+        self.works_in_place: bool | None = None  # on what it is given; None until the first run has shown it
+        self.first = self.layers[0].index
+
+    def forward(
+        self, value: Tree, arrived: Mapping[str, Tensor], departing: Mapping[str, str], moment: Moment, trace: Trace
+    ) -> tuple[Tree, dict[str, Tensor]]:
+        """Runs the layers.
+
+        Args:
+            value: What the main line brings.
+            arrived: What skip routes bring, by route name.
+            departing: The routes to send stashes by: route name to stash name.
+            moment: When this is.
+            trace: Is told how far the run got.
+
+        Returns:
+            What the main line takes on, and what each route of `departing` takes.
+        """
+        given, arrived = self._protect(value, arrived)
+        value = given
+        held: dict[str, Tensor] = {}
+        for layer in self.layers:
+            trace.enter()
+            if layer.pop or layer.stash:
+                value = self._run_with_skips(layer, value, arrived, held, moment)
+            else:
+                value = layer.run(value, {}, moment)
+        self._note_in_place(given, arrived)
+        return value, {route: held[name] for route, name in departing.items()}
+
+    def _run_with_skips(
+        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Tensor], moment: Moment
+    ) -> Tree:
+        popped = {
+            pop.name: alias(held[pop.name] if pop.source >= self.first else arrived[pop.route_name])
+            for pop in layer.pop
+        }
+        result = layer.run(value, popped, moment)
+        if not layer.stash:
+            return result
+        result, tensors = unpack(result, layer.stash)
+        held |= {name: alias(tensor) for name, tensor in tensors.items()}
+        return result
+
+    def _protect(self, value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[str, Tensor]]:
+        """Copies what a stage that works in place would destroy; the first run has a copy too, to find out."""
+        if self.works_in_place is False:
+            return value, arrived
+        return replace_tensors(value, torch.clone), {name: tensor.clone() for name, tensor in arrived.items()}
+
+    def _note_in_place(self, given: Tree, arrived: Mapping[str, Tensor]) -> None:
+        if self.works_in_place is None:
+            self.works_in_place = any(
+                t._version for t in (*tensors_in(given), *arrived.values()) if not t.is_inference()
+            )

@@ -1,0 +1,273 @@
+"""Performs the actions of one rank: the only code that runs layers or autograd."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gpipe.plan.action import Action, Kind
+from gpipe.run.boundary import Gradients, Parcel, cut, replace_tensors, run_backward, tensors_in
+from gpipe.run.lane import Lane
+from gpipe.run.microbatch import Tree
+from gpipe.run.stage import Moment, Stage, Trace
+from gpipe.run.store import Cell, Store
+from gpipe.run.transport import Label, Message, Transport
+from gpipe.run.wiring import Wire, Wiring
+
+NO_GRADIENT = (
+    "the loss needs no gradient: it depends on no parameter that requires one; "
+    "return a loss computed from the output, or call step() under torch.no_grad()"
+)
+
+
+NO_METRICS = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the last stage made of a micro-batch, cut from its graph; `wants_gradient` says it of each tensor."""
+
+    value: Tree
+    wants_gradient: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Tree) -> "Output":
+        """Cuts a value from its graph."""
+        wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
+        return cls(pytree.tree_map_only(Tensor, Tensor.detach, value), wants)
+
+
+@dataclass
+class Batch:
+    """One mini-batch, as all ranks of a process share it.
+
+    `inputs` are taken by the first stage. The last stage fills `outputs`, or, with a loss function, `losses` and
+    `metrics`. `seeds[m]` is the gradient of micro-batch m's loss, None if it has no say; `output_gradients[m]` is
+    what comes back to the tensors of `outputs[m]` that want one, when the loss is computed outside.
+    """
+
+    inputs: Sequence[Parcel]
+    seed: int
+    step: int
+    trains: bool
+    around_layers: Callable[[], AbstractContextManager[object]] = nullcontext
+    loss_fn: Callable[[Tree, Tree], object] | None = None
+    targets: Sequence[Tree] = ()
+    seeds: Sequence[float | None] = ()
+    outputs: dict[int, Output] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, object] = field(default_factory=dict)
+    output_gradients: Sequence[Gradients] = ()
+
+
+class Worker:
+    """One rank: its stages, what it holds, and how it does each kind of action."""
+
+    def __init__(
+        self, rank: int, stages: Mapping[int, tuple[Stage, Wiring]], lane: Lane, batch: Batch, transport: Transport
+    ) -> None:
+        self.rank = rank
+        self.stages = stages
+        self.lane = lane
+        self.batch = batch
+        self.transport = transport
+        self.store = Store()
+        for stage, wires in stages.values():
+            if wires.recomputed:
+                stage.buffers.find()
+
+    def ready(self, action: Action) -> None:
+        """Waits until what the action needs from other ranks is here."""
+        kind = action.kind
+        if kind is Kind.FORWARD:
+            self._await(self.stages[action.stage][1].wires_in, _micro_batch(action), gradient=False)
+        elif kind is Kind.BACKWARD:
+            self._await(self.stages[action.stage][1].wires_out, _micro_batch(action), gradient=True)
+
+    def _await(self, wires: Sequence[Wire], m: int, *, gradient: bool) -> None:
+        for wire in wires:
+            if not wire.is_local:
+                label = Label(wire.route, m, gradient)
+                message, mark = self.transport.receive(self.rank, label)
+                self.store.arrived[label] = self.lane.take(message, mark)
+
+    def perform(self, action: Action) -> None:
+        """Does one action; what it needs is here."""
+        stage, wires = self.stages[action.stage]
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(stage, wires, _micro_batch(action))
+            case Kind.RECOMPUTE:
+                self._recompute(stage, wires, _micro_batch(action))
+            case Kind.BACKWARD:
+                self._backward(stage, wires, _micro_batch(action))
+            case Kind.SEND:
+                self._send(action, wires)
+            case Kind.RECEIVE:
+                pass  # a mailbox needs no room made for what comes; `ready` waits for it
+            case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.REDUCE | Kind.TIE | Kind.COMMIT:
+                raise ValueError(f"{action}: no schedule places this yet")
+            case _:
+                assert_never(action.kind)
+
+    def _forward(self, stage: Stage, wires: Wiring, m: int) -> None:
+        cell = Cell(self._take_given(wires, m), {wire.route: self._take(wire, m) for wire in wires.skips_in})
+        self.store.cells[stage.index, m] = cell
+        again = m in wires.recomputed
+        before = stage.buffers.before() if again else None
+        value, stashed = self._run(stage, wires, cell, m)
+        if before:
+            cell.snapshot = stage.buffers.after(before)
+        for wire in wires.skips_out:
+            self._depart(wire, cell, m, stashed[wire.name])
+        if wires.main_out:
+            self._depart(wires.main_out, cell, m, value)
+        elif self.batch.loss_fn is None:
+            self.batch.outputs[m] = Output.of(value)
+            cell.roots[None] = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+        elif not again:
+            cell.roots[None] = [self._loss(value, m, cell.trace)]
+        if again:
+            cell.roots.clear()  # and with them all that the layers made inside
+        if not self.batch.trains:
+            del self.store.cells[stage.index, m]
+
+    def _recompute(self, stage: Stage, wires: Wiring, m: int) -> None:
+        cell = self.store.cells[stage.index, m]
+        with stage.buffers.as_before(cell.snapshot) if cell.snapshot else nullcontext():
+            value, stashed = self._run(stage, wires, cell, m, recomputing=True)
+        cell.snapshot = None
+        for wire in wires.skips_out:
+            cell.roots[wire.route] = cut(stashed[wire.name])[1]
+        if wires.main_out:
+            cell.roots[wires.main_out.route] = cut(value)[1]
+        elif self.batch.loss_fn is None:
+            cell.roots[None] = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+        else:
+            cell.roots[None] = [self._loss(value, m, cell.trace)]
+
+    def _run(
+        self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False
+    ) -> tuple[Tree, dict[str, Tensor]]:
+        """Runs the layers of a stage on what the cell holds."""
+        cell.trace = Trace()  # of this run, not of the one before
+        popped = {wire.name: cell.skips[wire.route].tensor for wire in wires.skips_in}
+        stashes = {wire.name: wire.stash for wire in wires.skips_out}
+        moment = Moment(self.batch.seed, self.batch.step, m, recomputing)
+        with self.batch.around_layers():
+            return stage.forward(cell.given.value, popped, stashes, moment, cell.trace)
+
+    def _loss(self, value: Tree, m: int, trace: Trace) -> Tensor:
+        """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
+        batch = self.batch
+        assert batch.loss_fn is not None
+        trace.enter()
+        with batch.around_layers():
+            loss, batch.metrics[m] = read_loss(batch.loss_fn(value, self._target(m)))
+        if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
+            raise ValueError(NO_GRADIENT)
+        batch.losses[m] = loss.detach()
+        return loss
+
+    def _target(self, m: int) -> Tree:
+        return replace_tensors(self.batch.targets[m], lambda tensor: self.lane.bring(tensor, None))
+
+    def _backward(self, stage: Stage, wires: Wiring, m: int) -> None:
+        cell = self.store.cells[stage.index, m]
+        roots: list[Tensor] = []
+        gradients: Gradients = []
+        for wire in wires.wires_out:
+            roots += cell.roots[wire.route]
+            gradients += self._take_gradients(wire, m)
+        if wires.main_out is None:
+            roots += cell.roots[None]
+            gradients += self._last_gradients(cell.roots[None], m)
+        cell.roots.clear()
+        run_backward(roots, gradients)
+        for wire in wires.wires_in:
+            parcel = cell.given if wire is wires.main_in else cell.skips[wire.route]
+            self._hand_over(wire, Label(wire.route, m, True), [leaf.grad for leaf in parcel.leaves])
+        del self.store.cells[stage.index, m]
+
+    def _last_gradients(self, roots: Sequence[Tensor], m: int) -> Gradients:
+        if self.batch.loss_fn is None:
+            return self.lane.take_gradients(self.batch.output_gradients[m], None)
+        seed = self.batch.seeds[m]
+        return [None if seed is None else torch.full_like(roots[0], seed)]
+
+    def _take_given(self, wires: Wiring, m: int) -> Parcel:
+        if wires.main_in is None:
+            return self.lane.take_parcel(self.batch.inputs[m], None)
+        return self._take(wires.main_in, m)
+
+    def _take(self, wire: Wire, m: int) -> Parcel:
+        parcel = self.store.arrived.pop(Label(wire.route, m, False))
+        assert isinstance(parcel, Parcel)
+        return parcel
+
+    def _take_gradients(self, wire: Wire, m: int) -> Gradients:
+        gradients = self.store.arrived.pop(Label(wire.route, m, True))
+        assert isinstance(gradients, list)
+        return gradients
+
+    def _depart(self, wire: Wire, cell: Cell, m: int, value: Tree) -> None:
+        parcel, cell.roots[wire.route] = cut(value)
+        self._hand_over(wire, Label(wire.route, m, False), parcel)
+
+    def _hand_over(self, wire: Wire, label: Label, message: Message) -> None:
+        box = self.store.arrived if wire.is_local else self.store.departing
+        box[label] = message
+
+    def _send(self, action: Action, wires: Wiring) -> None:
+        assert action.route is not None
+        gradient = action.carries_gradient
+        wire = wires.wire(action.route.name, out=not gradient)
+        label = Label(wire.route, _micro_batch(action), gradient)
+        self.transport.send(wire.rank, label, self.store.departing.pop(label), self.lane.mark())
+
+    def layer_of(self, action: Action, error: BaseException) -> str | None:
+        """In words, the layer in which an action failed, as far as that can be known."""
+        stage, _ = self.stages[action.stage]
+        cell = self.store.cells.get((action.stage, _micro_batch(action)))
+        if cell is None:
+            return None
+        if action.kind is Kind.BACKWARD:
+            layer = cell.trace.maker_of(failed_node(error), stage.layers)
+        else:
+            layer = cell.trace.last_of(stage.layers)
+        return layer or f"one of {', '.join(map(str, stage.layers))}"
+
+
+def read_loss(returned: object) -> tuple[Tensor, object]:
+    """What a loss function returned: the loss, and metrics or `NO_METRICS`.
+
+    Raises:
+        TypeError: It is neither a scalar tensor nor `(scalar tensor, metrics)`.
+    """
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, NO_METRICS)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(()), metrics
+    found = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
+    raise TypeError(
+        f"loss_fn must return the micro-batch's loss, one real number, or (loss, metrics); it returned {found}"
+    )
+
+
+def failed_node(error: BaseException) -> int | None:
+    """The sequence number of the autograd node that raised, if it is written in Python."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        node = traceback.tb_frame.f_locals.get("self")
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return int(node._sequence_nr())
+        traceback = traceback.tb_next
+    return None
+
+
+def _micro_batch(action: Action) -> int:
+    assert action.micro_batch is not None, action
+    return action.micro_batch
