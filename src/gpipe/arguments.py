@@ -11,6 +11,7 @@ from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance, partition
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.run.layers import Layers, named_layers
+from gpipe.run.shared import tie
 from gpipe.run.skips import find_pops
 
 Driver: TypeAlias = Literal["threads", "lockstep"]
@@ -66,6 +67,7 @@ def settle(
     schedule: str,
     remat: object,
     driver: str | None,
+    ties: Sequence[Sequence[str]],
     seed: int | None,
     intra_op_threads: int,
 ) -> Settings:
@@ -80,6 +82,7 @@ def settle(
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     _check_skips(named, mistakes)
+    mistakes.found += tie(named, ties)
     mistakes.check(_is_count(micro_batches), f"micro_batches={micro_batches!r}; give M, a whole number of at least 1")
     mistakes.check(
         _is_count(intra_op_threads), f"intra_op_threads={intra_op_threads!r}; give a whole number of at least 1"

@@ -25,8 +25,8 @@ from gpipe.summary import summary
 class GPipe(nn.Module):
     """Trains a sequence of layers, cut into partitions, with micro-batches flowing through them (paper, section 2).
 
-    The result is the same, bit for bit, for every number of partitions: that of the plain layers run micro-batch by
-    micro-batch. The layers are used as they are, moved to `devices`, and keep their names: `state_dict` is that of
+    The result is the same, bit for bit, for every number of partitions: that of the plain layers run micro-batch
+    by micro-batch. The layers are used as they are, moved to `devices`, and keep their names: `state_dict` is that of
     `nn.Sequential(*layers)`.
 
     Args:
@@ -40,6 +40,10 @@ class GPipe(nn.Module):
         schedule: `"gpipe"`: all forwards, then all backwards.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
             `"always"`, `"except_last"` or `"never"`, or one of these for each partition.
+        deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
+            forward of it (paper, section 2.2); by default those of one micro-batch after another. Either way a
+            micro-batch is normalized by its own.
+        ties: Names of parameters that are one though the modules do not show it: `[("0.weight", "5.weight")]`.
         seed: Keys all randomness of the layers; None draws one number from torch's generator.
         intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
         driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging.
@@ -67,6 +71,8 @@ class GPipe(nn.Module):
         devices: object = None,
         schedule: str = "gpipe",
         remat: str | Sequence[str] = "always",
+        deferred_batch_norm: bool = False,
+        ties: Sequence[Sequence[str]] = (),
         seed: int | None = None,
         intra_op_threads: int = 1,
         driver: str | None = None,
@@ -82,6 +88,7 @@ class GPipe(nn.Module):
             schedule=schedule,
             remat=remat,
             driver=driver,
+            ties=ties,
             seed=seed,
             intra_op_threads=intra_op_threads,
         )
@@ -94,6 +101,7 @@ class GPipe(nn.Module):
             settings.remat,
             threaded=settings.driver == "threads",
             intra_op_threads=settings.intra_op_threads,
+            deferred_batch_norm=deferred_batch_norm,
         )
         self.step_number = 0
         self.recorder: Recorder | None = None
@@ -209,7 +217,15 @@ class GPipe(nn.Module):
         return [rows // parts + (part < rows % parts) for part in range(parts)], found
 
     def _batch(self, inputs: Sequence[Parcel], ambient: Ambient) -> Batch:
-        return Batch(inputs, self.seed, self.step_number, trains=ambient.grad, around_layers=ambient.around_layers())
+        return Batch(
+            inputs,
+            self.seed,
+            self.step_number,
+            trains=ambient.grad,
+            deferred_batch_norm=self._engine.deferred_batch_norm,
+            around_layers=ambient.around_layers(),
+            loss_index=len(self._settings.layers),
+        )
 
     def _count_step(self) -> None:
         if self.training:

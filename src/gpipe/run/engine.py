@@ -10,14 +10,16 @@ import torch
 
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
-from gpipe.plan.lower import Remat, halves, place_recompute, place_transfers
+from gpipe.plan.lower import Remat, halves, place_commits, place_recompute, place_transfers
 from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
 from gpipe.run.ambient import Ambient
 from gpipe.run.drivers import RankThreads, lockstep, walk
+from gpipe.run.guard import RandomGuard
 from gpipe.run.lane import Lane, lane_on
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.recorder import Recorder
+from gpipe.run.shared import Aliases, find_race, find_shared
 from gpipe.run.stage import Stage
 from gpipe.run.wiring import Wiring, wiring
 from gpipe.run.worker import Batch, Output, Worker
@@ -47,8 +49,14 @@ class Engine:
         *,
         threaded: bool,
         intra_op_threads: int,
+        deferred_batch_norm: bool,
     ) -> None:
         self.stages = tuple(stages)
+        self.shared = find_shared([layer.module for stage in stages for layer in stage.layers])
+        self.deferred_batch_norm = deferred_batch_norm
+        race = find_race(self.stages)
+        if race:
+            raise ValueError(race)
         self.schedule = schedule
         self.remat = tuple(remat)
         self.threaded = threaded
@@ -87,6 +95,8 @@ class Engine:
         rows = (self.schedule if trains else forward_only)(stages, micro_batches)
         program = Program.of(rows, micro_batches, skips=self._skip_routes())
         program = place_transfers(place_recompute(program, self.remat))
+        if self.deferred_batch_norm:
+            program = place_commits(program, range(stages))
         check(program)
         return program
 
@@ -117,16 +127,18 @@ class Run:
         self.engine = engine
         self.program = program
         self.batch = batch
+        self.aliases = Aliases(engine.shared, engine.stages)
         self.mailbox = Mailbox(program.ranks)
         self.workers: list[Worker] = []
 
     def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the whole program."""
         self._go(self.program, ambient, recorder, threaded=self.engine.threaded)
-        self._check_empty()
+        self._finish()
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the forward half; what the backward half needs is kept."""
+        self._versions = self._parameter_versions()
         self._go(halves(self.program)[0], ambient, recorder, threaded=self.engine.threaded)
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
@@ -134,17 +146,31 @@ class Run:
 
         On CUDA it runs in this thread: it is autograd's thread of the device, and backwards in other threads would
         wait for it for ever.
+
+        Raises:
+            RuntimeError: A parameter has changed since the forward.
         """
+        if self._parameter_versions() != self._versions:
+            raise RuntimeError(
+                "a parameter was changed in place between a forward and its backward, which would recompute with the "
+                "new value; call backward before the optimizer's step"
+            )
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
         self._go(halves(self.program)[1], ambient, recorder, threaded=self.engine.threaded and not on_cuda)
-        self._check_empty()
+        self._finish()
 
     def take_outputs(self) -> list[Output]:
         """The outputs of all micro-batches, which the run then forgets."""
         made, self.batch.outputs = self.batch.outputs, {}
         return [made[m] for m in range(len(made))]
 
-    def _check_empty(self) -> None:
+    def _parameter_versions(self) -> list[int]:
+        layers = (layer.module for stage in self.engine.stages for layer in stage.layers)
+        return [parameter._version for module in layers for parameter in module.parameters()]
+
+    def _finish(self) -> None:
+        if self.batch.trains:
+            self.aliases.add_up()
         held = [worker.rank for worker in self.workers if not worker.store.is_empty]
         if held:
             raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
@@ -155,11 +181,14 @@ class Run:
             lane.begin()
         if recorder is not None:
             recorder.begin(lanes)
+        guard = RandomGuard(lanes)
         try:
-            if threaded:
-                self._in_threads(program, ambient, recorder)
-            else:
-                self._in_lockstep(program, ambient, recorder)
+            with self.aliases.in_place():
+                if threaded:
+                    self._in_threads(program, ambient, recorder)
+                else:
+                    self._in_lockstep(program, ambient, recorder)
+            guard.check([layer for stage in self.engine.stages for layer in stage.layers])
         except BaseException:
             for worker in self.workers:
                 worker.store.clear()

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from gpipe.run.shared import find_shared
 from gpipe.run.skips import find_pops, names
 from gpipe.run.stage import Layer, Stage
 from gpipe.run.visit import visit_key
@@ -51,6 +52,7 @@ def cut_into_stages(
 ) -> list[Stage]:
     """The stages of so many layers each, their modules moved to the devices."""
     pops = find_pops(list(named.values()))
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
     layers = [
         Layer(
             index,
@@ -69,4 +71,7 @@ def cut_into_stages(
             layer.module.to(device)
         stages.append(Stage(index, own, device))
         first += count
+    for shared in find_shared(list(named.values())):  # each lives where it is first used
+        parameter = shared.parameter
+        parameter.data = parameter.data.to(stages[stage_of[min(shared.places)]].device)
     return stages

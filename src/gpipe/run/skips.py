@@ -30,7 +30,9 @@ class Pop:
 def names(layer: nn.Module, attribute: str) -> tuple[str, ...]:
     """The names that a layer stashes or pops."""
     found = getattr(layer, attribute, ())
-    return (found,) if isinstance(found, str) else tuple(found)
+    if isinstance(found, str):
+        return (found,)
+    return tuple(found) if isinstance(found, (tuple, list)) else ()  # nn.Sequential has a method `pop`
 
 
 def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:

@@ -36,6 +36,7 @@ class Layer:
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
     draws: dict[bool, bool] = field(default_factory=dict)  # by training mode: whether it was seen to draw
+    stand_in: nn.Module | None = None  # runs in its place during a run (see shared.py)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
@@ -46,10 +47,11 @@ class Layer:
 
     def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment) -> object:
         """Runs the module, its randomness keyed."""
+        module = self.stand_in or self.module
         if not self.may_draw():
-            return self.module(value, **popped)
+            return module(value, **popped)
         with visit(moment.seed, moment.step, self.index, moment.micro_batch) as keyed:
-            result = self.module(value, **popped)
+            result = module(value, **popped)
         self.draws[self.module.training] = keyed.drew or self.draws.get(self.module.training, False)
         return result
 

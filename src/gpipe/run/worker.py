@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gpipe.plan.action import Action, Kind
+from gpipe.run.batchnorm import Deferred
 from gpipe.run.boundary import Gradients, Parcel, cut, replace_tensors, run_backward, tensors_in
 from gpipe.run.lane import Lane
 from gpipe.run.microbatch import Tree
 from gpipe.run.stage import Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
 from gpipe.run.transport import Label, Message, Transport
+from gpipe.run.visit import visit
 from gpipe.run.wiring import Wire, Wiring
 
 NO_GRADIENT = (
@@ -54,8 +56,11 @@ class Batch:
     seed: int
     step: int
     trains: bool
+    deferred_batch_norm: bool = False
     around_layers: Callable[[], AbstractContextManager[object]] = nullcontext
     loss_fn: Callable[[Tree, Tree], object] | None = None
+    loss_index: int = 0  # the loss is keyed as the layer behind the last
+    loss_draws: bool | None = None  # None until the first micro-batch has shown it
     targets: Sequence[Tree] = ()
     seeds: Sequence[float | None] = ()
     outputs: dict[int, Output] = field(default_factory=dict)
@@ -76,9 +81,12 @@ class Worker:
         self.batch = batch
         self.transport = transport
         self.store = Store()
+        self.deferred: dict[int, Deferred] = {}
         for stage, wires in stages.values():
             if wires.recomputed:
                 stage.buffers.find()
+            if batch.deferred_batch_norm:
+                self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
 
     def ready(self, action: Action) -> None:
         """Waits until what the action needs from other ranks is here."""
@@ -109,7 +117,9 @@ class Worker:
                 self._send(action, wires)
             case Kind.RECEIVE:
                 pass  # a mailbox needs no room made for what comes; `ready` waits for it
-            case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.REDUCE | Kind.TIE | Kind.COMMIT:
+            case Kind.COMMIT:
+                self.deferred[stage.index].commit()
+            case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.REDUCE | Kind.TIE:
                 raise ValueError(f"{action}: no schedule places this yet")
             case _:
                 assert_never(action.kind)
@@ -119,7 +129,8 @@ class Worker:
         self.store.cells[stage.index, m] = cell
         again = m in wires.recomputed
         before = stage.buffers.before() if again else None
-        value, stashed = self._run(stage, wires, cell, m)
+        with self.deferred[stage.index].collect(m) if stage.index in self.deferred else nullcontext():
+            value, stashed = self._run(stage, wires, cell, m)
         if before:
             cell.snapshot = stage.buffers.after(before)
         for wire in wires.skips_out:
@@ -164,17 +175,24 @@ class Worker:
     def _loss(self, value: Tree, m: int, trace: Trace) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
         batch = self.batch
-        assert batch.loss_fn is not None
         trace.enter()
         with batch.around_layers():
-            loss, batch.metrics[m] = read_loss(batch.loss_fn(value, self._target(m)))
+            loss, batch.metrics[m] = read_loss(self._call_loss_fn(value, m))
         if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         batch.losses[m] = loss.detach()
         return loss
 
-    def _target(self, m: int) -> Tree:
-        return replace_tensors(self.batch.targets[m], lambda tensor: self.lane.bring(tensor, None))
+    def _call_loss_fn(self, value: Tree, m: int) -> object:
+        batch = self.batch
+        assert batch.loss_fn is not None
+        target = replace_tensors(batch.targets[m], lambda tensor: self.lane.bring(tensor, None))
+        if batch.loss_draws is False:
+            return batch.loss_fn(value, target)
+        with visit(batch.seed, batch.step, batch.loss_index, m) as keyed:
+            returned = batch.loss_fn(value, target)
+        batch.loss_draws = keyed.drew
+        return returned
 
     def _backward(self, stage: Stage, wires: Wiring, m: int) -> None:
         cell = self.store.cells[stage.index, m]

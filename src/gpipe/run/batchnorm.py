@@ -1,0 +1,124 @@
+"""Deferred BatchNorm: running statistics of the whole mini-batch, though each micro-batch is normalized by its own.
+
+A BatchNorm in training is lent empty buffers and a momentum of 1, so that its own forward leaves the mean and the
+variance of the micro-batch in them. At the end of the mini-batch's forward these are merged in micro-batch order, by
+count, mean and sum of squared differences from the mean (Chan, Golub & LeVeque 1979): E[x^2] - E[x]^2 would lose
+everything where the mean is large. The real buffers then change once, as in one forward of the whole mini-batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+LENT = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What one forward of a BatchNorm saw in each channel, in float64."""
+
+    count: int
+    mean: Tensor
+    squares: Tensor  # sum of squared differences from the mean
+
+    def merge(self, other: "Statistics") -> "Statistics":
+        """The statistics of both together."""
+        count = self.count + other.count
+        apart = other.mean - self.mean
+        mean = self.mean + apart * (other.count / count)
+        squares = self.squares + other.squares + apart**2 * (self.count * other.count / count)
+        return Statistics(count, mean, squares)
+
+
+@dataclass
+class Deferred:
+    """The statistics of one mini-batch: for each BatchNorm, micro-batch and forward in it."""
+
+    norms: Sequence[_BatchNorm]
+    seen: dict[tuple[int, int], list[Statistics]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> "Deferred":
+        """Begins a mini-batch: finds the BatchNorms that keep running statistics."""
+        found = {m: None for root in modules for m in root.modules() if isinstance(m, _BatchNorm)}
+        return cls([norm for norm in found if norm.training and norm.running_mean is not None])
+
+    @contextmanager
+    def collect(self, micro_batch: int) -> Iterator[None]:
+        """Keeps the statistics of the forwards inside, and the real buffers as they are."""
+        loans = [_Loan(norm) for norm in self.norms]
+        for loan in loans:
+            loan.begin()
+        try:
+            yield
+        finally:
+            for at, loan in enumerate(loans):
+                loan.end()
+                self.seen[at, micro_batch] = loan.statistics()
+
+    def commit(self) -> None:
+        """Changes the real buffers, once for each forward of a module in a mini-batch."""
+        for at, norm in enumerate(self.norms):
+            by_micro_batch = [self.seen[key] for key in sorted(key for key in self.seen if key[0] == at)]
+            for same_forward in zip(*by_micro_batch, strict=False):
+                merged = same_forward[0]
+                for other in same_forward[1:]:
+                    merged = merged.merge(other)
+                _update(norm, merged)
+        self.seen.clear()
+
+
+class _Loan:
+    """Empty buffers for one BatchNorm, and whatever its forwards leave in them."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        self.norm = norm
+        self.counts: list[int] = []
+        self.lent: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self) -> None:
+        norm = self.norm
+        self.own = {name: norm._buffers[name] for name in LENT}
+        self.momentum = norm.momentum
+        norm.__dict__["momentum"] = 1.0
+        norm._buffers["num_batches_tracked"] = None
+        norm._forward_pre_hooks[id(self)] = self._before_forward
+
+    def _before_forward(self, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        mean, variance = self.own["running_mean"], self.own["running_var"]
+        assert mean is not None
+        assert variance is not None
+        self.lent.append((torch.zeros_like(mean), torch.zeros_like(variance)))
+        self.counts.append(args[0].numel() // args[0].shape[1])
+        norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
+
+    def end(self) -> None:
+        del self.norm._forward_pre_hooks[id(self)]
+        self.norm.__dict__["momentum"] = self.momentum
+        self.norm._buffers.update(self.own)
+
+    def statistics(self) -> list[Statistics]:
+        return [
+            Statistics(count, mean.double(), variance.double() * (count - 1))
+            for count, (mean, variance) in zip(self.counts, self.lent, strict=True)
+        ]
+
+
+@torch.no_grad()
+def _update(norm: _BatchNorm, batch: Statistics) -> None:
+    """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    factor = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(norm.num_batches_tracked)
+    factor = 0.0 if factor is None else factor
+    variance = batch.squares / max(batch.count - 1, 1)
+    for running, new in ((norm.running_mean, batch.mean), (norm.running_var, variance)):
+        running.copy_(running.double() * (1 - factor) + new * factor)

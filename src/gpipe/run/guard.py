@@ -1,0 +1,36 @@
+"""Watches torch's own generators: a layer that draws from them unkeyed would depend on which thread comes first."""
+
+from collections.abc import Sequence
+
+import torch
+
+from gpipe.run.lane import Lane
+from gpipe.run.stage import Layer
+from gpipe.run.visit import default_generator
+
+
+class RandomGuard:
+    """Remembers the state of the default generators while a run is under way."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        devices = {torch.device("cpu"), *(lane.device for lane in lanes)}
+        self._generators = [default_generator(device) for device in devices]
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        """Checks that nothing was drawn from them.
+
+        Raises:
+            RuntimeError: Something was; the layers that may have done it are named, and watched from now on.
+        """
+        pairs = zip(self._generators, self._states, strict=True)
+        if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
+            return
+        suspects = [layer for layer in layers if not layer.may_draw()] or list(layers)
+        for layer in suspects:
+            layer.draws.clear()
+        raise RuntimeError(
+            f"something random was drawn from torch's own generator, so the result depends on chance: in one of "
+            f"{', '.join(map(str, suspects))}, which drew nothing before, or which is compiled and hides its draws. "
+            f"If it only began to draw, run the step again: it is watched now"
+        )

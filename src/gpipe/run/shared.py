@@ -1,0 +1,171 @@
+"""Shared weights: one Parameter that several layers use.
+
+Each layer that uses it works on an alias, a leaf of its own, so that gradients are added up by layer in the order of
+micro-batches, and then over the layers in their order: the same sum for every cut, also for none. Aliases stand in the
+modules only while a run is under way. A module that itself belongs to several layers may run in several threads at
+once, so each of its layers but the first runs a copy of it that shares all but the aliased parameters.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from gpipe.run.boundary import run_backward
+from gpipe.run.stage import Layer, Stage
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One shared parameter: where it stands in each layer that uses it, in layer order."""
+
+    places: dict[int, list[tuple[nn.Module, str]]]
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter itself."""
+        module, name = next(iter(self.places.values()))[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+
+def find_shared(layers: Sequence[nn.Module]) -> list[Shared]:
+    """The parameters that several layers use, found by identity."""
+    places: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), {}).setdefault(index, []).append((module, name))
+    return [Shared(by_layer) for by_layer in places.values() if len(by_layer) > 1]
+
+
+def tie(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> list[str]:
+    """Makes the parameters of each group of names one, the first; gives what is wrong with the names."""
+    root = nn.Module()
+    root._modules.update(layers)
+    mistakes = []
+    for group in ties:
+        found = []
+        for name in group:
+            path, _, leaf = name.rpartition(".")
+            try:
+                module = root.get_submodule(path)
+            except AttributeError:
+                module = nn.Module()
+            if module._parameters.get(leaf) is None:
+                mistakes.append(f"ties: there is no parameter {name!r}")
+            else:
+                found.append((module, leaf))
+        shapes = {tuple(module._parameters[leaf].shape) for module, leaf in found}  # type: ignore[union-attr]
+        if len(group) < 2 or len(shapes) > 1:
+            mistakes.append(
+                f"ties: {tuple(group)} must name two or more parameters of one shape, not {sorted(shapes)}"
+            )
+        for module, leaf in found[1:]:
+            module._parameters[leaf] = found[0][0]._parameters[found[0][1]]
+    return mistakes
+
+
+def find_race(stages: Sequence[Stage]) -> str | None:
+    """Why the modules shared between stages cannot be run, if so."""
+    home: dict[nn.Module, int] = {}
+    for stage in stages:
+        for layer in stage.layers:
+            for module in layer.module.modules():
+                first = home.setdefault(module, stage.index)
+                if first != stage.index and isinstance(module, _NormBase) and module.track_running_stats:
+                    return (
+                        f"{layer} uses a {type(module).__name__} that partition {first} uses too, and its running "
+                        f"statistics would depend on which comes first; use one module for each, or put the layers "
+                        f"into one partition"
+                    )
+    return None
+
+
+class Aliases:
+    """The aliases of one run."""
+
+    def __init__(self, shared: Sequence[Shared], stages: Sequence[Stage]) -> None:
+        self.shared = list(shared)
+        layers = {layer.index: (layer, stage) for stage in stages for layer in stage.layers}
+        owners: dict[nn.Module, set[int]] = {}
+        for item in self.shared:
+            for index, places in item.places.items():
+                for module, _ in places:
+                    owners.setdefault(module, set()).add(index)
+        self._copied = {max_index for indices in owners.values() for max_index in sorted(indices)[1:]}
+        self._layers: dict[int, Layer] = {index: layers[index][0] for item in self.shared for index in item.places}
+        self.leaves = [
+            {index: _alias(item.parameter, layers[index][1].device) for index in item.places} for item in self.shared
+        ]
+        self.sources = [item.parameter for item in self.shared]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Has the layers see their aliases."""
+        by_layer: dict[int, dict[tuple[nn.Module, str], Tensor]] = {}
+        for item, leaves in zip(self.shared, self.leaves, strict=True):
+            for index, places in item.places.items():
+                by_layer.setdefault(index, {}).update(dict.fromkeys(places, leaves[index]))
+        swapped = []
+        try:
+            for index, aliases in by_layer.items():
+                if index in self._copied:
+                    self._layers[index].stand_in = _copy_with(self._layers[index].module, aliases, {})
+                else:
+                    for (module, name), leaf in aliases.items():
+                        swapped.append((module, name, module._parameters[name]))
+                        _put(module, name, leaf)
+            yield
+        finally:
+            for module, name, parameter in swapped:
+                _put(module, name, parameter)
+            for index in self._copied:
+                self._layers[index].stand_in = None
+
+    def add_up(self) -> None:
+        """Adds the gradients of all aliases to the parameters', in layer order."""
+        for parameter, leaves in zip(self.sources, self.leaves, strict=True):
+            found = [leaves[index].grad for index in sorted(leaves)]
+            total: Tensor | None = None
+            for gradient in found:
+                if gradient is not None:
+                    gradient = gradient.to(parameter.device)
+                    total = gradient if total is None else total + gradient
+            if total is not None:
+                run_backward([parameter], [total])  # as autograd would, hooks and all
+            for leaf in leaves.values():
+                leaf.grad = None
+
+
+def _alias(parameter: Tensor, device: torch.device) -> Tensor:
+    return parameter.detach().to(device).requires_grad_(parameter.requires_grad)
+
+
+def _put(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    module._parameters[name] = parameter  # type: ignore[assignment]  # an alias is no Parameter, and need not be
+    if isinstance(module, nn.RNNBase):  # keeps a list of its weights beside its parameters
+        module._flat_weights = [getattr(module, weight) for weight in module._flat_weights_names]
+
+
+def _copy_with(
+    module: nn.Module, aliases: dict[tuple[nn.Module, str], Tensor], known: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """A copy of a module that shares everything with it but the aliased parameters."""
+    if module in known:
+        return known[module]
+    copied = known[module] = module.__new__(type(module))
+    copied.__dict__ = dict(module.__dict__)
+    copied.__dict__["_parameters"] = dict(module._parameters)
+    copied.__dict__["_modules"] = {
+        name: None if child is None else _copy_with(child, aliases, known) for name, child in module._modules.items()
+    }
+    for (owner, name), leaf in aliases.items():
+        if owner is module:
+            _put(copied, name, leaf)
+    return copied
