@@ -1,6 +1,6 @@
 """Reads what the user gave to `GPipe`, and refuses what cannot be, all mistakes at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -11,11 +11,13 @@ from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance, partition
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.run.layers import Layers, named_layers
+from gpipe.run.measure import count_flops, measure_by, measure_seconds
+from gpipe.run.microbatch import Tree, count_rows, split
 from gpipe.run.shared import tie
 from gpipe.run.skips import find_pops
 
 Driver: TypeAlias = Literal["threads", "lockstep"]
-Costs: TypeAlias = Sequence[float] | Literal["params"] | None
+Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def settle(
     micro_batches: int,
     *,
     costs: Costs,
+    sample: Tree,
     balance: Balance,
     devices: object,
     schedule: str,
@@ -93,11 +96,12 @@ def settle(
     mistakes.check(
         balance in get_args(Balance), f"balance={balance!r}; known are {', '.join(map(repr, get_args(Balance)))}"
     )
-    numbers = _read_costs(costs, {} if wrong else named, mistakes)
+    _check_costs(costs, sample, 0 if wrong else len(named), mistakes)
     stages = _count_stages(partitions, 0 if wrong else len(named), mistakes)
     remats = _read_remat(remat, stages, mistakes)
     places = _read_devices(devices, stages, mistakes)
     mistakes.raise_all()
+    numbers = _find_costs(costs, named, _first_micro_batch(sample, micro_batches), places[0], remats)
     counts = partition(numbers, stages, balance=balance).layers if isinstance(partitions, int) else tuple(partitions)
     return Settings(
         named, counts, numbers, micro_batches, remats, places, schedule,
@@ -148,20 +152,45 @@ def _count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistak
     return partitions
 
 
-def _read_costs(costs: Costs, named: dict[str, nn.Module], mistakes: Mistakes) -> tuple[float, ...]:
-    if costs is None or costs == "params":
-        return tuple(float(max(1, sum(p.numel() for p in layer.parameters()))) for layer in named.values())
-    if isinstance(costs, str) or not isinstance(costs, Sequence):
-        mistakes.found.append(f"costs={costs!r}; give one number a layer, 'params', or None")
-        return ()
-    if mistakes.check(
-        not named or len(costs) == len(named),
-        f"costs has {len(costs)} numbers for {len(named)} layers; give one for each",
-    ):
+def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
+    if costs in ("time", "flops") or callable(costs):
+        wanted = repr(costs) if isinstance(costs, str) else "a function"
+        mistakes.check(sample is not None, f"costs={wanted} needs sample=, an example mini-batch of inputs")
+    elif isinstance(costs, Sequence) and not isinstance(costs, str):
+        mistakes.check(
+            not layers or len(costs) == layers,
+            f"costs has {len(costs)} numbers for {layers} layers; give one for each",
+        )
         for at, cost in enumerate(costs):
             good = isinstance(cost, (int, float)) and 0 <= cost < float("inf")
             mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
-    return tuple(costs)
+    else:
+        mistakes.check(
+            costs in (None, "params"),
+            f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None",
+        )
+
+
+def _find_costs(
+    costs: Costs, named: dict[str, nn.Module], sample: Tree, device: torch.device, remats: Sequence[Remat]
+) -> tuple[float, ...]:
+    layers = list(named.values())
+    if costs == "time" or (costs is None and sample is not None):
+        return tuple(measure_seconds(layers, sample, device, recomputes="never" not in remats))
+    if costs == "flops":
+        return tuple(count_flops(layers, sample))
+    if callable(costs):
+        return tuple(measure_by(layers, sample, costs))
+    if costs is None or isinstance(costs, str):
+        return tuple(float(max(1, sum(p.numel() for p in layer.parameters()))) for layer in layers)
+    return tuple(map(float, costs))
+
+
+def _first_micro_batch(sample: Tree, micro_batches: int) -> Tree:
+    if sample is None:
+        return None
+    rows = count_rows(sample)
+    return split(sample, rows, min(micro_batches, rows), "sample")[0]
 
 
 def _read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:

@@ -1,5 +1,6 @@
 """`GPipe`, the facade that a user sees."""
 
+import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from gpipe.arguments import Costs, settle
 from gpipe.call import Call, pipelined
+from gpipe.doctor import examine, examine_gradients, examine_rows
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES
@@ -20,6 +22,8 @@ from gpipe.run.microbatch import Reduction, Tree, count_rows, merge, split, weig
 from gpipe.run.recorder import Recorder
 from gpipe.run.worker import NO_METRICS, Batch
 from gpipe.summary import summary
+
+logger = logging.getLogger("gpipe")
 
 
 class GPipe(nn.Module):
@@ -33,7 +37,10 @@ class GPipe(nn.Module):
         layers: The network: an `nn.Sequential`, or a sequence of modules or of callables that build one.
         partitions: K, or the number of layers of each partition.
         micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows.
-        costs: What each layer costs, one number a layer; by default its number of parameters, at least 1.
+        costs: What each layer costs: one number a layer; a function of a layer and its sample input; `"time"`,
+            seconds of forward, recompute and backward; `"flops"`; or `"params"`. By default time if there is a
+            sample, else parameters, at least 1. `pipe.costs` can be saved and given again, so that the cuts stay.
+        sample: An example mini-batch of inputs, for costs that must be measured; nothing of it remains.
         balance: `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
             slowest partition. Both exact.
         devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
@@ -67,6 +74,7 @@ class GPipe(nn.Module):
         micro_batches: int,
         *,
         costs: Costs = None,
+        sample: Tree = None,
         balance: Balance = "variance",
         devices: object = None,
         schedule: str = "gpipe",
@@ -83,6 +91,7 @@ class GPipe(nn.Module):
             partitions,
             micro_batches,
             costs=costs,
+            sample=sample,
             balance=balance,
             devices=devices,
             schedule=schedule,
@@ -104,6 +113,10 @@ class GPipe(nn.Module):
             deferred_batch_norm=deferred_batch_norm,
         )
         self.step_number = 0
+        self.findings = examine(settings)
+        self._unexamined = True  # until the first step has shown rows and gradients
+        for finding in self.findings:
+            logger.info(finding)
         self.recorder: Recorder | None = None
 
     @property
@@ -115,6 +128,11 @@ class GPipe(nn.Module):
     def layers_per_partition(self) -> tuple[int, ...]:
         """The number of layers of each partition."""
         return self._settings.layers_per_partition
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """What each layer was taken to cost."""
+        return self._settings.costs
 
     @property
     def micro_batches(self) -> int:
@@ -173,6 +191,8 @@ class GPipe(nn.Module):
         batch.seeds = [share * scale if share else None for share in shares]
         self._engine.start(len(values), batch).go(ambient, self.recorder)
         self._count_step()
+        if self._unexamined and ambient.grad:
+            self._examine_first_step(rows[-1])
         loss = sum(batch.losses[m] * share for m, share in enumerate(shares) if share)
         metrics = [batch.metrics[m] for m in range(len(values))]
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
@@ -231,9 +251,33 @@ class GPipe(nn.Module):
         if self.training:
             self.step_number += 1
 
+    def _examine_first_step(self, rows: int) -> None:
+        self._unexamined = False
+        layers = list(self._settings.layers.values())
+        found = [*examine_rows(layers, rows, self._engine.deferred_batch_norm), *examine_gradients(self)]
+        self.findings += found
+        for finding in found:
+            logger.warning(finding)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.
+
+        The norms of the parameters are put together in the order of `parameters()`, on one device, so the result
+        does not depend on the partitions. Shared parameters count once.
+        """
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        norms = [torch.linalg.vector_norm(gradient, norm_type).to(self.devices[0]) for gradient in gradients]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return total
+
     def summary(self) -> str:
-        """The partitions, what they cost, and the bubble, as a text to print."""
-        return summary(self._settings)
+        """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
+        return summary(self._settings, self.findings)
 
     def close(self) -> None:
         """Ends the rank threads; the next step makes new ones."""

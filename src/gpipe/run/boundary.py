@@ -6,10 +6,12 @@ on what it is given gets a copy (see `Stage`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from gpipe.run.microbatch import Tree
@@ -102,6 +104,21 @@ def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
         return known[id(tensor)]
 
     return pytree.tree_map_only(Tensor, changed, value)
+
+
+def keep_strides(leaves: Sequence[Tensor]) -> None:
+    """Has the gradients of leaves kept with the strides they come with, before their backward.
+
+    Autograd would lay them out as the leaves are, and further back, where nothing was cut, sums over other strides
+    end in other bits.
+    """
+    for leaf in leaves:
+        get_gradient_edge(leaf).node.register_prehook(partial(_keep_gradient, leaf))
+
+
+def _keep_gradient(leaf: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+    (leaf.grad,) = gradients
+    return (None,)
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -201,7 +201,8 @@ class Run:
     def _in_threads(self, program: Program, ambient: Ambient, recorder: Recorder | None) -> None:
         ambient.refuse_strangers()
         jobs = [partial(_row, worker, program, self.mailbox, ambient, recorder) for worker in self.workers]
-        self.engine.threads.run(jobs, self.mailbox.cancel)
+        with _intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
+            self.engine.threads.run(jobs, self.mailbox.cancel)
 
     def _in_lockstep(self, program: Program, ambient: Ambient, recorder: Recorder | None) -> None:
         with _intra_op_threads(self.engine.intra_op_threads), ambient.rank_thread():

@@ -9,13 +9,14 @@ import hashlib
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 _borrowing = threading.Lock()  # whoever holds it may set the state of a default generator
 
@@ -51,13 +52,28 @@ class visit(TorchDispatchMode):  # noqa: N801  # it reads as a function at every
         return bool(self.generators)
 
     def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        _push_mode(self)  # not by super(), which keeps flags for the whole process that rank threads would mix up
         return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _pop_mode()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what dynamo would be kept out of draws and does nothing else; keeping it out imports it
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets compiled code run compiled: it draws its seeds by an operation that this mode sees."""
+        return True
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The visit's generator of a device."""
         if device not in self.generators:
-            self.generators[device] = torch.Generator(device).manual_seed(self.key)
+            where = torch.device("cpu") if device.type == "meta" else device
+            self.generators[device] = torch.Generator(where).manual_seed(self.key)
         return self.generators[device]
 
     def __torch_dispatch__(

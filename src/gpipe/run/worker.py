@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gpipe.plan.action import Action, Kind
 from gpipe.run.batchnorm import Deferred
-from gpipe.run.boundary import Gradients, Parcel, cut, replace_tensors, run_backward, tensors_in
+from gpipe.run.boundary import Gradients, Parcel, cut, keep_strides, replace_tensors, run_backward, tensors_in
 from gpipe.run.lane import Lane
 from gpipe.run.microbatch import Tree
 from gpipe.run.stage import Moment, Stage, Trace
@@ -205,6 +205,8 @@ class Worker:
             roots += cell.roots[None]
             gradients += self._last_gradients(cell.roots[None], m)
         cell.roots.clear()
+        for parcel in (cell.given, *cell.skips.values()):
+            keep_strides(parcel.leaves)
         run_backward(roots, gradients)
         for wire in wires.wires_in:
             parcel = cell.given if wire is wires.main_in else cell.skips[wire.route]

@@ -1,0 +1,79 @@
+"""Looks a pipe over before the first step: what will cost time or numbers, and what to do about it."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe.arguments import Settings
+from gpipe.plan.timeline import bubble
+
+FEW_ROWS = 8  # per micro-batch: below it the statistics of a BatchNorm are mostly noise
+DWARFS = 1.5  # a partition this many times the mean sets the pace for all
+
+
+def examine(settings: Settings) -> list[str]:
+    """What can be said of a pipe before it has run."""
+    return [*_bubble(settings), *_empty_partitions(settings), *_giants(settings)]
+
+
+def _bubble(settings: Settings) -> Iterator[str]:
+    k, m = len(settings.layers_per_partition), settings.micro_batches
+    if k > 1 and m < 4 * k:
+        yield (
+            f"M={m} micro-batches for K={k} partitions leave a bubble of {bubble(k, m):.0%}; with M={4 * k}, four "
+            f"times K, it would be {bubble(k, 4 * k):.0%}"
+        )
+
+
+def _empty_partitions(settings: Settings) -> Iterator[str]:
+    for stage, layers in enumerate(partitions(settings)):
+        if not any(True for name in layers for _ in settings.layers[name].parameters()):
+            yield (
+                f"partition {stage} has no parameters; an optimizer over it alone would be refused, and it does "
+                f"little work: give costs, or join its layers to a neighbour by partitions=[...]"
+            )
+
+
+def _giants(settings: Settings) -> Iterator[str]:
+    names = list(settings.layers)
+    cost = dict(zip(names, settings.costs, strict=True))
+    shares = [sum(cost[name] for name in layers) for layers in partitions(settings)]
+    mean = sum(shares) / len(shares)
+    for stage, share in enumerate(shares):
+        if mean and share > DWARFS * mean:
+            largest = max(partitions(settings)[stage], key=cost.__getitem__)
+            yield (
+                f"partition {stage} costs {share / mean:.1f} times the mean, so the others wait for it; its largest "
+                f"layer is {largest} with {cost[largest] / share:.0%} of it: cut that layer finer, use fewer "
+                f"partitions, or give measured costs"
+            )
+
+
+def examine_rows(layers: Sequence[nn.Module], rows: int, deferred: bool) -> list[str]:
+    """What can be said once the rows of a micro-batch are known."""
+    norms = [m for layer in layers for m in layer.modules() if isinstance(m, _BatchNorm)]
+    if not norms or rows >= FEW_ROWS:
+        return []
+    remedy = "" if deferred else ", and deferred_batch_norm=True for running statistics of the whole mini-batch"
+    return [
+        f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics; use fewer micro-batches or "
+        f"a larger mini-batch{remedy}"
+    ]
+
+
+def examine_gradients(module: nn.Module) -> list[str]:
+    """What can be said after the first backward."""
+    unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    if not unused:
+        return []
+    return [
+        f"{', '.join(unused)}: no gradient came to these parameters in the first step; take them out of the "
+        f"optimizer, or freeze them with requires_grad_(False), if that is meant"
+    ]
+
+
+def partitions(settings: Settings) -> list[list[str]]:
+    """The names of the layers of each partition."""
+    names = iter(settings.layers)
+    return [[next(names) for _ in range(count)] for count in settings.layers_per_partition]
