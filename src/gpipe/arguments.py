@@ -1,8 +1,8 @@
 """Reads what the user gave to `GPipe`, and refuses what cannot be, all mistakes at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -90,7 +90,8 @@ def settle(
     mistakes.check(
         _is_count(intra_op_threads), f"intra_op_threads={intra_op_threads!r}; give a whole number of at least 1"
     )
-    mistakes.check(schedule in SCHEDULES, f"schedule={schedule!r}; known are {', '.join(map(repr, SCHEDULES))}")
+    known = isinstance(schedule, str) and schedule in SCHEDULES
+    mistakes.check(known, f"schedule={schedule!r}; known are {', '.join(map(repr, SCHEDULES))}")
     drivers = get_args(Driver)
     mistakes.check(driver in (None, *drivers), f"driver={driver!r}; known are {', '.join(map(repr, drivers))}")
     mistakes.check(
@@ -208,7 +209,9 @@ def _read_devices(devices: object, stages: int, mistakes: Mistakes) -> tuple[tor
     if devices is None:
         there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
         return tuple(there[stage % len(there)] for stage in range(stages))
-    each = [devices] * max(stages, 1) if isinstance(devices, (str, int, torch.device)) else list(devices)  # type: ignore[call-overload]
+    each: list[Any] = [devices] * max(stages, 1)
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        each = list(devices)
     mistakes.check(
         not stages or len(each) == stages,
         f"devices has {len(each)} entries for {stages} partitions; give one for each",

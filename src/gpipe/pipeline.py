@@ -182,9 +182,9 @@ class GPipe(nn.Module):
             ValueError: The rows of inputs and targets differ, or there are none.
         """
         ambient = Ambient.here()
-        if ambient.grad:
-            _refuse_gradients_of_inputs(inputs)
         rows, (values, goals) = self._split(inputs=inputs, targets=targets)
+        if ambient.grad:
+            _refuse_gradients_of_inputs(values)
         shares = weights(reduction, rows, goals)
         batch = self._batch([Parcel(value, []) for value in values], ambient)
         batch.loss_fn, batch.targets = loss_fn, goals
@@ -300,11 +300,20 @@ class GPipe(nn.Module):
         for device in dict.fromkeys(self.devices):
             if fn(torch.empty(0, device=device)).device != device:
                 raise ValueError(
-                    f"the partitions are on {', '.join(map(str, self.devices))}; a pipe cannot be moved as a whole, "
+                    f"the partitions are on {', '.join(map(str, dict.fromkeys(self.devices)))}; a pipe cannot be "
+                    f"moved as a whole, "
                     f"make a new one with devices=..."
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
+        """What `DistributedDataParallel` asks of a module that it wraps."""
+        raise TypeError(
+            "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
+            "itself, M times a step; average .grad over the replicas after step(), before the optimizer's"
+        )
 
 
 def _refuse_gradients_of_inputs(inputs: Tree) -> None:

@@ -1,7 +1,7 @@
 """What surrounds a call in its thread, carried into the rank threads: modes that threads do not inherit."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -57,10 +57,10 @@ class Ambient:
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
             yield
 
-    def around_layers(self) -> Callable[[], AbstractContextManager[object]]:
-        """What layers, and they alone, must be run in: a recompute may be far from the call."""
+    def around_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """What layers, and they alone, must be run in: a recompute may be far from the call. None for nothing."""
         if not self.autocasts and self.device is None and self.hooks is None:
-            return nullcontext
+            return None
 
         def enter() -> AbstractContextManager[object]:
             stack = ExitStack()

@@ -65,6 +65,22 @@ def cut(value: Tree) -> tuple[Parcel, list[Tensor]]:
     return Parcel(pytree.tree_unflatten(flat, spec), leaves), roots
 
 
+def detached(value: Tree) -> Tree:
+    """The value cut from its graph, for those who keep track of gradients themselves.
+
+    Raises:
+        TypeError: Something in the value hides tensors.
+    """
+
+    def detach(item: object) -> object:
+        if isinstance(item, Tensor):
+            return item.detach()
+        _refuse_hidden_tensors(item)
+        return item
+
+    return pytree.tree_map(detach, value)
+
+
 def _leaf(tensor: Tensor) -> Tensor:
     leaf = tensor.detach()
     return leaf.requires_grad_() if tensor.requires_grad else leaf

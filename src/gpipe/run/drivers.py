@@ -42,43 +42,57 @@ def lockstep(
 
     Any order gives the same bits; `rng` draws one.
     """
+    do = _recorded(recorder) if recorder else _do
     for rank, at, action in linearize(program, rng):
-        with workers[rank].lane.enter():
-            _do(workers[rank], program, at, action, recorder)
+        worker = workers[rank]
+        try:
+            with worker.lane.enter():
+                do(worker, action)
+        except BaseException as error:
+            error.add_note(describe(worker, program, at, error))
+            raise
 
 
-def _do(worker: Worker, program: Program, at: int, action: Action, recorder: Recorder | None) -> None:
+def walk(worker: Worker, program: Program, transport: Transport, recorder: Recorder | None) -> None:
+    """Does one rank's row."""
+    do = _recorded(recorder) if recorder else _do
+    at = 0
     try:
-        worker.ready(action)
-        if recorder is None:
-            worker.perform(action)
-        else:
-            with recorder.span(worker.rank, action):
-                worker.perform(action)
+        with worker.lane.enter():
+            for at, action in enumerate(program.rows[worker.rank]):  # noqa: B007  # the note tells how far it came
+                if transport.cancelled:
+                    raise Cancelled
+                do(worker, action)
     except Cancelled:
         raise
     except BaseException as error:
-        error.add_note(describe(worker, program, at, action, error))
+        error.add_note(describe(worker, program, at, error))
         raise
 
 
-def describe(worker: Worker, program: Program, at: int, action: Action, error: BaseException) -> str:
+def _do(worker: Worker, action: Action) -> None:
+    worker.ready(action)
+    worker.perform(action)
+
+
+def _recorded(recorder: Recorder) -> Callable[[Worker, Action], None]:
+    def do(worker: Worker, action: Action) -> None:
+        worker.ready(action)
+        with recorder.span(worker.rank, action):
+            worker.perform(action)
+
+    return do
+
+
+def describe(worker: Worker, program: Program, at: int, error: BaseException) -> str:
     """The note on an exception: where in the pipeline it happened."""
+    action = program.rows[worker.rank][at]
     layer = worker.layer_of(action, error)
     where = [f"rank {worker.rank}", f"stage {action.stage}", *([layer] if layer else [])]
     return (
         f"in the {PHASES[action.kind]} of micro-batch {action.micro_batch}, {', '.join(where)}, "
         f"action {at + 1} of {len(program.rows[worker.rank])}:\n    {program.around(worker.rank, at)}"
     )
-
-
-def walk(worker: Worker, program: Program, transport: Transport, recorder: Recorder | None) -> None:
-    """Does one rank's row."""
-    with worker.lane.enter():
-        for at, action in enumerate(program.rows[worker.rank]):
-            if transport.cancelled:
-                raise Cancelled
-            _do(worker, program, at, action, recorder)
 
 
 class RankThreads:

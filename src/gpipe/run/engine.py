@@ -16,7 +16,7 @@ from gpipe.plan.schedules import forward_only
 from gpipe.run.ambient import Ambient
 from gpipe.run.drivers import RankThreads, lockstep, walk
 from gpipe.run.guard import RandomGuard
-from gpipe.run.lane import Lane, lane_on
+from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.recorder import Recorder
 from gpipe.run.shared import Aliases, find_race, find_shared
@@ -30,12 +30,14 @@ class Plumbing:
     """A program and how its stages are connected."""
 
     program: Program
+    forward_half: Program
+    backward_half: Program
     wirings: tuple[Wiring, ...]
 
     @classmethod
     def of(cls, program: Program) -> "Plumbing":
         """Looks the connections up."""
-        return cls(program, tuple(wiring(program, stage) for stage in range(program.stages)))
+        return cls(program, *halves(program), tuple(wiring(program, stage) for stage in range(program.stages)))
 
 
 class Engine:
@@ -80,7 +82,7 @@ class Engine:
     def lanes(self) -> list[Lane]:
         """One lane for each rank."""
         if self._lanes is None:
-            self._lanes = [lane_on(stage.device) for stage in self.stages]
+            self._lanes = lanes_on([stage.device for stage in self.stages])
         return self._lanes
 
     def plumbing(self, micro_batches: int, *, trains: bool) -> Plumbing:
@@ -112,7 +114,7 @@ class Engine:
     def start(self, micro_batches: int, batch: Batch) -> "Run":
         """Prepares the run of one mini-batch."""
         plumbing = self.plumbing(micro_batches, trains=batch.trains)
-        run = Run(self, plumbing.program, batch)
+        run = Run(self, plumbing, batch)
         for rank, lane in enumerate(self.lanes):
             held = [stage for stage in self.stages if plumbing.program.rank_of[stage.index] == rank]
             own = {stage.index: (stage, plumbing.wirings[stage.index]) for stage in held}
@@ -123,23 +125,23 @@ class Engine:
 class Run:
     """One mini-batch on its way: all its state is here, none in the pipe or its threads."""
 
-    def __init__(self, engine: Engine, program: Program, batch: Batch) -> None:
+    def __init__(self, engine: Engine, plumbing: Plumbing, batch: Batch) -> None:
         self.engine = engine
-        self.program = program
+        self.plumbing = plumbing
         self.batch = batch
         self.aliases = Aliases(engine.shared, engine.stages)
-        self.mailbox = Mailbox(program.ranks)
+        self.mailbox = Mailbox(plumbing.program.ranks)
         self.workers: list[Worker] = []
 
     def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the whole program."""
-        self._go(self.program, ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.plumbing.program, ambient, recorder, threaded=self.engine.threaded)
         self._finish()
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the forward half; what the backward half needs is kept."""
         self._versions = self._parameter_versions()
-        self._go(halves(self.program)[0], ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.plumbing.forward_half, ambient, recorder, threaded=self.engine.threaded)
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the backward half.
@@ -156,7 +158,7 @@ class Run:
                 "new value; call backward before the optimizer's step"
             )
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
-        self._go(halves(self.program)[1], ambient, recorder, threaded=self.engine.threaded and not on_cuda)
+        self._go(self.plumbing.backward_half, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
         self._finish()
 
     def take_outputs(self) -> list[Output]:

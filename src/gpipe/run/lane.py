@@ -5,7 +5,7 @@ waits for the mark, not the thread. Memory that another stream uses is recorded 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -22,8 +22,9 @@ Stamp: TypeAlias = torch.cuda.Event | float
 class Lane:
     """A rank's queue of work on a device whose operations are done when they return."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, alone: bool = False) -> None:
         self.device = device
+        self.alone = alone  # no rank is on another device: whatever arrives is here
 
     def begin(self) -> None:
         """Orders what follows behind what the calling thread has queued."""
@@ -52,6 +53,8 @@ class Lane:
 
     def take(self, message: Parcel | Gradients, mark: Mark) -> Parcel | Gradients:
         """Brings what another rank made to this device."""
+        if self.alone:
+            return message
         if isinstance(message, Parcel):
             return self.take_parcel(message, mark)
         return self.take_gradients(message, mark)
@@ -142,6 +145,7 @@ class CudaLane(Lane):
         return copied
 
 
-def lane_on(device: torch.device) -> Lane:
-    """The lane of a rank whose stages are on a device."""
-    return CudaLane(device) if device.type == "cuda" else Lane(device)
+def lanes_on(devices: Sequence[torch.device]) -> list[Lane]:
+    """The lanes of ranks whose stages are on these devices."""
+    alone = len(set(devices)) == 1
+    return [CudaLane(device) if device.type == "cuda" else Lane(device, alone=alone) for device in devices]

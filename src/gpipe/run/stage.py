@@ -109,16 +109,21 @@ class Stage:
         Returns:
             What the main line takes on, and what each route of `departing` takes.
         """
-        given, arrived = self._protect(value, arrived)
-        value = given
+        if self.works_in_place is not False:
+            value, arrived = _copies(value, arrived)
+        given = (*tensors_in(value), *arrived.values()) if self.works_in_place is None else ()
+        versions = [_version(tensor) for tensor in given]
         held: dict[str, Tensor] = {}
         for layer in self.layers:
             trace.enter()
             if layer.pop or layer.stash:
                 value = self._run_with_skips(layer, value, arrived, held, moment)
-            else:
+            elif layer.may_draw():
                 value = layer.run(value, {}, moment)
-        self._note_in_place(given, arrived)
+            else:
+                value = (layer.stand_in or layer.module)(value)
+        if self.works_in_place is None:
+            self.works_in_place = versions != [_version(tensor) for tensor in given]
         return value, {route: held[name] for route, name in departing.items()}
 
     def _run_with_skips(
@@ -135,14 +140,19 @@ class Stage:
         held |= {name: alias(tensor) for name, tensor in tensors.items()}
         return result
 
-    def _protect(self, value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[str, Tensor]]:
-        """Copies what a stage that works in place would destroy; the first run has a copy too, to find out."""
-        if self.works_in_place is False:
-            return value, arrived
-        return replace_tensors(value, torch.clone), {name: tensor.clone() for name, tensor in arrived.items()}
 
-    def _note_in_place(self, given: Tree, arrived: Mapping[str, Tensor]) -> None:
-        if self.works_in_place is None:
-            self.works_in_place = any(
-                t._version for t in (*tensors_in(given), *arrived.values()) if not t.is_inference()
-            )
+def _copies(value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[str, Tensor]]:
+    """Copies for a stage that works in place on what it is given; its first run has them too, to find out."""
+    return replace_tensors(value, _copy), {name: _copy(tensor) for name, tensor in arrived.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, so that later runs without a copy give the same bits."""
+    copied = tensor.clone()
+    if copied.stride() == tensor.stride() or 0 in tensor.stride():
+        return copied
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -37,6 +37,11 @@ class Wiring:
     recomputed: frozenset[int]
 
     @cached_property
+    def stashes(self) -> dict[str, str]:
+        """The stash that each outgoing skip route carries."""
+        return {wire.name: wire.stash for wire in self.skips_out}
+
+    @cached_property
     def wires_in(self) -> tuple[Wire, ...]:
         """All routes that end at the stage."""
         return (*self.skips_in, self.main_in) if self.main_in else self.skips_in

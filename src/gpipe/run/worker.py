@@ -7,11 +7,19 @@ from typing import assert_never
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gpipe.plan.action import Action, Kind
 from gpipe.run.batchnorm import Deferred
-from gpipe.run.boundary import Gradients, Parcel, cut, keep_strides, replace_tensors, run_backward, tensors_in
+from gpipe.run.boundary import (
+    Gradients,
+    Parcel,
+    cut,
+    detached,
+    keep_strides,
+    replace_tensors,
+    run_backward,
+    tensors_in,
+)
 from gpipe.run.lane import Lane
 from gpipe.run.microbatch import Tree
 from gpipe.run.stage import Moment, Stage, Trace
@@ -40,7 +48,7 @@ class Output:
     def of(cls, value: Tree) -> "Output":
         """Cuts a value from its graph."""
         wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
-        return cls(pytree.tree_map_only(Tensor, Tensor.detach, value), wants)
+        return cls(detached(value), wants)
 
 
 @dataclass
@@ -57,7 +65,7 @@ class Batch:
     step: int
     trains: bool
     deferred_batch_norm: bool = False
-    around_layers: Callable[[], AbstractContextManager[object]] = nullcontext
+    around_layers: Callable[[], AbstractContextManager[object]] | None = None
     loss_fn: Callable[[Tree, Tree], object] | None = None
     loss_index: int = 0  # the loss is keyed as the layer behind the last
     loss_draws: bool | None = None  # None until the first micro-batch has shown it
@@ -129,7 +137,10 @@ class Worker:
         self.store.cells[stage.index, m] = cell
         again = m in wires.recomputed
         before = stage.buffers.before() if again else None
-        with self.deferred[stage.index].collect(m) if stage.index in self.deferred else nullcontext():
+        if stage.index in self.deferred:
+            with self.deferred[stage.index].collect(m):
+                value, stashed = self._run(stage, wires, cell, m)
+        else:
             value, stashed = self._run(stage, wires, cell, m)
         if before:
             cell.snapshot = stage.buffers.after(before)
@@ -149,9 +160,12 @@ class Worker:
 
     def _recompute(self, stage: Stage, wires: Wiring, m: int) -> None:
         cell = self.store.cells[stage.index, m]
-        with stage.buffers.as_before(cell.snapshot) if cell.snapshot else nullcontext():
+        if cell.snapshot:
+            with stage.buffers.as_before(cell.snapshot):
+                value, stashed = self._run(stage, wires, cell, m, recomputing=True)
+            cell.snapshot = None
+        else:
             value, stashed = self._run(stage, wires, cell, m, recomputing=True)
-        cell.snapshot = None
         for wire in wires.skips_out:
             cell.roots[wire.route] = cut(stashed[wire.name])[1]
         if wires.main_out:
@@ -167,16 +181,17 @@ class Worker:
         """Runs the layers of a stage on what the cell holds."""
         cell.trace = Trace()  # of this run, not of the one before
         popped = {wire.name: cell.skips[wire.route].tensor for wire in wires.skips_in}
-        stashes = {wire.name: wire.stash for wire in wires.skips_out}
         moment = Moment(self.batch.seed, self.batch.step, m, recomputing)
+        if self.batch.around_layers is None:
+            return stage.forward(cell.given.value, popped, wires.stashes, moment, cell.trace)
         with self.batch.around_layers():
-            return stage.forward(cell.given.value, popped, stashes, moment, cell.trace)
+            return stage.forward(cell.given.value, popped, wires.stashes, moment, cell.trace)
 
     def _loss(self, value: Tree, m: int, trace: Trace) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
         batch = self.batch
         trace.enter()
-        with batch.around_layers():
+        with batch.around_layers() if batch.around_layers else nullcontext():
             loss, batch.metrics[m] = read_loss(self._call_loss_fn(value, m))
         if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
@@ -186,7 +201,9 @@ class Worker:
     def _call_loss_fn(self, value: Tree, m: int) -> object:
         batch = self.batch
         assert batch.loss_fn is not None
-        target = replace_tensors(batch.targets[m], lambda tensor: self.lane.bring(tensor, None))
+        target = batch.targets[m]
+        if not self.lane.alone:
+            target = replace_tensors(target, lambda tensor: self.lane.bring(tensor, None))
         if batch.loss_draws is False:
             return batch.loss_fn(value, target)
         with visit(batch.seed, batch.step, batch.loss_index, m) as keyed:
@@ -221,7 +238,7 @@ class Worker:
 
     def _take_given(self, wires: Wiring, m: int) -> Parcel:
         if wires.main_in is None:
-            return self.lane.take_parcel(self.batch.inputs[m], None)
+            return self.lane.take_parcel(self.batch.inputs[m], None)  # wherever the user keeps it
         return self._take(wires.main_in, m)
 
     def _take(self, wire: Wire, m: int) -> Parcel:
