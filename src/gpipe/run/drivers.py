@@ -7,15 +7,13 @@ can be collected, and its threads end.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from random import Random
 
 import torch
 
 from gpipe.plan.action import Action, Kind
-from gpipe.plan.order import linearize
 from gpipe.plan.program import Program
 from gpipe.run.recorder import Recorder
 from gpipe.run.transport import Cancelled, Transport
@@ -36,14 +34,17 @@ PHASES = {
 
 
 def lockstep(
-    program: Program, workers: Sequence[Worker], recorder: Recorder | None = None, rng: Random | None = None
+    program: Program,
+    order: Iterable[tuple[int, int, Action]],
+    workers: Sequence[Worker],
+    recorder: Recorder | None = None,
 ) -> None:
     """Runs all rows in the calling thread, in one legal order: what a debugger wants to see.
 
-    Any order gives the same bits; `rng` draws one.
+    Any order gives the same bits.
     """
     do = _recorded(recorder) if recorder else _do
-    for rank, at, action in linearize(program, rng):
+    for rank, at, action in order:
         worker = workers[rank]
         try:
             with worker.lane.enter():
@@ -103,6 +104,7 @@ class RankThreads:
         self._jobs: list[SimpleQueue[Callable[[], None] | None]] = []
         self._stop: Callable[[], object] | None = None
         self._pid = 0
+        self._lock = threading.Lock()
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
         """Runs one job in each thread, and sleeps until all are done.
@@ -110,16 +112,26 @@ class RankThreads:
         Raises:
             BaseException: Whatever a job raised first; the others are cancelled before.
         """
-        self._start(len(jobs))
         results: SimpleQueue[BaseException | None] = SimpleQueue()
-        for queue, job in zip(self._jobs, jobs, strict=False):
-            queue.put(partial(_report, job, results))
-        failure = _collect(results, len(jobs), cancel)
+        try:
+            self._hand_out([partial(_report, job, results) for job in jobs])
+            failure = _collect(results, len(jobs), cancel)
+        except BaseException:  # a Ctrl-C where none was awaited
+            cancel()
+            raise
         if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame
+
+    def _hand_out(self, jobs: Sequence[Callable[[], None]]) -> None:
+        if self._pid != os.getpid():  # forked, perhaps while another thread had the lock
+            self._lock = threading.Lock()
+        with self._lock:  # two callers at once: every rank must get their jobs in one order
+            self._start(len(jobs))
+            for queue, job in zip(self._jobs, jobs, strict=False):
+                queue.put(job)
 
     def _start(self, ranks: int) -> None:
         if self._pid != os.getpid():  # forked: the threads stayed behind

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from gpipe.plan.action import Route
+from gpipe.plan.action import Action, Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, halves, place_commits, place_recompute, place_transfers
+from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
 from gpipe.run.ambient import Ambient
@@ -26,18 +27,37 @@ from gpipe.run.worker import Batch, Output, Worker
 
 
 @dataclass(frozen=True)
+class Part:
+    """A program or half of one, with the order in which one thread alone walks it."""
+
+    program: Program
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, int, Action], ...]:
+        """One legal total order."""
+        return tuple(linearize(self.program))
+
+
+@dataclass(frozen=True)
 class Plumbing:
     """A program and how its stages are connected."""
 
-    program: Program
-    forward_half: Program
-    backward_half: Program
+    whole: Part
+    forward: Part
+    backward: Part
     wirings: tuple[Wiring, ...]
+
+    @property
+    def program(self) -> Program:
+        """The whole table."""
+        return self.whole.program
 
     @classmethod
     def of(cls, program: Program) -> "Plumbing":
         """Looks the connections up."""
-        return cls(program, *halves(program), tuple(wiring(program, stage) for stage in range(program.stages)))
+        wirings = tuple(wiring(program, stage) for stage in range(program.stages))
+        forward, backward = halves(program)
+        return cls(Part(program), Part(forward), Part(backward), wirings)
 
 
 class Engine:
@@ -135,13 +155,13 @@ class Run:
 
     def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the whole program."""
-        self._go(self.plumbing.program, ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.plumbing.whole, ambient, recorder, threaded=self.engine.threaded)
         self._finish()
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the forward half; what the backward half needs is kept."""
         self._versions = self._parameter_versions()
-        self._go(self.plumbing.forward_half, ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.plumbing.forward, ambient, recorder, threaded=self.engine.threaded)
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the backward half.
@@ -158,7 +178,7 @@ class Run:
                 "new value; call backward before the optimizer's step"
             )
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
-        self._go(self.plumbing.backward_half, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
+        self._go(self.plumbing.backward, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
         self._finish()
 
     def take_outputs(self) -> list[Output]:
@@ -177,7 +197,7 @@ class Run:
         if held:
             raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
 
-    def _go(self, program: Program, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
+    def _go(self, part: Part, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
         lanes = self.engine.lanes
         for lane in lanes:
             lane.begin()
@@ -187,9 +207,9 @@ class Run:
         try:
             with self.aliases.in_place():
                 if threaded:
-                    self._in_threads(program, ambient, recorder)
+                    self._in_threads(part.program, ambient, recorder)
                 else:
-                    self._in_lockstep(program, ambient, recorder)
+                    self._in_lockstep(part, ambient, recorder)
             guard.check([layer for stage in self.engine.stages for layer in stage.layers])
         except BaseException:
             for worker in self.workers:
@@ -206,9 +226,9 @@ class Run:
         with _intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
             self.engine.threads.run(jobs, self.mailbox.cancel)
 
-    def _in_lockstep(self, program: Program, ambient: Ambient, recorder: Recorder | None) -> None:
+    def _in_lockstep(self, part: Part, ambient: Ambient, recorder: Recorder | None) -> None:
         with _intra_op_threads(self.engine.intra_op_threads), ambient.rank_thread():
-            lockstep(program, self.workers, recorder)
+            lockstep(part.program, part.order, self.workers, recorder)
 
 
 def _row(worker: Worker, program: Program, mailbox: Mailbox, ambient: Ambient, recorder: Recorder | None) -> None:

@@ -1,9 +1,9 @@
 """Shared weights: one Parameter that several layers use.
 
 Each layer that uses it works on an alias, a leaf of its own, so that gradients are added up by layer, micro-batch
-after micro-batch, and then over the layers in their order: the same sum for every cut, also for none. Aliases stand in
-the modules only while a run is under way. A module that itself belongs to several layers may run in several threads at
-once, so each of its layers but the first runs a copy of it that shares all but the aliased parameters.
+after micro-batch, and then over the layers in their order: the same sum for every cut, also for none. Aliases stand
+in the modules only while a run is under way. A module that itself belongs to several layers may run in several
+threads at once, so each of its layers but the first runs a copy of it that shares all but the aliased parameters.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,0 +1,191 @@
+"""The laws on CUDA: several stages of one GPU on streams of their own, and stages on GPU and CPU together."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Dawdle(nn.Module):
+    """Keeps the stream busy first, so that whoever does not wait for it reads what is not there yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            torch.cuda._sleep(2_000_000)
+        return x * 1.5
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def conv_net() -> list[nn.Module]:
+    return [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        Dawdle(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Dropout(0.3),
+        nn.BatchNorm2d(8),
+        nn.Sequential(nn.Flatten(), nn.Linear(8 * 64, 5)),
+    ]
+
+
+def language_model() -> list[nn.Module]:
+    return gpipe.models.transformer_lm(4, model_dim=32, ffn_dim=64, heads=2, vocab=17, dropout=0.1)
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+CASES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], tuple[Tensor, Tensor]], Loss]] = {
+    "conv": (conv_net, lambda: (torch.randn(10, 3, 8, 8), torch.randn(10, 5)), F.mse_loss),
+    "lm": (language_model, lambda: (torch.randint(17, (10, 6)), torch.randint(17, (10, 6))), cross_entropy),
+}
+
+
+def plain_loop(
+    layers: Sequence[nn.Module], x: Tensor, y: Tensor, loss_fn: Loss, micro_batches: int, seed: int, step: int
+) -> Tensor:
+    parts = list(zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True))
+    losses = []
+    for m, (value, target) in enumerate(parts):
+        for index, layer in enumerate(layers):
+            with gpipe.visit(seed, step, index, m):
+                value = layer(value)
+        losses.append(loss_fn(value, target))
+    shares = [len(value) / len(x) for value, _ in parts]
+    for loss, share in reversed(list(zip(losses, shares, strict=True))):
+        loss.backward(torch.full_like(loss, share))
+    return torch.stack([loss.detach() * share for loss, share in zip(losses, shares, strict=True)]).cumsum(0)[-1]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("partitions", [1, 2, 4])
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("way", ["step", "call"])
+def test_bits_are_those_of_the_plain_loop_on_the_gpu(
+    case: str, partitions: int, remat: str, driver: str, way: str
+) -> None:
+    make, data, loss_fn = CASES[case]
+    torch.manual_seed(0)
+    ours = make()
+    plain = [layer.cuda() for layer in copy.deepcopy(ours)]
+    x, y = (tensor.cuda() for tensor in data())
+    pipe = gpipe.GPipe(ours, partitions, 4, remat=remat, driver=driver, devices="cuda", seed=3)
+    optimizers: list[Any] = [
+        torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        for parameters in (pipe.parameters(), nn.Sequential(*plain).parameters())
+    ]
+    for step in range(3):
+        reference = plain_loop(plain, x, y, loss_fn, 4, 3, step)
+        if way == "step":
+            assert torch.allclose(pipe.step(x, y, loss_fn), reference)
+        else:
+            losses = [
+                loss_fn(out, target) * (len(target) / len(y))
+                for out, target in zip(pipe(x).tensor_split(4), y.tensor_split(4), strict=True)
+            ]
+            torch.stack(losses).sum().backward()
+        assert_same(pipe, nn.Sequential(*plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(pipe, nn.Sequential(*plain))
+
+
+def assert_same(pipe: nn.Module, plain: nn.Module) -> None:
+    for (name, ours), (_, theirs) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad), name  # type: ignore[arg-type]
+    for (name, own), (_, other) in zip(pipe.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(own, other), name
+
+
+def test_stages_on_gpu_and_cpu_train_together() -> None:
+    torch.manual_seed(0)
+    layers = conv_net()
+    layers[5] = nn.Identity()  # a CPU and a GPU draw differently
+    pipe = gpipe.GPipe(layers, [3, 3, 2], 4, devices=["cuda", "cpu", "cuda"], seed=3)
+    alone = gpipe.GPipe(copy.deepcopy(layers), 1, 4, devices="cpu", seed=3)
+    x, y = torch.randn(10, 3, 8, 8), torch.randn(10, 5)
+    for _ in range(3):
+        assert torch.allclose(pipe.step(x, y, F.mse_loss).cpu(), alone.step(x, y, F.mse_loss), atol=1e-4)
+    for ours, theirs in zip(pipe.parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-3, rtol=1e-3)
+
+
+def test_shared_weights_over_gpu_and_cpu() -> None:
+    torch.manual_seed(0)
+    layers = gpipe.models.transformer_lm(2, model_dim=16, ffn_dim=32, heads=2, vocab=11, tied=True)
+    pipe = gpipe.GPipe(layers, 2, 2, devices=["cuda", "cpu"], seed=3)
+    alone = gpipe.GPipe(copy.deepcopy(layers), 1, 2, devices="cpu", seed=3)
+    x = torch.randint(11, (4, 5))
+    pipe.step(x, x, cross_entropy)
+    alone.step(x, x, cross_entropy)
+    for (name, ours), (_, theirs) in zip(pipe.named_parameters(), alone.named_parameters(), strict=True):
+        assert torch.allclose(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-5), name  # type: ignore[union-attr]
+
+
+def test_memory_on_the_gpu_is_flat_and_a_dropped_output_frees_all() -> None:
+    pipe = gpipe.GPipe(conv_net(), 4, 4, devices="cuda", remat="never")
+    x, y = torch.randn(16, 3, 8, 8, device="cuda"), torch.randn(16, 5, device="cuda")
+    levels = []
+    for step in range(60):
+        pipe.step(x, y, F.mse_loss)
+        pipe.zero_grad()
+        pipe(x)
+        torch.cuda.synchronize()
+        if step % 20 == 19:
+            levels.append(torch.cuda.memory_allocated())
+    assert levels[0] == levels[-1]
+
+
+def test_recorder_measures_on_the_stream() -> None:
+    pipe = gpipe.GPipe(
+        [Dawdle(), nn.Linear(4, 4).requires_grad_(True), Dawdle(), nn.Linear(4, 4)], 2, 2, devices="cuda"
+    )
+    with gpipe.record(pipe) as recording:
+        pipe.step(torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda"), F.mse_loss)
+    forwards = [span for span in recording.timelines[0].spans if str(span.action).endswith(("F0", "F1"))]
+    assert len(forwards) == 4
+    assert all(span.seconds > 2e-4 for span in forwards)
+
+
+def test_autocast_and_grad_scaler_on_the_gpu() -> None:
+    torch.manual_seed(0)
+    pipe = gpipe.GPipe(conv_net(), 2, 4, devices="cuda", seed=3)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    x, y = torch.randn(8, 3, 8, 8, device="cuda"), torch.randn(8, 5, device="cuda")
+    losses = []
+    for _ in range(5):
+        with torch.autocast("cuda", dtype=torch.float16):
+            losses.append(float(pipe.step(x, y, F.mse_loss, scale=scaler.get_scale())))
+        scaler.scale(torch.zeros((), device="cuda"))  # lets the scaler know where it works
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
