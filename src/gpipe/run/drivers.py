@@ -7,13 +7,15 @@ can be collected, and its threads end.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from queue import SimpleQueue
 
 import torch
 
 from gpipe.plan.action import Action, Kind
+from gpipe.plan.order import linearize
 from gpipe.plan.program import Program
 from gpipe.run.recorder import Recorder
 from gpipe.run.transport import Cancelled, Transport
@@ -33,18 +35,34 @@ PHASES = {
 }
 
 
-def lockstep(
-    program: Program,
-    order: Iterable[tuple[int, int, Action]],
-    workers: Sequence[Worker],
-    recorder: Recorder | None = None,
-) -> None:
-    """Runs all rows in the calling thread, in one legal order: what a debugger wants to see.
+@dataclass(frozen=True)
+class Part:
+    """A program or half of one, as it is walked in one process: without RECEIVE, since a mailbox always has room.
 
-    Any order gives the same bits.
+    `order`, if given, is the order in which one thread alone walks it; any legal one gives the same bits.
     """
+
+    program: Program
+    order: Sequence[tuple[int, int, Action]] = ()
+
+    @cached_property
+    def rows(self) -> tuple[tuple[tuple[int, Action], ...], ...]:
+        """For each rank, the actions to do with their places in the program's row."""
+        rows = map(enumerate, self.program.rows)
+        return tuple(tuple(step for step in row if step[1].kind is not Kind.RECEIVE) for row in rows)
+
+    @cached_property
+    def steps(self) -> tuple[tuple[int, int, Action], ...]:
+        """The actions of all ranks in one legal total order, each with its rank and its place in the row."""
+        order = self.order or linearize(self.program)
+        return tuple(step for step in order if step[2].kind is not Kind.RECEIVE)
+
+
+def lockstep(part: Part, workers: Sequence[Worker], recorder: Recorder | None = None) -> None:
+    """Runs all rows in the calling thread, in one legal order: what a debugger wants to see."""
+    program = part.program
     do = _recorded(recorder) if recorder else _do
-    for rank, at, action in order:
+    for rank, at, action in part.steps:
         worker = workers[rank]
         try:
             with worker.lane.enter():
@@ -54,13 +72,14 @@ def lockstep(
             raise
 
 
-def walk(worker: Worker, program: Program, transport: Transport, recorder: Recorder | None) -> None:
+def walk(worker: Worker, part: Part, transport: Transport, recorder: Recorder | None) -> None:
     """Does one rank's row."""
+    program, row = part.program, part.rows[worker.rank]
     do = _recorded(recorder) if recorder else _do
     at = 0
     try:
         with worker.lane.enter():
-            for at, action in enumerate(program.rows[worker.rank]):  # noqa: B007  # the note tells how far it came
+            for at, action in row:  # noqa: B007  # the note tells how far it came
                 if transport.cancelled:
                     raise Cancelled
                 do(worker, action)

@@ -3,19 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from gpipe.plan.action import Action, Route
+from gpipe.plan.action import Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, halves, place_commits, place_recompute, place_transfers
-from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
 from gpipe.run.ambient import Ambient
-from gpipe.run.drivers import RankThreads, lockstep, walk
+from gpipe.run.drivers import Part, RankThreads, lockstep, walk
 from gpipe.run.guard import RandomGuard
 from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.mailbox import Mailbox
@@ -24,18 +23,6 @@ from gpipe.run.shared import Aliases, find_race, find_shared
 from gpipe.run.stage import Stage
 from gpipe.run.wiring import Wiring, wiring
 from gpipe.run.worker import Batch, Output, Worker
-
-
-@dataclass(frozen=True)
-class Part:
-    """A program or half of one, with the order in which one thread alone walks it."""
-
-    program: Program
-
-    @cached_property
-    def order(self) -> tuple[tuple[int, int, Action], ...]:
-        """One legal total order."""
-        return tuple(linearize(self.program))
 
 
 @dataclass(frozen=True)
@@ -207,7 +194,7 @@ class Run:
         try:
             with self.aliases.in_place():
                 if threaded:
-                    self._in_threads(part.program, ambient, recorder)
+                    self._in_threads(part, ambient, recorder)
                 else:
                     self._in_lockstep(part, ambient, recorder)
             guard.check([layer for stage in self.engine.stages for layer in stage.layers])
@@ -220,20 +207,20 @@ class Run:
         if recorder is not None:
             recorder.end()
 
-    def _in_threads(self, program: Program, ambient: Ambient, recorder: Recorder | None) -> None:
+    def _in_threads(self, part: Part, ambient: Ambient, recorder: Recorder | None) -> None:
         ambient.refuse_strangers()
-        jobs = [partial(_row, worker, program, self.mailbox, ambient, recorder) for worker in self.workers]
+        jobs = [partial(_row, worker, part, self.mailbox, ambient, recorder) for worker in self.workers]
         with _intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
             self.engine.threads.run(jobs, self.mailbox.cancel)
 
     def _in_lockstep(self, part: Part, ambient: Ambient, recorder: Recorder | None) -> None:
         with _intra_op_threads(self.engine.intra_op_threads), ambient.rank_thread():
-            lockstep(part.program, part.order, self.workers, recorder)
+            lockstep(part, self.workers, recorder)
 
 
-def _row(worker: Worker, program: Program, mailbox: Mailbox, ambient: Ambient, recorder: Recorder | None) -> None:
+def _row(worker: Worker, part: Part, mailbox: Mailbox, ambient: Ambient, recorder: Recorder | None) -> None:
     with ambient.rank_thread():
-        walk(worker, program, mailbox, recorder)
+        walk(worker, part, mailbox, recorder)
 
 
 @contextmanager

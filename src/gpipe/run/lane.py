@@ -6,7 +6,7 @@ waits for the mark, not the thread. Memory that another stream uses is recorded 
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
 import torch
@@ -17,6 +17,9 @@ from gpipe.run.boundary import Gradients, Parcel, replace_tensors, tensors_in
 Mark: TypeAlias = torch.cuda.Event | None
 Stamp: TypeAlias = torch.cuda.Event | float
 """When something happened on a lane."""
+
+
+_NOTHING = nullcontext()
 
 
 class Lane:
@@ -32,10 +35,9 @@ class Lane:
     def end(self) -> None:
         """Orders what the calling thread queues from now on behind what was queued here."""
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self) -> AbstractContextManager[None]:
         """Queues here what is done inside."""
-        yield
+        return _NOTHING
 
     def mark(self) -> Mark:
         """Marks what was queued so far."""

@@ -114,11 +114,12 @@ class Stage:
         given = (*tensors_in(value), *arrived.values()) if self.works_in_place is None else ()
         versions = [_version(tensor) for tensor in given]
         held: dict[str, Tensor] = {}
+        begun = trace.numbers
         for layer in self.layers:
-            trace.enter()
+            begun.append(_sequence_number())
             if layer.pop or layer.stash:
                 value = self._run_with_skips(layer, value, arrived, held, moment)
-            elif layer.may_draw():
+            elif layer.draws.get(layer.module.training, True):
                 value = layer.run(value, {}, moment)
             else:
                 value = (layer.stand_in or layer.module)(value)

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe.plan.action import MAIN, Kind
+from gpipe.plan.action import MAIN, Kind, Route
 from gpipe.plan.program import Program
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One route as its stage sees it: its number, its name, the stage and rank at the other end."""
+    """One route as its stage sees it: its number in the program, the stage and rank at the other end."""
 
-    route: int
+    route: Route
+    number: int
     name: str
     stage: int
     rank: int
@@ -51,9 +52,20 @@ class Wiring:
         """All routes that start at the stage, in the order in which their gradients are added."""
         return (*self.skips_out, self.main_out) if self.main_out else self.skips_out
 
-    def wire(self, name: str, *, out: bool) -> Wire:
-        """The wire of a route that starts or ends here."""
-        return next(wire for wire in (self.wires_out if out else self.wires_in) if wire.name == name)
+    @cached_property
+    def remote_in(self) -> tuple[Wire, ...]:
+        """The routes that end here and come from another rank."""
+        return tuple(wire for wire in self.wires_in if not wire.is_local)
+
+    @cached_property
+    def remote_out(self) -> tuple[Wire, ...]:
+        """The routes that start here and go to another rank."""
+        return tuple(wire for wire in self.wires_out if not wire.is_local)
+
+    @cached_property
+    def wire(self) -> dict[Route, Wire]:
+        """The wire of each route that starts or ends here."""
+        return {wire.route: wire for wire in (*self.wires_in, *self.wires_out)}
 
 
 def wiring(program: Program, stage: int) -> Wiring:
@@ -66,7 +78,7 @@ def wiring(program: Program, stage: int) -> Wiring:
             near, far = (route.source, route.target) if out else (route.target, route.source)
             if near == stage and (route.name == MAIN) == main:
                 rank = program.rank_of[far]
-                found.append(Wire(number, route.name, far, rank, rank == own))
+                found.append(Wire(route, number, route.name, far, rank, rank == own))
         return tuple(found)
 
     recomputed = (a.micro_batch for a in program.rows[own] if a.kind is Kind.RECOMPUTE and a.stage == stage)

@@ -90,6 +90,7 @@ class Worker:
         self.transport = transport
         self.store = Store()
         self.deferred: dict[int, Deferred] = {}
+        self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
             if wires.recomputed:
                 stage.buffers.find()
@@ -100,16 +101,15 @@ class Worker:
         """Waits until what the action needs from other ranks is here."""
         kind = action.kind
         if kind is Kind.FORWARD:
-            self._await(self.stages[action.stage][1].wires_in, _micro_batch(action), gradient=False)
+            wires = self.stages[action.stage][1].remote_in
         elif kind is Kind.BACKWARD:
-            self._await(self.stages[action.stage][1].wires_out, _micro_batch(action), gradient=True)
-
-    def _await(self, wires: Sequence[Wire], m: int, *, gradient: bool) -> None:
+            wires = self.stages[action.stage][1].remote_out
+        else:
+            return
         for wire in wires:
-            if not wire.is_local:
-                label = Label(wire.route, m, gradient)
-                message, mark = self.transport.receive(self.rank, label)
-                self.store.arrived[label] = self.lane.take(message, mark)
+            label = Label(wire.number, _micro_batch(action), kind is Kind.BACKWARD)
+            message, mark = self.transport.receive(self.rank, label)
+            self.store.arrived[label] = self.lane.take(message, mark)
 
     def perform(self, action: Action) -> None:
         """Does one action; what it needs is here."""
@@ -124,7 +124,7 @@ class Worker:
             case Kind.SEND:
                 self._send(action, wires)
             case Kind.RECEIVE:
-                pass  # a mailbox needs no room made for what comes; `ready` waits for it
+                raise ValueError(f"{action}: within one process nothing needs to be posted, drivers leave it out")
             case Kind.COMMIT:
                 self.deferred[stage.index].commit()
             case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.REDUCE | Kind.TIE:
@@ -133,7 +133,7 @@ class Worker:
                 assert_never(action.kind)
 
     def _forward(self, stage: Stage, wires: Wiring, m: int) -> None:
-        cell = Cell(self._take_given(wires, m), {wire.route: self._take(wire, m) for wire in wires.skips_in})
+        cell = Cell(self._take_given(wires, m), {wire.number: self._take(wire, m) for wire in wires.skips_in})
         self.store.cells[stage.index, m] = cell
         again = m in wires.recomputed
         before = stage.buffers.before() if again else None
@@ -167,9 +167,9 @@ class Worker:
         else:
             value, stashed = self._run(stage, wires, cell, m, recomputing=True)
         for wire in wires.skips_out:
-            cell.roots[wire.route] = cut(stashed[wire.name])[1]
+            cell.roots[wire.number] = cut(stashed[wire.name])[1]
         if wires.main_out:
-            cell.roots[wires.main_out.route] = cut(value)[1]
+            cell.roots[wires.main_out.number] = cut(value)[1]
         elif self.batch.loss_fn is None:
             cell.roots[None] = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
         else:
@@ -180,7 +180,7 @@ class Worker:
     ) -> tuple[Tree, dict[str, Tensor]]:
         """Runs the layers of a stage on what the cell holds."""
         cell.trace = Trace()  # of this run, not of the one before
-        popped = {wire.name: cell.skips[wire.route].tensor for wire in wires.skips_in}
+        popped = {wire.name: cell.skips[wire.number].tensor for wire in wires.skips_in}
         moment = Moment(self.batch.seed, self.batch.step, m, recomputing)
         if self.batch.around_layers is None:
             return stage.forward(cell.given.value, popped, wires.stashes, moment, cell.trace)
@@ -216,7 +216,7 @@ class Worker:
         roots: list[Tensor] = []
         gradients: Gradients = []
         for wire in wires.wires_out:
-            roots += cell.roots[wire.route]
+            roots += cell.roots[wire.number]
             gradients += self._take_gradients(wire, m)
         if wires.main_out is None:
             roots += cell.roots[None]
@@ -226,15 +226,19 @@ class Worker:
             keep_strides(parcel.leaves)
         run_backward(roots, gradients)
         for wire in wires.wires_in:
-            parcel = cell.given if wire is wires.main_in else cell.skips[wire.route]
-            self._hand_over(wire, Label(wire.route, m, True), [leaf.grad for leaf in parcel.leaves])
+            parcel = cell.given if wire is wires.main_in else cell.skips[wire.number]
+            self._hand_over(wire, Label(wire.number, m, True), [leaf.grad for leaf in parcel.leaves])
         del self.store.cells[stage.index, m]
 
     def _last_gradients(self, roots: Sequence[Tensor], m: int) -> Gradients:
         if self.batch.loss_fn is None:
             return self.lane.take_gradients(self.batch.output_gradients[m], None)
         seed = self.batch.seeds[m]
-        return [None if seed is None else torch.full_like(roots[0], seed)]
+        if seed is None:
+            return [None]
+        if seed not in self._seeds:
+            self._seeds[seed] = torch.full_like(roots[0], seed)
+        return [self._seeds[seed]]
 
     def _take_given(self, wires: Wiring, m: int) -> Parcel:
         if wires.main_in is None:
@@ -242,18 +246,18 @@ class Worker:
         return self._take(wires.main_in, m)
 
     def _take(self, wire: Wire, m: int) -> Parcel:
-        parcel = self.store.arrived.pop(Label(wire.route, m, False))
+        parcel = self.store.arrived.pop(Label(wire.number, m, False))
         assert isinstance(parcel, Parcel)
         return parcel
 
     def _take_gradients(self, wire: Wire, m: int) -> Gradients:
-        gradients = self.store.arrived.pop(Label(wire.route, m, True))
+        gradients = self.store.arrived.pop(Label(wire.number, m, True))
         assert isinstance(gradients, list)
         return gradients
 
     def _depart(self, wire: Wire, cell: Cell, m: int, value: Tree) -> None:
-        parcel, cell.roots[wire.route] = cut(value)
-        self._hand_over(wire, Label(wire.route, m, False), parcel)
+        parcel, cell.roots[wire.number] = cut(value)
+        self._hand_over(wire, Label(wire.number, m, False), parcel)
 
     def _hand_over(self, wire: Wire, label: Label, message: Message) -> None:
         box = self.store.arrived if wire.is_local else self.store.departing
@@ -261,9 +265,8 @@ class Worker:
 
     def _send(self, action: Action, wires: Wiring) -> None:
         assert action.route is not None
-        gradient = action.carries_gradient
-        wire = wires.wire(action.route.name, out=not gradient)
-        label = Label(wire.route, _micro_batch(action), gradient)
+        wire = wires.wire[action.route]
+        label = Label(wire.number, _micro_batch(action), action.carries_gradient)
         self.transport.send(wire.rank, label, self.store.departing.pop(label), self.lane.mark())
 
     def layer_of(self, action: Action, error: BaseException) -> str | None:
