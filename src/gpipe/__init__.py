@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpipe import models as models
     from gpipe.pipeline import GPipe as GPipe
     from gpipe.run.microbatch import Whole as Whole
     from gpipe.run.recorder import record as record

@@ -42,6 +42,7 @@ class Call:
         self._ambient = ambient
         self._recorder = recorder
         self._wants: list[tuple[bool, ...]] = []
+        self.order = run.backward_order
 
     def forward(self) -> list[Output]:
         """Runs all forwards; gives the outputs of all micro-batches."""
@@ -52,7 +53,7 @@ class Call:
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch."""
+        """Runs all backwards; gives the gradients of the inputs' leaves, in the order of `order`."""
         run, self._run = self._run, None
         if run is None:
             raise RuntimeError(SECOND_BACKWARD)
@@ -61,17 +62,19 @@ class Call:
             [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
         ]
         run.go_backward(self._ambient, self._recorder)
-        return [leaf.grad for parcel in run.batch.inputs for leaf in parcel.leaves]
+        return [leaf.grad for m in self.order for leaf in run.batch.inputs[m].leaves]
 
 
-def pipelined(call: Call, leaves: Sequence[Tensor]) -> list[Tree]:
+def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     """Runs a call's forward as one autograd node; gives the output of each micro-batch.
 
-    `leaves` are the tensors that the inputs' leaves were cut from.
+    `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up what comes back to one
+    tensor in the order of the node's inputs, so they are in the order of the backwards.
     """
+    inputs = [leaf for m in call.order for leaf in leaves[m]]
     anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
     outputs: list[Output] = []
-    tensors = iter(_Pipelined.apply(call, outputs, anchor, *leaves))  # type: ignore[no-untyped-call]
+    tensors = iter(_Pipelined.apply(call, outputs, anchor, *inputs))  # type: ignore[no-untyped-call]
     return [pytree.tree_map_only(Tensor, lambda _: next(tensors), output.value) for output in outputs]
 
 

@@ -215,7 +215,7 @@ class GPipe(nn.Module):
         batch = self._batch([parcel for parcel, _ in cuts], ambient)
         run = self._engine.start(len(values), batch)
         if ambient.grad:
-            outputs = pipelined(Call(run, ambient, self.recorder), [leaf for _, leaves in cuts for leaf in leaves])
+            outputs = pipelined(Call(run, ambient, self.recorder), [leaves for _, leaves in cuts])
         else:
             run.go(ambient, self.recorder)
             outputs = [output.value for output in run.take_outputs()]

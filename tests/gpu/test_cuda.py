@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from gpipe import models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def conv_net() -> list[nn.Module]:
 
 
 def language_model() -> list[nn.Module]:
-    return gpipe.models.transformer_lm(4, model_dim=32, ffn_dim=64, heads=2, vocab=17, dropout=0.1)
+    return models.transformer_lm(4, model_dim=32, ffn_dim=64, heads=2, vocab=17, dropout=0.1)
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def test_stages_on_gpu_and_cpu_train_together() -> None:
 
 def test_shared_weights_over_gpu_and_cpu() -> None:
     torch.manual_seed(0)
-    layers = gpipe.models.transformer_lm(2, model_dim=16, ffn_dim=32, heads=2, vocab=11, tied=True)
+    layers = models.transformer_lm(2, model_dim=16, ffn_dim=32, heads=2, vocab=11, tied=True)
     pipe = gpipe.GPipe(layers, 2, 2, devices=["cuda", "cpu"], seed=3)
     alone = gpipe.GPipe(copy.deepcopy(layers), 1, 2, devices="cpu", seed=3)
     x = torch.randint(11, (4, 5))

@@ -8,16 +8,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
-from gpipe.plan.action import Action, Kind
-from gpipe.plan.order import linearize
+from gpipe.plan.action import Kind
 from gpipe.plan.program import Program
 from gpipe.run.recorder import Recorder
+from gpipe.run.steps import Part, Step
 from gpipe.run.transport import Cancelled, Transport
 from gpipe.run.worker import Worker
 
@@ -35,73 +34,42 @@ PHASES = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A program or half of one, as it is walked in one process: without RECEIVE, since a mailbox always has room.
-
-    `order`, if given, is the order in which one thread alone walks it; any legal one gives the same bits.
-    """
-
-    program: Program
-    order: Sequence[tuple[int, int, Action]] = ()
-
-    @cached_property
-    def rows(self) -> tuple[tuple[tuple[int, Action], ...], ...]:
-        """For each rank, the actions to do with their places in the program's row."""
-        rows = map(enumerate, self.program.rows)
-        return tuple(tuple(step for step in row if step[1].kind is not Kind.RECEIVE) for row in rows)
-
-    @cached_property
-    def steps(self) -> tuple[tuple[int, int, Action], ...]:
-        """The actions of all ranks in one legal total order, each with its rank and its place in the row."""
-        order = self.order or linearize(self.program)
-        return tuple(step for step in order if step[2].kind is not Kind.RECEIVE)
-
-
 def lockstep(part: Part, workers: Sequence[Worker], recorder: Recorder | None = None) -> None:
     """Runs all rows in the calling thread, in one legal order: what a debugger wants to see."""
-    program = part.program
-    do = _recorded(recorder) if recorder else _do
-    for rank, at, action in part.steps:
-        worker = workers[rank]
+    for step in part.steps:
+        worker = workers[step.rank]
         try:
             with worker.lane.enter():
-                do(worker, action)
+                _do(worker, step, recorder)
         except BaseException as error:
-            error.add_note(describe(worker, program, at, error))
+            error.add_note(describe(worker, part.program, step.at, error))
             raise
 
 
 def walk(worker: Worker, part: Part, transport: Transport, recorder: Recorder | None) -> None:
     """Does one rank's row."""
-    program, row = part.program, part.rows[worker.rank]
-    do = _recorded(recorder) if recorder else _do
     at = 0
     try:
         with worker.lane.enter():
-            for at, action in row:  # noqa: B007  # the note tells how far it came
+            for step in part.rows[worker.rank]:
+                at = step.at
                 if transport.cancelled:
                     raise Cancelled
-                do(worker, action)
+                _do(worker, step, recorder)
     except Cancelled:
         raise
     except BaseException as error:
-        error.add_note(describe(worker, program, at, error))
+        error.add_note(describe(worker, part.program, at, error))
         raise
 
 
-def _do(worker: Worker, action: Action) -> None:
-    worker.ready(action)
-    worker.perform(action)
-
-
-def _recorded(recorder: Recorder) -> Callable[[Worker, Action], None]:
-    def do(worker: Worker, action: Action) -> None:
-        worker.ready(action)
-        with recorder.span(worker.rank, action):
-            worker.perform(action)
-
-    return do
+def _do(worker: Worker, step: Step, recorder: Recorder | None) -> None:
+    if recorder is not None:
+        recorder.do(worker, step)
+        return
+    if step.wait is not None:
+        step.wait(worker, step.action)
+    step.work(worker, step.action)
 
 
 def describe(worker: Worker, program: Program, at: int, error: BaseException) -> str:

@@ -12,15 +12,17 @@ from gpipe.plan.action import Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, halves, place_commits, place_recompute, place_transfers
 from gpipe.plan.program import Program, Rows
+from gpipe.plan.rules import BACKWARDS
 from gpipe.plan.schedules import forward_only
 from gpipe.run.ambient import Ambient
-from gpipe.run.drivers import Part, RankThreads, lockstep, walk
+from gpipe.run.drivers import RankThreads, lockstep, walk
 from gpipe.run.guard import RandomGuard
 from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.recorder import Recorder
 from gpipe.run.shared import Aliases, find_race, find_shared
 from gpipe.run.stage import Stage
+from gpipe.run.steps import Part
 from gpipe.run.wiring import Wiring, wiring
 from gpipe.run.worker import Batch, Output, Worker
 
@@ -167,6 +169,16 @@ class Run:
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
         self._go(self.plumbing.backward, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
         self._finish()
+
+    @property
+    def backward_order(self) -> list[int]:
+        """The micro-batches in the order in which their gradients come back to the inputs."""
+        program = self.plumbing.program
+        return [
+            action.micro_batch
+            for action in program.rows[program.rank_of[0]]
+            if action.stage == 0 and action.kind in BACKWARDS and action.micro_batch is not None
+        ]
 
     def take_outputs(self) -> list[Output]:
         """The outputs of all micro-batches, which the run then forgets."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gpipe.run.boundary import Gradients, Parcel, replace_tensors, tensors_in
 
-Mark: TypeAlias = torch.cuda.Event | None
+Mark: TypeAlias = torch.cuda.Event | float | None
+"""When a tensor that crosses is whole: an event on its maker's stream, or on a CPU the time, for the recorder."""
 Stamp: TypeAlias = torch.cuda.Event | float
 """When something happened on a lane."""
 
@@ -41,7 +42,7 @@ class Lane:
 
     def mark(self) -> Mark:
         """Marks what was queued so far."""
-        return None
+        return time.perf_counter()
 
     def stamp(self) -> Stamp:
         """Now, on this lane."""
@@ -63,7 +64,9 @@ class Lane:
 
     def take_parcel(self, parcel: Parcel, mark: Mark) -> Parcel:
         """Brings what another rank made to this device; its leaves stay leaves."""
-        if mark is None and all(tensor.device == self.device for tensor in tensors_in(parcel.value)):
+        if not isinstance(mark, torch.cuda.Event) and all(
+            tensor.device == self.device for tensor in tensors_in(parcel.value)
+        ):
             return parcel
         moved: dict[int, Tensor] = {}
 
@@ -81,7 +84,7 @@ class Lane:
 
     def bring(self, tensor: Tensor, mark: Mark) -> Tensor:
         """One tensor on this device, whole by the time it is used here."""
-        if mark is not None:
+        if isinstance(mark, torch.cuda.Event):
             mark.synchronize()
         return tensor.to(self.device)
 
@@ -132,11 +135,11 @@ class CudaLane(Lane):
     def bring(self, tensor: Tensor, mark: Mark) -> Tensor:
         """One tensor on this device: copied on a stream of its own, so that computing goes on meanwhile."""
         if tensor.device == self.device:
-            if mark is not None:
+            if isinstance(mark, torch.cuda.Event):
                 self.compute.wait_event(mark)
             tensor.record_stream(self.compute)
             return tensor
-        if mark is not None:
+        if isinstance(mark, torch.cuda.Event):
             self.copy.wait_event(mark)
         with torch.cuda.stream(self.copy):
             copied = tensor.to(self.device, non_blocking=True)

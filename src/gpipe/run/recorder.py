@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
-from gpipe.plan.action import Action
+from gpipe.plan.action import Action, Kind
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.run.lane import Lane, Stamp
+from gpipe.run.steps import Step
+from gpipe.run.worker import Worker
 
 
 class Recorder:
@@ -28,13 +31,21 @@ class Recorder:
         self._stamps = []
         self._origins = [lane.stamp() for lane in lanes]
 
-    @contextmanager
-    def span(self, rank: int, action: Action) -> Iterator[None]:
-        """Records one action, from when its rank has what it needs until it is done."""
-        lane = self._lanes[rank]
+    def do(self, worker: Worker, step: Step) -> None:
+        """Does one step of a worker, and records it from when its rank has what it needs until it is done.
+
+        What the rank waited for while it was already on its way counts as a RECEIVE.
+        """
+        lane, action = worker.lane, step.action
+        if step.wait is not None:
+            asked = lane.stamp()
+            sent = step.wait(worker, action)
+            if isinstance(sent, float) and isinstance(asked, float):
+                received = replace(action, kind=Kind.RECEIVE)
+                self._stamps.append((step.rank, received, max(asked, sent), lane.stamp()))
         start = lane.stamp()
-        yield
-        self._stamps.append((rank, action, start, lane.stamp()))
+        step.work(worker, action)
+        self._stamps.append((step.rank, action, start, lane.stamp()))
 
     def end(self) -> None:
         """Ends a run, and adds its timeline."""

@@ -27,19 +27,17 @@ class Cell:
 
 @dataclass
 class Store:
-    """Cells by (stage, micro-batch), messages that arrived and messages that wait to be sent."""
+    """Cells by (stage, micro-batch), and messages that arrived."""
 
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
     arrived: dict[Label, Message] = field(default_factory=dict)
-    departing: dict[Label, Message] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Lets go of everything."""
         self.cells.clear()
         self.arrived.clear()
-        self.departing.clear()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is held, as it must be after a step."""
-        return not (self.cells or self.arrived or self.departing)
+        return not (self.cells or self.arrived)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from gpipe.run.boundary import (
     run_backward,
     tensors_in,
 )
-from gpipe.run.lane import Lane
+from gpipe.run.lane import Lane, Mark
 from gpipe.run.microbatch import Tree
 from gpipe.run.stage import Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
@@ -97,42 +96,26 @@ class Worker:
             if batch.deferred_batch_norm:
                 self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
 
-    def ready(self, action: Action) -> None:
-        """Waits until what the action needs from other ranks is here."""
-        kind = action.kind
-        if kind is Kind.FORWARD:
-            wires = self.stages[action.stage][1].remote_in
-        elif kind is Kind.BACKWARD:
-            wires = self.stages[action.stage][1].remote_out
-        else:
-            return
+    def await_values(self, action: Action) -> Mark:
+        """Waits until what a forward takes from other ranks is here; says when the last of it was sent."""
+        return self._await(self.stages[action.stage][1].remote_in, micro_batch_of(action), gradient=False)
+
+    def await_gradients(self, action: Action) -> Mark:
+        """Waits until what a backward takes from other ranks is here; says when the last of it was sent."""
+        return self._await(self.stages[action.stage][1].remote_out, micro_batch_of(action), gradient=True)
+
+    def _await(self, wires: Sequence[Wire], m: int, *, gradient: bool) -> Mark:
+        mark: Mark = None
         for wire in wires:
-            label = Label(wire.number, _micro_batch(action), kind is Kind.BACKWARD)
+            label = Label(wire.number, m, gradient)
             message, mark = self.transport.receive(self.rank, label)
             self.store.arrived[label] = self.lane.take(message, mark)
+        return mark
 
-    def perform(self, action: Action) -> None:
-        """Does one action; what it needs is here."""
+    def forward(self, action: Action) -> None:
+        """Runs a stage's layers on a micro-batch; with a recompute to come, keeps only what crossed the boundary."""
         stage, wires = self.stages[action.stage]
-        match action.kind:
-            case Kind.FORWARD:
-                self._forward(stage, wires, _micro_batch(action))
-            case Kind.RECOMPUTE:
-                self._recompute(stage, wires, _micro_batch(action))
-            case Kind.BACKWARD:
-                self._backward(stage, wires, _micro_batch(action))
-            case Kind.SEND:
-                self._send(action, wires)
-            case Kind.RECEIVE:
-                raise ValueError(f"{action}: within one process nothing needs to be posted, drivers leave it out")
-            case Kind.COMMIT:
-                self.deferred[stage.index].commit()
-            case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.REDUCE | Kind.TIE:
-                raise ValueError(f"{action}: no schedule places this yet")
-            case _:
-                assert_never(action.kind)
-
-    def _forward(self, stage: Stage, wires: Wiring, m: int) -> None:
+        m = micro_batch_of(action)
         cell = Cell(self._take_given(wires, m), {wire.number: self._take(wire, m) for wire in wires.skips_in})
         self.store.cells[stage.index, m] = cell
         again = m in wires.recomputed
@@ -158,7 +141,10 @@ class Worker:
         if not self.batch.trains:
             del self.store.cells[stage.index, m]
 
-    def _recompute(self, stage: Stage, wires: Wiring, m: int) -> None:
+    def recompute(self, action: Action) -> None:
+        """Runs a stage's layers once more, for their graph."""
+        stage, wires = self.stages[action.stage]
+        m = micro_batch_of(action)
         cell = self.store.cells[stage.index, m]
         if cell.snapshot:
             with stage.buffers.as_before(cell.snapshot):
@@ -211,7 +197,10 @@ class Worker:
         batch.loss_draws = keyed.drew
         return returned
 
-    def _backward(self, stage: Stage, wires: Wiring, m: int) -> None:
+    def backward(self, action: Action) -> None:
+        """Runs autograd through a stage, and hands on the gradients of what crossed its boundary."""
+        stage, wires = self.stages[action.stage]
+        m = micro_batch_of(action)
         cell = self.store.cells[stage.index, m]
         roots: list[Tensor] = []
         gradients: Gradients = []
@@ -260,19 +249,19 @@ class Worker:
         self._hand_over(wire, Label(wire.number, m, False), parcel)
 
     def _hand_over(self, wire: Wire, label: Label, message: Message) -> None:
-        box = self.store.arrived if wire.is_local else self.store.departing
-        box[label] = message
+        if wire.is_local:
+            self.store.arrived[label] = message
+        else:
+            self.transport.send(wire.rank, label, message, self.lane.mark())
 
-    def _send(self, action: Action, wires: Wiring) -> None:
-        assert action.route is not None
-        wire = wires.wire[action.route]
-        label = Label(wire.number, _micro_batch(action), action.carries_gradient)
-        self.transport.send(wire.rank, label, self.store.departing.pop(label), self.lane.mark())
+    def commit(self, action: Action) -> None:
+        """Changes the running statistics of a stage's BatchNorms, once for the mini-batch."""
+        self.deferred[action.stage].commit()
 
     def layer_of(self, action: Action, error: BaseException) -> str | None:
         """In words, the layer in which an action failed, as far as that can be known."""
         stage, _ = self.stages[action.stage]
-        cell = self.store.cells.get((action.stage, _micro_batch(action)))
+        cell = self.store.cells.get((action.stage, micro_batch_of(action)))
         if cell is None:
             return None
         if action.kind is Kind.BACKWARD:
@@ -308,6 +297,7 @@ def failed_node(error: BaseException) -> int | None:
     return None
 
 
-def _micro_batch(action: Action) -> int:
+def micro_batch_of(action: Action) -> int:
+    """The micro-batch of an action that has one."""
     assert action.micro_batch is not None, action
     return action.micro_batch
