@@ -102,7 +102,6 @@ class GPipe(nn.Module):
             intra_op_threads=intra_op_threads,
         )
         settings = self._settings
-        self._modules.update(settings.layers)  # add_module would refuse a layer named like a method
         stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices)
         self._engine = Engine(
             stages,
@@ -118,6 +117,9 @@ class GPipe(nn.Module):
         for finding in self.findings:
             logger.info(finding)
         self.recorder: Recorder | None = None
+        self._modules.update(
+            settings.layers
+        )  # at last, and not by add_module: a layer may be named like any of these
 
     @property
     def partitions(self) -> int:
@@ -290,6 +292,18 @@ class GPipe(nn.Module):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what is the pipe's own also where a layer has the same name; layers stay what they are."""
+        if name not in self.__dict__.get("_modules", ()):
+            super().__setattr__(name, value)
+        elif name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            raise TypeError(
+                f"layer {name!r} stands in a partition and cannot be replaced: the old one would go on running; "
+                f"replace it before, or make a new pipe"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves the recorder behind, as it does threads."""

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from gpipe.run.microbatch import Tree
@@ -122,19 +121,32 @@ def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     return pytree.tree_map_only(Tensor, changed, value)
 
 
-def keep_strides(leaves: Sequence[Tensor]) -> None:
-    """Has the gradients of leaves kept with the strides they come with, before their backward.
+class KeptGradients:
+    """Watches for the gradients of leaves during their backward, to keep the strides that they come with.
 
-    Autograd would lay them out as the leaves are, and further back, where nothing was cut, sums over other strides
-    end in other bits.
+    Autograd lays a gradient out as its leaf is, and further back, where nothing was cut, sums over other strides end
+    in other bits. So where the two differ, the gradient is kept as it came.
     """
-    for leaf in leaves:
-        get_gradient_edge(leaf).node.register_prehook(partial(_keep_gradient, leaf))
 
+    __slots__ = ("leaves", "strange")
 
-def _keep_gradient(leaf: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[None]:
-    (leaf.grad,) = gradients
-    return (None,)
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves = leaves
+        self.strange: dict[int, Tensor] = {}
+        for at, leaf in enumerate(leaves):
+            leaf._backward_hooks = {0: partial(self._look, at)}  # register_hook without its 4 us
+
+    def _look(self, at: int, gradient: Tensor | None) -> None:
+        if gradient is not None and not (gradient.is_contiguous() and self.leaves[at].is_contiguous()):
+            self.strange[at] = gradient
+
+    def gradients(self) -> Gradients:
+        """The gradient of each leaf, None where none came."""
+        for leaf in self.leaves:
+            leaf._backward_hooks = None  # it refers to this object, and this object to the leaf
+        if not self.strange:
+            return [leaf.grad for leaf in self.leaves]
+        return [self.strange.get(at, leaf.grad) for at, leaf in enumerate(self.leaves)]
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

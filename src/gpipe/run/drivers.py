@@ -16,9 +16,9 @@ import torch
 from gpipe.plan.action import Kind
 from gpipe.plan.program import Program
 from gpipe.run.recorder import Recorder
-from gpipe.run.steps import Part, Step
+from gpipe.run.steps import Part
 from gpipe.run.transport import Cancelled, Transport
-from gpipe.run.worker import Worker
+from gpipe.run.worker import Step, Worker
 
 PHASES = {
     Kind.FORWARD: "forward",
@@ -67,9 +67,9 @@ def _do(worker: Worker, step: Step, recorder: Recorder | None) -> None:
     if recorder is not None:
         recorder.do(worker, step)
         return
-    if step.wait is not None:
-        step.wait(worker, step.action)
-    step.work(worker, step.action)
+    if step.takes:
+        worker.take(step)
+    step.work(worker, step)
 
 
 def describe(worker: Worker, program: Program, at: int, error: BaseException) -> str:

@@ -46,7 +46,7 @@ class Plumbing:
         """Looks the connections up."""
         wirings = tuple(wiring(program, stage) for stage in range(program.stages))
         forward, backward = halves(program)
-        return cls(Part(program), Part(forward), Part(backward), wirings)
+        return cls(Part(program, wirings), Part(forward, wirings), Part(backward, wirings), wirings)
 
 
 class Engine:
@@ -192,7 +192,7 @@ class Run:
     def _finish(self) -> None:
         if self.batch.trains:
             self.aliases.add_up()
-        held = [worker.rank for worker in self.workers if not worker.store.is_empty]
+        held = [worker.rank for worker in self.workers if worker.store]
         if held:
             raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
 

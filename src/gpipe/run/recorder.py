@@ -8,8 +8,7 @@ from typing import Protocol
 from gpipe.plan.action import Action, Kind
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.run.lane import Lane, Stamp
-from gpipe.run.steps import Step
-from gpipe.run.worker import Worker
+from gpipe.run.worker import Step, Worker
 
 
 class Recorder:
@@ -37,14 +36,14 @@ class Recorder:
         What the rank waited for while it was already on its way counts as a RECEIVE.
         """
         lane, action = worker.lane, step.action
-        if step.wait is not None:
+        if step.takes:
             asked = lane.stamp()
-            sent = step.wait(worker, action)
+            sent = worker.take(step)
             if isinstance(sent, float) and isinstance(asked, float):
                 received = replace(action, kind=Kind.RECEIVE)
                 self._stamps.append((step.rank, received, max(asked, sent), lane.stamp()))
         start = lane.stamp()
-        step.work(worker, action)
+        step.work(worker, step)
         self._stamps.append((step.rank, action, start, lane.stamp()))
 
     def end(self) -> None:

@@ -95,19 +95,24 @@ class Stage:
         self.first = self.layers[0].index
 
     def forward(
-        self, value: Tree, arrived: Mapping[str, Tensor], departing: Mapping[str, str], moment: Moment, trace: Trace
-    ) -> tuple[Tree, dict[str, Tensor]]:
+        self,
+        value: Tree,
+        arrived: Mapping[str, Tensor],
+        departing: Sequence[tuple[str, str]],
+        moment: Moment,
+        trace: Trace,
+    ) -> list[Tree]:
         """Runs the layers.
 
         Args:
             value: What the main line brings.
             arrived: What skip routes bring, by route name.
-            departing: The routes to send stashes by: route name to stash name.
+            departing: The routes to send stashes by: name of the route, name of the stash.
             moment: When this is.
             trace: Is told how far the run got.
 
         Returns:
-            What the main line takes on, and what each route of `departing` takes.
+            What each route of `departing` takes on, and last what the main line does.
         """
         if self.works_in_place is not False:
             value, arrived = _copies(value, arrived)
@@ -125,7 +130,7 @@ class Stage:
                 value = (layer.stand_in or layer.module)(value)
         if self.works_in_place is None:
             self.works_in_place = versions != [_version(tensor) for tensor in given]
-        return value, {route: held[name] for route, name in departing.items()}
+        return [*(held[stash] for _, stash in departing), value]
 
     def _run_with_skips(
         self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Tensor], moment: Moment

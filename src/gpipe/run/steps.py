@@ -1,25 +1,16 @@
-"""The rows of a program as workers do them in one process: what to wait for, what to do."""
+"""The rows of a program as workers do them in one process: what each step takes, does and gives."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from gpipe.plan.action import TRANSFERS, Action, Kind
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program
-from gpipe.run.lane import Mark
-from gpipe.run.worker import Worker
-
-
-class Step(NamedTuple):
-    """One action of a row as a worker does it: first what it waits for, if it does, then the work."""
-
-    rank: int
-    at: int  # its place in the program's row
-    action: Action
-    wait: Callable[[Worker, Action], Mark] | None
-    work: Callable[[Worker, Action], None]
+from gpipe.run.transport import Label
+from gpipe.run.wiring import Wire, Wiring
+from gpipe.run.worker import Step, Worker
 
 
 @dataclass(frozen=True)
@@ -32,35 +23,61 @@ class Part:
     """
 
     program: Program
+    wirings: Sequence[Wiring]
     order: Sequence[tuple[int, int, Action]] = ()
 
     @cached_property
     def rows(self) -> tuple[tuple[Step, ...], ...]:
         """What each rank does."""
         return tuple(
-            _steps((rank, at, action) for at, action in enumerate(row)) for rank, row in enumerate(self.program.rows)
+            self._steps((rank, at, action) for at, action in enumerate(row))
+            for rank, row in enumerate(self.program.rows)
         )
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """What all ranks do, in one legal total order."""
-        return _steps(self.order or linearize(self.program))
+        return self._steps(self.order or linearize(self.program))
+
+    def _steps(self, order: Iterable[tuple[int, int, Action]]) -> tuple[Step, ...]:
+        return tuple(
+            _step(rank, at, action, self.wirings[action.stage])
+            for rank, at, action in order
+            if action.kind not in TRANSFERS
+        )
 
 
-def _steps(order: Iterable[tuple[int, int, Action]]) -> tuple[Step, ...]:
-    return tuple(Step(rank, at, action, *_way(action)) for rank, at, action in order if action.kind not in TRANSFERS)
+def _step(rank: int, at: int, action: Action, wires: Wiring) -> Step:
+    m = 0 if action.micro_batch is None else action.micro_batch
+    takes: Sequence[Wire] = ()
+    gives: Sequence[Wire] = ()
+    gradient = action.kind is Kind.BACKWARD
+    if action.kind is Kind.FORWARD:
+        takes, gives = wires.ins, wires.outs
+    elif gradient:
+        takes, gives = wires.outs, wires.ins
+    return Step(
+        rank,
+        at,
+        action,
+        action.stage,
+        m,
+        tuple(Label(wire.number, m, gradient) for wire in takes),
+        tuple((wire.rank, Label(wire.number, m, gradient)) for wire in gives),
+        _work(action),
+    )
 
 
-def _way(action: Action) -> tuple[Callable[[Worker, Action], Mark] | None, Callable[[Worker, Action], None]]:
+def _work(action: Action) -> Callable[[Worker, Step], None]:
     match action.kind:
         case Kind.FORWARD:
-            return Worker.await_values, Worker.forward
+            return Worker.forward
         case Kind.RECOMPUTE:
-            return None, Worker.recompute  # waits for no gradient: it hides in the bubble
+            return Worker.recompute  # takes nothing: it does not wait for its gradient, and hides in the bubble
         case Kind.BACKWARD:
-            return Worker.await_gradients, Worker.backward
+            return Worker.backward
         case Kind.COMMIT:
-            return None, Worker.commit
+            return Worker.commit
         case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.REDUCE | Kind.TIE | Kind.SEND | Kind.RECEIVE:
             raise ValueError(f"{action} cannot be done within one process")
         case _:

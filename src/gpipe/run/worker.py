@@ -1,8 +1,9 @@
 """Performs the actions of one rank: the only code that runs layers or autograd."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,10 @@ from gpipe.plan.action import Action, Kind
 from gpipe.run.batchnorm import Deferred
 from gpipe.run.boundary import (
     Gradients,
+    KeptGradients,
     Parcel,
     cut,
     detached,
-    keep_strides,
     replace_tensors,
     run_backward,
     tensors_in,
@@ -25,7 +26,7 @@ from gpipe.run.stage import Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
 from gpipe.run.transport import Label, Message, Transport
 from gpipe.run.visit import visit
-from gpipe.run.wiring import Wire, Wiring
+from gpipe.run.wiring import Wiring
 
 NO_GRADIENT = (
     "the loss needs no gradient: it depends on no parameter that requires one; "
@@ -76,6 +77,19 @@ class Batch:
     output_gradients: Sequence[Gradients] = ()
 
 
+class Step(NamedTuple):
+    """One action of a row as a worker does it: what it takes from other ranks, what it gives to them."""
+
+    rank: int
+    at: int  # its place in the program's row
+    action: Action
+    stage: int
+    micro_batch: int
+    takes: tuple[Label, ...]
+    gives: tuple[tuple[int, Label], ...]  # each with the rank that it is for
+    work: Callable[["Worker", "Step"], None]
+
+
 class Worker:
     """One rank: its stages, what it holds, and how it does each kind of action."""
 
@@ -87,7 +101,8 @@ class Worker:
         self.lane = lane
         self.batch = batch
         self.transport = transport
-        self.store = Store()
+        self.store: Store = {}
+        self.taken: list[Message] = []
         self.deferred: dict[int, Deferred] = {}
         self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
@@ -96,82 +111,84 @@ class Worker:
             if batch.deferred_batch_norm:
                 self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
 
-    def await_values(self, action: Action) -> Mark:
-        """Waits until what a forward takes from other ranks is here; says when the last of it was sent."""
-        return self._await(self.stages[action.stage][1].remote_in, micro_batch_of(action), gradient=False)
-
-    def await_gradients(self, action: Action) -> Mark:
-        """Waits until what a backward takes from other ranks is here; says when the last of it was sent."""
-        return self._await(self.stages[action.stage][1].remote_out, micro_batch_of(action), gradient=True)
-
-    def _await(self, wires: Sequence[Wire], m: int, *, gradient: bool) -> Mark:
+    def take(self, step: Step) -> Mark:
+        """Waits until what a step takes from other ranks is here; says when the last of it was sent."""
         mark: Mark = None
-        for wire in wires:
-            label = Label(wire.number, m, gradient)
+        taken = self.taken = []
+        for label in step.takes:
             message, mark = self.transport.receive(self.rank, label)
-            self.store.arrived[label] = self.lane.take(message, mark)
+            taken.append(self.lane.take(message, mark))
         return mark
 
-    def forward(self, action: Action) -> None:
+    def _give(self, step: Step, messages: Iterable[Message]) -> None:
+        for (rank, label), message in zip(step.gives, messages, strict=True):
+            self.transport.send(rank, label, message, self.lane.mark())
+
+    def forward(self, step: Step) -> None:
         """Runs a stage's layers on a micro-batch; with a recompute to come, keeps only what crossed the boundary."""
-        stage, wires = self.stages[action.stage]
-        m = micro_batch_of(action)
-        cell = Cell(self._take_given(wires, m), {wire.number: self._take(wire, m) for wire in wires.skips_in})
-        self.store.cells[stage.index, m] = cell
+        stage, wires = self.stages[step.stage]
+        m = step.micro_batch
+        cell = Cell(self._given(step))
+        self.store[step.stage, m] = cell
         again = m in wires.recomputed
         before = stage.buffers.before() if again else None
-        if stage.index in self.deferred:
-            with self.deferred[stage.index].collect(m):
-                value, stashed = self._run(stage, wires, cell, m)
+        if step.stage in self.deferred:
+            with self.deferred[step.stage].collect(m):
+                values = self._run(stage, wires, cell, m)
         else:
-            value, stashed = self._run(stage, wires, cell, m)
+            values = self._run(stage, wires, cell, m)
         if before:
             cell.snapshot = stage.buffers.after(before)
-        for wire in wires.skips_out:
-            self._depart(wire, cell, m, stashed[wire.name])
-        if wires.main_out:
-            self._depart(wires.main_out, cell, m, value)
+        if wires.outs:
+            parcels = []
+            for value in values:
+                parcel, roots = cut(value)
+                parcels.append(parcel)
+                cell.roots.append(roots)
+            self._give(step, parcels)
         elif self.batch.loss_fn is None:
-            self.batch.outputs[m] = Output.of(value)
-            cell.roots[None] = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+            self.batch.outputs[m] = Output.of(values[0])
+            cell.roots.append([tensor for tensor in tensors_in(values[0]) if tensor.requires_grad])
         elif not again:
-            cell.roots[None] = [self._loss(value, m, cell.trace)]
+            cell.roots.append([self._loss(values[0], m, cell.trace)])
         if again:
-            cell.roots.clear()  # and with them all that the layers made inside
+            cell.roots = []  # and with them all that the layers made inside
         if not self.batch.trains:
-            del self.store.cells[stage.index, m]
+            del self.store[step.stage, m]
 
-    def recompute(self, action: Action) -> None:
+    def recompute(self, step: Step) -> None:
         """Runs a stage's layers once more, for their graph."""
-        stage, wires = self.stages[action.stage]
-        m = micro_batch_of(action)
-        cell = self.store.cells[stage.index, m]
+        stage, wires = self.stages[step.stage]
+        m = step.micro_batch
+        cell = self.store[step.stage, m]
         if cell.snapshot:
             with stage.buffers.as_before(cell.snapshot):
-                value, stashed = self._run(stage, wires, cell, m, recomputing=True)
+                values = self._run(stage, wires, cell, m, recomputing=True)
             cell.snapshot = None
         else:
-            value, stashed = self._run(stage, wires, cell, m, recomputing=True)
-        for wire in wires.skips_out:
-            cell.roots[wire.number] = cut(stashed[wire.name])[1]
-        if wires.main_out:
-            cell.roots[wires.main_out.number] = cut(value)[1]
+            values = self._run(stage, wires, cell, m, recomputing=True)
+        if wires.outs:
+            cell.roots = [cut(value)[1] for value in values]
         elif self.batch.loss_fn is None:
-            cell.roots[None] = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+            cell.roots = [[tensor for tensor in tensors_in(values[0]) if tensor.requires_grad]]
         else:
-            cell.roots[None] = [self._loss(value, m, cell.trace)]
+            cell.roots = [[self._loss(values[0], m, cell.trace)]]
 
-    def _run(
-        self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False
-    ) -> tuple[Tree, dict[str, Tensor]]:
-        """Runs the layers of a stage on what the cell holds."""
+    def _given(self, step: Step) -> list[Parcel]:
+        if step.stage == 0:  # wherever the user keeps it
+            return [self.lane.take_parcel(self.batch.inputs[step.micro_batch], None)]
+        return self.taken  # type: ignore[return-value]  # parcels, since it is a forward
+
+    def _run(self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False) -> list[Tree]:
+        """Runs the layers of a stage on what a cell holds; gives a value for each wire out, at least the main one."""
         cell.trace = Trace()  # of this run, not of the one before
-        popped = {wire.name: cell.skips[wire.number].tensor for wire in wires.skips_in}
-        moment = Moment(self.batch.seed, self.batch.step, m, recomputing)
-        if self.batch.around_layers is None:
-            return stage.forward(cell.given.value, popped, wires.stashes, moment, cell.trace)
-        with self.batch.around_layers():
-            return stage.forward(cell.given.value, popped, wires.stashes, moment, cell.trace)
+        batch, main = self.batch, cell.given[-1].value
+        moment = Moment(batch.seed, batch.step, m, recomputing)
+        popped = {name: parcel.tensor for name, parcel in zip(wires.skips_in, cell.given, strict=False)}
+        if batch.around_layers is None:
+            return stage.forward(main, popped, wires.skips_out, moment, cell.trace)
+        with batch.around_layers():
+            return stage.forward(main, popped, wires.skips_out, moment, cell.trace)
 
     def _loss(self, value: Tree, m: int, trace: Trace) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
@@ -197,71 +214,37 @@ class Worker:
         batch.loss_draws = keyed.drew
         return returned
 
-    def backward(self, action: Action) -> None:
+    def backward(self, step: Step) -> None:
         """Runs autograd through a stage, and hands on the gradients of what crossed its boundary."""
-        stage, wires = self.stages[action.stage]
-        m = micro_batch_of(action)
-        cell = self.store.cells[stage.index, m]
-        roots: list[Tensor] = []
-        gradients: Gradients = []
-        for wire in wires.wires_out:
-            roots += cell.roots[wire.number]
-            gradients += self._take_gradients(wire, m)
-        if wires.main_out is None:
-            roots += cell.roots[None]
-            gradients += self._last_gradients(cell.roots[None], m)
-        cell.roots.clear()
-        for parcel in (cell.given, *cell.skips.values()):
-            keep_strides(parcel.leaves)
+        cell = self.store[step.stage, step.micro_batch]
+        returned = self.taken if step.takes else [self._last_gradients(cell, step.micro_batch)]
+        roots = [root for roots in cell.roots for root in roots]
+        gradients = [gradient for gradients in returned for gradient in gradients]  # type: ignore[union-attr]
+        returned.clear()
+        cell.roots = []
+        kept = [KeptGradients(parcel.leaves) for parcel in cell.given]
         run_backward(roots, gradients)
-        for wire in wires.wires_in:
-            parcel = cell.given if wire is wires.main_in else cell.skips[wire.number]
-            self._hand_over(wire, Label(wire.number, m, True), [leaf.grad for leaf in parcel.leaves])
-        del self.store.cells[stage.index, m]
+        self._give(step, [parcel.gradients() for parcel in kept] if step.gives else ())
+        del self.store[step.stage, step.micro_batch]
 
-    def _last_gradients(self, roots: Sequence[Tensor], m: int) -> Gradients:
+    def _last_gradients(self, cell: Cell, m: int) -> Gradients:
         if self.batch.loss_fn is None:
             return self.lane.take_gradients(self.batch.output_gradients[m], None)
         seed = self.batch.seeds[m]
         if seed is None:
             return [None]
         if seed not in self._seeds:
-            self._seeds[seed] = torch.full_like(roots[0], seed)
+            self._seeds[seed] = torch.full_like(cell.roots[0][0], seed)
         return [self._seeds[seed]]
 
-    def _take_given(self, wires: Wiring, m: int) -> Parcel:
-        if wires.main_in is None:
-            return self.lane.take_parcel(self.batch.inputs[m], None)  # wherever the user keeps it
-        return self._take(wires.main_in, m)
-
-    def _take(self, wire: Wire, m: int) -> Parcel:
-        parcel = self.store.arrived.pop(Label(wire.number, m, False))
-        assert isinstance(parcel, Parcel)
-        return parcel
-
-    def _take_gradients(self, wire: Wire, m: int) -> Gradients:
-        gradients = self.store.arrived.pop(Label(wire.number, m, True))
-        assert isinstance(gradients, list)
-        return gradients
-
-    def _depart(self, wire: Wire, cell: Cell, m: int, value: Tree) -> None:
-        parcel, cell.roots[wire.number] = cut(value)
-        self._hand_over(wire, Label(wire.number, m, False), parcel)
-
-    def _hand_over(self, wire: Wire, label: Label, message: Message) -> None:
-        if wire.is_local:
-            self.store.arrived[label] = message
-        else:
-            self.transport.send(wire.rank, label, message, self.lane.mark())
-
-    def commit(self, action: Action) -> None:
+    def commit(self, step: Step) -> None:
         """Changes the running statistics of a stage's BatchNorms, once for the mini-batch."""
-        self.deferred[action.stage].commit()
+        self.deferred[step.stage].commit()
 
     def layer_of(self, action: Action, error: BaseException) -> str | None:
         """In words, the layer in which an action failed, as far as that can be known."""
         stage, _ = self.stages[action.stage]
-        cell = self.store.cells.get((action.stage, micro_batch_of(action)))
+        cell = None if action.micro_batch is None else self.store.get((action.stage, action.micro_batch))
         if cell is None:
             return None
         if action.kind is Kind.BACKWARD:
@@ -279,7 +262,7 @@ def read_loss(returned: object) -> tuple[Tensor, object]:
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, NO_METRICS)
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.reshape(()), metrics
+        return loss if loss.dim() == 0 else loss.reshape(()), metrics
     found = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
     raise TypeError(
         f"loss_fn must return the micro-batch's loss, one real number, or (loss, metrics); it returned {found}"
@@ -295,9 +278,3 @@ def failed_node(error: BaseException) -> int | None:
             return int(node._sequence_nr())
         traceback = traceback.tb_next
     return None
-
-
-def micro_batch_of(action: Action) -> int:
-    """The micro-batch of an action that has one."""
-    assert action.micro_batch is not None, action
-    return action.micro_batch
