@@ -1,5 +1,6 @@
 """The command `gpipe`."""
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,5 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app.cli(prog="gpipe", args=arguments, description="Pipeline parallelism for PyTorch.")
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is ending; a second Ctrl-C would only mar it
         print("gpipe: interrupted", file=sys.stderr)
         sys.exit(130)

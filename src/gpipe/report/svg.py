@@ -1,0 +1,181 @@
+"""Timelines as pictures: an SVG with a lane for each rank, written by hand, readable on light and dark pages.
+
+A lane is as long as its step, and gray where its rank computes nothing; transfers are a thin line under the boxes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, floor, log10
+from statistics import median
+from xml.sax.saxutils import escape, quoteattr
+
+from gpipe.plan.action import TRANSFERS, Kind
+from gpipe.plan.timeline import Span, Timeline
+from gpipe.report.kinds import NAMES
+
+WIDTH = 960
+LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
+PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
+BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
+DIGIT, LETTER = 7, 6.5  # rough widths of type
+
+COLORS = {
+    Kind.FORWARD: "#4477aa",
+    Kind.RECOMPUTE: "#ccbb44",
+    Kind.BACKWARD: "#228833",
+    Kind.BACKWARD_INPUT: "#228833",
+    Kind.BACKWARD_WEIGHT: "#66ccee",
+    Kind.SEND: "#ee6677",
+    Kind.RECEIVE: "#aa3377",
+    Kind.REDUCE: "#ee6677",
+    Kind.TIE: "#ee6677",
+    Kind.COMMIT: "#ee6677",
+}
+DARK_LABEL = frozenset({Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT})
+
+STYLE = """
+text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
+.page { fill: #ffffff } .idle { fill: #e4e7eb } .grid { stroke: #c8cdd3 } .box { stroke: #ffffff; stroke-width: .6 }
+.title { font-size: 14px; font-weight: 600 } .soft { font-size: 11px; fill: #59636e }
+.label { font-size: 11px; fill: #ffffff } .ink { fill: #1f2328 }
+.label, .tick { text-anchor: middle } .right { text-anchor: end }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .page { fill: #0d1117 } .idle { fill: #2a313c } .grid { stroke: #3d444d }
+  .box { stroke: #0d1117 } .soft { fill: #9198a1 } .label { fill: #ffffff } .ink { fill: #1f2328 }
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From seconds to the x of the picture, the same for all timelines in it."""
+
+    seconds: float
+
+    def __call__(self, seconds: float) -> float:
+        """Returns the x of a time."""
+        return LEFT + (WIDTH - LEFT - RIGHT) * seconds / self.seconds
+
+    def ticks(self) -> list[float]:
+        """Returns round times from 0 to the end, eleven at most.
+
+        >>> Scale(0.23).ticks()
+        [0.0, 0.05, 0.1, 0.15, 0.2]
+        """
+        decade = 10.0 ** floor(log10(self.seconds / 10))
+        step = next(n * decade for n in (1, 2, 5, 10) if n * decade * 10 >= self.seconds)
+        return [round(n * step, 12) for n in range(floor(self.seconds / step) + 1)]
+
+
+def timeline_svg(timeline: Timeline, title: str = "") -> str:
+    """Draws one step as an SVG document: a lane for each rank, a box for each action, time in milliseconds.
+
+    >>> from gpipe.plan.action import parse_action
+    >>> timeline_svg(Timeline(1, (Span(0, parse_action("0F0"), 0.0, 0.1),), 0.2))[:4]
+    '<svg'
+    """
+    return timelines_svg({title: timeline})
+
+
+def timelines_svg(timelines: Mapping[str, Timeline]) -> str:
+    """Draws several steps, by title, one above the other on a common time axis, each with its utilization.
+
+    Raises:
+        ValueError: There is nothing to draw, or a timeline is 0 seconds long.
+    """
+    if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
+        raise ValueError("a picture needs at least one timeline, each longer than 0 seconds")
+    scale = Scale(max(timeline.seconds for timeline in timelines.values()))
+    panels: list[str] = []
+    y = float(PAD)
+    for title, timeline in timelines.items():
+        panels += _panel(title, timeline, scale, y)
+        y += _height(timeline) + BETWEEN
+    y -= BETWEEN
+    return "\n".join(
+        (
+            *_page(timelines, height=ceil(y + AXIS + LEGEND)),
+            *panels,
+            *_axis(scale, y),
+            *_legend(timelines.values(), y + AXIS),
+            "</svg>\n",
+        )
+    )
+
+
+def _page(timelines: Mapping[str, Timeline], height: int) -> Iterator[str]:
+    spoken = "; ".join(f"{title}: {_utilization(timeline)}" for title, timeline in timelines.items())
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(spoken)}>'
+    yield f"<style>{STYLE}</style>"
+    yield f'<rect class="page" width="{WIDTH}" height="{height}" rx="6"/>'
+
+
+def _height(timeline: Timeline) -> int:
+    return TITLE + timeline.ranks * (LANE + GAP)
+
+
+def _axis(scale: Scale, y: float) -> Iterator[str]:
+    for tick in scale.ticks():
+        unit = " ms" if tick == 0 else ""
+        yield f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">{tick * 1000:g}{unit}</text>'
+
+
+def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
+    """A title, lines through the lanes at round times, and for each rank a lane with its boxes."""
+    yield f'<text class="title" x="{PAD}" y="{y + 14:g}">{escape(title)}</text>'
+    yield f'<text class="right" x="{WIDTH - RIGHT}" y="{y + 14:g}">{_utilization(timeline)}</text>'
+    for tick in scale.ticks():
+        yield f'<path class="grid" d="M{scale(tick):.2f} {y + TITLE - GAP:g}V{y + _height(timeline):g}"/>'
+    tops = [y + TITLE + rank * (LANE + GAP) for rank in range(timeline.ranks)]
+    for rank, top in enumerate(tops):
+        idle = 1 - timeline.busy(rank) / timeline.seconds
+        yield f'<text x="{PAD}" y="{top + 12:g}">rank {rank}</text>'
+        yield f'<text class="soft" x="{PAD}" y="{top + 26:g}">{idle:.0%} idle</text>'
+        width = scale(timeline.seconds) - LEFT
+        yield f'<rect class="idle" x="{LEFT}" y="{top:g}" width="{width:.2f}" height="{LANE}"/>'
+    numbered = _numbered(timeline, scale)
+    for span in timeline.spans:
+        yield from _box(span, scale, tops[span.rank], numbered)
+
+
+def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
+    """Returns the kinds whose boxes are wide enough, on the whole, to show their micro-batch."""
+    widths: dict[Kind, list[float]] = {}
+    for span in timeline.spans:
+        if span.action.micro_batch is not None and span.action.kind not in TRANSFERS:
+            widths.setdefault(span.action.kind, []).append(scale(span.end) - scale(span.start))
+    longest = max((len(str(span.action.micro_batch)) for span in timeline.spans), default=0)
+    return frozenset(kind for kind, all_ in widths.items() if median(all_) >= DIGIT * longest + 2)
+
+
+def _box(span: Span, scale: Scale, top: float, numbered: frozenset[Kind]) -> Iterator[str]:
+    kind, micro_batch = span.action.kind, span.action.micro_batch
+    x, width = scale(span.start), scale(span.end) - scale(span.start)
+    thin = kind in TRANSFERS
+    y, height = (top + LANE - LINE, LINE) if thin else (top, BOX)
+    tip = f"{span.action}: {NAMES[kind]}, {span.seconds * 1000:.2f} ms from {span.start * 1000:.2f}"
+    yield (
+        f'<rect class="{"line" if thin else "box"}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height}" '
+        f'fill="{COLORS[kind]}"><title>{escape(tip)}</title></rect>'
+    )
+    if kind in numbered and width >= DIGIT * len(str(micro_batch)):
+        ink = "label ink" if kind in DARK_LABEL else "label"
+        yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{y + 17:g}">{micro_batch}</text>'
+
+
+def _legend(timelines: Iterable[Timeline], y: float) -> Iterator[str]:
+    """A patch and a name for each kind that occurs, and one for idle time."""
+    kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
+    x = float(LEFT)
+    for kind in [*(kind for kind in Kind if kind in kinds), None]:
+        name = "idle" if kind is None else NAMES[kind]
+        paint = 'class="idle"' if kind is None else f'fill="{COLORS[kind]}"'
+        yield f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>'
+        yield f'<text x="{x + 17:g}" y="{y + 10:g}">{name}</text>'
+        x += 17 + LETTER * len(name) + 22
+    yield f'<text class="right soft" x="{WIDTH - RIGHT}" y="{y + 10:g}">numbers: micro-batch</text>'
+
+
+def _utilization(timeline: Timeline) -> str:
+    return f"{timeline.seconds * 1000:.0f} ms, utilization {1 - timeline.idle_share():.0%}"

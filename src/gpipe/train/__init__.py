@@ -1,0 +1,1 @@
+"""Training jobs built on the public interface alone, as your own code would be."""

@@ -1,0 +1,23 @@
+"""Timelines to draw: a simulated pipeline, with transfers that the simulator does not show."""
+
+from gpipe.plan.action import Action, Kind, Route
+from gpipe.plan.timeline import Span, Timeline
+
+
+def pipelined(ranks: int, micro_batches: int, t: float = 0.01) -> Timeline:
+    """Fill-drain with recompute; forwards and recomputes take t, backwards 2t, sends t/10."""
+    spans: list[Span] = []
+    for rank in range(ranks):
+        late = (ranks - 1 - rank) * 3 + (ranks - 1 + micro_batches)
+        for m in range(micro_batches):
+            start = (rank + m) * t
+            spans.append(Span(rank, Action(Kind.FORWARD, rank, m), start, start + t))
+            if rank + 1 < ranks:
+                spans.append(
+                    Span(rank, Action(Kind.SEND, rank, m, Route(rank, rank + 1)), start + t, start + 1.1 * t)
+                )
+            start = (late + 3 * (micro_batches - 1 - m)) * t
+            spans.append(Span(rank, Action(Kind.RECOMPUTE, rank, m), start, start + t))
+            spans.append(Span(rank, Action(Kind.BACKWARD, rank, m), start + t, start + 3 * t))
+    end = max(span.end for span in spans)
+    return Timeline(ranks, tuple(spans), end, other={"data": t, "weight update": t / 2})

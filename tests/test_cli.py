@@ -1,0 +1,78 @@
+import dataclasses
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe.cli import main
+from gpipe.train import digits as job
+from gpipe.train.options import TrainOptions
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(TrainOptions):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert f"(default: {field.default})" in text
+
+
+def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[TrainOptions] = []
+    monkeypatch.setattr(job, "prepare", told.append)
+    monkeypatch.setattr(job, "run", lambda prepared: None)
+    main(["train", "digits", "--partitions", "3", "--remat", "never", "--out", str(tmp_path)])
+    assert told == [TrainOptions(partitions=3, remat="never", out=tmp_path)]
+
+
+def test_mistakes_end_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "--partitions", "0", "--epochs", "0"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error == "gpipe: --partitions is 0: choose 1 or more\n       --epochs is 0: choose 1 or more\n"
+
+
+def test_a_missing_library_ends_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits"])
+    assert ended.value.code == 2
+    assert "pip install 'gpipe[digits]'" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "prepare", interrupted)
+    ignored: list[object] = []
+    monkeypatch.setattr(signal, "signal", lambda *arguments: ignored.append(arguments))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "gpipe: interrupted\n"
+    assert ignored == [(signal.SIGINT, signal.SIG_IGN)]
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(job, "prepare", lambda options: None)
+    monkeypatch.setattr(job, "run", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["train", "digits"])
+
+
+def test_the_module_is_the_command() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpipe", "train", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "usage: gpipe train" in ended.stdout

@@ -1,0 +1,96 @@
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from gpipe.data import Digits, load_digits
+from gpipe.models import amoebanet_d
+from gpipe.train import digits as job
+from gpipe.train.options import TrainOptions
+from gpipe.train.plain import measure_plain_step
+from gpipe.train.recipe import Recipe
+
+OPTIONS = TrainOptions(filters=16, micro_batches=2, epochs=1)
+
+
+@pytest.fixture(scope="module")
+def few() -> Digits:
+    digits = load_digits(size=32)
+    return Digits(train=digits.train[:18], held_out=digits.held_out[:6])
+
+
+def train(options: TrainOptions, digits: Digits, *, terminal: bool = False) -> tuple[list[job.Epoch], str]:
+    file = io.StringIO()
+    prepared = job.prepare(options, Recipe(batch_size=8), digits, costs=[1.0] * 9)
+    return job.run(prepared, Console(file=file, width=80, force_terminal=terminal)), file.getvalue()
+
+
+def losses(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("epoch")]
+
+
+def test_every_number_of_partitions_prints_the_same_losses(few: Digits, tmp_path: Path) -> None:
+    options = replace(OPTIONS, epochs=2)
+    texts = [train(replace(options, partitions=k, out=tmp_path / str(k)), few)[1] for k in (1, 2, 3)]
+    assert losses(texts[0]) == losses(texts[1]) == losses(texts[2])
+    assert len(losses(texts[0])) == 2
+    weights = [load_file(tmp_path / str(k) / "model.safetensors") for k in (1, 2, 3)]
+    assert all(torch.equal(value, other[name]) for other in weights[1:] for name, value in weights[0].items())
+
+
+def test_the_files_tell_what_happened(few: Digits, tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path / "deep" / "out")
+    epochs, text = train(options, few)
+    lines = [json.loads(line) for line in (options.out / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [vars(epoch) for epoch in epochs]
+    plain = torch.nn.Sequential(*amoebanet_d(3, 16, 10))
+    plain.load_state_dict(load_file(options.out / "model.safetensors"))
+    ElementTree.fromstring((options.out / "timeline.svg").read_text())
+    slices = json.loads((options.out / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in slices} == {0, 1}
+    assert {"0F0", "1F1", "0B0", "1R1", "data", "weight update"} <= {event["name"] for event in slices}
+    assert "100.0 %" in text
+    assert "bubble in theory" in text
+    assert "plain loop" in text
+
+
+def test_a_log_has_no_control_characters_and_a_terminal_shows_the_time_left(few: Digits, tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path)
+    assert "\x1b" not in train(options, few)[1]
+    terminal = train(options, few, terminal=True)[1]
+    assert "\x1b" in terminal
+    assert "left" in terminal
+
+
+def test_the_seed_decides_and_torchs_own_randomness_does_not(few: Digits, tmp_path: Path) -> None:
+    texts = []
+    for seed, ambient in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(ambient)
+        state = torch.get_rng_state()
+        texts.append(losses(train(replace(OPTIONS, seed=seed, out=tmp_path), few)[1]))
+        assert torch.equal(state, torch.get_rng_state())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_plain_loop_is_timed_on_a_copy(few: Digits) -> None:
+    layers = amoebanet_d(3, 16, 10)
+    before = {name: value.clone() for name, value in torch.nn.Sequential(*layers).state_dict().items()}
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    seconds = measure_plain_step(layers, few.train[:8], 4, torch.nn.functional.cross_entropy, torch.device("cpu"))
+    assert seconds > 0
+    after = torch.nn.Sequential(*layers).state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(p.grad is None for layer in layers for p in layer.parameters())
+    assert (torch.get_num_threads(), torch.equal(torch.get_rng_state(), state)) == (threads, True)
+
+
+def test_options_that_cannot_be_leave_no_folder(few: Digits, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--partitions is 0"):
+        job.prepare(replace(OPTIONS, partitions=0, out=tmp_path / "out"), digits=few)
+    assert not (tmp_path / "out").exists()
