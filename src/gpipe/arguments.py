@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from gpipe.plan.lower import REMATS, Remat
-from gpipe.plan.partition import Balance, partition
+from gpipe.plan.partition import Balance, Partition, given, partition
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.run.layers import Layers, named_layers
-from gpipe.run.measure import count_flops, measure_by, measure_seconds
+from gpipe.run.measure import as_in_training, count_flops, measure_by, measure_seconds
 from gpipe.run.microbatch import Tree, count_rows, split
 from gpipe.run.shared import tie
 from gpipe.run.skips import find_pops
@@ -25,8 +25,8 @@ class Settings:
     """What a pipe is made of, after all has been checked."""
 
     layers: dict[str, nn.Module]
-    layers_per_partition: tuple[int, ...]
-    costs: tuple[float, ...]
+    partition: Partition
+    in_seconds: bool  # the costs were measured
     micro_batches: int
     remat: tuple[Remat, ...]
     devices: tuple[torch.device, ...]
@@ -34,6 +34,16 @@ class Settings:
     driver: Driver
     seed: int
     intra_op_threads: int
+
+    @property
+    def layers_per_partition(self) -> tuple[int, ...]:
+        """The number of layers of each partition."""
+        return self.partition.layers
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """What each layer costs."""
+        return self.partition.chain.costs
 
 
 class Mistakes:
@@ -102,10 +112,16 @@ def settle(
     remats = _read_remat(remat, stages, mistakes)
     places = _read_devices(devices, stages, mistakes)
     mistakes.raise_all()
-    numbers = _find_costs(costs, named, _first_micro_batch(sample, micro_batches), places[0], remats)
-    counts = partition(numbers, stages, balance=balance).layers if isinstance(partitions, int) else tuple(partitions)
+    in_seconds = costs == "time" or (costs is None and sample is not None)
+    part = _first_micro_batch(sample, micro_batches)
+    with as_in_training(places[0], intra_op_threads):
+        numbers = _find_costs("time" if in_seconds else costs, list(named.values()), part, places[0], remats)
+    if isinstance(partitions, int):
+        cuts = partition(numbers, partitions, balance=balance)
+    else:
+        cuts = given(partitions, numbers)
     return Settings(
-        named, counts, numbers, micro_batches, remats, places, schedule,
+        named, cuts, in_seconds, micro_batches, remats, places, schedule,
         "lockstep" if driver == "lockstep" else "threads", seed, intra_op_threads,
     )  # fmt: skip
 
@@ -116,7 +132,7 @@ def _is_count(value: object) -> bool:
 
 def _read_seed(seed: int | None, mistakes: Mistakes) -> int:
     if seed is None:
-        return int(torch.randint(2**62, ()).item())
+        return int(torch.randint(2**62, (), device="cpu").item())
     fits = isinstance(seed, int) and -(2**63) <= seed < 2**63
     mistakes.check(fits, f"seed={seed!r}; give a whole number of 64 bits, or None to draw one from torch")
     return seed if fits else 0
@@ -154,10 +170,11 @@ def _count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistak
 
 
 def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
-    if costs in ("time", "flops") or callable(costs):
-        wanted = repr(costs) if isinstance(costs, str) else "a function"
+    by_name = isinstance(costs, str)
+    if callable(costs) or (by_name and costs in ("time", "flops")):
+        wanted = repr(costs) if by_name else "a function"
         mistakes.check(sample is not None, f"costs={wanted} needs sample=, an example mini-batch of inputs")
-    elif isinstance(costs, Sequence) and not isinstance(costs, str):
+    elif isinstance(costs, Sequence) and not by_name:
         mistakes.check(
             not layers or len(costs) == layers,
             f"costs has {len(costs)} numbers for {layers} layers; give one for each",
@@ -167,24 +184,25 @@ def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) ->
             mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
     else:
         mistakes.check(
-            costs in (None, "params"),
+            costs is None or (by_name and costs == "params"),
             f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None",
         )
 
 
 def _find_costs(
-    costs: Costs, named: dict[str, nn.Module], sample: Tree, device: torch.device, remats: Sequence[Remat]
-) -> tuple[float, ...]:
-    layers = list(named.values())
-    if costs == "time" or (costs is None and sample is not None):
-        return tuple(measure_seconds(layers, sample, device, recomputes="never" not in remats))
-    if costs == "flops":
-        return tuple(count_flops(layers, sample))
+    costs: Costs, layers: Sequence[nn.Module], sample: Tree, device: torch.device, remats: Sequence[Remat]
+) -> Sequence[float]:
     if callable(costs):
-        return tuple(measure_by(layers, sample, costs))
-    if costs is None or isinstance(costs, str):
-        return tuple(float(max(1, sum(p.numel() for p in layer.parameters()))) for layer in layers)
-    return tuple(map(float, costs))
+        return measure_by(layers, sample, costs)
+    match costs:
+        case "time":
+            return measure_seconds(layers, sample, device, recomputes="never" not in remats)
+        case "flops":
+            return count_flops(layers, sample)
+        case None | "params":
+            return [max(1, sum(p.numel() for p in layer.parameters())) for layer in layers]
+        case _:
+            return costs
 
 
 def _first_micro_batch(sample: Tree, micro_batches: int) -> Tree:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from gpipe.run.ambient import Ambient
-from gpipe.run.boundary import Gradients, tensors_in
+from gpipe.run.boundary import Gradients, replace_tensors, tensors_in
 from gpipe.run.engine import Run
 from gpipe.run.microbatch import Tree
 from gpipe.run.recorder import Recorder
@@ -62,7 +61,11 @@ class Call:
             [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
         ]
         run.go_backward(self._ambient, self._recorder)
-        return [leaf.grad for m in self.order for leaf in run.batch.inputs[m].leaves]
+        return [
+            None if gradient is None else gradient.to(leaf.device)
+            for m in self.order
+            for leaf, gradient in zip(run.batch.inputs[m].leaves, run.batch.input_gradients[m], strict=True)
+        ]
 
 
 def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
@@ -75,7 +78,7 @@ def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
     outputs: list[Output] = []
     tensors = iter(_Pipelined.apply(call, outputs, anchor, *inputs))  # type: ignore[no-untyped-call]
-    return [pytree.tree_map_only(Tensor, lambda _: next(tensors), output.value) for output in outputs]
+    return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
 
 
 class _Pipelined(torch.autograd.Function):

@@ -12,9 +12,10 @@ from gpipe.arguments import Costs, settle
 from gpipe.call import Call, pipelined
 from gpipe.doctor import examine, examine_gradients, examine_rows
 from gpipe.plan.partition import Balance
+from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.run.ambient import Ambient
+from gpipe.run.ambient import Ambient, untraced
 from gpipe.run.boundary import Parcel, cut, tensors_in
 from gpipe.run.engine import Engine
 from gpipe.run.layers import Layers, cut_into_stages
@@ -156,6 +157,24 @@ class GPipe(nn.Module):
         """The table that a training step of M micro-batches runs."""
         return self._engine.plumbing(self.micro_batches, trains=True).program
 
+    @property
+    def plan(self) -> Plan:
+        """The partition, the program, and the timeline that they foretell for a training step of M micro-batches.
+
+        The timeline is in seconds if `costs` were measured at construction, else in their own unit.
+
+        >>> import gpipe, torch
+        >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4, costs=[1, 1, 1, 1])
+        >>> print(pipe.plan.partition.explain())
+        stage 0: layer 0 to layer 1 (2): cost 2, 100% of the mean
+        stage 1: layer 2 to layer 3 (2): cost 2, 100% of the mean
+        slowest stage: 0.0% over the mean 2, 0.0% over the lower bound 2
+        >>> round(pipe.plan.bubble, 3)
+        0.158
+        """
+        return foresee(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
+
+    @untraced
     def step(
         self,
         inputs: Tree,
@@ -199,6 +218,7 @@ class GPipe(nn.Module):
         metrics = [batch.metrics[m] for m in range(len(values))]
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
+    @untraced
     def forward(self, inputs: Tree) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
 
@@ -279,7 +299,7 @@ class GPipe(nn.Module):
 
     def summary(self) -> str:
         """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
-        return summary(self._settings, self.findings)
+        return summary(self._settings, self.plan, self.findings)
 
     def close(self) -> None:
         """Ends the rank threads; the next step makes new ones."""

@@ -1,45 +1,18 @@
 """Cuts a row of layers into stages: least variance of the stages' costs (the paper), or least slowest stage.
 
-Both are exact. A stage of the layers a to b-1 lasts `x[b] - y[a]`: x is what the layers before b cost at the stage's
-speed plus the transfer at its end, y the same before a minus the transfer at its beginning. From the last stage
-back, `least[k, a]` is the best that stages k, k+1, .. make of the layers from a on: over all next cuts b, the least
-of (x[b] - y[a] - mean)^2 + least[k+1, b] (variance) or of max(x[b] - y[a], least[k+1, b]) (min-max). Of the answers
-to min-max, the one of least variance is taken: the same search among stages no slower than the optimum.
-
-Note "Halving". Let x, y and the last b that memory allows all rise with position. Take a < a' < b < b'. Stages a..b
-and a'..b' are no worse together than a..b' and a'..b, which have the same sum but are more unequal (squares are
-convex, and the longest of the four is a..b'); and where a..b' fits in memory, so do a..b and a'..b'. Hence the best
-b moves right as a does: that of the middle row bounds the rows on both its sides, O(L log L) for each stage. Speeds
-change nothing, since a stage has one speed, and the mean is a constant.
-
-Note "Scan". x or y falls where the transfers of neighbouring cuts differ by more than the layer between them costs,
-the last b where a boundary tensor outgrows the layer before it. Halving then gives real cuts, but maybe not the
-best. They bound the slowest stage of the best; a scan of all pairs within that bound is exact. That is O(L^2) for
-each stage at worst, which a layer as big as all others together and very uneven transfers can bring about.
-
-Note "Ties". Costs are counted in ticks, 2^-51 of their total, so that sums are exact and stages alike are equal to
-the last bit. Answers within 1e-12 of the best, relative to the mean, tie (variance: in root-mean-square deviation).
-Of these, the first stage takes as many layers as it can, then the second, and so on.
+`cuts` finds the layers of each stage; here is what is asked of it, and what follows from its answer.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
+from gpipe.plan.cuts import TIE, Chain, least_excess, least_slowest, least_variance
 
 Balance = Literal["variance", "minmax"]
-Reals = npt.NDArray[np.float64]
-Places = npt.NDArray[np.intp]
-Edges = tuple[Reals, Reals]
-
-_TIE = 1e-12
-_TICKS = 51
-_NO_SQUARE = 1e-150  # where the longest possible stage is 1, squares of deviations below this are lost
-_ROWS_AT_ONCE, _PAIRS_AT_ONCE = 64, 1 << 15  # a scan works in pieces that fit a core's cache
 
 
 @dataclass(frozen=True)
@@ -64,27 +37,6 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """The question: layers in a row, and a device for each stage. `partition` and `given` check and build it.
-
-    `held` is the bytes of each layer wherever it is, `boundary` those per micro-batch in flight if it comes first.
-    """
-
-    costs: tuple[float, ...]
-    speeds: tuple[float, ...]
-    transfers: tuple[float, ...]
-    held: tuple[float, ...]
-    boundary: tuple[float, ...]
-    limits: tuple[float, ...]
-    in_flight: tuple[float, ...]
-
-    @property
-    def longest(self) -> float:
-        """What no stage exceeds."""
-        return sum(self.costs) / min(self.speeds) + 2 * max(self.transfers, default=0)
-
-
-@dataclass(frozen=True)
 class Partition:
     """The answer: how many consecutive layers each stage takes, and all that follows from it.
 
@@ -98,8 +50,7 @@ class Partition:
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """The first layer of each stage, and the one after its last."""
-        ends = np.cumsum(self.layers).tolist()
-        return tuple(zip([0, *ends], ends, strict=False))
+        return tuple(pairwise(accumulate(self.layers, initial=0)))
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -149,7 +100,7 @@ class Partition:
         >>> partition([1, 1, 5, 1, 1], 3).obstacle
         2
         """
-        slowest = max(self.seconds) * (1 - _TIE)
+        slowest = max(self.seconds) * (1 - TIE)
         for stage, (own, (first, end)) in enumerate(zip(self.seconds, self.bounds, strict=True)):
             if own >= slowest > self.mean:
                 after = {first: self._after_move(stage, stage - 1), end - 1: self._after_move(stage, stage + 1)}
@@ -235,14 +186,10 @@ def partition(
     """
     wrong = [] if balance in get_args(Balance) else [f"balance is {balance!r}: choose from {get_args(Balance)}"]
     chain = _checked(costs, stages, speeds, transfers, memory, wrong)
-    search = _search(chain)
-    if balance == "minmax":
-        slowest = replace(search, mean=None)
-        search = slowest.below(_least(slowest)[0, 0], mean=search.mean)
-    least = _least(search)
-    if least[0, 0] == math.inf:
+    layers = least_variance(chain) if balance == "variance" else least_slowest(chain)
+    if layers is None:
         raise ValueError(_why_nothing_fits(chain))
-    return Partition(_walk(search, least), chain)
+    return Partition(layers, chain)
 
 
 def given(
@@ -330,12 +277,7 @@ def _why_nothing_fits(chain: Chain) -> str:
     if big := [f"layer {at} needs {held:,.15g} bytes" for at, held in enumerate(chain.held) if held > most]:
         return f"{', '.join(big)}, the largest device holds {most:,.15g}: divide the layer, or take a larger device"
 
-    def spans(stage: int) -> Edges:
-        x, y = search.bytes(stage)
-        return x / limits[stage], y / limits[stage]
-
-    search = replace(_search(chain), spans=spans, limits=_each(math.inf, len(limits)), mean=None)
-    nearest = Partition(_walk(search, _least(search)), chain)
+    nearest = Partition(least_excess(chain), chain)
     ratios = [held / limit for held, limit in zip(nearest.bytes, limits, strict=True)]
     worst = ratios.index(max(ratios))
     first, end = nearest.bounds[worst]
@@ -344,170 +286,3 @@ def _why_nothing_fits(chain: Chain) -> str:
         f"stage {worst} with layers {first} to {end - 1} needs {nearest.bytes[worst]:,.15g} bytes of "
         f"{limits[worst]:,.15g}. Take larger devices, more stages, smaller micro-batches or fewer in flight"
     )
-
-
-@dataclass(frozen=True)
-class _Search:
-    """What to minimize over all cuts: the variance of the stages' spans around `mean`, or without, the longest span.
-
-    The span of layers a to b-1 as stage k is x[b] - y[a] of `spans(k)`, and what they hold x[b] - y[a] of `bytes(k)`.
-    Spans above `cap` are out, and stages that hold more than their `limits`.
-    """
-
-    layers: int
-    limits: tuple[float, ...]
-    spans: Callable[[int], Edges]
-    bytes: Callable[[int], Edges]
-    mean: float | None = None
-    cap: float = math.inf
-
-    def join(self, span: Reals, rest: Reals) -> Reals:
-        """What a stage and the best of the stages behind it amount to."""
-        return np.maximum(span, rest) if self.mean is None else (span - self.mean) ** 2 + rest
-
-    def tied(self, best: float) -> float:
-        """The largest amount that still ties with the best."""
-        if self.mean is None:
-            return best * (1 + _TIE)
-        return (math.sqrt(best) * (1 + _TIE) + self.mean * _TIE + _NO_SQUARE) ** 2
-
-    def below(self, best: float, mean: float | None) -> "_Search":
-        """A search for what `mean` says, without spans that are longer than any in an answer as good as `best`."""
-        longest = self.tied(best) if self.mean is None else self.mean + math.sqrt(self.tied(best))
-        return replace(self, cap=min(self.cap, longest), mean=mean)
-
-
-def _search(chain: Chain) -> _Search:
-    """Spans are seconds, scaled by a power of two lest their squares be too large or too small."""
-    if not any(chain.costs + chain.transfers):
-        chain = replace(chain, costs=_each(1, len(chain.costs)))
-    tick, scale = math.frexp(sum(chain.costs))[1] - _TICKS, -math.frexp(chain.longest)[1]
-    before = np.ldexp(np.cumsum([0, *np.rint(np.ldexp(chain.costs, -tick))]), tick)
-    moved, boundary = np.array([0, *chain.transfers, 0]), np.array([*chain.boundary, 0])
-    held = np.cumsum([0, *chain.held])
-
-    def spans(stage: int) -> Edges:
-        own = before / chain.speeds[stage]
-        return np.ldexp(own + moved, scale), np.ldexp(own - moved, scale)
-
-    def bytes_(stage: int) -> Edges:
-        return held, held - chain.in_flight[stage] * boundary
-
-    mean = math.ldexp(sum(chain.costs) / sum(chain.speeds), scale)
-    return _Search(len(chain.costs), chain.limits, spans, bytes_, mean)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """One stage: a row for each layer it may begin at, a column for each place it may end at.
-
-    `rest` is the best behind each column. A row may end in the columns from `first` to `last`, as far as memory and
-    the cap go; if x is not rising, some spans in between are above the cap.
-    """
-
-    search: _Search
-    x: Reals
-    y: Reals
-    rest: Reals
-    first: Places
-    last: Places
-    cap: float
-
-    @property
-    def in_order(self) -> bool:
-        """Whether halving is exact."""
-        return all(bool(np.all(edge[1:] >= edge[:-1])) for edge in (self.x, self.y, self.last))
-
-    def amounts(self, rows: Places, columns: Places) -> Reals:
-        """What each of these pairs amounts to, infinite if it cannot be."""
-        span = self.x[columns] - self.y[rows]
-        amounts = self.search.join(span, self.rest[columns])
-        amounts[(columns < self.first[rows]) | (columns > self.last[rows]) | (span > self.cap)] = math.inf
-        return amounts
-
-    def halve(self) -> Reals:
-        """The least of each row, if the column where it is moves right from row to row."""
-        count = len(self.y)
-        least = np.empty(count)
-        where = np.zeros(count + 2, np.intp)  # the column of a row's least is where[row + 1]
-        where[-1] = len(self.x) - 1
-        step = 1 << count.bit_length() - 1
-        while step:
-            after = np.arange(step, count + 1, 2 * step)
-            rows = after - 1
-            low = np.maximum(where[after - step], self.first[rows])
-            high = np.minimum(where[np.minimum(after + step, count + 1)], self.last[rows])
-            least[rows], where[after] = self._least_between(rows, low, np.maximum(low, high))
-            step //= 2
-        return least
-
-    def _least_between(self, rows: Places, low: Places, high: Places) -> tuple[Reals, Places]:
-        """The least of each row from column `low` to `high`, and the first column where it is."""
-        counts = high - low + 1
-        begins = np.cumsum(counts) - counts
-        columns = np.arange(counts.sum()) + np.repeat(low - begins, counts)
-        amounts = self.amounts(np.repeat(rows, counts), columns)
-        least = np.minimum.reduceat(amounts, begins)
-        found = np.flatnonzero(amounts == np.repeat(least, counts))
-        return least, columns[found[np.searchsorted(found, begins)]]
-
-    def scan(self) -> Reals:
-        """The least of each row."""
-        count, least = len(self.y), np.empty(len(self.y))
-        widest = int((self.last - self.first).max()) + _ROWS_AT_ONCE
-        for begin in range(0, count, step := max(1, min(_ROWS_AT_ONCE, _PAIRS_AT_ONCE // widest))):
-            rows = np.arange(begin, min(begin + step, count))
-            columns = np.arange(self.first[begin], self.last[rows].max() + 1)
-            least[rows] = self.amounts(rows[:, None], columns[None, :]).min(axis=1)
-        return least
-
-
-def _least(search: _Search) -> Reals:
-    """The table `least[k, a]` of the module's docstring."""
-    least, exact = _table(search, _Rows.halve)
-    if exact:
-        return least
-    return _table(search.below(least[0, 0], search.mean), _Rows.scan)[0]
-
-
-def _table(search: _Search, out_of_order: Callable[[_Rows], Reals]) -> tuple[Reals, bool]:
-    stages, layers = len(search.limits), search.layers
-    least, exact = np.full((stages + 1, layers + 1), math.inf), True
-    least[stages, layers] = 0
-    for stage in reversed(range(stages)):
-        starts = np.arange(stage, layers - stages + stage + 1 if stage else 1)
-        starts, rows = _rows(search, stage, starts, least[stage + 1])
-        if not starts.size:
-            break
-        least[stage, starts] = rows.halve() if rows.in_order else out_of_order(rows)
-        exact = exact and rows.in_order
-    return least, exact
-
-
-def _rows(search: _Search, stage: int, starts: Places, rest: Reals) -> tuple[Places, _Rows]:
-    """The rows of those `starts` from which the stage can end somewhere, and which starts these are."""
-    ends = np.flatnonzero(rest < math.inf)
-    x, y = search.spans(stage)
-    held, free = search.bytes(stage)
-    x, y, held, free = x[ends], y[starts], held[ends], free[starts]
-    floor = np.minimum.accumulate(x[::-1])[::-1]  # the least x from each end on
-    in_time = np.searchsorted(floor, search.cap + y, "right")
-    in_memory = np.searchsorted(held, search.limits[stage] + free, "right")
-    first, last = np.searchsorted(ends, starts, "right"), np.minimum(in_time, in_memory) - 1
-    can = first <= last
-    cap = math.inf if np.array_equal(x, floor) else search.cap
-    return starts[can], _Rows(search, x, y[can], rest[ends], first[can], last[can], cap)
-
-
-def _walk(search: _Search, least: Reals) -> tuple[int, ...]:
-    """The best answer from its table: each cut as far right as a tie allows."""
-    allowed, spent, cuts = search.tied(least[0, 0]), 0.0, [0]
-    for stage in range(len(search.limits)):
-        ends = np.flatnonzero(least[stage + 1] < math.inf)
-        _, row = _rows(search, stage, np.array(cuts[-1:]), least[stage + 1])
-        amounts = spent + row.amounts(np.array([0]), np.arange(len(ends)))
-        at = np.flatnonzero(amounts <= max(allowed, amounts.min()))[-1]
-        cuts.append(int(ends[at]))
-        if search.mean is not None:
-            spent += (row.x[at] - row.y[0] - search.mean) ** 2
-    return tuple(np.diff(cuts).tolist())

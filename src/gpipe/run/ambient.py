@@ -1,11 +1,21 @@
-"""What surrounds a call in its thread, carried into the rank threads: modes that threads do not inherit."""
+"""What surrounds a call in its thread, carried into the rank threads: modes that threads do not inherit.
 
+Note "Casts". Autocast keeps the casts of weights, for all threads together, and forgets them all when any thread
+leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
+up in another precision. So a row is run as if inside an autocast, and a run forgets before and after, lest a cast
+outlive its weight's value.
+"""
+
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -53,9 +63,25 @@ class Ambient:
 
     @contextmanager
     def rank_thread(self) -> Iterator[None]:
-        """In a rank thread, for a whole row: grad and inference mode."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+        """For a whole row: grad and inference mode, and no autocast, which is for layers alone."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
+            if self.autocasts:  # note "Casts"
+                torch.autocast_increment_nesting()
+                stack.callback(torch.autocast_decrement_nesting)
+            for kind, _, _ in _autocasts():  # the calling thread's
+                stack.enter_context(torch.autocast(kind, enabled=False))
             yield
+
+    @contextmanager
+    def fresh_casts(self) -> Iterator[None]:
+        """Around a run: autocast begins and ends it with no casts kept (note "Casts")."""
+        if self.autocasts:
+            torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            if self.autocasts:
+                torch.clear_autocast_cache()
 
     def around_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
         """What layers, and they alone, must be run in: a recompute may be far from the call. None for nothing."""
@@ -73,6 +99,24 @@ class Ambient:
             return stack
 
         return enter
+
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def untraced(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """Keeps `torch.compile` out of a function: it would trace locks, threads and queues.
+
+    `torch.compiler.disable` would load the compiler, which takes seconds. Where it is not loaded, nothing compiles.
+    """
+    hidden = _disable_dynamo(function)
+
+    @wraps(function)
+    def guarded(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return guarded
 
 
 def _autocasts() -> Iterator[tuple[str, torch.dtype, bool]]:

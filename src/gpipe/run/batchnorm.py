@@ -9,6 +9,8 @@ everything where the mean is large. The real buffers then change once, as in one
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +66,8 @@ class Deferred:
         """Changes the real buffers, once for each forward of a module in a mini-batch."""
         for at, norm in enumerate(self.norms):
             by_micro_batch = [self.seen[key] for key in sorted(key for key in self.seen if key[0] == at)]
-            for same_forward in zip(*by_micro_batch, strict=False):
-                merged = same_forward[0]
-                for other in same_forward[1:]:
-                    merged = merged.merge(other)
-                _update(norm, merged)
+            for same_forward in zip_longest(*by_micro_batch):  # a micro-batch may have left it out
+                _update(norm, reduce(Statistics.merge, (seen for seen in same_forward if seen is not None)))
         self.seen.clear()
 
 
@@ -79,26 +78,31 @@ class _Loan:
         self.norm = norm
         self.counts: list[int] = []
         self.lent: list[tuple[Tensor, Tensor]] = []
+        self.momenta: dict[nn.Module, float | None] = {}
 
     def begin(self) -> None:
-        norm = self.norm
-        self.own = {name: norm._buffers[name] for name in LENT}
-        self.momentum = norm.momentum
-        norm.__dict__["momentum"] = 1.0
-        norm._buffers["num_batches_tracked"] = None
-        norm._forward_pre_hooks[id(self)] = self._before_forward
+        self.own = {name: self.norm._buffers[name] for name in LENT}
+        self.norm._forward_pre_hooks[id(self)] = self._before_forward
+        self.norm._forward_pre_hooks_with_kwargs[id(self)] = True
 
-    def _before_forward(self, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _before_forward(self, norm: _BatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        """`norm` may be a stand-in for the module, which shares its buffers but not its momentum (see shared.py)."""
         mean, variance = self.own["running_mean"], self.own["running_var"]
         assert mean is not None
         assert variance is not None
+        given = args[0] if args else kwargs["input"]
         self.lent.append((torch.zeros_like(mean), torch.zeros_like(variance)))
-        self.counts.append(args[0].numel() // args[0].shape[1])
+        self.counts.append(given.numel() // given.shape[1])
+        self.momenta.setdefault(norm, norm.momentum)
+        norm.__dict__["momentum"] = 1.0
+        norm._buffers["num_batches_tracked"] = None
         norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
 
     def end(self) -> None:
         del self.norm._forward_pre_hooks[id(self)]
-        self.norm.__dict__["momentum"] = self.momentum
+        del self.norm._forward_pre_hooks_with_kwargs[id(self)]
+        for norm, momentum in self.momenta.items():
+            norm.__dict__["momentum"] = momentum
         self.norm._buffers.update(self.own)
 
     def statistics(self) -> list[Statistics]:

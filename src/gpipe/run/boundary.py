@@ -70,14 +70,10 @@ def detached(value: Tree) -> Tree:
     Raises:
         TypeError: Something in the value hides tensors.
     """
-
-    def detach(item: object) -> object:
-        if isinstance(item, Tensor):
-            return item.detach()
-        _refuse_hidden_tensors(item)
-        return item
-
-    return pytree.tree_map(detach, value)
+    for item in pytree.tree_leaves(value):
+        if not isinstance(item, Tensor):
+            _refuse_hidden_tensors(item)
+    return replace_tensors(value, Tensor.detach)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -101,10 +97,10 @@ def _refuse_hidden_tensors(item: object) -> None:
 
 
 def tensors_in(value: Tree) -> list[Tensor]:
-    """The tensors in a value, in order; one that appears twice is listed twice."""
+    """The tensors in a value, each once, in order."""
     if type(value) is Tensor:
         return [value]
-    return [item for item in pytree.tree_leaves(value) if isinstance(item, Tensor)]
+    return list({id(item): item for item in pytree.tree_leaves(value) if isinstance(item, Tensor)}.values())
 
 
 def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:

@@ -7,13 +7,22 @@ finds out which ones change, and from then on only these are copied before a for
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+
+class Unread(Enum):
+    """Stands for the value of a buffer that its module writes to and does not read."""
+
+    UNREAD = "unread"
+
+
 Place = tuple[nn.Module, str]
-Snapshot = list[tuple[Place, Tensor | None]]
+Snapshot = list[tuple[Place, Tensor | Literal[Unread.UNREAD] | None]]
 """What changed buffers were before a forward."""
 
 
@@ -68,7 +77,8 @@ class Buffers:
                 continue
             if not replaced and was.copy is None and not _is_traceless(module):
                 lost.append(f"{type(module).__name__}.{name}")
-            snapshot.append((place, was.tensor if replaced else was.copy))
+            unread = not replaced and was.copy is None
+            snapshot.append((place, Unread.UNREAD if unread else was.tensor if replaced else was.copy))
         self.changing = {place for place, _ in snapshot} | (self.changing or set())
         if lost:
             raise RuntimeError(
@@ -84,7 +94,7 @@ class Buffers:
         real = [(module, name, module._buffers.get(name)) for (module, name), _ in snapshot]
         for place, was in snapshot:
             module, name = place
-            module._buffers[name] = self._stand_in(place) if was is None else was
+            module._buffers[name] = self._stand_in(place) if was is Unread.UNREAD else was
         try:
             yield
         finally:
@@ -119,4 +129,6 @@ def _is_changed(module: nn.Module, was: _Before) -> bool:
 
 def _is_traceless(module: nn.Module) -> bool:
     """Whether a module's output does not depend on the buffers that it changes."""
-    return isinstance(module, _NormBase) and module.training
+    return (
+        isinstance(module, _NormBase) and module.training and type(module).forward.__module__.startswith("torch.nn.")
+    )

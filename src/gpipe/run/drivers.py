@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +33,12 @@ PHASES = {
     Kind.TIE: "summation of shared gradients",
     Kind.COMMIT: "commit of BatchNorm statistics",
 }
+
+ONE_VALUE = "Expected more than 1 value per channel"  # how torch's normalizations begin to refuse
+TOO_FEW_VALUES = (
+    "\nthis micro-batch is too small to normalize: use fewer micro-batches or a larger mini-batch, "
+    "and leave out a last mini-batch that is smaller (drop_last=True)"
+)
 
 
 def lockstep(part: Part, workers: Sequence[Worker], recorder: Recorder | None = None) -> None:
@@ -80,7 +87,12 @@ def describe(worker: Worker, program: Program, at: int, error: BaseException) ->
     return (
         f"in the {PHASES[action.kind]} of micro-batch {action.micro_batch}, {', '.join(where)}, "
         f"action {at + 1} of {len(program.rows[worker.rank])}:\n    {program.around(worker.rank, at)}"
+        f"{TOO_FEW_VALUES if str(error).startswith(ONE_VALUE) else ''}"
     )
+
+
+Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
+"""A job, and where to say that it is done."""
 
 
 class RankThreads:
@@ -88,7 +100,7 @@ class RankThreads:
 
     def __init__(self, intra_op_threads: int) -> None:
         self.intra_op_threads = intra_op_threads
-        self._jobs: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._jobs: list[SimpleQueue[Task | None]] = []
         self._stop: Callable[[], object] | None = None
         self._pid = 0
         self._lock = threading.Lock()
@@ -101,7 +113,7 @@ class RankThreads:
         """
         results: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
-            self._hand_out([partial(_report, job, results) for job in jobs])
+            self._hand_out([(job, results) for job in jobs])
             failure = _collect(results, len(jobs), cancel)
         except BaseException:  # a Ctrl-C where none was awaited
             cancel()
@@ -112,19 +124,19 @@ class RankThreads:
             finally:
                 del failure  # its traceback holds this frame
 
-    def _hand_out(self, jobs: Sequence[Callable[[], None]]) -> None:
+    def _hand_out(self, tasks: Sequence[Task]) -> None:
         if self._pid != os.getpid():  # forked, perhaps while another thread had the lock
             self._lock = threading.Lock()
         with self._lock:  # two callers at once: every rank must get their jobs in one order
-            self._start(len(jobs))
-            for queue, job in zip(self._jobs, jobs, strict=False):
-                queue.put(job)
+            self._start(len(tasks))
+            for queue, task in zip(self._jobs, tasks, strict=False):
+                queue.put(task)
 
     def _start(self, ranks: int) -> None:
         if self._pid != os.getpid():  # forked: the threads stayed behind
             self._jobs, self._pid = [], os.getpid()
             self._stop = weakref.finalize(self, _stop, self._jobs, self._pid)
-        fresh = [SimpleQueue[Callable[[], None] | None]() for _ in range(ranks - len(self._jobs))]
+        fresh = [SimpleQueue[Task | None]() for _ in range(ranks - len(self._jobs))]
         if not fresh:
             return
         ready: SimpleQueue[None] = SimpleQueue()
@@ -143,27 +155,30 @@ class RankThreads:
         self._pid = 0
 
 
-def _stop(jobs: list[SimpleQueue[Callable[[], None] | None]], pid: int) -> None:
+def _stop(jobs: list[SimpleQueue[Task | None]], pid: int) -> None:
     if os.getpid() == pid:
         for queue in jobs:
             queue.put(None)
 
 
-def _serve(jobs: SimpleQueue[Callable[[], None] | None], intra_op_threads: int, ready: SimpleQueue[None]) -> None:
+def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQueue[None]) -> None:
     torch.set_num_threads(intra_op_threads)
     ready.put(None)
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # and with it the run
+    while (task := jobs.get()) is not None:
+        job, results = task
+        failure = _failure(job)
+        del task, job  # and with them the run, before its caller goes on
+        results.put(failure)
+        del failure
 
 
-def _report(job: Callable[[], None], results: SimpleQueue[BaseException | None]) -> None:
+def _failure(job: Callable[[], None]) -> BaseException | None:
+    """Does a job; what it raised is for the calling thread, whatever it is."""
     try:
         job()
-    except BaseException as error:  # handed to the calling thread, whatever it is
-        results.put(error)
-    else:
-        results.put(None)
+    except BaseException as error:
+        return error
+    return None
 
 
 def _collect(

@@ -204,7 +204,7 @@ class Run:
             recorder.begin(lanes)
         guard = RandomGuard(lanes)
         try:
-            with self.aliases.in_place():
+            with ambient.fresh_casts(), self.aliases.in_place():
                 if threaded:
                     self._in_threads(part, ambient, recorder)
                 else:
@@ -214,13 +214,15 @@ class Run:
             for worker in self.workers:
                 worker.store.clear()
             raise
+        for worker in self.workers:
+            worker.settle()
         for lane in lanes:
             lane.end()
         if recorder is not None:
             recorder.end()
 
     def _in_threads(self, part: Part, ambient: Ambient, recorder: Recorder | None) -> None:
-        ambient.refuse_strangers()
+        Ambient.here().refuse_strangers()  # for a backward, not those that its forward had around it
         jobs = [partial(_row, worker, part, self.mailbox, ambient, recorder) for worker in self.workers]
         with _intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
             self.engine.threads.run(jobs, self.mailbox.cancel)

@@ -1,113 +1,183 @@
-"""What each layer costs, found out on a sample: seconds, or floating-point operations.
+"""What each layer costs, found out on a sample: seconds, floating-point operations, or what the user's function says.
 
-A measurement leaves nothing behind: gradients, buffers and torch's generators are as they were.
+The layers run one after another in the calling thread, as they do in training. Nothing of it remains: gradients,
+buffers and other attributes of the layers, the devices they are on, and torch's generators are as they were.
 """
 
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from gpipe.run.boundary import cut, replace_tensors, run_backward, tensors_in
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import names, unpack
 from gpipe.run.visit import visit
 
-ROUNDS = 3  # timed runs of each layer, behind one that warms up; the median counts
+Made: TypeAlias = tuple[Tree, Mapping[str, Tensor]]
+"""What a layer returns, and what it stashes."""
+
+FEWEST, MOST, PATIENCE = 2, 9, 0.1
+"""Timed runs of each layer, behind one that warms up, and seconds after which no more are begun; the median counts."""
+
+
+@contextmanager
+def as_in_training(device: torch.device, intra_op_threads: int) -> Iterator[None]:
+    """Around measurements: grad mode, so many threads an operation, and torch's generators put back afterwards."""
+    before = torch.get_num_threads()
+    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with generators, torch.inference_mode(False), torch.enable_grad():
+        torch.set_num_threads(intra_op_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def measure_seconds(
     layers: Sequence[nn.Module], sample: Tree, device: torch.device, *, recomputes: bool
 ) -> list[float]:
-    """Seconds of forward, recompute and backward of each layer on a sample micro-batch, as in training.
+    """Seconds of forward, recompute and backward of each layer on a sample micro-batch.
 
-    On CUDA each layer is moved to `device` for it.
+    Each layer is on `device` while it is measured.
     """
 
-    def time_layer(run: "LayerRun") -> float:
+    def seconds(run: "LayerRun") -> float:
         run.layer.to(device)
-        rounds = [run.time(device, recomputes=recomputes) for _ in range(1 + ROUNDS)]
-        return statistics.median(rounds[1:])
+        draws = run.warm_up()
+        rounds: list[float] = []
+        end = time.perf_counter() + PATIENCE
+        while len(rounds) < FEWEST or (len(rounds) < MOST and time.perf_counter() < end):
+            rounds.append(run.seconds(device, draws=draws, recomputes=recomputes))
+        return sorted(rounds)[(len(rounds) - 1) // 2]
 
-    sample = replace_tensors(sample, lambda tensor: tensor.to(device))
-    return [time_layer(run) for run in runs_of(layers, sample)]
+    return _each(layers, replace_tensors(sample, lambda tensor: tensor.to(device)), seconds)
 
 
 def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:
     """The user's cost of each layer, given the layer and what it takes of a sample micro-batch."""
-    return [float(cost(run.layer, run.value)) for run in runs_of(layers, sample)]
+    return _each(layers, sample, lambda run: float(cost(run.layer, run.given()[0])))
 
 
 def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
-    """Floating-point operations of forward and backward of each layer, at least 1, counted on the meta device."""
-    sample = replace_tensors(sample, lambda tensor: tensor.to("meta"))
-    return [max(1.0, float(run.count_flops())) for run in runs_of(layers, sample, on_meta=True)]
+    """Floating-point operations of forward and backward of each layer, at least 1, counted on the meta device.
+
+    What counts is matrix products, convolutions and attention, a multiplication and an addition as two.
+    """
+
+    def flops(run: "LayerRun") -> float:
+        run.call = _on_meta(run.layer)
+        formulas = {torch.ops.aten.convolution_backward: _flops_of_convolution_backward}
+        with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            run.warm_up()
+        return float(max(1, counter.get_total_flops()))
+
+    on_meta = replace_tensors(sample, lambda tensor: tensor.to("meta"))
+    return _each(layers, on_meta, flops, " on the meta device; if it cannot run there, use costs='time'")
 
 
-def runs_of(layers: Sequence[nn.Module], sample: Tree, *, on_meta: bool = False) -> Iterator["LayerRun"]:
-    """Each layer with what it takes; moves on when the caller is done with it."""
+def _flops_of_convolution_backward(
+    gradient: list[int], x: list[int], weight: list[int], *others: Any, out_shape: object
+) -> int:
+    """From shapes; torch's own formula takes the gradient of the weight as if there were one group."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = others
+    return sum(wanted[:2]) * conv_flop_count(x, weight, gradient, transposed=transposed)
+
+
+def _on_meta(layer: nn.Module) -> Callable[..., object]:
+    """Runs a layer as if its parameters and buffers were on the meta device."""
+    state = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    meta = {name: t.detach().to("meta").requires_grad_(t.requires_grad) for name, t in state.items()}
+    return lambda value, **popped: functional_call(layer, meta, (value,), popped)
+
+
+def _each(
+    layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], float], where: str = ""
+) -> list[float]:
+    """Measures each layer on what the layers before it make of the sample."""
+    numbers: list[float] = []
     value: Tree = sample
     held: dict[str, Tensor] = {}
     for index, layer in enumerate(layers):
-        run = LayerRun(index, layer, value, {name: held[name] for name in names(layer, "pop")}, on_meta)
-        yield run
-        with untouched(layer):
-            value, stashed = run.forward()
-        value = cut(value)[0].value
-        held |= {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in stashed.items()}
+        run = LayerRun(index, layer, value, {name: held[name] for name in names(layer, "pop")})
+        try:
+            with untouched(layer):
+                numbers.append(measure(run))
+                value, stashed = run.make()
+        except Exception as error:
+            error.add_note(f"while layer {index} ({type(layer).__name__}) was run on the sample, for its cost{where}")
+            raise
+        held |= stashed
+    return numbers
 
 
 class LayerRun:
-    """One layer on one sample input."""
+    """One layer, and what it takes: of the main line, and what it pops."""
 
-    def __init__(self, index: int, layer: nn.Module, value: Tree, popped: dict[str, Tensor], on_meta: bool) -> None:
+    def __init__(self, index: int, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor]) -> None:
         self.index = index
         self.layer = layer
         self.value = value
         self.popped = popped
-        self.on_meta = on_meta
+        self.call: Callable[..., object] = layer
+        self._made: Made | None = None
 
-    def forward(self) -> tuple[Tree, dict[str, Tensor]]:
-        """Runs the layer on copies of its inputs, its randomness keyed."""
-        value = replace_tensors(self.value, torch.clone)
-        popped = {name: tensor.clone() for name, tensor in self.popped.items()}
-        with torch.enable_grad(), visit(0, 0, self.index, 0):
-            if self.on_meta:
-                state = dict(self.layer.named_parameters()) | dict(self.layer.named_buffers())
-                meta = {name: t.detach().to("meta").requires_grad_(t.requires_grad) for name, t in state.items()}
-                result = functional_call(self.layer, meta, (value,), popped)
-            else:
-                result = self.layer(value, **popped)
+    def given(self) -> tuple[Tree, dict[str, Tensor]]:
+        """What the layer takes, for it to keep: it may work in place."""
+        return replace_tensors(self.value, _copy), {name: _copy(tensor) for name, tensor in self.popped.items()}
+
+    def keyed(self) -> visit:
+        """The randomness of the layer, the same in every run."""
+        return visit(0, 0, self.index, 0)
+
+    def forward(self, given: tuple[Tree, dict[str, Tensor]]) -> Made:
+        """Runs the layer; gives what it returns, and what it stashes."""
+        result = self.call(given[0], **given[1])
         stash = names(self.layer, "stash")
-        if not stash:
-            return result, {}
-        out, tensors = unpack(result, stash)
-        return out, dict(tensors)
+        return unpack(result, stash) if stash else (result, {})
 
-    def backward(self, made: tuple[Tree, dict[str, Tensor]]) -> None:
-        """Runs the backward from all outputs."""
-        roots = [t for t in (*tensors_in(made[0]), *made[1].values()) if t.requires_grad]
-        run_backward(roots, [torch.ones_like(root) for root in roots])
+    def warm_up(self) -> bool:
+        """Runs the layer for the first time; says whether it drew anything random."""
+        with self.keyed() as keyed:
+            made = self.forward(self.given())
+        self._made = cut(made[0])[0].value, {name: cut(tensor)[0].tensor for name, tensor in made[1].items()}
+        _backward_of(made)()
+        return keyed.drew
 
-    def time(self, device: torch.device, *, recomputes: bool) -> float:
+    def make(self) -> Made:
+        """What later layers take, cut from its graph."""
+        if self._made is None:
+            self.warm_up()
+        assert self._made is not None
+        return self._made
+
+    def seconds(self, device: torch.device, *, draws: bool, recomputes: bool) -> float:
         """Seconds of a forward, a recompute if there will be one, and a backward."""
-        with untouched(self.layer):
-            start = _now(device)
-            made = self.forward()
-            forward = _now(device)
-            self.backward(made)
-            return _now(device) - start + (forward - start if recomputes else 0.0)
+        given = self.given()
+        start = _now(device)
+        with self.keyed() if draws else nullcontext():
+            made = self.forward(given)
+        forward = _now(device) - start
+        backward = _backward_of(made)
+        start = _now(device)
+        backward()
+        return (2 * forward if recomputes else forward) + _now(device) - start
 
-    def count_flops(self) -> int:
-        """Floating-point operations of a forward and a backward."""
-        with FlopCounterMode(display=False) as counter:
-            self.backward(self.forward())
-        return int(counter.get_total_flops())
+
+def _backward_of(made: Made) -> Callable[[], None]:
+    roots = [t for t in (*tensors_in(made[0]), *made[1].values()) if t.requires_grad]
+    return partial(run_backward, roots, [torch.ones_like(root) for root in roots])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A tensor that wants a gradient if the other does, and is no leaf, so that it may be changed in place."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def _now(device: torch.device) -> float:
@@ -118,22 +188,30 @@ def _now(device: torch.device) -> float:
 
 @contextmanager
 def untouched(layer: nn.Module) -> Iterator[None]:
-    """Puts gradients and buffers of a layer back as they were."""
-    gradients = [(parameter, parameter.grad) for parameter in layer.parameters()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in layer.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    for parameter, _ in gradients:
+    """Puts back what running a layer may change: attributes of its modules, gradients, buffers, and its device."""
+    attributes = [(module, dict(vars(module))) for module in layer.modules()]
+    insides = [(inside, dict(inside)) for _, own in attributes for inside in own.values() if isinstance(inside, dict)]
+    parameters = [(parameter, parameter.data, parameter.grad) for parameter in layer.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    for parameter, _, _ in parameters:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in gradients:
+        for module, own in attributes:
+            _refill(vars(module), own)
+        for inside, items in insides:
+            _refill(inside, items)
+        for parameter, data, gradient in parameters:
+            parameter.grad = None  # it may be on another device than the parameter will be
+            if parameter.device != data.device:
+                parameter.data = data
             parameter.grad = gradient
         with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                if buffer is not None and before is not None:
-                    buffer.copy_(before)
-                module._buffers[name] = buffer
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:
+    dictionary.clear()
+    dictionary.update(items)

@@ -9,6 +9,7 @@ summed at its pop, the pops from the last layer to the first at the stash, and t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -81,6 +82,41 @@ def _all_tensors(tensors: Mapping[str, object]) -> bool:
     return all(isinstance(tensor, Tensor) for tensor in tensors.values())
 
 
+class Kept(NamedTuple):
+    """A stash that waits for its pops."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Kept":
+        """Keeps a tensor that was stashed."""
+        kept = alias(tensor)
+        return cls(kept, version(kept))
+
+    def pop(self, name: str) -> Tensor:
+        """The tensor for one use, as it was stashed."""
+        return alias(self.unchanged(name))
+
+    def unchanged(self, name: str) -> Tensor:
+        """The tensor, as it was stashed.
+
+        Raises:
+            RuntimeError: It was changed since; a pop on the other side of a cut would not see that.
+        """
+        if version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"stash {name!r} was changed in place after it was stashed, and whether a pop sees that would depend "
+                f"on where the layers are cut; let the layer that changes it work on a copy, or stash a clone"
+            )
+        return self.tensor
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def alias(tensor: Tensor) -> Tensor:
     """The same tensor behind an autograd node of its own (note "Sums")."""
     return tensor.view_as(tensor)
@@ -103,21 +139,21 @@ class Sequential(nn.Sequential):
     def forward(self, input: object) -> object:
         """Runs the layers one after another."""
         find_pops(list(self))
-        held: dict[str, Tensor] = {}
+        held: dict[str, Kept] = {}
         for layer in self:
             input = run_layer(layer, input, held)
         return input
 
 
-def run_layer(layer: nn.Module, value: object, held: dict[str, Tensor]) -> object:
+def run_layer(layer: nn.Module, value: object, held: dict[str, Kept]) -> object:
     """Runs one layer, popping from and stashing into `held`; for loops over plain layers."""
-    popped = {name: alias(held[name]) for name in names(layer, "pop")}
+    popped = {name: held[name].pop(name) for name in names(layer, "pop")}
     result = layer(value, **popped)
     stash = names(layer, "stash")
     if not stash:
         return result
     result, tensors = unpack(result, stash)
-    held |= {name: alias(tensor) for name, tensor in tensors.items()}
+    held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
     return result
 
 

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 from gpipe.run.boundary import replace_tensors, tensors_in
 from gpipe.run.buffers import Buffers
 from gpipe.run.microbatch import Tree
-from gpipe.run.skips import Pop, alias, unpack
+from gpipe.run.skips import Kept, Pop, alias, unpack, version
 from gpipe.run.visit import visit
+
+BEGUN_IN_PLACE = (
+    "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
+    "it is known"
+)
+SHARED_IN_PLACE = (
+    "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
+    "not change with it; let the layer work on a copy, or the layer before return a clone"
+)
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -91,7 +100,7 @@ class Stage:
         self.layers = tuple(layers)
         self.device = device
         self.buffers = Buffers([layer.module for layer in layers])
-        self.works_in_place: bool | None = None  # on what it is given; None until the first run has shown it
+        self.works_in_place: dict[tuple[bool, ...], bool] = {}  # on what it is given; by modes, from the first run
         self.first = self.layers[0].index
 
     def forward(
@@ -114,11 +123,31 @@ class Stage:
         Returns:
             What each route of `departing` takes on, and last what the main line does.
         """
-        if self.works_in_place is not False:
+        main = tensors_in(value)
+        given = (*main, *arrived.values())
+        modes = tuple([layer.module.training for layer in self.layers])
+        lends = self.works_in_place.get(modes, True)
+        if lends:
             value, arrived = _copies(value, arrived)
-        given = (*tensors_in(value), *arrived.values()) if self.works_in_place is None else ()
-        versions = [_version(tensor) for tensor in given]
-        held: dict[str, Tensor] = {}
+        elif type(value) is not Tensor:
+            value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
+        lent = (*tensors_in(value), *arrived.values()) if lends else given
+        versions = [version(tensor) for tensor in lent]
+        held: dict[str, Kept] = {}
+        try:
+            value = self._run(value, arrived, held, moment, trace)
+        except RuntimeError:
+            self.works_in_place.pop(modes, None)  # it may have begun to work in place, which torch refuses on a leaf
+            raise
+        changed = [at for at, tensor in enumerate(lent) if version(tensor) != versions[at]]
+        if changed or not (modes in self.works_in_place or any(tensor.is_inference() for tensor in lent)):
+            self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
+            self._check_in_place([given[at] for at in changed], main, lends=lends)
+        return [*(held[stash].unchanged(stash) for _, stash in departing), value]
+
+    def _run(
+        self, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment, trace: Trace
+    ) -> Tree:
         begun = trace.numbers
         for layer in self.layers:
             begun.append(_sequence_number())
@@ -128,22 +157,34 @@ class Stage:
                 value = layer.run(value, {}, moment)
             else:
                 value = (layer.stand_in or layer.module)(value)
-        if self.works_in_place is None:
-            self.works_in_place = versions != [_version(tensor) for tensor in given]
-        return [*(held[stash] for _, stash in departing), value]
+        return value
+
+    def _check_in_place(self, changed: Sequence[Tensor], main: Sequence[Tensor], *, lends: bool) -> None:
+        """Checks that what the layers did in place would be the same without the cut; stashes are as stashed anyway.
+
+        Raises:
+            RuntimeError: It would not.
+        """
+        if changed and not lends:
+            raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
+        if any(one is not other and _share_memory(one, other) for one in changed for other in main):
+            raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
+
+    def __str__(self) -> str:
+        return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_with_skips(
-        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Tensor], moment: Moment
+        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment
     ) -> Tree:
         popped = {
-            pop.name: alias(held[pop.name] if pop.source >= self.first else arrived[pop.route_name])
+            pop.name: held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
             for pop in layer.pop
         }
         result = layer.run(value, popped, moment)
         if not layer.stash:
             return result
         result, tensors = unpack(result, layer.stash)
-        held |= {name: alias(tensor) for name, tensor in tensors.items()}
+        held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
         return result
 
 
@@ -154,11 +195,13 @@ def _copies(value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[s
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy with the same strides, so that later runs without a copy give the same bits."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return tensor  # expanded: torch itself refuses to work on it in place
     copied = tensor.clone()
-    if copied.stride() == tensor.stride() or 0 in tensor.stride():
+    if copied.stride() == tensor.stride():
         return copied
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0

@@ -57,7 +57,8 @@ class Batch:
 
     `inputs` are taken by the first stage. The last stage fills `outputs`, or, with a loss function, `losses` and
     `metrics`. `seeds[m]` is the gradient of micro-batch m's loss, None if it has no say; `output_gradients[m]` is
-    what comes back to the tensors of `outputs[m]` that want one, when the loss is computed outside.
+    what comes back to the tensors of `outputs[m]` that want one, when the loss is computed outside; then the first
+    stage fills `input_gradients`.
     """
 
     inputs: Sequence[Parcel]
@@ -75,6 +76,7 @@ class Batch:
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, object] = field(default_factory=dict)
     output_gradients: Sequence[Gradients] = ()
+    input_gradients: dict[int, Gradients] = field(default_factory=dict)
 
 
 class Step(NamedTuple):
@@ -104,6 +106,7 @@ class Worker:
         self.store: Store = {}
         self.taken: list[Message] = []
         self.deferred: dict[int, Deferred] = {}
+        self.commits: list[Callable[[], None]] = []  # for the end: a failed step changes no statistics
         self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
             if wires.recomputed:
@@ -177,7 +180,8 @@ class Worker:
     def _given(self, step: Step) -> list[Parcel]:
         if step.stage == 0:  # wherever the user keeps it
             return [self.lane.take_parcel(self.batch.inputs[step.micro_batch], None)]
-        return self.taken  # type: ignore[return-value]  # parcels, since it is a forward
+        given, self.taken = self.taken, []
+        return given  # type: ignore[return-value]  # parcels, since it is a forward
 
     def _run(self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False) -> list[Tree]:
         """Runs the layers of a stage on what a cell holds; gives a value for each wire out, at least the main one."""
@@ -224,7 +228,10 @@ class Worker:
         cell.roots = []
         kept = [KeptGradients(parcel.leaves) for parcel in cell.given]
         run_backward(roots, gradients)
-        self._give(step, [parcel.gradients() for parcel in kept] if step.gives else ())
+        if step.gives:
+            self._give(step, [parcel.gradients() for parcel in kept])
+        else:
+            self.batch.input_gradients[step.micro_batch] = kept[-1].gradients()
         del self.store[step.stage, step.micro_batch]
 
     def _last_gradients(self, cell: Cell, m: int) -> Gradients:
@@ -238,8 +245,14 @@ class Worker:
         return [self._seeds[seed]]
 
     def commit(self, step: Step) -> None:
-        """Changes the running statistics of a stage's BatchNorms, once for the mini-batch."""
-        self.deferred[step.stage].commit()
+        """Has the running statistics of a stage's BatchNorms changed once this run has ended well."""
+        self.commits.append(self.deferred[step.stage].commit)
+
+    def settle(self) -> None:
+        """Does what was left for the end of a run."""
+        with self.lane.enter():
+            while self.commits:
+                self.commits.pop()()
 
     def layer_of(self, action: Action, error: BaseException) -> str | None:
         """In words, the layer in which an action failed, as far as that can be known."""

@@ -1,0 +1,316 @@
+"""What cannot be is refused, all mistakes in one error, each with what to do (law 6)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import gpipe
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
+
+
+def make(**changes: Any) -> gpipe.GPipe:
+    return gpipe.GPipe(**{"layers": layers(), "partitions": 2, "micro_batches": 2, "driver": "lockstep", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"partitions": 0}, "partitions=0; give K, at least 1, or the layers of each partition"),
+        ({"partitions": -1}, "partitions=-1; give K, at least 1"),
+        ({"partitions": 2.0}, "partitions=2.0; give K"),
+        ({"partitions": True}, "partitions=True; give K"),
+        ({"partitions": "2"}, "partitions='2'; give K"),
+        ({"partitions": None}, "partitions=None; give K"),
+        ({"partitions": []}, "partitions=[]; give K"),
+        ({"partitions": 4}, "partitions=4, but there are only 3 layers; give at most that"),
+        ({"partitions": [2, 2]}, "partitions=[2, 2] adds up to 4 layers, but there are 3"),
+        ({"partitions": [3, 0]}, "partitions=[3, 0]; each partition needs at least 1 layer"),
+        ({"partitions": [2, 1.0]}, "partitions=[2, 1.0]; each partition needs at least 1 layer"),
+        ({"micro_batches": 0}, "micro_batches=0; give M, a whole number of at least 1"),
+        ({"micro_batches": 2.5}, "micro_batches=2.5; give M"),
+        ({"micro_batches": None}, "micro_batches=None; give M"),
+        ({"costs": [1, 2]}, "costs has 2 numbers for 3 layers; give one for each"),
+        ({"costs": [1, -2, 1]}, "costs[1]=-2; a cost is a finite number of at least 0"),
+        ({"costs": [1, float("nan"), 1]}, "costs[1]=nan; a cost is a finite number"),
+        ({"costs": [1, float("inf"), 1]}, "costs[1]=inf; a cost is a finite number"),
+        ({"costs": [1, "2", 1]}, "costs[1]='2'; a cost is a finite number"),
+        ({"costs": "cheap"}, "costs='cheap'; give one number a layer"),
+        ({"costs": 3}, "costs=3; give one number a layer"),
+        ({"balance": "even"}, "balance='even'; known are 'variance', 'minmax'"),
+        ({"balance": ["variance"]}, "balance=['variance']; known are 'variance', 'minmax'"),
+        ({"schedule": "zigzag"}, "schedule='zigzag'; known are 'gpipe'"),
+        ({"schedule": ["gpipe"]}, "schedule=['gpipe']; known are 'gpipe'"),
+        ({"remat": "sometimes"}, "remat='sometimes'; known are 'always', 'except_last', 'never'"),
+        ({"remat": None}, "remat=None; known are 'always'"),
+        ({"remat": True}, "remat=True; known are 'always'"),
+        ({"remat": ["always"]}, "remat has 1 entries for 2 partitions; give one for each"),
+        ({"remat": ["always", "now"]}, "remat=['always', 'now']; known are 'always'"),
+        ({"devices": "pudding"}, "device 'pudding' cannot be used"),
+        ({"devices": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"devices": ["cpu"]}, "devices has 1 entries for 2 partitions; give one for each"),
+        ({"devices": 1.5}, "device 1.5 cannot be used"),
+        ({"devices": ["cpu", None]}, "device None cannot be used"),
+        ({"driver": "thread"}, "driver='thread'; known are 'threads', 'lockstep'"),
+        ({"driver": ["threads"]}, "driver=['threads']; known are 'threads', 'lockstep'"),
+        ({"seed": 1.5}, "seed=1.5; give a whole number of 64 bits"),
+        ({"seed": 2**63}, f"seed={2**63}; give a whole number of 64 bits"),
+        ({"seed": "7"}, "seed='7'; give a whole number of 64 bits"),
+        ({"intra_op_threads": 0}, "intra_op_threads=0; give a whole number of at least 1"),
+        ({"intra_op_threads": None}, "intra_op_threads=None; give a whole number of at least 1"),
+        ({"layers": []}, "layers is empty; give at least one layer"),
+        ({"layers": nn.Sequential()}, "layers is empty; give at least one layer"),
+        ({"layers": nn.Linear(1, 1)}, "layers is a Linear; give an nn.Sequential, or a list"),
+        ({"layers": 3}, "layers is a int; give an nn.Sequential, or a list"),
+        ({"layers": [nn.Tanh(), "relu", 3]}, "layer 1 is a str; give an nn.Module or a callable that builds one"),
+        ({"layers": [nn.Tanh(), "relu", 3]}, "layer 2 is a int; give an nn.Module or a callable that builds one"),
+        ({"layers": [nn.Tanh(), lambda: 3]}, "layer 1 is a int; give an nn.Module or a callable that builds one"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_what_to_do(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
+        make(**changes)
+    assert text in str(refusal.value)
+
+
+def test_all_mistakes_come_in_one_error() -> None:
+    with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
+        make(
+            partitions=9,
+            micro_batches=0,
+            costs=[1.0],
+            balance="no",
+            devices="no",
+            schedule="no",
+            remat="no",
+            driver="no",
+            seed="no",
+            intra_op_threads=-3,
+        )
+    lines = str(refusal.value).splitlines()[1:]
+    for word in (
+        "partitions", "micro_batches", "costs", "balance", "device", "schedule", "remat", "driver", "seed",
+        "intra_op_threads",
+    ):  # fmt: skip
+        assert sum(line.startswith(f"- {word}") for line in lines) == 1, word
+    assert len(lines) == 10
+
+
+def test_a_refused_pipe_leaves_torchs_generator_and_the_layers_alone() -> None:
+    mine = layers()
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="cannot be built"):
+        gpipe.GPipe(mine, 2, 0, seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+X, Y = torch.ones(6, 3), torch.zeros(6, 2)
+
+
+def both(pipe: gpipe.GPipe, inputs: object, targets: object = Y) -> Iterator[Callable[[], object]]:
+    yield lambda: pipe.step(inputs, targets, mse_loss)
+    yield lambda: pipe(inputs)
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+def test_rows_that_do_not_match_are_refused_all_at_once(driver: str) -> None:
+    pipe = make(driver=driver)
+    with pytest.raises(ValueError, match=r"wrap it in gpipe\.Whole") as refusal:
+        pipe.step((X, X[:4], {"mask": X[:5]}), (Y[:2], Y), mse_loss)
+    text = str(refusal.value)
+    assert "inputs[1] has shape (4, 3), but the mini-batch has 6 rows" in text
+    assert "inputs[2]['mask'] has shape (5, 3)" in text
+    assert "targets[0] has shape (2, 2)" in text
+    with pytest.raises(ValueError, match=r"inputs\[1\] has shape \(4, 3\)"):
+        pipe((X, X[:4]))
+    with pytest.raises(ValueError, match=r"targets has shape \(5, 2\), but the mini-batch has 6 rows"):
+        pipe.step(X, Y[:5], mse_loss)
+
+
+@pytest.mark.parametrize("inputs", [X[:0], (X[:0], X), {"x": torch.empty(0, 3)}])
+def test_an_empty_batch_is_refused(inputs: object) -> None:
+    for call in both(make(), inputs, Y[:0]):
+        with pytest.raises(ValueError, match=r"the mini-batch is empty: .* skip this batch"):
+            call()
+
+
+@pytest.mark.parametrize("inputs", [None, 3, (), torch.tensor(1.0), [torch.tensor(2)], gpipe.Whole(X)])
+def test_inputs_without_rows_are_refused(inputs: object) -> None:
+    for call in both(make(), inputs):
+        with pytest.raises(ValueError, match="hold no tensor with rows; give at least one tensor"):
+            call()
+
+
+def test_inputs_that_require_a_gradient_are_refused_by_step_unless_there_is_no_grad() -> None:
+    pipe, x = make(), X.clone().requires_grad_()
+    for inputs in (x, (gpipe.Whole(x), X), {"a": X, "b": [x]}):
+        with pytest.raises(ValueError, match=r"step\(\) gives none to its inputs; use loss_fn\(pipe\(inputs\)"):
+            pipe.step(inputs, Y, mse_loss)
+    assert pipe.step_number == 0
+    with torch.no_grad():
+        pipe.step(x, Y, mse_loss)
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [
+        (lambda out, target: out - target, r"shape \(3, 2\), torch.float32"),
+        (lambda out, target: 1.5, "1.5"),
+        (lambda out, target: None, "None"),
+        (lambda out, target: out.argmax(), r"shape \(\), torch.int64"),
+        (lambda out, target: out.sum().to(torch.complex64), r"shape \(\), torch.complex64"),
+        (lambda out, target: (1.5, out), "1.5"),
+        (lambda out, target: (out.sum(), 1, 2), "a tuple|tensor"),
+    ],
+)
+def test_a_loss_that_is_not_one_real_number_is_refused(
+    loss_fn: Callable[..., object], found: str, driver: str
+) -> None:
+    pipe = make(driver=driver)
+    with pytest.raises(TypeError, match=f"loss_fn must return the micro-batch's loss, .* it returned .*{found}"):
+        pipe.step(X, Y, loss_fn)
+    pipe.zero_grad()
+    pipe.step(X, Y, mse_loss)
+
+
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_a_loss_that_needs_no_gradient_is_refused(remat: str) -> None:
+    pipe = make(remat=remat)
+    with pytest.raises(ValueError, match=r"the loss needs no gradient: .* or call step\(\) under torch\.no_grad"):
+        pipe.step(X, Y, lambda out, target: mse_loss(out.detach(), target))
+    pipe.requires_grad_(False)
+    with pytest.raises(ValueError, match="the loss needs no gradient"):
+        pipe.step(X, Y, mse_loss)
+    with torch.no_grad():
+        pipe.step(X, Y, mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [
+        (lambda target: 0.0, "the weights of all micro-batches are 0: there is nothing to average; skip"),
+        (lambda target: -1.0, r"are \[-1.0, -1.0\]; each must be finite and at least 0"),
+        (lambda target: float("nan"), r"are \[nan, nan\]; each must be finite"),
+        (lambda target: float("inf"), r"are \[inf, inf\]; each must be finite"),
+        (lambda target: torch.tensor(0), "the weights of all micro-batches are 0"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused_before_anything_runs(
+    weight: Callable[[object], object], text: str
+) -> None:
+    pipe = make()
+    with pytest.raises(ValueError, match=text):
+        pipe.step(X, Y, mse_loss, reduction=weight)
+    assert all(p.grad is None for p in pipe.parameters())
+    assert pipe.step_number == 0
+
+
+@pytest.mark.parametrize("reduction", ["average", None, 3])
+def test_an_unknown_reduction_is_refused(reduction: Any) -> None:
+    with pytest.raises(TypeError, match="give 'mean', 'sum' or a function of the target giving a weight"):
+        make().step(X, Y, mse_loss, reduction=reduction)
+
+
+@dataclass
+class Hidden:
+    """A class that torch cannot look into."""
+
+    tensor: Tensor
+
+
+class Hides(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+class Finds(nn.Linear):
+    def forward(self, hidden: Any) -> Tensor:
+        return super().forward(hidden.tensor)
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_tensors_hidden_in_an_object_cannot_cross_a_boundary_but_may_live_inside(driver: str, remat: str) -> None:
+    hiding = [Hides(3, 4), Finds(4, 2)]
+    pipe = make(layers=hiding, driver=driver, remat=remat)
+    for call in both(pipe, X):
+        with pytest.raises(TypeError, match=r"a Hidden that holds tensors cannot cross .* return tensors, tuples"):
+            call()
+    make(layers=hiding, partitions=1, driver=driver, remat=remat).step(X, Y, mse_loss)
+
+
+def test_an_output_that_hides_tensors_is_refused_by_a_call() -> None:
+    with pytest.raises(TypeError, match="a Hidden that holds tensors"):
+        make(layers=[nn.Linear(3, 4), Hides(4, 2)])(X)
+
+
+def test_an_output_without_rows_cannot_be_merged() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    pipe = make(layers=[nn.Linear(3, 2), Mean()])
+    with pytest.raises(TypeError, match=r"cannot be merged; give it a row dimension, or use step\(\)"):
+        pipe(X)
+    pipe.step(X, Y, lambda out, target: out)
+
+
+MOVES: list[Callable[[nn.Module], object]] = [
+    lambda module: module.to("meta"),
+    lambda module: module.to(torch.device("meta")),
+    lambda module: module.to(torch.empty(0, device="meta")),
+    lambda module: module.to("meta", torch.float64),
+    lambda module: module.to_empty(device="meta"),
+]
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_move_to_another_device_is_refused_with_the_reason(
+    move: Callable[[nn.Module], object], inside: bool
+) -> None:
+    pipe = make()
+    module = nn.Sequential(pipe) if inside else pipe
+    with pytest.raises(ValueError, match=r"partitions are on cpu; .* make a new one with devices=\.\.\."):
+        move(module)
+    assert all(p.device.type == "cpu" for p in pipe.parameters())
+    pipe.step(X, Y, mse_loss)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.to(torch.float64),
+        lambda module: module.double(),
+        lambda module: module.to("cpu", torch.float64),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_another_dtype_is_fine(change: Callable[[nn.Module], object], inside: bool) -> None:
+    pipe = make()
+    pipe.step(X, Y, mse_loss)
+    change(nn.Sequential(pipe) if inside else pipe)
+    assert {p.dtype for p in pipe.parameters()} == {torch.float64}
+    pipe.zero_grad()
+    assert pipe.step(X.double(), Y.double(), mse_loss).dtype == torch.float64
+    assert pipe.to("cpu") is pipe
+
+
+def test_what_data_parallel_would_do_is_refused_with_the_reason(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(TypeError, match=r"DistributedDataParallel.* every micro-batch"):
+            nn.parallel.DistributedDataParallel(make())
+        nn.parallel.DistributedDataParallel(nn.Sequential(*layers()))
+    finally:
+        dist.destroy_process_group()
