@@ -1,7 +1,13 @@
 """Looks a pipe over before the first step: what will cost time or numbers, and what to do about it."""
 
-from collections.abc import Iterator, Sequence
+import pickle
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TypeAlias
 
+import numpy as np
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -10,11 +16,18 @@ from gpipe.plan.timeline import bubble
 
 FEW_ROWS = 8  # per micro-batch: below it the statistics of a BatchNorm are mostly noise
 DWARFS = 1.5  # a partition this many times the mean sets the pace for all
+UNKEYED = (
+    "such draws are not keyed: they depend on what was drawn before, and the recompute of a forward draws others, so "
+    "that its gradients are wrong; draw by torch's functions, without a generator"
+)
+
+Draws: TypeAlias = Mapping[ModuleType, object]
+"""How far the generators of Python and numpy are."""
 
 
 def examine(settings: Settings) -> list[str]:
     """What can be said of a pipe before it has run."""
-    return [*_bubble(settings), *_empty_partitions(settings), *_giants(settings)]
+    return [*_bubble(settings), *_empty_partitions(settings), *_giants(settings), *_own_generators(settings)]
 
 
 def _bubble(settings: Settings) -> Iterator[str]:
@@ -50,9 +63,39 @@ def _giants(settings: Settings) -> Iterator[str]:
             )
 
 
+def _own_generators(settings: Settings) -> Iterator[str]:
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    for name, layer in settings.layers.items():
+        for path, module in layer.named_modules(prefix=name):
+            for attribute, value in vars(module).items():
+                if isinstance(value, kinds):
+                    yield f"{path}.{attribute} is a random generator of its own: {UNKEYED}"
+
+
+def draws() -> Draws:
+    """How far the generators are that no key reaches; to be compared behind the first step."""
+    return {random: random.getstate(), np.random: pickle.dumps(np.random.get_state(legacy=False))}
+
+
+def examine_draws(layers: Mapping[str, nn.Module], before: Draws) -> list[str]:
+    """What can be said if somebody drew from Python's or numpy's generator meanwhile."""
+    mention = [
+        f"{path} ({type(module).__name__})"
+        for name, layer in layers.items()
+        for path, module in layer.named_modules(prefix=name)
+        if "random" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    ]
+    return [
+        f"something was drawn by the module {generator.__name__} in the first step, perhaps in "
+        f"{', '.join(mention) or 'a layer or loss_fn'}: {UNKEYED}"
+        for generator, state in draws().items()
+        if state != before[generator]
+    ]
+
+
 def examine_rows(layers: Sequence[nn.Module], rows: int, deferred: bool) -> list[str]:
     """What can be said once the rows of a micro-batch are known."""
-    norms = [m for layer in layers for m in layer.modules() if isinstance(m, _BatchNorm)]
+    norms = [m for layer in layers for m in layer.modules() if isinstance(m, _BatchNorm) and m.training]
     if not norms or rows >= FEW_ROWS:
         return []
     remedy = "" if deferred else ", and deferred_batch_norm=True for running statistics of the whole mini-batch"

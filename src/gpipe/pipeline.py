@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpipe.arguments import Costs, settle
 from gpipe.call import Call, pipelined
-from gpipe.doctor import examine, examine_gradients, examine_rows
+from gpipe.doctor import Draws, draws, examine, examine_draws, examine_gradients, examine_rows
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
@@ -210,10 +210,12 @@ class GPipe(nn.Module):
         batch = self._batch([Parcel(value, []) for value in values], ambient)
         batch.loss_fn, batch.targets = loss_fn, goals
         batch.seeds = [share * scale if share else None for share in shares]
+        examines = self._unexamined and self.training and ambient.grad
+        before = draws() if examines else {}
         self._engine.start(len(values), batch).go(ambient, self.recorder)
         self._count_step()
-        if self._unexamined and ambient.grad:
-            self._examine_first_step(rows[-1])
+        if examines:
+            self._examine_first_step(rows[-1], before)
         loss = sum(batch.losses[m] * share for m, share in enumerate(shares) if share)
         metrics = [batch.metrics[m] for m in range(len(values))]
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
@@ -273,10 +275,14 @@ class GPipe(nn.Module):
         if self.training:
             self.step_number += 1
 
-    def _examine_first_step(self, rows: int) -> None:
+    def _examine_first_step(self, rows: int, before: Draws) -> None:
         self._unexamined = False
-        layers = list(self._settings.layers.values())
-        found = [*examine_rows(layers, rows, self._engine.deferred_batch_norm), *examine_gradients(self)]
+        layers = self._settings.layers
+        found = [
+            *examine_draws(layers, before),
+            *examine_rows(list(layers.values()), rows, self._engine.deferred_batch_norm),
+            *examine_gradients(self),
+        ]
         self.findings += found
         for finding in found:
             logger.warning(finding)

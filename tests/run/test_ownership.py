@@ -226,6 +226,18 @@ def test_any_optimizer_and_gradient_clipping_see_what_they_see_without_a_pipe(
         other.zero_grad(set_to_none=step == 0)
 
 
+def test_the_pipes_own_clipping_is_the_same_for_every_k() -> None:
+    norms, gradients = [], []
+    for partitions in (1, 2, 3):
+        pipe = make(partitions=partitions)
+        pipe.step(X, Y, squares)
+        norms.append(pipe.clip_grad_norm_(0.3))
+        gradients.append(torch.cat([p.grad.flatten() for p in pipe.parameters() if p.grad is not None]))
+    assert all(same_bits(norm, norms[0]) for norm in norms)
+    assert all(same_bits(gradient, gradients[0]) for gradient in gradients)
+    assert float(gradients[0].norm()) == pytest.approx(0.3)
+
+
 def test_gradients_are_added_until_they_are_zeroed() -> None:
     reference, pipe = build(), make(driver="threads")
     for step in range(2):
@@ -307,6 +319,20 @@ def test_lazily_built_layers_have_the_weights_of_any_k_and_draw_nothing_from_tor
     assert not same_bits(make(makers, seed=9).get_parameter("0.weight"), pipes[0].get_parameter("0.weight"))
     same = make([lambda: nn.Linear(5, 5)] * 2, partitions=2)
     assert not same_bits(same.get_parameter("0.weight"), same.get_parameter("1.weight"))
+
+
+def test_building_a_layer_leaves_a_cuda_generator_alone_that_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not torch.cuda.is_initialized():
+        monkeypatch.delattr(torch.cuda, "manual_seed_all")  # it would be remembered until there is one
+    make([lambda: nn.Linear(5, 3)], partitions=1)
+
+
+def test_an_error_while_a_layer_is_built_says_which() -> None:
+    with pytest.raises(TypeError, match="missing 2 required positional arguments") as raised:
+        make([nn.ReLU, nn.Linear], partitions=2)
+    assert raised.value.__notes__ == ["while layer 1 was built"]
 
 
 def test_the_seed_is_drawn_from_torchs_generator_once() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from tests.laws import REMATS, assert_same_bits, plain_loop, same_bits
@@ -48,11 +49,11 @@ def arguments(op: Op) -> dict[str, object]:
                 return torch.zeros(4, 5, dtype=torch.int64)
             case "random" | "randint", _:
                 return torch.tensor(1000) if name == "high" else torch.zeros(4, 6, dtype=torch.int64)
-            case ("rnn" | "gru" | "lstm"), "batch_sizes":
+            case (("rnn" | "gru" | "lstm"), "batch_sizes"):
                 return torch.full((7,), 2)
-            case ("rnn" | "gru" | "lstm"), "data":
+            case (("rnn" | "gru" | "lstm"), "data"):
                 return torch.rand(14, 3, generator=generator)
-            case ("rnn" | "gru" | "lstm"), _:
+            case (("rnn" | "gru" | "lstm"), _):
                 return torch.rand(2, 7, 3, generator=generator)
             case ("feature", _) | (_, "query" | "key" | "value"):
                 return torch.rand(2, 3, 5, 4, generator=generator)
@@ -112,3 +113,297 @@ def drawing_ops() -> dict[str, Op]:
             except (RuntimeError, NotImplementedError, AttributeError):
                 continue  # of another device
     return found
+
+
+OPS = pytest.mark.parametrize("name", drawing_ops())
+
+
+def visited(op: Op, *key: int) -> list[Tensor]:
+    with gpipe.visit(*key):
+        return drawn(op)
+
+
+def test_most_operations_that_draw_are_looked_at() -> None:
+    assert len(drawing_ops()) > 100
+    packets = {op._schema.name for op in drawing_ops().values()}
+    assert packets >= {
+        f"aten::{name}" for name in ("dropout", "native_dropout", "rrelu", "multinomial", "lstm", "random_")
+    }
+
+
+@OPS
+def test_an_operation_draws_from_the_key_alone(name: str) -> None:
+    op = drawing_ops()[name]
+    state = torch.get_rng_state()
+    first = visited(op, 1, 2, 3, 4)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    assert equal(visited(op, 1, 2, 3, 4), first)
+    for other in [(0, 2, 3, 4), (1, 3, 3, 4), (1, 2, 4, 4), (1, 2, 3, 5), (4, 3, 2, 1), (-1, 2, 3, 4)]:
+        assert not equal(visited(op, *other), first)
+
+
+@OPS
+def test_an_operation_goes_on_where_the_one_before_stopped(name: str) -> None:
+    op = drawing_ops()[name]
+    with gpipe.visit(0, 0, 0, 0):
+        first, second = drawn(op), drawn(op)
+    with gpipe.visit(0, 0, 0, 0):
+        assert equal(drawn(op), first)
+        assert equal(drawn(op), second)
+    assert not equal(first, second)
+
+
+@pytest.mark.parametrize("name", [name for name, op in drawing_ops().items() if "generator" in arguments(op)])
+def test_a_generator_of_the_users_own_is_left_alone(name: str) -> None:
+    op = drawing_ops()[name]
+    given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
+    outside = op(**given)
+    given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
+    with gpipe.visit(0, 0, 0, 0) as keyed:
+        assert equal(pytree.tree_leaves(op(**given)), pytree.tree_leaves(outside))
+    assert not keyed.drew
+
+
+def test_two_threads_at_once_draw_what_each_draws_alone() -> None:
+    def many(key: int) -> list[Tensor]:
+        found = []
+        for step in range(40):
+            with gpipe.visit(key, step, 0, 0):
+                x = torch.ones(50, requires_grad=True)
+                found += [F.dropout(x), torch.rand(50), torch.native_dropout(x, 0.5, True)[0], torch.randperm(50)]
+                found += [torch.multinomial(x.detach(), 5), x.detach().clone().random_()]
+        return found
+
+    alone = [many(key) for key in (1, 2)]
+    together: list[list[Tensor]] = [[], []]
+    start = threading.Barrier(2)
+
+    def run(at: int) -> None:
+        start.wait()
+        together[at] = many(at + 1)
+
+    state = torch.get_rng_state()
+    threads = [threading.Thread(target=run, args=(at,)) for at in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(equal, alone, together))
+
+
+def test_an_inner_visit_has_a_key_of_its_own() -> None:
+    with gpipe.visit(0, 0, 0, 0):
+        once = torch.rand(3)
+        after = torch.rand(3)
+    with gpipe.visit(0, 0, 0, 0):
+        assert torch.equal(torch.rand(3), once)
+        with gpipe.visit(0, 0, 0, 0):
+            assert torch.equal(torch.rand(3), once)
+        assert torch.equal(torch.rand(3), after)
+
+
+def test_what_does_not_draw_is_seen_not_to() -> None:
+    with gpipe.visit(0, 0, 0, 0) as keyed:
+        F.dropout(torch.ones(3), 0.5, training=False)
+        F.linear(torch.ones(3), torch.ones(2, 3))
+    assert not keyed.drew
+    with keyed:
+        torch.rand(1)
+    assert keyed.drew
+
+
+class Attention(nn.Module):
+    """Attention over the row alone: six values as three tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.unflatten(1, (3, 4))
+        out: Tensor = self.attention(tokens, tokens, tokens)[0]
+        return out.flatten(1)
+
+
+class Function(nn.Module):
+    """A function that draws."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Recurrent(nn.Module):
+    """Dropout between the layers of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(x.unflatten(1, (3, 4)))[0]
+        return out.flatten(1)
+
+
+def image(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (3, 2, 2)), layer, nn.Flatten())
+
+
+def attend(x: Tensor) -> Tensor:
+    tokens = x.unflatten(1, (3, 4))
+    return F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5).flatten(1)
+
+
+def stochastic_depth(x: Tensor) -> Tensor:
+    keep = torch.rand(len(x), 1) < 0.5
+    return x + torch.where(keep, x.sin(), 0.0)
+
+
+def jitter(x: Tensor) -> Tensor:
+    noise = (
+        torch.randn_like(x) + torch.rand(x.shape) + torch.empty_like(x).normal_() + torch.normal(0.0, 1.0, x.shape)
+    )
+    mask = torch.bernoulli(torch.full_like(x, 0.5)) + torch.randint(3, x.shape)
+    order = torch.randperm(x.shape[1])
+    picked = torch.multinomial(x.detach().softmax(1), 2)
+    return x[:, order] * mask + noise + x.gather(1, picked).sum(1, keepdim=True)
+
+
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "dropout_in_place": lambda: nn.Dropout(0.5, inplace=True),
+    "alpha_dropout": lambda: nn.AlphaDropout(0.5),
+    "dropout1d": lambda: nn.Sequential(nn.Unflatten(1, (3, 4)), nn.Dropout1d(), nn.Flatten()),
+    "dropout2d": lambda: image(nn.Dropout2d()),
+    "dropout3d": lambda: nn.Sequential(nn.Unflatten(1, (3, 2, 2, 1)), nn.Dropout3d(), nn.Flatten()),
+    "feature_alpha_dropout": lambda: image(nn.FeatureAlphaDropout()),
+    "rrelu": nn.RReLU,
+    "rrelu_in_place": lambda: nn.RReLU(inplace=True),
+    "attention": Attention,
+    "scaled_dot_product": lambda: Function(attend),
+    "transformer_layer": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 4)), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True), nn.Flatten()
+    ),
+    "lstm": Recurrent,
+    "stochastic_depth": lambda: Function(stochastic_depth),
+    "gumbel": lambda: Function(lambda x: F.gumbel_softmax(x, dim=1)),
+    "everything": lambda: Function(jitter),
+    "distribution": lambda: Function(lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample()),
+}
+
+
+def network(name: str) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(5, 12), DRAWING[name](), nn.Linear(12, 12), DRAWING[name](), nn.Linear(12, 2)]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_the_bits_are_those_of_the_plain_loop_for_every_cut_remat_and_driver(name: str) -> None:
+    reference = network(name)
+    x, y = torch.randn(7, 5), torch.randn(7, 2)
+    for step in (0, 1):
+        plain_loop(reference, x, y, F.mse_loss, micro_batches=3, seed=9, step=step)
+    state = torch.get_rng_state()
+    for cut in (1, [1, 4], 5):
+        for remat in REMATS:
+            for driver in ("threads", "lockstep"):
+                layers = network(name)
+                torch.set_rng_state(state)
+                with gpipe.GPipe(layers, cut, 3, seed=9, remat=remat, driver=driver) as pipe:
+                    for _ in (0, 1):
+                        pipe.step(x, y, F.mse_loss)
+                    assert_same_bits(pipe, reference)
+                assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_micro_batches_steps_layers_and_seeds_draw_apart(name: str) -> None:
+    layers = [nn.Identity(), DRAWING[name]()]
+    x = torch.randn(1, 12).repeat(60, 1)
+    pipe = gpipe.GPipe(layers, 2, 3, seed=9)
+    again = gpipe.GPipe(copy.deepcopy(layers), 1, 3, seed=9)
+    other_seed = gpipe.GPipe(copy.deepcopy(layers), 1, 3, seed=10)
+    other_layer = gpipe.GPipe([nn.Identity(), *copy.deepcopy(layers)], 1, 3, seed=9)
+    with torch.no_grad():
+        first, second = pipe(x), pipe(x)
+        assert torch.equal(first, again(x))
+        assert torch.equal(second, again(x))
+        different = [*first.split(20), *second.split(20), other_seed(x)[:20], other_layer(x)[:20]]
+    assert all(not torch.equal(a, b) for at, a in enumerate(different) for b in different[:at])
+
+
+def test_the_step_number_says_what_is_drawn() -> None:
+    pipe = gpipe.GPipe([nn.Dropout(0.5)], 1, 2, seed=9)
+    x = torch.ones(4, 10)
+    with torch.no_grad():
+        outputs = [pipe(x) for _ in range(3)]
+        assert pipe.step_number == 3
+        pipe.step_number = 1
+        assert torch.equal(pipe(x), outputs[1])
+
+
+def test_a_seed_is_drawn_once_from_torchs_generator() -> None:
+    torch.manual_seed(4)
+    one = gpipe.GPipe([nn.Dropout(0.5)], 1, 2)
+    two = gpipe.GPipe([nn.Dropout(0.5)], 1, 2)
+    torch.manual_seed(4)
+    again = gpipe.GPipe([nn.Dropout(0.5)], 1, 2)
+    assert one.seed == again.seed != two.seed
+
+
+class Generates(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+def test_a_layer_with_a_generator_of_its_own_draws_from_it() -> None:
+    x = torch.zeros(4, 3)
+    with torch.no_grad():
+        output = gpipe.GPipe([nn.Identity(), Generates()], 2, 2)(x)
+    generator = torch.Generator().manual_seed(7)
+    assert torch.equal(output, torch.cat([torch.rand(2, 3, generator=generator) for _ in range(2)]))
+
+
+class DrawsLate(nn.Module):
+    """Draws nothing in its first step."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return F.dropout(x, 0.5) if self.forwards > 2 else x
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_a_layer_that_begins_to_draw_is_refused_once_and_named(driver: str) -> None:
+    pipe = gpipe.GPipe([nn.Linear(3, 3), DrawsLate()], 2, 2, seed=9, driver=driver)
+    x = torch.ones(4, 3)
+    with torch.no_grad():
+        pipe(x)
+        with pytest.raises(RuntimeError, match=r"layer 1 \(1: DrawsLate\)"):
+            pipe(x)
+        state = torch.get_rng_state()
+        pipe(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_drawing_inside_a_checkpoint_of_torch_is_refused(reentrant: bool) -> None:
+    """Its recompute would draw from elsewhere: the gradient would be of another mask than the output."""
+    layer = Function(lambda x: checkpoint(lambda x: F.dropout(x, 0.5).sin(), x, use_reentrant=reentrant))
+    pipe = gpipe.GPipe([nn.Linear(3, 3), layer], 2, 2)
+    with pytest.raises(RuntimeError, match="remat"):
+        pipe(torch.ones(4, 3))
+    without = Function(lambda x: checkpoint(torch.sin, x, use_reentrant=reentrant))
+    gpipe.GPipe([nn.Linear(3, 3), without], 2, 2)(torch.ones(4, 3)).sum().backward()

@@ -103,7 +103,7 @@ class RankThreads:
         self._jobs: list[SimpleQueue[Task | None]] = []
         self._stop: Callable[[], object] | None = None
         self._pid = 0
-        self._lock = threading.Lock()
+        self._home, self._lock = os.getpid(), threading.Lock()
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
         """Runs one job in each thread, and sleeps until all are done.
@@ -125,8 +125,8 @@ class RankThreads:
                 del failure  # its traceback holds this frame
 
     def _hand_out(self, tasks: Sequence[Task]) -> None:
-        if self._pid != os.getpid():  # forked, perhaps while another thread had the lock
-            self._lock = threading.Lock()
+        if self._home != os.getpid():  # forked, perhaps while another thread had the lock
+            self._home, self._lock = os.getpid(), threading.Lock()
         with self._lock:  # two callers at once: every rank must get their jobs in one order
             self._start(len(tasks))
             for queue, task in zip(self._jobs, tasks, strict=False):
@@ -162,6 +162,7 @@ def _stop(jobs: list[SimpleQueue[Task | None]], pid: int) -> None:
 
 
 def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQueue[None]) -> None:
+    torch.get_num_threads()  # at its first use a thread takes on the global number: not after its own was set
     torch.set_num_threads(intra_op_threads)
     ready.put(None)
     while (task := jobs.get()) is not None:

@@ -21,6 +21,7 @@ from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.recorder import Recorder
 from gpipe.run.shared import Aliases, find_race, find_shared
+from gpipe.run.skips import version
 from gpipe.run.stage import Stage
 from gpipe.run.steps import Part
 from gpipe.run.wiring import Wiring, wiring
@@ -149,7 +150,7 @@ class Run:
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the forward half; what the backward half needs is kept."""
-        self._versions = self._parameter_versions()
+        self._weights = self._find_weights()
         self._go(self.plumbing.forward, ambient, recorder, threaded=self.engine.threaded)
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
@@ -161,10 +162,10 @@ class Run:
         Raises:
             RuntimeError: A parameter has changed since the forward.
         """
-        if self._parameter_versions() != self._versions:
+        if self._find_weights() != self._weights:
             raise RuntimeError(
-                "a parameter was changed in place between a forward and its backward, which would recompute with the "
-                "new value; call backward before the optimizer's step"
+                "a parameter was changed or replaced between a forward and its backward, which would recompute with "
+                "the new value; call backward before the optimizer's step, or use remat='never'"
             )
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
         self._go(self.plumbing.backward, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
@@ -185,9 +186,11 @@ class Run:
         made, self.batch.outputs = self.batch.outputs, {}
         return [made[m] for m in range(len(made))]
 
-    def _parameter_versions(self) -> list[int]:
-        layers = (layer.module for stage in self.engine.stages for layer in stage.layers)
-        return [parameter._version for module in layers for parameter in module.parameters()]
+    def _find_weights(self) -> list[tuple[int, int]]:
+        """Which parameters a recompute would use, and how often they were changed; torch watches the others."""
+        again = [stage for stage in self.engine.stages if self.plumbing.wirings[stage.index].recomputed]
+        layers = [layer.module for stage in again for layer in stage.layers]
+        return [(id(parameter), version(parameter)) for module in layers for parameter in module.parameters()]
 
     def _finish(self) -> None:
         if self.batch.trains:

@@ -41,10 +41,18 @@ def named_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[
 
 
 def build(maker: Callable[[], object], seed: int, index: int) -> object:
-    """Builds a layer whose weights depend on (seed, index) alone; torch's own generator stays untouched."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(visit_key(seed, -1, index, 0))
-        return maker()
+    """Builds a layer whose weights depend on (seed, index) alone; torch's own generators stay untouched."""
+    key = visit_key(seed, -1, index, 0)
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(key)  # torch.manual_seed would seed CUDA whenever it comes to life
+        if devices:
+            torch.cuda.manual_seed_all(key)
+        try:
+            return maker()
+        except Exception as error:
+            error.add_note(f"while layer {index} was built")
+            raise
 
 
 def cut_into_stages(

@@ -23,8 +23,8 @@ from gpipe.run.visit import visit
 Made: TypeAlias = tuple[Tree, Mapping[str, Tensor]]
 """What a layer returns, and what it stashes."""
 
-FEWEST, MOST, PATIENCE = 2, 9, 0.1
-"""Timed runs of each layer, behind one that warms up, and seconds after which no more are begun; the median counts."""
+FEWEST, MOST, PATIENCE = 2, 7, 0.1
+"""Timed runs of a layer, behind one that warms up, and seconds after which no more are begun; the median counts."""
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _flops_of_convolution_backward(
 ) -> int:
     """From shapes; torch's own formula takes the gradient of the weight as if there were one group."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = others
-    return sum(wanted[:2]) * conv_flop_count(x, weight, gradient, transposed=transposed)
+    return int(sum(wanted[:2])) * conv_flop_count(x, weight, gradient, transposed=transposed)
 
 
 def _on_meta(layer: nn.Module) -> Callable[..., object]:

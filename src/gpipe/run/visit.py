@@ -7,6 +7,7 @@ no generator borrow the default one for the length of the call, under a lock.
 
 import hashlib
 import struct
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -16,7 +17,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+CHECKPOINTED = (
+    "something random is drawn inside torch.utils.checkpoint, which would draw other numbers when it runs the layer "
+    "again for the backward; let the pipeline recompute instead, with remat='always', or draw outside of it"
+)
 
 _borrowing = threading.Lock()  # whoever holds it may set the state of a default generator
 
@@ -45,11 +52,7 @@ class visit(TorchDispatchMode):  # noqa: N801  # it reads as a function at every
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type its modes
         self.key = visit_key(seed, step, layer, micro_batch)
         self.generators: dict[torch.device, torch.Generator] = {}
-
-    @property
-    def drew(self) -> bool:
-        """Whether anything random was drawn."""
-        return bool(self.generators)
+        self.drew = False  # whether anything random was drawn
 
     def __enter__(self) -> Self:
         _push_mode(self)  # not by super(), which keeps flags for the whole process that rank threads would mix up
@@ -91,9 +94,24 @@ class visit(TorchDispatchMode):  # noqa: N801  # it reads as a function at every
             return func(*args, **keywords)  # the user's own generator is the user's own business
         generator = self.generator(_device_of(func, args, keywords))
         keyed = _with_generator(func)
-        if keyed is not None:
-            return keyed(*args, **{**keywords, "generator": generator})
-        return _borrow(generator, lambda: func(*args, **keywords))
+        if keyed is None:
+            result, drew = _borrow(generator, lambda: func(*args, **keywords))
+        else:
+            result, drew = keyed(*args, **{**keywords, "generator": generator}), True
+        self.drew |= drew
+        if drew and _is_checkpointed():
+            raise RuntimeError(CHECKPOINTED)
+        return result
+
+
+def _is_checkpointed() -> bool:
+    """Whether the operation is called from within `torch.utils.checkpoint`, which will call it again."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]  # None behind the last one
+    return False
 
 
 def is_random(func: OpOverload[..., Any]) -> bool:
@@ -149,17 +167,22 @@ def _device_of(func: OpOverload[..., Any], args: Sequence[object], kwargs: Mappi
     return torch.device(found)
 
 
-def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:
-    """Draws from a default generator that meanwhile stands where `generator` does."""
+def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> tuple[object, bool]:
+    """Draws from a default generator that meanwhile stands where `generator` does; says if anything was drawn.
+
+    Attention may draw and mostly does not: with no dropout its layers then need no visit.
+    """
     with _borrowing:
         default = default_generator(generator.device)
-        own = default.get_state()
-        default.set_state(generator.get_state())
+        own, before = default.get_state(), generator.get_state()
+        default.set_state(before)
         try:
-            return draw()
+            result = draw()
+            after = default.get_state()
         finally:
-            generator.set_state(default.get_state())
             default.set_state(own)
+        generator.set_state(after)
+        return result, not torch.equal(before, after)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

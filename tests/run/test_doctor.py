@@ -1,0 +1,225 @@
+"""The doctor: what it finds before the first step and behind it, and that it leaves a healthy pipe alone."""
+
+import logging
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+
+
+def linears(count: int = 8) -> list[nn.Module]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def train(pipe: gpipe.GPipe, rows: int = 64) -> None:
+    pipe.step(torch.randn(rows, 4), torch.randn(rows, 4), F.mse_loss)
+
+
+def about(pipe: gpipe.GPipe, *words: str) -> list[str]:
+    """The findings that have all these words."""
+    return [finding for finding in pipe.findings if all(word in finding for word in words)]
+
+
+def healthy() -> gpipe.GPipe:
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)]
+    return gpipe.GPipe(layers, [2, 2], 8, costs=[1, 1, 1, 1])
+
+
+def test_a_healthy_pipe_has_no_findings_before_or_after_a_step() -> None:
+    pipe = healthy()
+    assert pipe.findings == []
+    train(pipe)
+    assert pipe.findings == []
+    assert "finding" not in pipe.summary()
+
+
+@pytest.mark.parametrize(
+    ("partitions", "micro_batches", "bubble", "better"), [(2, 4, "20%", "11%"), (4, 4, "43%", "16%"), (8, 1, "88%", "18%")]
+)
+def test_few_micro_batches_are_found_with_the_bubble_that_they_cost(
+    partitions: int, micro_batches: int, bubble: str, better: str
+) -> None:
+    (finding,) = gpipe.GPipe(linears(), partitions, micro_batches).findings
+    assert f"M={micro_batches} micro-batches for K={partitions} partitions leave a bubble of {bubble}" in finding
+    assert f"with M={4 * partitions}, four times K, it would be {better}" in finding
+
+
+@pytest.mark.parametrize(("partitions", "micro_batches"), [(1, 1), (2, 8), (4, 16), (4, 64)])
+def test_enough_micro_batches_are_not_found(partitions: int, micro_batches: int) -> None:
+    assert not gpipe.GPipe(linears(), partitions, micro_batches).findings
+
+
+def test_a_partition_without_parameters_is_found_by_number() -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)], [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
+    (finding,) = pipe.findings
+    assert finding.startswith("partition 1 has no parameters")
+    assert "partitions=[...]" in finding
+
+
+def test_a_partition_that_dwarfs_the_others_is_found_with_its_largest_layer() -> None:
+    layers = [*linears(3), nn.Linear(4, 400), nn.Linear(400, 4)]
+    (finding,) = gpipe.GPipe(layers, [2, 2, 1], 12, costs=[1, 1, 1, 20, 1]).findings
+    assert finding.startswith("partition 1 costs 2.6 times the mean")
+    assert "largest layer is 3 with 95% of it" in finding
+
+
+def test_balanced_partitions_are_not_found_to_dwarf() -> None:
+    assert not gpipe.GPipe(linears(4), [2, 1, 1], 12, costs=[1, 1, 1.5, 1]).findings
+    assert not gpipe.GPipe(linears(4), [1, 3], 8, costs=[0, 0, 0, 0]).findings
+
+
+@pytest.mark.parametrize("deferred_batch_norm", [False, True])
+def test_a_batch_norm_of_tiny_micro_batches_is_found_behind_the_first_step(deferred_batch_norm: bool) -> None:
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)), nn.Linear(4, 4)]
+    pipe = gpipe.GPipe(layers, [2, 1], 8, costs=[1, 0, 1], deferred_batch_norm=deferred_batch_norm)
+    assert pipe.findings == []
+    train(pipe, 31)
+    (finding,) = pipe.findings
+    assert "BatchNorm normalizes micro-batches of 3 rows" in finding
+    assert "fewer micro-batches or a larger mini-batch" in finding
+    assert ("deferred_batch_norm=True" in finding) is not deferred_batch_norm
+    train(pipe, 31)
+    assert pipe.findings == [finding]
+
+
+def test_a_batch_norm_in_evaluation_may_have_tiny_micro_batches() -> None:
+    pipe = healthy()
+    layer = list(pipe.children())[1]
+    layer.eval()
+    train(pipe, 16)
+    assert pipe.findings == []
+
+
+def test_evaluation_is_not_the_first_step() -> None:
+    pipe = healthy()
+    pipe.eval()
+    train(pipe, 16)
+    with torch.no_grad():
+        train(pipe.train(), 16)
+    assert pipe.findings == []
+    train(pipe, 16)
+    assert about(pipe, "BatchNorm")
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def test_unused_parameters_are_found_by_name_behind_the_first_step() -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Idle()], 2, 8)
+    assert pipe.findings == []
+    train(pipe)
+    (finding,) = pipe.findings
+    assert finding.startswith("1.unused: no gradient")
+    assert "requires_grad_(False)" in finding
+
+
+# Randomness that no key reaches.
+
+
+class Holds(nn.Module):
+    """Has a random generator of its own."""
+
+    def __init__(self, generator: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dice = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState], ids=lambda m: m.__name__
+)
+def test_a_layer_with_a_generator_of_its_own_is_found(make: Callable[[], object]) -> None:
+    (finding,) = gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(Holds(make()))], 2, 8, costs=[1, 1]).findings
+    assert finding.startswith("1.0.dice is a random generator of its own")
+    assert "not keyed" in finding
+    assert "draw by torch's functions" in finding
+
+
+def test_why_a_generator_of_its_own_is_found_its_recompute_draws_others() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dice = torch.Generator().manual_seed(0)
+            self.seen: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(float(torch.rand((), generator=self.dice)))
+            return x * self.seen[-1]
+
+    layer = Draws()
+    train(gpipe.GPipe([nn.Linear(4, 4), layer], 1, 2, remat="always"))
+    assert len(set(layer.seen)) == 4
+
+
+class PythonDrop(nn.Module):
+    """Layer drop as often written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * (random.random() + 1)
+
+
+class NumpyDrop(PythonDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * float(np.random.rand() + 1)
+
+
+@pytest.mark.parametrize(("make", "module"), [(PythonDrop, "random"), (NumpyDrop, "numpy.random")])
+def test_draws_from_python_or_numpy_are_found_behind_the_first_step(make: type[PythonDrop], module: str) -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(make())], 2, 8, costs=[1, 1])
+    assert pipe.findings == []
+    train(pipe)
+    (finding,) = pipe.findings
+    assert finding.startswith(f"something was drawn by the module {module} in the first step")
+    assert f"1.0 ({make.__name__})" in finding
+
+
+# Where findings are said.
+
+
+def test_findings_are_logged_when_found(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "gpipe"):
+        pipe = gpipe.GPipe([nn.Linear(4, 4), Idle()], 2, 2)
+        train(pipe)
+    assert [record.getMessage() for record in caplog.records] == pipe.findings
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+def test_the_summary_shows_partitions_bubble_and_findings() -> None:
+    layers = [nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False), nn.Tanh()]
+    pipe = gpipe.GPipe(layers, [1, 3], 2, costs=[1, 1, 1, 1], remat=["always", "never"], devices="cpu")
+    lines = pipe.summary().splitlines()
+    assert lines[0].split() == ["partition", "layers", "device", "remat", "parameters", "MiB", "cost"]
+    assert lines[1].split() == ["0", "0", "cpu", "always", "65,536", "0.2", "25.0%"]
+    assert lines[2].split() == ["1", "1", "to", "3", "cpu", "never", "65,536", "0.2", "75.0%"]
+    assert "K=2 partitions, M=2 micro-batches: bubble (K-1)/(M+K-1) = 33.3% if they are equal" in lines
+    assert [line for line in lines if line.startswith("finding: ")] == [f"finding: {text}" for text in pipe.findings]
+    assert len(pipe.findings) == 1
+
+
+def test_shared_parameters_count_once_in_a_partition_of_the_summary() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    lines = gpipe.GPipe([layer, layer, nn.Linear(4, 4)], [2, 1], 8).summary().splitlines()
+    assert lines[1].split()[6] == "16"

@@ -1,0 +1,387 @@
+"""Randomness in whole pipes: keyed by (seed, step, layer, micro-batch), so the same however the pipe is cut and run."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from tests.laws import REMATS, assert_same_bits, plain_call, plain_loop, same_bits
+
+M = 3
+WIDTH = 6
+
+
+class Does(nn.Module):
+    """A layer that does what a function does."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def images(layer: nn.Module) -> nn.Module:
+    """A layer of images of three channels."""
+    return nn.Sequential(nn.Unflatten(1, (3, 2, 1)), layer, nn.Flatten())
+
+
+def attend(x: Tensor) -> Tensor:
+    pairs = x.view(len(x), 2, 3)
+    return F.scaled_dot_product_attention(pairs, pairs.sin(), pairs, dropout_p=0.5).flatten(1)
+
+
+class Attention(nn.Module):
+    """torch's own, weights wanted or not: two implementations."""
+
+    def __init__(self, *, need_weights: bool) -> None:
+        super().__init__()
+        self.need_weights = need_weights
+        self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x.view(len(x), 2, 3)
+        mixed: Tensor = self.attention(pairs, pairs, pairs, need_weights=self.need_weights)[0]
+        return mixed.flatten(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(3, 3, num_layers=2, dropout=0.5, batch_first=True)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(x.view(len(x), 2, 3))[0]
+        return out.flatten(1)
+
+
+class Depth(nn.Module):
+    """Stochastic depth, by row or for the whole micro-batch."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__()
+        self.by_row = by_row
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_row:
+            return x + self.inner(x) * torch.bernoulli(torch.full((len(x), 1), 0.5))
+        return x + self.inner(x) if torch.rand(1).item() < 0.5 else x
+
+
+def gumbel(x: Tensor) -> Tensor:
+    return x + F.gumbel_softmax(x, tau=0.5)
+
+
+def permuted(x: Tensor) -> Tensor:
+    return x[torch.randperm(len(x))] + x[:, torch.randperm(x.shape[1])]
+
+
+def multinomial(x: Tensor) -> Tensor:
+    return x + x.gather(1, torch.multinomial(x.detach().softmax(1), 2)).sum(1, keepdim=True)
+
+
+def in_place(x: Tensor) -> Tensor:
+    noise = torch.empty_like(x)
+    total = torch.zeros_like(x)
+    for fill in ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "bernoulli_"):
+        total = total + getattr(noise, fill)().clamp(-2, 2)
+    return x + 0.1 * total + torch.empty(x.shape).geometric_(0.5) + torch.empty(x.shape).random_(3)
+
+
+def distributions(x: Tensor) -> Tensor:
+    scale = x.detach().abs() + 0.1
+    drawn = torch.distributions.Normal(x, scale).rsample()
+    drawn = drawn + torch.distributions.Gamma(scale, 1.0).sample() + torch.distributions.Poisson(scale).sample()
+    drawn = drawn + torch.distributions.Categorical(logits=x.detach()).sample()[:, None]
+    drawn = drawn + torch.distributions.Dirichlet(scale).sample() + torch.distributions.Beta(scale, scale).sample()
+    return drawn + torch.distributions.Binomial(5, scale.clamp(max=0.9) * 0 + 0.5).sample()
+
+
+def like(x: Tensor) -> Tensor:
+    numbers = torch.randint_like(x, 3) + torch.randint(1, 4, (len(x), 1))
+    return x * (torch.rand_like(x) + torch.randn_like(x)) + numbers + torch.normal(x.detach(), 0.1)
+
+
+RANDOM: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "dropout in place": lambda: nn.Dropout(0.5, inplace=True),
+    "dropout1d": lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Dropout1d(), nn.Flatten()),
+    "dropout2d": lambda: images(nn.Dropout2d()),
+    "dropout3d": lambda: nn.Sequential(nn.Unflatten(1, (3, 2, 1, 1)), nn.Dropout3d(), nn.Flatten()),
+    "alpha dropout": lambda: nn.AlphaDropout(0.5),
+    "feature alpha dropout": lambda: images(nn.FeatureAlphaDropout(0.5)),
+    "functional dropout": lambda: Does(lambda x: F.dropout(x, 0.3, training=True)),
+    "rrelu": nn.RReLU,
+    "rrelu in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=True)),
+    "scaled dot product attention": lambda: Does(attend),
+    "multi-head attention": lambda: Attention(need_weights=False),
+    "multi-head attention, weights": lambda: Attention(need_weights=True),
+    "transformer layer": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 5, dropout=0.4, batch_first=True), nn.Flatten()
+    ),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
+    "stochastic depth": lambda: Depth(by_row=False),
+    "stochastic depth by row": lambda: Depth(by_row=True),
+    "fractional pooling": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.FractionalMaxPool2d(2, output_size=(1, 2)), nn.Flatten(), nn.Linear(2, WIDTH)
+    ),
+    "rand": lambda: Does(lambda x: x * torch.rand(len(x), 1)),
+    "randn": lambda: Does(lambda x: x + torch.randn(x.shape, dtype=torch.float64).float()),
+    "randint": lambda: Does(lambda x: x * torch.randint(1, 5, (len(x), 1))),
+    "randperm": lambda: Does(permuted),
+    "multinomial": lambda: Does(multinomial),
+    "like": lambda: Does(like),
+    "in place fills": lambda: Does(in_place),
+    "gumbel softmax": lambda: Does(gumbel),
+    "distributions": lambda: Does(distributions),
+}
+
+
+def network(kind: str) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH), RANDOM[kind](), nn.GELU(), RANDOM[kind](), nn.Linear(WIDTH, 2)]
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def run(pipe: gpipe.GPipe, way: str = "step") -> Tensor:
+    x, y = data()
+    if way == "step":
+        loss: Tensor = pipe.step(x, y, F.mse_loss)
+        return loss
+    loss = F.mse_loss(pipe(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_random_layer_gives_the_bits_of_the_plain_loop_for_every_cut_remat_and_driver(kind: str) -> None:
+    ways = [
+        ([5], "never", "lockstep", "step"),
+        ([5], "always", "threads", "call"),
+        ([1, 1, 1, 1, 1], "always", "threads", "step"),
+        ([2, 3], "except_last", "threads", "call"),
+        ([2, 1, 2], "always", "lockstep", "call"),
+    ]
+    for cut, remat, driver, way in ways:
+        layers = network(kind)
+        plain = copy.deepcopy(layers)
+        with gpipe.GPipe(layers, cut, M, remat=remat, driver=driver, seed=7) as pipe:
+            untouched = torch.get_rng_state()
+            for step in (0, 1):
+                loss = run(pipe, way)
+                reference = plain_loop if way == "step" else plain_call
+                expected = reference(plain, *data(), F.mse_loss, micro_batches=M, seed=7, step=step)
+                assert same_bits(loss, expected)
+                assert_same_bits(pipe, plain)
+            assert torch.equal(untouched, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_run_twice_it_draws_the_same(driver: str) -> None:
+    losses = []
+    for _ in range(2):
+        pipe = gpipe.GPipe(network("transformer layer"), 3, M, driver=driver, seed=7)
+        losses.append([run(pipe) for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+class Mask(nn.Module):
+    """Keeps the masks that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.dropout(torch.ones(64))
+        self.masks.append(mask)
+        return x * mask[:WIDTH] * self.scale
+
+
+def masks(seed: int, *, steps: int = 2, layers: int = 2) -> list[list[Tensor]]:
+    made = [Mask() for _ in range(layers)]
+    pipe = gpipe.GPipe(made, 1, M, remat="never", driver="lockstep", seed=seed)
+    for _ in range(steps):
+        pipe.step(data()[0], data()[0], F.mse_loss)
+    return [layer.masks for layer in made]
+
+
+def all_different(drawn: Sequence[Tensor]) -> bool:
+    return len({tuple(mask.tolist()) for mask in drawn}) == len(drawn)
+
+
+def test_every_micro_batch_step_layer_and_seed_draws_its_own() -> None:
+    drawn = [mask for seed in (0, 1) for of_layer in masks(seed) for mask in of_layer]
+    assert len(drawn) == 2 * 2 * 2 * M
+    assert all_different(drawn)
+
+
+def test_a_step_number_set_back_draws_the_same_again() -> None:
+    layer = Mask()
+    pipe = gpipe.GPipe([layer], 1, M, remat="never", seed=0)
+    for number in (5, 6, 5):
+        pipe.step_number = number
+        pipe.step(data()[0], data()[0], F.mse_loss)
+    assert all(torch.equal(one, other) for one, other in zip(layer.masks[:M], layer.masks[2 * M :], strict=True))
+    assert all_different(layer.masks[: 2 * M])
+
+
+def test_a_call_keys_its_recompute_by_its_own_step() -> None:
+    layer = Mask()
+    pipe = gpipe.GPipe([layer], 1, M, remat="always", driver="lockstep", seed=0)
+    first, second = pipe(data()[0]), pipe(data()[0])
+    second.sum().backward()
+    first.sum().backward()
+    forwards, recomputes = layer.masks[: 2 * M], layer.masks[2 * M :]
+    assert all_different(forwards)
+    expected = [*forwards[:M][::-1], *forwards[M:][::-1]]
+    again = [*recomputes[M:], *recomputes[:M]]
+    assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+
+
+def test_evaluation_draws_nothing_from_dropout_and_noise_is_keyed_there_too() -> None:
+    noise = Does(lambda x: x + torch.randn_like(x))
+    pipe = gpipe.GPipe([nn.Linear(WIDTH, WIDTH), nn.Dropout(), noise], 2, M, seed=0).eval()
+    untouched = torch.get_rng_state()
+    with torch.no_grad():
+        assert torch.equal(pipe(data()[0]), pipe(data()[0]))
+    assert torch.equal(untouched, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3])
+@pytest.mark.parametrize("remat", REMATS)
+def test_a_random_loss_is_keyed_like_a_layer_behind_the_last(remat: str, partitions: int) -> None:
+    def loss_fn(output: Any, target: Any) -> Tensor:
+        return F.mse_loss(F.dropout(output, 0.5), target + torch.rand(2))
+
+    layers = network("dropout")
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, partitions, M, remat=remat, seed=7)
+    untouched = torch.get_rng_state()
+    for step in (0, 1):
+        loss = pipe.step(*data(), loss_fn)
+        assert same_bits(loss, plain_loop(plain, *data(), loss_fn, micro_batches=M, seed=7, step=step))
+        assert_same_bits(pipe, plain)
+    assert torch.equal(untouched, torch.get_rng_state())
+
+
+# A layer that begins to draw.
+
+
+class Later(nn.Module):
+    """Draws only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = False
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x * torch.rand(len(x), 1) if self.draws else x
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_layer_that_begins_to_draw_is_reported_by_name_and_then_watched(
+    partitions: int, driver: str, way: str
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Later(), nn.Linear(WIDTH, 2)]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, partitions, M, driver=driver, seed=7)
+    run(pipe, way)
+    for some in (layers, plain):
+        later = some[1]
+        assert isinstance(later, Later)
+        later.draws = True
+    with pytest.raises(RuntimeError, match=r"layer 1 \(1: Later\)"):
+        run(pipe, way)
+    pipe.zero_grad()
+    pipe.step_number = 0
+    reference = plain_loop if way == "step" else plain_call
+    assert same_bits(run(pipe, way), reference(plain, *data(), F.mse_loss, micro_batches=M, seed=7, step=0))
+    assert_same_bits(pipe, plain)
+
+
+def test_a_loss_that_begins_to_draw_is_reported_and_then_keyed() -> None:
+    draws = False
+
+    def loss_fn(output: Any, target: Any) -> Tensor:
+        return F.mse_loss(F.dropout(output) if draws else output, target)
+
+    pipe = gpipe.GPipe(network("dropout"), 2, M, seed=7)
+    pipe.step(*data(), loss_fn)
+    draws = True
+    plain = copy.deepcopy(list(pipe.children()))
+    pipe.zero_grad()
+    loss = pipe.step(*data(), loss_fn)
+    assert same_bits(loss, plain_loop(plain, *data(), loss_fn, micro_batches=M, seed=7, step=1))
+
+
+def test_a_layer_that_seeds_torch_itself_is_reported() -> None:
+    pipe = gpipe.GPipe([nn.Linear(WIDTH, 2), Does(lambda x: x * torch.manual_seed(0).initial_seed())], 2, M)
+    with pytest.raises(RuntimeError, match=r"torch's own generator"):
+        run(pipe)
+
+
+# Draws that a key does not reach.
+
+
+class Checkpointed(nn.Module):
+    """Recomputes inside of a layer, dropout included."""
+
+    def __init__(self, *, use_reentrant: bool, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.use_reentrant = use_reentrant
+        self.dropout = dropout
+
+    def inside(self, x: Tensor) -> Tensor:
+        x = self.linear(x).tanh()
+        return (F.dropout(x, self.dropout) if self.dropout else x) * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inside, x, use_reentrant=self.use_reentrant)
+        return out
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("remat", REMATS)
+def test_checkpoint_inside_a_layer_works_if_nothing_is_drawn_in_it(remat: str, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Checkpointed(use_reentrant=use_reentrant, dropout=0), nn.Linear(WIDTH, 2)]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 3, M, remat=remat, seed=7)
+    assert same_bits(run(pipe), plain_loop(plain, *data(), F.mse_loss, micro_batches=M, seed=7))
+    assert_same_bits(pipe, plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("remat", REMATS)
+def test_checkpoint_around_dropout_is_refused_since_its_recompute_would_draw_anew(
+    remat: str, use_reentrant: bool
+) -> None:
+    # Its recompute runs in the backward pass, where no key is known: the gradients were wrong without a word.
+    layers = [nn.Linear(WIDTH, WIDTH), Checkpointed(use_reentrant=use_reentrant, dropout=0.5), nn.Linear(WIDTH, 2)]
+    pipe = gpipe.GPipe(layers, 3, M, remat=remat)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint") as caught:
+        run(pipe)
+    assert "layer 1 (1: Checkpointed)" in "\n".join(caught.value.__notes__)
