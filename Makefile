@@ -20,6 +20,20 @@ test-plan: $(PLAN_VENV)/.ready
 	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 	$(PLAN_VENV)/bin/python -m pytest -q tests/plan src/gpipe/plan
 
+bench: $(VENV)/.bench  ## Measure what a step costs, beside other runtimes: about half an hour.
+	$(PYTHON) -m bench.sleep
+	$(PYTHON) -m bench.table2
+	$(PYTHON) -m bench.profile_cell
+	$(PYTHON) -m bench.run
+	$(PYTHON) -m bench.plot
+
+bench-%: $(VENV)/.bench  ## One workload: bench-transformer, bench-conv, ...
+	$(PYTHON) -m bench.run $*
+
+$(VENV)/.bench: $(VENV)/.ready
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe as GPipe
+    from gpipe.run.allocator import keep_freed_memory as keep_freed_memory
     from gpipe.run.microbatch import Whole as Whole
     from gpipe.run.recorder import record as record
     from gpipe.run.skips import Sequential as Sequential
@@ -17,11 +18,12 @@ _HOME = {
     "GPipe": "gpipe.pipeline",
     "Sequential": "gpipe.run.skips",
     "Whole": "gpipe.run.microbatch",
+    "keep_freed_memory": "gpipe.run.allocator",
     "record": "gpipe.run.recorder",
     "visit": "gpipe.run.visit",
 }
 
-__all__ = ["GPipe", "Sequential", "Whole", "record", "visit"]
+__all__ = ["GPipe", "Sequential", "Whole", "keep_freed_memory", "record", "visit"]
 
 
 def __getattr__(name: str) -> object:

@@ -13,7 +13,7 @@ from gpipe.plan.schedules import SCHEDULES
 from gpipe.run.layers import Layers, named_layers
 from gpipe.run.measure import as_in_training, count_flops, measure_by, measure_seconds
 from gpipe.run.microbatch import Tree, count_rows, split
-from gpipe.run.shared import tie
+from gpipe.run.shared import find_ties, tie
 from gpipe.run.skips import find_pops
 
 Driver: TypeAlias = Literal["threads", "lockstep"]
@@ -95,7 +95,8 @@ def settle(
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     _check_skips(named, mistakes)
-    mistakes.found += tie(named, ties)
+    tied, wrong_ties = find_ties(named, ties)
+    mistakes.found += wrong_ties
     mistakes.check(_is_count(micro_batches), f"micro_batches={micro_batches!r}; give M, a whole number of at least 1")
     mistakes.check(
         _is_count(intra_op_threads), f"intra_op_threads={intra_op_threads!r}; give a whole number of at least 1"
@@ -112,6 +113,7 @@ def settle(
     remats = _read_remat(remat, stages, mistakes)
     places = _read_devices(devices, stages, mistakes)
     mistakes.raise_all()
+    tie(tied)
     in_seconds = costs == "time" or (costs is None and sample is not None)
     part = _first_micro_batch(sample, micro_batches)
     with as_in_training(places[0], intra_op_threads):

@@ -405,7 +405,7 @@ def test_a_backward_after_a_parameter_has_changed_is_refused(driver: str, remat:
     first, second = squares(pipe(X), Y), squares(pipe(X), Y)
     first.backward()
     optimizer.step()
-    reason = "modified by an inplace operation" if remat == "never" else "changed or replaced between a forward and"
+    reason = "modified by an inplace operation" if remat == "never" else "changed or replaced, or train"
     with pytest.raises(RuntimeError, match=reason):
         second.backward()
 
@@ -415,7 +415,7 @@ def test_a_call_with_other_parameters_gives_their_gradients_or_is_refused(driver
     others = {name: (p.detach() * 2).requires_grad_() for name, p in pipe.named_parameters()}
     loss = squares(torch.func.functional_call(pipe, others, (X,)), Y)
     if remat == "always":
-        with pytest.raises(RuntimeError, match="changed or replaced between a forward and its backward"):
+        with pytest.raises(RuntimeError, match="changed or replaced, or train"):
             loss.backward()
         return
     loss.backward()
@@ -426,3 +426,16 @@ def test_a_call_with_other_parameters_gives_their_gradients_or_is_refused(driver
     for name, p in nn.Sequential(*reference).named_parameters():
         assert same_bits(others[name].grad, p.grad)
     assert all(gradient is None for gradient in gradients(pipe))
+
+
+def test_a_backward_whose_recompute_would_run_in_another_mode_is_refused(driver: str, remat: str) -> None:
+    pipe = make(driver, remat)
+    loss = squares(pipe(X), Y)
+    pipe.eval()
+    if remat == "never":
+        loss.backward()
+        return
+    with pytest.raises(RuntimeError, match=r"train\(\) or eval\(\) was called"):
+        loss.backward()
+    pipe.train()
+    squares(pipe(X), Y).backward()

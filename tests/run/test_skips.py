@@ -104,7 +104,8 @@ def test_skips_give_the_bits_of_the_plain_loop_for_every_cut(name: str, way: str
     x, y = data()
     reference = plain_loop if way == "step" else plain_call
     expected = reference(plain, x, y, F.mse_loss, micro_batches=M, seed=2)
-    for at, cut in enumerate(cuts(len(plain))):
+    every = cuts(len(plain))
+    for at, cut in enumerate(every if (way, remat) == ("step", "always") else every[::5]):
         layers = build(name)
         with gpipe.GPipe(layers, cut, M, remat=remat, driver=("threads", "lockstep")[at % 2], seed=2) as pipe:
             if way == "step":

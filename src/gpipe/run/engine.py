@@ -20,7 +20,7 @@ from gpipe.run.guard import RandomGuard
 from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.recorder import Recorder
-from gpipe.run.shared import Aliases, find_race, find_shared
+from gpipe.run.shared import Aliases, BufferGuard, find_exposed, find_race, find_shared
 from gpipe.run.skips import version
 from gpipe.run.stage import Stage
 from gpipe.run.steps import Part
@@ -65,6 +65,7 @@ class Engine:
     ) -> None:
         self.stages = tuple(stages)
         self.shared = find_shared([layer.module for stage in stages for layer in stage.layers])
+        self.exposed = find_exposed(self.stages)
         self.deferred_batch_norm = deferred_batch_norm
         race = find_race(self.stages)
         if race:
@@ -160,12 +161,12 @@ class Run:
         wait for it for ever.
 
         Raises:
-            RuntimeError: A parameter has changed since the forward.
+            RuntimeError: A parameter, or whether a module trains, has changed since the forward.
         """
         if self._find_weights() != self._weights:
             raise RuntimeError(
-                "a parameter was changed or replaced between a forward and its backward, which would recompute with "
-                "the new value; call backward before the optimizer's step, or use remat='never'"
+                "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
+                "backward, which would recompute with the new value; call backward first, or use remat='never'"
             )
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
         self._go(self.plumbing.backward, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
@@ -186,11 +187,12 @@ class Run:
         made, self.batch.outputs = self.batch.outputs, {}
         return [made[m] for m in range(len(made))]
 
-    def _find_weights(self) -> list[tuple[int, int]]:
-        """Which parameters a recompute would use, and how often they were changed; torch watches the others."""
+    def _find_weights(self) -> tuple[list[tuple[int, int]], list[bool]]:
+        """What a recompute depends on: which parameters, how often changed, and the modules' modes."""
         again = [stage for stage in self.engine.stages if self.plumbing.wirings[stage.index].recomputed]
-        layers = [layer.module for stage in again for layer in stage.layers]
-        return [(id(parameter), version(parameter)) for module in layers for parameter in module.parameters()]
+        modules = [layer.module for stage in again for layer in stage.layers]
+        weights = [(id(parameter), version(parameter)) for module in modules for parameter in module.parameters()]
+        return weights, [part.training for module in modules for part in module.modules()]
 
     def _finish(self) -> None:
         if self.batch.trains:
@@ -205,7 +207,7 @@ class Run:
             lane.begin()
         if recorder is not None:
             recorder.begin(lanes)
-        guard = RandomGuard(lanes)
+        guard, buffers = RandomGuard(lanes), BufferGuard(self.engine.exposed)
         try:
             with ambient.fresh_casts(), self.aliases.in_place():
                 if threaded:
@@ -213,6 +215,7 @@ class Run:
                 else:
                     self._in_lockstep(part, ambient, recorder)
             guard.check([layer for stage in self.engine.stages for layer in stage.layers])
+            buffers.check()
         except BaseException:
             for worker in self.workers:
                 worker.store.clear()

@@ -21,13 +21,15 @@ class Mailbox:
     def receive(self, rank: int, label: Label) -> tuple[Message, Mark]:
         """Waits for a message; others that come before it are kept."""
         early = self._early[rank]
-        while label not in early:
-            arrived = self._queues[rank].get()
-            if arrived is None:
-                self._queues[rank].put(None)  # for whoever asks next
-                raise Cancelled
-            early[arrived[0]] = arrived[1:]
-        return early.pop(label)
+        if label in early:
+            return early.pop(label)
+        while (arrived := self._queues[rank].get()) is not None:
+            found, message, mark = arrived
+            if found == label:
+                return message, mark
+            early[found] = (message, mark)
+        self._queues[rank].put(None)  # for whoever asks next
+        raise Cancelled
 
     def cancel(self) -> None:
         """Wakes every rank that waits, now or later."""

@@ -6,16 +6,22 @@ in the modules only while a run is under way. A module that itself belongs to se
 threads at once, so each of its layers but the first runs a copy of it that shares all but the aliased parameters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe.run.boundary import run_backward
+from gpipe.run.skips import version
 from gpipe.run.stage import Layer, Stage
+
+
+Place: TypeAlias = tuple[nn.Module, str]
+"""Where a parameter or a buffer stands."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +50,14 @@ def find_shared(layers: Sequence[nn.Module]) -> list[Shared]:
     return [Shared(by_layer) for by_layer in places.values() if len(by_layer) > 1]
 
 
-def tie(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> list[str]:
-    """Makes the parameters of each group of names one, the first; gives what is wrong with the names."""
+def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tuple[list[list[Place]], list[str]]:
+    """Where the parameters of each group of names stand, and what is wrong with the names."""
     root = nn.Module()
     root._modules.update(layers)
     mistakes = []
+    groups = []
     for group in ties:
-        found = []
+        found: list[Place] = []
         for name in group:
             path, _, leaf = name.rpartition(".")
             try:
@@ -66,9 +73,15 @@ def tie(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> list[str
             mistakes.append(
                 f"ties: {tuple(group)} must name two or more parameters of one shape, not {sorted(shapes)}"
             )
-        for module, leaf in found[1:]:
-            module._parameters[leaf] = found[0][0]._parameters[found[0][1]]
-    return mistakes
+        groups.append(found)
+    return groups, mistakes
+
+
+def tie(groups: Sequence[Sequence[Place]]) -> None:
+    """Makes the parameters of each group one, the first."""
+    for (first, name), *others in groups:
+        for module, leaf in others:
+            _put(module, leaf, first._parameters[name])
 
 
 def find_race(stages: Sequence[Stage]) -> str | None:
@@ -85,6 +98,46 @@ def find_race(stages: Sequence[Stage]) -> str | None:
                         f"into one partition"
                     )
     return None
+
+
+def find_exposed(stages: Sequence[Stage]) -> dict[Place, str]:
+    """The buffers of modules that several partitions use, each with the last layer that does."""
+    home: dict[nn.Module, int] = {}
+    found: dict[Place, str] = {}
+    for stage in stages:
+        for layer in stage.layers:
+            for module in layer.module.modules():
+                if home.setdefault(module, stage.index) != stage.index:
+                    found |= {(module, name): f"{layer} and partition {home[module]}" for name in module._buffers}
+    return found
+
+
+class BufferGuard:
+    """Watches the buffers that several partitions see: a change would depend on which of them comes first."""
+
+    def __init__(self, exposed: Mapping[Place, str]) -> None:
+        self._exposed = exposed
+        tensors = [module._buffers.get(name) for module, name in exposed]
+        self._before = [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
+
+    def check(self) -> None:
+        """Checks that none was changed.
+
+        Raises:
+            RuntimeError: Some were.
+        """
+        states = zip(self._exposed.items(), self._before, strict=True)
+        changed = [
+            f"{place[1]} ({users})"
+            for (place, users), (tensor, before) in states
+            if place[0]._buffers.get(place[1]) is not tensor or (tensor is not None and version(tensor) != before)
+        ]
+        if changed:
+            raise RuntimeError(
+                f"a forward changed a buffer that layers of several partitions use, so that the result depends on "
+                f"which comes first: {', '.join(changed)}; use one module for each, or put the layers into one "
+                f"partition"
+            )
 
 
 class Aliases:

@@ -7,20 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gpipe.run.boundary import replace_tensors, tensors_in
 from gpipe.run.buffers import Buffers
+from gpipe.run.loans import Loans
 from gpipe.run.microbatch import Tree
-from gpipe.run.skips import Kept, Pop, alias, unpack, version
+from gpipe.run.skips import Kept, Pop, alias, unpack
 from gpipe.run.visit import visit
-
-BEGUN_IN_PLACE = (
-    "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
-    "it is known"
-)
-SHARED_IN_PLACE = (
-    "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
-    "not change with it; let the layer work on a copy, or the layer before return a clone"
-)
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -100,8 +91,14 @@ class Stage:
         self.layers = tuple(layers)
         self.device = device
         self.buffers = Buffers([layer.module for layer in layers])
-        self.works_in_place: dict[tuple[bool, ...], bool] = {}  # on what it is given; by modes, from the first run
+        self.loans = Loans()
         self.first = self.layers[0].index
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a run: notes what its layers' modes are, for the whole of it."""
+        self.modes = tuple([layer.module.training for layer in self.layers])
+        self.simple = not any(layer.pop or layer.stash or layer.may_draw() for layer in self.layers)
 
     def forward(
         self,
@@ -123,52 +120,33 @@ class Stage:
         Returns:
             What each route of `departing` takes on, and last what the main line does.
         """
-        main = tensors_in(value)
-        given = (*main, *arrived.values())
-        modes = tuple([layer.module.training for layer in self.layers])
-        lends = self.works_in_place.get(modes, True)
-        if lends:
-            value, arrived = _copies(value, arrived)
-        elif type(value) is not Tensor:
-            value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
-        lent = (*tensors_in(value), *arrived.values()) if lends else given
-        versions = [version(tensor) for tensor in lent]
+        modes = self.modes
+        loan = self.loans.lend(value, arrived, modes)
         held: dict[str, Kept] = {}
         try:
-            value = self._run(value, arrived, held, moment, trace)
+            made = self._run(loan.value, loan.arrived, held, moment, trace)
         except RuntimeError:
-            self.works_in_place.pop(modes, None)  # it may have begun to work in place, which torch refuses on a leaf
+            self.loans.forget(modes)
             raise
-        changed = [at for at, tensor in enumerate(lent) if version(tensor) != versions[at]]
-        if changed or not (modes in self.works_in_place or any(tensor.is_inference() for tensor in lent)):
-            self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
-            self._check_in_place([given[at] for at in changed], main, lends=lends)
-        return [*(held[stash].unchanged(stash) for _, stash in departing), value]
+        self.loans.settle(loan, modes, self)
+        return [*(held[stash].unchanged(stash) for _, stash in departing), made]
 
     def _run(
         self, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment, trace: Trace
     ) -> Tree:
         begun = trace.numbers
+        if self.simple:
+            for layer in self.layers:
+                begun.append(_sequence_number())
+                value = (layer.stand_in or layer.module)(value)
+            return value
         for layer in self.layers:
             begun.append(_sequence_number())
             if layer.pop or layer.stash:
                 value = self._run_with_skips(layer, value, arrived, held, moment)
-            elif layer.draws.get(layer.module.training, True):
-                value = layer.run(value, {}, moment)
             else:
-                value = (layer.stand_in or layer.module)(value)
+                value = layer.run(value, {}, moment)
         return value
-
-    def _check_in_place(self, changed: Sequence[Tensor], main: Sequence[Tensor], *, lends: bool) -> None:
-        """Checks that what the layers did in place would be the same without the cut; stashes are as stashed anyway.
-
-        Raises:
-            RuntimeError: It would not.
-        """
-        if changed and not lends:
-            raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
-        if any(one is not other and _share_memory(one, other) for one in changed for other in main):
-            raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
 
     def __str__(self) -> str:
         return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
@@ -186,22 +164,3 @@ class Stage:
         result, tensors = unpack(result, layer.stash)
         held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
         return result
-
-
-def _copies(value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[str, Tensor]]:
-    """Copies for a stage that works in place on what it is given; its first run has them too, to find out."""
-    return replace_tensors(value, _copy), {name: _copy(tensor) for name, tensor in arrived.items()}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, so that later runs without a copy give the same bits."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return tensor  # expanded: torch itself refuses to work on it in place
-    copied = tensor.clone()
-    if copied.stride() == tensor.stride():
-        return copied
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0

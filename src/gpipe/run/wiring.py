@@ -1,6 +1,7 @@
 """How a stage is connected in a program: looked up once, used for every micro-batch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from gpipe.plan.action import MAIN, Kind
 from gpipe.plan.program import Program
@@ -20,7 +21,7 @@ class Wire:
         return self.name.rpartition("/")[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wiring:
     """The wires of one stage, the main line last, and the micro-batches that it recomputes.
 
@@ -32,12 +33,12 @@ class Wiring:
     outs: tuple[Wire, ...]
     recomputed: frozenset[int]
 
-    @property
+    @cached_property
     def skips_in(self) -> tuple[str, ...]:
         """The names of the skip routes that end here."""
         return tuple(wire.name for wire in self.ins if wire.name != MAIN)
 
-    @property
+    @cached_property
     def skips_out(self) -> tuple[tuple[str, str], ...]:
         """The names of the skip routes that start here, each with the name of its stash."""
         return tuple((wire.name, wire.stash) for wire in self.outs if wire.name != MAIN)

@@ -109,6 +109,7 @@ class Worker:
         self.commits: list[Callable[[], None]] = []  # for the end: a failed step changes no statistics
         self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
+            stage.begin()
             if wires.recomputed:
                 stage.buffers.find()
             if batch.deferred_batch_norm:
