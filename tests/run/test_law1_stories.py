@@ -215,7 +215,8 @@ class Weigh(nn.Module):
         self.linear = linear(9, 9, seed)
 
     def forward(self, x: Tensor, early: Tensor) -> Tensor:
-        return x + self.linear(early) * early.mean(1, keepdim=True)
+        out: Tensor = x + self.linear(early) * early.mean(1, keepdim=True)
+        return out
 
 
 @REMATS

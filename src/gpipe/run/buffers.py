@@ -1,28 +1,19 @@
 """Buffers that a forward changes: a recompute sees what the forward saw, and leaves them as it found them.
 
-Most buffers never change, and a training-mode BatchNorm's change without a trace in its output. So the first forward
-finds out which ones change, and from then on only these are copied before a forward that will be recomputed.
+Most buffers never change. The first forward finds out which ones do, and from then on only these are copied before a
+forward that will be recomputed; the recompute works on the copies.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-
-class Unread(Enum):
-    """Stands for the value of a buffer that its module writes to and does not read."""
-
-    UNREAD = "unread"
-
-
 Place = tuple[nn.Module, str]
-Snapshot = list[tuple[Place, Tensor | Literal[Unread.UNREAD] | None]]
+Snapshot = list[tuple[Place, Tensor | None]]
 """What changed buffers were before a forward."""
 
 
@@ -40,7 +31,6 @@ class Buffers:
         self.modules = list(modules)
         self.places: list[Place] = []
         self.changing: set[Place] | None = None  # None until the first forward has shown them
-        self._scratch: dict[Place, Tensor] = {}
 
     def find(self) -> None:
         """Looks the buffers up anew; modules may have come or gone since the last step."""
@@ -58,7 +48,7 @@ class Buffers:
         tensor = module._buffers[name]
         if tensor is None:
             return _Before(None, 0, None)
-        copied = not _is_traceless(module) and (self.changing is None or place in self.changing)
+        copied = self.changing is None or place in self.changing or _writes_unseen(module)
         return _Before(tensor, tensor._version, tensor.clone() if copied else None)
 
     def after(self, before: Sequence[_Before]) -> Snapshot:
@@ -75,10 +65,9 @@ class Buffers:
             replaced = now is not was.tensor
             if not replaced and not _is_changed(module, was):
                 continue
-            if not replaced and was.copy is None and not _is_traceless(module):
+            if not replaced and was.copy is None:
                 lost.append(f"{type(module).__name__}.{name}")
-            unread = not replaced and was.copy is None
-            snapshot.append((place, Unread.UNREAD if unread else was.tensor if replaced else was.copy))
+            snapshot.append((place, was.tensor if replaced else was.copy))
         self.changing = {place for place, _ in snapshot} | (self.changing or set())
         if lost:
             raise RuntimeError(
@@ -94,41 +83,23 @@ class Buffers:
         real = [(module, name, module._buffers.get(name)) for (module, name), _ in snapshot]
         for place, was in snapshot:
             module, name = place
-            module._buffers[name] = self._stand_in(place) if was is Unread.UNREAD else was
+            module._buffers[name] = was
         try:
             yield
         finally:
             for module, name, tensor in real:
                 module._buffers[name] = tensor
 
-    def _stand_in(self, place: Place) -> Tensor | None:
-        """A buffer to write into whose value does not matter."""
-        module, name = place
-        now = module._buffers.get(name)
-        if now is None:
-            return None
-        scratch = self._scratch.get(place)
-        if (
-            scratch is None
-            or scratch.shape != now.shape
-            or scratch.dtype != now.dtype
-            or scratch.device != now.device
-        ):
-            scratch = self._scratch[place] = now.clone()
-        return scratch
-
 
 def _is_changed(module: nn.Module, was: _Before) -> bool:
-    """Whether a buffer was written to: torch's normalizations do it without raising the version of the tensor."""
+    """Whether a buffer was written to."""
     if was.tensor is None:
         return False
-    if _is_traceless(module) or was.tensor._version != was.version:
+    if _writes_unseen(module) or was.tensor._version != was.version:
         return True
     return was.copy is not None and not torch.equal(was.copy, was.tensor)
 
 
-def _is_traceless(module: nn.Module) -> bool:
-    """Whether a module's output does not depend on the buffers that it changes."""
-    return (
-        isinstance(module, _NormBase) and module.training and type(module).forward.__module__.startswith("torch.nn.")
-    )
+def _writes_unseen(module: nn.Module) -> bool:
+    """Whether a module writes to its buffers without raising their version, as torch's normalizations do."""
+    return isinstance(module, _NormBase) and module.training
