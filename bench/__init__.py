@@ -1,0 +1,1 @@
+"""What a step costs, beside what other runtimes make of the same work on the same machine."""

@@ -1,0 +1,175 @@
+"""Fresh processes that take turns: A B C A B C, so that whatever disturbs the machine disturbs all alike."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Self, TypeVar
+
+from torch import Tensor
+
+from bench.machine import busy_seconds, cpu_seconds
+from bench.runtimes import RUNTIMES, Setup
+from bench.worker import Answer, serve
+
+T = TypeVar("T")
+
+TURN_SECONDS = 0.7
+PATIENCE_SECONDS = 120
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["bench.worker"])
+
+
+class RuntimeFailedError(RuntimeError):
+    """A runtime raised, or does not answer."""
+
+
+@dataclass
+class Turn:
+    """Some steps of one runtime, one after another.
+
+    Attributes:
+        seconds: Of each step; of several processes, the slowest.
+        cpu: CPU seconds that its processes used for each second of the turn.
+        others: CPU seconds that the rest of the machine used meanwhile, likewise.
+        forwards: If the runtime times stages, the seconds of each stage for each micro-batch.
+        backwards: Likewise.
+    """
+
+    seconds: list[float]
+    cpu: float
+    others: float
+    forwards: list[list[float]] = field(default_factory=list)
+    backwards: list[list[float]] = field(default_factory=list)
+
+
+class Team:
+    """The processes of one runtime: one, or one for each partition, or copies that do not know each other."""
+
+    def __init__(self, name: str, setup: Setup, *, copies: int = 1) -> None:
+        self.name = name
+        self.folder = TemporaryDirectory()
+        world = setup.partitions if RUNTIMES[name].processes else 1
+        self.orders = []
+        self.processes = []
+        for rank in list(range(world)) * copies:
+            ours, theirs = _context.Pipe()
+            own = replace(setup, rank=rank, world=world, meeting=f"{self.folder.name}/meeting")
+            process = _context.Process(target=serve, args=(theirs, name, own), daemon=True)
+            process.start()
+            theirs.close()
+            self.orders.append(ours)
+            self.processes.append(process)
+        self.peaks: list[int] = []
+        self.steps = 1
+
+    def wait_until_ready(self) -> None:
+        """Waits for the first steps to be done; decides how many make a turn."""
+        answers = [self._hear(at) for at in range(len(self.processes))]
+        self.peaks = [answer.peak_bytes for answer in answers]
+        step = max(answer.seconds[-1] for answer in answers)
+        self.steps = min(40, max(1, round(TURN_SECONDS / step)))
+
+    def turn(self) -> Turn:
+        """Has all processes run some steps."""
+        cpu, busy, start = self._cpu(), busy_seconds(), time.perf_counter()
+        answers = self._ask(self.steps)
+        wall = time.perf_counter() - start
+        cpu, busy = self._cpu() - cpu, busy_seconds() - busy
+        slowest = [max(step) for step in zip(*(answer.seconds for answer in answers), strict=True)]
+        return Turn(slowest, cpu / wall, max(0.0, busy - cpu) / wall, answers[0].forwards, answers[0].backwards)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step, of all processes together."""
+        return {name: gradient for answer in self._ask("gradients") for name, gradient in answer.gradients.items()}
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+    def _cpu(self) -> float:
+        return sum(cpu_seconds(process.pid) for process in self.processes if process.pid)
+
+    def _ask(self, order: object) -> list[Answer]:
+        for orders in self.orders:
+            orders.send(order)
+        return [self._hear(at) for at in range(len(self.processes))]
+
+    def _hear(self, at: int) -> Answer:
+        if not self.orders[at].poll(PATIENCE_SECONDS):
+            raise RuntimeFailedError(f"no answer within {PATIENCE_SECONDS} s")
+        try:
+            answer = self.orders[at].recv()
+        except EOFError:
+            raise RuntimeFailedError("the process ended") from None
+        if answer.failure:
+            raise RuntimeFailedError(answer.failure)
+        assert isinstance(answer, Answer)
+        return answer
+
+
+class Lab:
+    """Teams that take turns until the time is up."""
+
+    def __init__(self, setups: Mapping[str, Setup], *, copies: int = 0) -> None:
+        self.teams = {name: Team(name, setup) for name, setup in setups.items()}
+        if copies:
+            self.teams["copies"] = Team("plain", setups["plain"], copies=copies)
+        self.turns: dict[str, list[Turn]] = {name: [] for name in self.teams}
+        self.failures: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        for name, team in self.teams.items():
+            self._attempt(name, team.wait_until_ready)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for team in self.teams.values():
+            team.close()
+
+    def run(self, rounds: int, until: float, rest: float = 0.0) -> None:
+        """Gives everyone a turn, again and again: at least `rounds` times, and on until the clock says `until`.
+
+        Each turn is followed by a pause, `rest` times as long, in which others may use the machine.
+        """
+        done, longest = 0, 0.0
+        while done < rounds or time.monotonic() + longest < until:
+            start = time.monotonic()
+            for name in self._working():
+                begun = time.monotonic()
+                turn = self._attempt(name, self.teams[name].turn)
+                if turn is not None:
+                    self.turns[name].append(turn)
+                time.sleep(rest * (time.monotonic() - begun))
+            longest = max(longest, time.monotonic() - start)
+            done += 1
+
+    def gradients(self) -> dict[str, dict[str, Tensor]]:
+        """The gradients of everyone's last step, by name."""
+        found = {name: self._attempt(name, self.teams[name].gradients) for name in self._working()}
+        return {name: gradients for name, gradients in found.items() if gradients is not None}
+
+    def _working(self) -> list[str]:
+        return [name for name in self.teams if name not in self.failures]
+
+    def _attempt(self, name: str, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except (RuntimeFailedError, OSError) as error:
+            self.failures[name] = str(error)
+            return None
+
+
+def quietest(turns: Sequence[Turn], at_least: int, others: float) -> list[Turn]:
+    """The turns in which others used no more than so many cores, or so many of the quietest."""
+    ordered = sorted(turns, key=lambda turn: turn.others)
+    quiet = [turn for turn in ordered if turn.others <= others]
+    return quiet if len(quiet) >= at_least else ordered[:at_least]

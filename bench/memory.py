@@ -1,0 +1,119 @@
+"""Peak memory of a step over L, K, M and N, against O(N + L/K x N/M) for each partition (paper, section 2.3).
+
+    python -m bench.memory
+
+L layers of Linear(256) and Tanh; the second step is measured, when gradients are there already, by the allocator's
+own count of bytes (the profiler's memory events) above what stood before. All K partitions live in one process, in
+lockstep, so the formula is taken K times: K N boundary rows and the inside of one micro-batch of all L layers.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import gpipe
+from bench.machine import facts
+from bench.report import RESULTS, describe, table, write
+
+WIDTH = 256
+MIB = 2**20
+Shape = tuple[int, int, int, int]  # L, K, M, N
+
+
+def peak_bytes(layers: int, partitions: int, micro_batches: int, rows: int, remat: str) -> int:
+    """The most bytes allocated at once during a step, above what stood before it."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)]
+    pipe = gpipe.GPipe(blocks, partitions, micro_batches, remat=remat, driver="lockstep", seed=0)
+    batch = torch.randn(rows, WIDTH)
+    pipe.step(batch, batch, F.mse_loss)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        pipe.step(batch, batch, F.mse_loss)
+    results = profiler.profiler.kineto_results
+    sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    return int(np.cumsum(sizes).max())
+
+
+def shapes() -> Iterator[Shape]:
+    """The grid."""
+    return itertools.product((8, 16, 32), (1, 2, 4), (2, 4, 8, 16), (128, 512))
+
+
+def terms(shape: Shape) -> tuple[float, float, float]:
+    """What the formula says grows: boundary rows, rows inside, and a constant."""
+    layers, partitions, micro_batches, rows = shape
+    return partitions * rows, layers * rows / micro_batches, 1.0
+
+
+def fit(measured: dict[Shape, int]) -> tuple[Sequence[float], float]:
+    """Bytes of each term by least squares, and the share of the variance that they explain."""
+    a = np.array([terms(shape) for shape in measured])
+    b = np.array(list(measured.values()), dtype=float)
+    coefficients, *_ = np.linalg.lstsq(a, b, rcond=None)
+    residual = ((a @ coefficients - b) ** 2).sum() / ((b - b.mean()) ** 2).sum()
+    return [float(c) for c in coefficients], float(1 - residual)
+
+
+def draw(always: dict[Shape, int], never: dict[Shape, int], path: Path) -> None:
+    """Peak over L, over M and over N, with rematerialization and without."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True)
+    sweeps: list[tuple[str, list[Shape], list[int]]] = [
+        ("layers L (K=2, M=8, N=512)", [(n, 2, 8, 512) for n in (8, 16, 32)], [8, 16, 32]),
+        ("micro-batches M (K=2, L=32, N=512)", [(32, 2, n, 512) for n in (2, 4, 8, 16)], [2, 4, 8, 16]),
+        ("rows N (K=2, L=32, M=8)", [(32, 2, 8, n) for n in (128, 512)], [128, 512]),
+    ]
+    for axis, (label, points, places) in zip(axes, sweeps, strict=True):
+        for name, measured in (("remat never", never), ("remat always", always)):
+            axis.plot(places, [measured[point] / MIB for point in points], marker="o", label=name)
+        axis.set_xlabel(label)
+        axis.set_xticks(places)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("peak MiB of a step")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Measures the grid, fits the formula, and keeps both."""
+    always = {shape: peak_bytes(*shape, remat="always") for shape in shapes()}
+    never = {shape: peak_bytes(*shape, remat="never") for shape in shapes() if shape[1] == 2}
+    (boundary, inside, constant), explained = fit(always)
+    draw(always, never, RESULTS / "memory.svg")
+    rows = [
+        [
+            *map(str, shape),
+            f"{always[shape] / MIB:.2f}",
+            f"{never[shape] / MIB:.2f}",
+            f"{never[shape] / always[shape]:.1f}",
+        ]
+        for shape in never
+        if shape[3] == 512
+    ]
+    text = [
+        "# Peak memory of a step",
+        describe(facts()),
+        f"{len(always)} shapes with remat always: peak = {boundary:.0f} bytes x K N + {inside:.0f} bytes x L N/M + "
+        f"{constant / MIB:.2f} MiB explains {explained:.2%} of the variance. A boundary row is {4 * WIDTH} bytes, and "
+        "so is a row inside a layer: what Tanh returns is kept once, for itself and for the next Linear.",
+        "![Peak over L, M and N](memory.svg)",
+        table(["L", "K", "M", "N", "remat always MiB", "remat never MiB", "less by"], rows),
+    ]
+    data = {"facts": facts(), "coefficients": [boundary, inside, constant], "explained": explained}
+    peaks = [{"shape": shape, "always": value, "never": never.get(shape)} for shape, value in always.items()]
+    write("memory", "\n\n".join(text), data | {"peaks": peaks})
+
+
+if __name__ == "__main__":
+    main()

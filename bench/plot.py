@@ -1,0 +1,121 @@
+"""Pictures of the results: `python -m bench.plot` reads `results/*.json` and draws what is there."""
+
+import json
+from statistics import median
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+mpl.rcParams["svg.hashsalt"] = "gpipe"  # the same picture gives the same file
+mpl.rcParams["font.size"] = 8
+
+from matplotlib import pyplot as plt  # noqa: E402  # after the choice of a backend
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from bench.report import RESULTS  # noqa: E402
+from bench.runtimes import RUNTIMES  # noqa: E402
+
+OURS, FLOOR, OTHERS = "#2a6fbb", "#8d99a6", "#d9a441"
+COMPUTING = ("transformer", "transformer-64", "conv", "amoebanet")
+
+
+def main() -> None:
+    found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    computing = [result for name in COMPUTING if name in found for result in found[name]["results"]]
+    if computing:
+        save("speed", speed(computing))
+    if "tiny" in found:
+        save("tiny", tiny(found["tiny"]["results"]))
+    if "table2" in found:
+        save("table2", table2(found["table2"]["cells"]))
+
+
+def save(name: str, figure: Figure) -> None:
+    """Keeps a picture."""
+    figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+    print(RESULTS / f"{name}.svg")
+
+
+def speed(results: list[dict[str, Any]]) -> Figure:
+    """Speed over the plain loop by runtime, a panel for each workload, with the ceiling of the machine."""
+    figure, panels = plt.subplots(
+        len(results), 1, figsize=(7, 0.5 + 1.9 * len(results)), layout="constrained", squeeze=False
+    )
+    for axes, result in zip(panels.flat, results, strict=True):
+        plain = median(next(row for row in result["rows"] if row["name"] == "plain")["seconds"])
+        rows = [row for row in result["rows"] if row["name"] != "plain"]
+        bars(axes, rows, lambda row, plain=plain: [plain / seconds for seconds in row["seconds"]])
+        axes.axvline(result["ceiling"], color="black", linewidth=0.8, linestyle="--")
+        axes.axvline(1, color="black", linewidth=0.8)
+        remat = "remat" if result["remat"] else "no remat"
+        where = f"K={result['partitions']}, M={result['micro_batches']}"
+        axes.set_title(f"{result['workload']}, {where}, {remat}", loc="left")
+    panels[-1][0].set_xlabel(
+        "speed over the plain loop in one thread (medians, lines from least to greatest); dashed: ceiling"
+    )
+    return figure
+
+
+def tiny(results: list[dict[str, Any]]) -> Figure:
+    """Microseconds of a cell by runtime, on a logarithmic scale."""
+    figure, panels = plt.subplots(1, len(results), figsize=(8, 2.8), layout="constrained", squeeze=False)
+    for axes, result in zip(panels.flat, results, strict=True):
+        cells = result["partitions"] * result["micro_batches"]
+        rows = [row for row in result["rows"] if row["name"] not in {"whole", "naive"}]
+        bars(axes, rows, lambda row, cells=cells: [seconds / cells * 1e6 for seconds in row["seconds"]])
+        axes.set_xscale("log")
+        axes.set_xlim(50, 6000)
+        axes.set_xticks([100, 1000], ["100", "1000"])
+        axes.set_title("tiny layers, " + ("remat" if result["remat"] else "no remat"), loc="left")
+        axes.set_xlabel("us for each (stage, micro-batch)")
+    return figure
+
+
+def bars(axes: Axes, rows: list[dict[str, Any]], values: Any) -> None:
+    """A bar for each runtime: the median, and a line from the least to the greatest."""
+    for at, row in enumerate(rows):
+        found = values(row)
+        middle = median(found)
+        ours = row["name"] in {"gpipe", "call", "except_last", "naive"}
+        color = OURS if ours else FLOOR if row["name"] in {"plain", "floor", "whole"} else OTHERS
+        axes.barh(at, middle, color=color)
+        axes.plot([min(found), max(found)], [at, at], color="black", linewidth=0.8)
+        text = f"{middle:.2f}" if middle < 10 else f"{middle:.0f}"
+        axes.annotate(text, (max(found), at), xytext=(3, 0), textcoords="offset points", va="center")
+    axes.set_yticks(
+        range(len(rows)), [RUNTIMES[row["name"]].title.replace("**", "").replace("`", "") for row in rows]
+    )
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def table2(networks: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Throughput over the number of partitions: measured, and ideal."""
+    figure, panels = plt.subplots(1, len(networks), figsize=(7, 2.8), layout="constrained", squeeze=False)
+    for axes, (name, cells) in zip(panels.flat, networks.items(), strict=True):
+        base, ideal = median(cells[0]["seconds"]), cells[0]["ideal"]
+        for micro_batches, color in zip((1, 4, 32), (FLOOR, OTHERS, OURS), strict=True):
+            own = [cell for cell in cells if cell["micro_batches"] == micro_batches]
+            partitions = [cell["partitions"] for cell in own]
+            axes.plot(
+                partitions,
+                [base / median(cell["seconds"]) for cell in own],
+                "o-",
+                color=color,
+                label=f"M={micro_batches}",
+            )
+            axes.plot(partitions, [ideal / cell["ideal"] for cell in own], ":", color=color)
+        axes.set_title(name, loc="left")
+        axes.set_xticks([2, 4, 8])
+        axes.set_xlabel("K (dotted: ideal)")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("throughput, K=2 and M=1 being 1")
+    panels[0][0].legend(frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

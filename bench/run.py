@@ -1,0 +1,223 @@
+"""Runs one workload through all runtimes, or all workloads: `python -m bench.run [WORKLOAD ...] [options]`."""
+
+import argparse
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.ideal import makespan, share
+from bench.lab import Lab, Team, Turn, quietest
+from bench.machine import facts
+from bench.report import describe, spread, table, write
+from bench.runtimes import RUNTIMES, Setup
+from bench.workloads import WORKLOADS, Workload
+from gpipe.plan.partition import partition
+
+ROUNDS = 5
+QUIET = 0.1  # of a core
+NOT_WITH_REMAT = {"whole", "naive", "torch-zbv"}
+ONLY_WITH_REMAT = {"except_last"}
+LONG = {"floor", "gpipe", "call", "except_last", "torch-gpipe", "torch-1f1b", "torchgpipe"}  # where steps take long
+
+
+@dataclass
+class Row:
+    """What came out for one runtime."""
+
+    name: str
+    seconds: list[float]
+    cpu: float
+    others: float
+    peak_bytes: list[int]
+    gradients: str
+
+
+@dataclass
+class Result:
+    """One workload with remat or without: everything that a table shows."""
+
+    workload: str
+    title: str
+    partitions: int
+    micro_batches: int
+    remat: bool
+    cuts: tuple[int, ...]
+    forward: list[float]
+    backward: list[float]
+    ideal: float
+    copies_slowdown: float
+    ceiling: float
+    rows: list[Row]
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        """The table, with what it must be read beside."""
+        plain = median(next(row for row in self.rows if row.name == "plain").seconds)
+        header = [
+            "runtime", "step ms (min-max of rounds)", "speed", "of ceiling", "x ideal", "us/cell", "CPU/wall",
+            "peak MiB", "gradients",
+        ]  # fmt: skip
+        cells = self.partitions * self.micro_batches
+        lines = []
+        for row in self.rows:
+            step = median(row.seconds)
+            lines.append(
+                [
+                    RUNTIMES[row.name].title, spread(row.seconds), f"{plain / step:.2f}",
+                    f"{plain / step / self.ceiling:.2f}", f"{step / self.ideal:.2f}", f"{step / cells * 1e6:.0f}",
+                    f"{row.cpu:.2f}", _peak(row.peak_bytes), row.gradients,
+                ]
+            )  # fmt: skip
+        failed = "".join(
+            f"\n{RUNTIMES[name].title} failed: {why.splitlines()[-1]}\n" for name, why in self.failures.items()
+        )
+        return f"{self._heading()}\n\n{table(header, lines)}\n{failed}"
+
+    def _heading(self) -> str:
+        stages = " ".join(f"{f * 1e3:.3g}/{b * 1e3:.3g}" for f, b in zip(self.forward, self.backward, strict=True))
+        busiest = max(row.others for row in self.rows)
+        return (
+            f"**{'With' if self.remat else 'Without'} remat**, K={self.partitions}, M={self.micro_batches}, layers "
+            f"{'+'.join(map(str, self.cuts))}; forward/backward of a micro-batch, ms, by stage: {stages}; ideal "
+            f"{self.ideal * 1e3:.4g} ms.\nIndependent copies of the plain loop slow each other by "
+            f"{self.copies_slowdown:.2f}; ceiling {self.ceiling:.2f}x the plain loop. Other processes used up to "
+            f"{busiest:.2f} cores."
+        )
+
+
+def _peak(sizes: Sequence[int]) -> str:
+    total = f"{sum(sizes) / 2**20:.0f}"
+    return total if len(sizes) == 1 else f"{total} ({max(sizes) / 2**20:.0f})"
+
+
+def choose_cuts(work: Workload, partitions: int) -> tuple[int, ...]:
+    """The layers of each partition: known, or those whose slowest partition is fastest by measured times."""
+    known = work.cuts(partitions)
+    if known is not None:
+        return known
+    layers = len(work.layers())
+    setup = Setup(work.name, layers, work.micro_batches, (1,) * layers, remat=False)
+    team = Team("stages", setup)
+    try:
+        team.wait_until_ready()
+        turns = [team.turn() for _ in range(3)]
+    finally:
+        team.close()
+    forward, backward = stage_times(turns)
+    return partition([f + b for f, b in zip(forward, backward, strict=True)], partitions, balance="minmax").layers
+
+
+def stage_times(turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
+    """Seconds of each stage for a micro-batch: medians within a turn, then over turns."""
+
+    def over(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+        return [median(median(turn[stage]) for turn in times) for stage in range(len(times[0]))]
+
+    return over([turn.forwards for turn in turns]), over([turn.backwards for turn in turns])
+
+
+def measure(
+    work: Workload, names: Sequence[str], *, remat: bool, rounds: int, seconds: float, rest: float = 0.0
+) -> Result:
+    """Runs one workload through the runtimes for about so many seconds."""
+    until = time.monotonic() + seconds
+    setups = {name: _setup(work, name, remat=remat) for name in ("plain", "stages", *names)}
+    copies = min(work.partitions, os.cpu_count() or 1)
+    with Lab(setups, copies=0 if work.sleeps else copies) as lab:
+        gradients = lab.gradients()
+        gradients["oldest"] = _gradients_oldest_first(setups["plain"])
+        lab.run(rounds, until, rest)
+    quiet = {name: quietest(turns, rounds, QUIET) for name, turns in lab.turns.items() if turns}
+    steps = {name: [median(turn.seconds) for turn in turns] for name, turns in quiet.items()}
+    forward, backward = stage_times(quiet["stages"])
+    slowdown = 1.0 if work.sleeps else median(steps["copies"]) / median(steps["plain"])
+    machines = work.partitions if work.sleeps else copies
+    ceiling = machines / slowdown * share(forward, backward, work.micro_batches, remat=remat)
+    rows = [
+        Row(
+            name,
+            steps[name],
+            median(turn.cpu for turn in quiet[name]),
+            median(turn.others for turn in quiet[name]),
+            lab.teams[name].peaks,
+            _compare(gradients[name], gradients["plain"], gradients["oldest"]),
+        )
+        for name in ("plain", *names)
+        if name not in lab.failures
+    ]
+    return Result(
+        work.name, work.title, work.partitions, work.micro_batches, remat, setups["plain"].cuts, forward, backward,
+        makespan(forward, backward, work.micro_batches, remat=remat), slowdown, ceiling, rows,
+        lab.failures,
+    )  # fmt: skip
+
+
+_CUTS: dict[tuple[str, int], tuple[int, ...]] = {}
+
+
+def _setup(work: Workload, name: str, *, remat: bool) -> Setup:
+    stages = work.partitions * RUNTIMES[name].stages_per_rank
+    if (work.name, stages) not in _CUTS:
+        _CUTS[work.name, stages] = choose_cuts(work, stages)
+    return Setup(work.name, work.partitions, work.micro_batches, _CUTS[work.name, stages], remat=remat)
+
+
+def _gradients_oldest_first(setup: Setup) -> dict[str, Tensor]:
+    team = Team("oldest", setup)
+    try:
+        team.wait_until_ready()
+        return team.gradients()
+    finally:
+        team.close()
+
+
+def _compare(found: Mapping[str, Tensor], newest: Mapping[str, Tensor], oldest: Mapping[str, Tensor]) -> str:
+    """In words, how gradients relate to those of the plain loop in either order."""
+    if found.keys() != newest.keys():
+        return "MISSING"
+    for reference, word in ((newest, "="), (oldest, "= (oldest first)")):
+        if all(torch.equal(found[name], reference[name]) for name in found):
+            return word
+    largest = max(float((found[n] - newest[n]).norm() / (newest[n].norm() + 1e-30)) for n in found)
+    return f"{largest:.0e}"
+
+
+def runtimes_for(work: Workload, *, remat: bool) -> list[str]:
+    """The runtimes that a table of this workload shows, besides the plain loop."""
+    lacks = {"plain", "oldest", "stages"} | (NOT_WITH_REMAT if remat else ONLY_WITH_REMAT)
+    return [name for name in RUNTIMES if name not in lacks and (name in LONG or not work.long)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
+    known = list(WORKLOADS)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(known)}; all by default")
+    parser.add_argument("--remat", choices=("off", "on", "both"), default="both")
+    parser.add_argument("--runtimes", help=f"separated by commas, of {', '.join(RUNTIMES)}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns for each runtime, at least")
+    parser.add_argument("--minutes", type=float, default=4, help="for a workload, about")
+    parser.add_argument("--rest", type=float, default=0, help="pause after a turn, in turns; for shared machines")
+    parser.add_argument("--keep", default="", help="write the result under another name")
+    options = parser.parse_args()
+    remats = {"off": [False], "on": [True], "both": [False, True]}[options.remat]
+    for name in options.workloads or known:
+        work = WORKLOADS[name]
+        results = []
+        for remat in remats:
+            names = options.runtimes.split(",") if options.runtimes else runtimes_for(work, remat=remat)
+            seconds = 60 * options.minutes / len(remats)
+            results.append(
+                measure(work, names, remat=remat, rounds=options.rounds, seconds=seconds, rest=options.rest)
+            )
+        about = facts()
+        text = f"# {work.title}\n\n{describe(about)}\n\n" + "\n".join(result.markdown() for result in results)
+        write(options.keep or name, text, {"facts": about, "results": [asdict(result) for result in results]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The work that is measured: layers, a mini-batch, and a loss, all drawn from a fixed seed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe.models import amoebanet_d
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One mini-batch for one network.
+
+    Attributes:
+        build: Makes the layers; called after seeding, so that every process has the same weights.
+        batch: Makes inputs and targets, N rows each.
+        partitions: K, unless the command says otherwise.
+        micro_batches: M, likewise.
+        cuts: By K, the layers of each partition where they are known to be equal; else measured times decide.
+        long: Whether a step takes so long that only the main runtimes are compared.
+        sleeps: Whether the layers sleep, so that any number of stages can work at once.
+    """
+
+    name: str
+    title: str
+    build: Callable[[], list[nn.Module]]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss_fn: Loss
+    partitions: int
+    micro_batches: int
+    cuts: Callable[[int], tuple[int, ...] | None] = lambda partitions: None
+    long: bool = False
+    sleeps: bool = False
+
+    def layers(self) -> list[nn.Module]:
+        """The network, the same at every call."""
+        torch.manual_seed(0)
+        return self.build()
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, the same at every call."""
+        torch.manual_seed(1)
+        return self.batch()
+
+
+def _even(layers: int) -> Callable[[int], tuple[int, ...] | None]:
+    def cuts(partitions: int) -> tuple[int, ...] | None:
+        return (layers // partitions,) * partitions if layers % partitions == 0 else None
+
+    return cuts
+
+
+# Transformer language model: 8 blocks, d=256, sequence 128.
+
+_VOCABULARY, _WIDTH, _LENGTH = 1000, 256, 128
+
+
+class Embedding(nn.Module):
+    """Token ids (N, T) to vectors (N, T, d), with a learned position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(_LENGTH, _WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks tokens up."""
+        found: Tensor = self.words(tokens) + self.places
+        return found
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each behind a norm and beside a residual connection."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(_WIDTH)
+        self.packed = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.ffn = nn.Sequential(
+            nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Lets each position attend to those before it: (N, T, d) to (N, T, d)."""
+        rows, length, _ = x.shape
+        packed = self.packed(self.attention_norm(x)).view(rows, length, 3, self.heads, _WIDTH // self.heads)
+        query, key, value = packed.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, _WIDTH))
+        result: Tensor = x + self.ffn(x)
+        return result
+
+
+def _transformer() -> list[nn.Module]:
+    head = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False))
+    return [Embedding(), *(Block() for _ in range(8)), head]
+
+
+def _tokens(rows: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(_VOCABULARY, (rows, _LENGTH + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Mean cross entropy over all tokens."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+# A residual network with BatchNorm whose layers differ much in cost.
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, (N, C, S, S) to (N, D, S/stride, S/stride)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the shortcut."""
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def _conv_net() -> list[nn.Module]:
+    return [
+        nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        Residual(16, 16),
+        Residual(16, 64),
+        Residual(64, 64),
+        Residual(64, 128, stride=2),
+        Residual(128, 128),
+        Residual(128, 128),
+        Residual(128, 256, stride=2),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(256, 10),
+    ]
+
+
+def _images(rows: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3, size, size), torch.randint(classes, (rows,))
+
+
+# Layers so small that only the runtime is left to measure.
+
+
+def _tiny() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)]
+
+
+def _vectors(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width), torch.randn(rows, width)
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error."""
+    return F.mse_loss(output, target)
+
+
+# Layers that sleep: as parallel as one likes on any machine.
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds * len(x)
+        ctx.save_for_backward(x, weight)
+        time.sleep(ctx.seconds)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        time.sleep(2 * ctx.seconds)
+        return gradient * weight, (gradient * x).sum(0), None
+
+
+class Sleep(nn.Module):
+    """Sleeps t a row in the forward and 2t a row in the backward; multiplies by a weight."""
+
+    def __init__(self, seconds: float, width: int = 4) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleeps and multiplies."""
+        slept: Tensor = _Nap.apply(x, self.weight, self.seconds)
+        return slept
+
+
+def sleepers(seconds: Sequence[float]) -> list[nn.Module]:
+    """One sleeping layer for each number."""
+    return [Sleep(t) for t in seconds]
+
+
+def sleeping(seconds: float, layers: int = 8, partitions: int = 8, micro_batches: int = 32) -> Workload:
+    """Layers that sleep `seconds` each for a micro-batch, which is one row."""
+    return Workload(
+        "sleeping",
+        f"{layers} sleeping layers, forward {seconds * 1e3:g} ms, backward {seconds * 2e3:g} ms",
+        partial(sleepers, [seconds] * layers),
+        partial(_vectors, micro_batches, 4),
+        squared_error,
+        partitions,
+        micro_batches,
+        _even(layers),
+        long=True,
+        sleeps=True,
+    )
+
+
+WORKLOADS = {
+    work.name: work
+    for work in (
+        Workload(
+            "transformer", "Transformer: 8 blocks, d=256, sequence 128, 16 rows",
+            _transformer, partial(_tokens, 16), token_loss, partitions=2, micro_batches=8,
+        ),
+        Workload(
+            "transformer-64", "Transformer: 8 blocks, d=256, sequence 128, 64 rows",
+            _transformer, partial(_tokens, 64), token_loss, partitions=2, micro_batches=32, long=True,
+        ),
+        Workload(
+            "conv", "residual conv net with BatchNorm: 10 layers of very different costs, 32 images of 32x32",
+            _conv_net, partial(_images, 32, 32, 10), F.cross_entropy, partitions=2, micro_batches=8,
+        ),
+        Workload(
+            "amoebanet", "AmoebaNet-D (6, 64), 32 images of 64x64",
+            partial(amoebanet_d, layers=6, filters=64, classes=10, dropout=0.0),
+            partial(_images, 32, 64, 10), F.cross_entropy, partitions=2, micro_batches=8,
+        ),
+        Workload(
+            "tiny", "tiny layers: 8 x Linear(32) + Tanh, one row a micro-batch",
+            _tiny, partial(_vectors, 64, 32), squared_error, partitions=2, micro_batches=64,
+            cuts=_even(8),
+        ),
+        sleeping(0.005),
+    )
+}  # fmt: skip
