@@ -105,8 +105,8 @@ def main() -> None:
         "# Peak memory of a step",
         describe(facts()),
         f"{len(always)} shapes with remat always: peak = {boundary:.0f} bytes x K N + {inside:.0f} bytes x L N/M + "
-        f"{constant / MIB:.2f} MiB explains {explained:.2%} of the variance. A boundary row is {4 * WIDTH} bytes, and "
-        "so is a row inside a layer: what Tanh returns is kept once, for itself and for the next Linear.",
+        f"{constant / MIB:.2f} MiB explains {explained:.2%} of the variance. A boundary row is {4 * WIDTH} bytes, "
+        "and so is a row inside a layer: what Tanh returns is kept once, for itself and for the next Linear.",
         "![Peak over L, M and N](memory.svg)",
         table(["L", "K", "M", "N", "remat always MiB", "remat never MiB", "less by"], rows),
     ]

@@ -10,7 +10,7 @@ from torch import nn
 from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance, Partition, given, partition
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.run.layers import Layers, named_layers
+from gpipe.run.layers import Layers, find_scripted, named_layers
 from gpipe.run.measure import as_in_training, count_flops, measure_by, measure_seconds
 from gpipe.run.microbatch import Tree, count_rows, split
 from gpipe.run.shared import find_ties, tie
@@ -94,6 +94,7 @@ def settle(
     named, wrong = named_layers(layers, seed)
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
+    mistakes.found += find_scripted(named)
     _check_skips(named, mistakes)
     tied, wrong_ties = find_ties(named, ties)
     mistakes.found += wrong_ties

@@ -84,6 +84,7 @@ KINDS: dict[str, tuple[Callable[..., _BatchNorm], tuple[int, ...]]] = {
     "1d of sequences": (nn.BatchNorm1d, (5,)),
     "2d": (nn.BatchNorm2d, (3, 2)),
     "3d": (nn.BatchNorm3d, (2, 1, 3)),
+    "synchronized": (nn.SyncBatchNorm, ()),
 }
 
 

@@ -40,7 +40,8 @@ def test_a_healthy_pipe_has_no_findings_before_or_after_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("partitions", "micro_batches", "bubble", "better"), [(2, 4, "20%", "11%"), (4, 4, "43%", "16%"), (8, 1, "88%", "18%")]
+    ("partitions", "micro_batches", "bubble", "better"),
+    [(2, 4, "20%", "11%"), (4, 4, "43%", "16%"), (8, 1, "88%", "18%")],
 )
 def test_few_micro_batches_are_found_with_the_bubble_that_they_cost(
     partitions: int, micro_batches: int, bubble: str, better: str
@@ -56,7 +57,8 @@ def test_enough_micro_batches_are_not_found(partitions: int, micro_batches: int)
 
 
 def test_a_partition_without_parameters_is_found_by_number() -> None:
-    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)], [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)]
+    pipe = gpipe.GPipe(layers, [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
     (finding,) = pipe.findings
     assert finding.startswith("partition 1 has no parameters")
     assert "partitions=[...]" in finding

@@ -1,4 +1,4 @@
-"""Randomness in whole pipes: keyed by (seed, step, layer, micro-batch), so the same however the pipe is cut and run."""
+"""Randomness in whole pipes: keyed by (seed, step, layer, micro-batch), the same however a pipe is cut and run."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.cells = kind(3, 3, num_layers=2, dropout=0.5, batch_first=True)  # type: ignore[call-arg]
+        self.cells = kind(3, 3, num_layers=2, dropout=0.5, batch_first=True)  # type: ignore[call-arg,arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.cells(x.view(len(x), 2, 3))[0]

@@ -95,7 +95,8 @@ class _Loan:
         self.counts.append(given.numel() // given.shape[1])
         self.momenta.setdefault(norm, norm.momentum)
         norm.__dict__["momentum"] = 1.0
-        norm._buffers["num_batches_tracked"] = None
+        tracked = self.own["num_batches_tracked"]
+        norm._buffers["num_batches_tracked"] = None if tracked is None else torch.zeros_like(tracked)
         norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
 
     def end(self) -> None:

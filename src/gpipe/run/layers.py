@@ -40,6 +40,17 @@ def named_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[
     return named, mistakes
 
 
+def find_scripted(named: dict[str, nn.Module]) -> list[str]:
+    """The layers that TorchScript has made its own: their parameters and buffers cannot be lent."""
+    return [
+        f"layer {name} holds a {type(module).__name__}, whose state cannot be looked after; give the plain module, "
+        f"perhaps compiled by torch.compile"
+        for name, layer in named.items()
+        for module in layer.modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+
+
 def build(maker: Callable[[], object], seed: int, index: int) -> object:
     """Builds a layer whose weights depend on (seed, index) alone; torch's own generators stay untouched."""
     key = visit_key(seed, -1, index, 0)

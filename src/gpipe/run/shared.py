@@ -19,7 +19,6 @@ from gpipe.run.boundary import run_backward
 from gpipe.run.skips import version
 from gpipe.run.stage import Layer, Stage
 
-
 Place: TypeAlias = tuple[nn.Module, str]
 """Where a parameter or a buffer stands."""
 

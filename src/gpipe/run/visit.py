@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
@@ -102,6 +103,10 @@ class visit(TorchDispatchMode):  # noqa: N801  # it reads as a function at every
         if drew and _is_checkpointed():
             raise RuntimeError(CHECKPOINTED)
         return result
+
+
+# Dynamo would trace the method whenever a module that it leaves alone runs within a compiled call.
+set_code_exec_strategy(visit.__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 def _is_checkpointed() -> bool:
