@@ -1,13 +1,12 @@
 """What it gains to keep freed memory: glibc gives large blocks back to the system and takes fresh pages for others.
 
-A residual conv net with BatchNorm, with remat and without, in fresh processes that take turns; and tiny layers, whose
-many small blocks show what one heap for all threads costs. The ways of keeping are `mallopt`, called in the process,
-and the variables that glibc reads when a process starts. Wall time suffers from whatever else the machine does; CPU
-time, of all threads, hardly.
+A residual conv net with BatchNorm, with remat and without, in fresh processes that take turns; tiny layers, whose
+many small blocks show what one heap for all threads costs; and sums of large tensors in a thread. Memory is kept by
+`gpipe.keep_freed_memory`, which calls `mallopt` in the process, or by the variables that glibc reads when a process
+starts. Wall time suffers from whatever else the machine does; CPU time, of all threads, hardly.
 """
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -16,32 +15,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+import gpipe
 from bench.machine import facts, forget_peak, peak_resident_bytes
 from bench.report import describe, spread, table, write
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
-LARGE = 2**31 - 1
 CUTS = {"conv": (4, 6), "tiny": (4, 4)}
+BLOCKS = {f"{mib} MiB": mib for mib in (8, 24, 40, 80)}
 REMATS = ("never", "always")
 
 
 @dataclass(frozen=True)
 class Way:
-    """How memory is kept: what is set in the process, and in its environment."""
+    """How memory is kept: what is called in the process, and what stands in its environment."""
 
     title: str
-    options: Mapping[int, int] = field(default_factory=dict)
+    call: Callable[[], bool] = lambda: True
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 WAYS = {
     "default": Way("as glibc has it"),
-    "thresholds": Way("`mallopt`: thresholds", {MMAP_THRESHOLD: LARGE, TRIM_THRESHOLD: LARGE}),
-    "function": Way("`gpipe.keep_freed_memory()`: thresholds, one heap"),
+    "keep": Way("`gpipe.keep_freed_memory()`", lambda: gpipe.keep_freed_memory()),
+    "one heap": Way("`gpipe.keep_freed_memory(one_heap=True)`", lambda: gpipe.keep_freed_memory(one_heap=True)),
     "environment": Way(
         "`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`",
         environment={"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"},
@@ -72,24 +72,40 @@ class Steps:
 
 def serve(name: str, workload: str, remat: str) -> None:
     """Builds the pipe, and answers each line of input with so many steps."""
+    logging.getLogger("gpipe").setLevel(logging.ERROR)
+    assert WAYS[name].call()
+    step = sums(BLOCKS[workload]) if workload in BLOCKS else training(workload, remat)
+    for line in sys.stdin:
+        forget_peak()
+        print(json.dumps(asdict(run(step, int(line)))), flush=True)
+
+
+def training(workload: str, remat: str) -> Callable[[], object]:
+    """A step of a pipe."""
     import torch
 
-    import gpipe
     from bench.workloads import WORKLOADS
 
-    logging.getLogger("gpipe").setLevel(logging.ERROR)
-    libc = ctypes.CDLL(None)
-    done = [libc.mallopt(option, value) for option, value in WAYS[name].options.items()]
-    assert all(done)
-    assert name != "function" or gpipe.keep_freed_memory()
     work = WORKLOADS[workload]
     inputs, targets = work.data()
     torch.set_num_threads(1)
     pipe = gpipe.GPipe(work.layers(), CUTS[workload], work.micro_batches, remat=remat, seed=0)
-    for line in sys.stdin:
-        forget_peak()
-        answer = run(lambda: pipe.step(inputs, targets, work.loss_fn), int(line))
-        print(json.dumps(asdict(answer)), flush=True)
+    return lambda: pipe.step(inputs, targets, work.loss_fn)
+
+
+def sums(mib: int) -> Callable[[], object]:
+    """Ten sums into tensors of a size, in a thread, each freed before the next."""
+    import torch
+
+    torch.set_num_threads(1)
+    one, thread = torch.ones(mib * 2**18), ThreadPoolExecutor(1)
+    thread.submit(torch.set_num_threads, 1).result()
+
+    def add() -> None:
+        for _ in range(10):
+            one + one  # the sum is dropped at once
+
+    return lambda: thread.submit(add).result()
 
 
 def run(step: Callable[[], object], count: int) -> Steps:
@@ -139,6 +155,7 @@ class Process:
 def measure(workload: str, remat: str, rounds: int, steps: int) -> dict[str, list[Steps]]:
     """Gives each way a turn, again and again."""
     processes = {name: Process(name, workload, remat) for name in WAYS}
+    steps *= 20 if workload == "tiny" else 1
     try:
         for process in processes.values():
             process.steps(3)
@@ -175,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.allocator", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--workloads", nargs="+", choices=list(CUTS), default=list(CUTS))
+    parser.add_argument("--workloads", nargs="+", choices=[*CUTS, *BLOCKS], default=[*CUTS, *BLOCKS])
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -193,9 +210,10 @@ def main() -> None:
         "peak MiB",
     ]  # fmt: skip
     for workload in options.workloads:
-        for remat in REMATS:
+        for remat in REMATS if workload in CUTS else ["never"]:
             turns = measure(workload, remat, options.rounds, options.steps)
-            text.append(f"**{workload}, remat={remat}**\n\n{table(header, rows(turns))}")
+            title = f"{workload}, remat={remat}" if workload in CUTS else f"ten sums of {workload} in a thread"
+            text.append(f"**{title}**\n\n{table(header, rows(turns))}")
             data[f"{workload} {remat}"] = {name: [asdict(turn) for turn in own] for name, own in turns.items()}
     write("allocator", "\n\n".join(text), data)
 

@@ -194,7 +194,8 @@ class GPipe(nn.Module):
             loss_fn: `(output, target)` of a micro-batch to its loss l_i, or to `(l_i, metrics)`.
             reduction: How the losses make one: `"mean"` over rows, `"sum"`, or a function of a micro-batch's target
                 that gives its weight (say, its number of tokens). A micro-batch of weight 0 has no say at all.
-            scale: The factor of the gradients, as a gradient scaler wants it; the loss returned is unscaled.
+            scale: The factor of the gradients; the loss returned is unscaled. For a `torch.amp.GradScaler` it is
+                `float(scaler.scale(torch.ones(())))`, which also tells the scaler that it is in use.
 
         Returns:
             The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
