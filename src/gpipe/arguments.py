@@ -31,7 +31,7 @@ class Settings:
     remat: tuple[Remat, ...]
     devices: tuple[torch.device, ...]
     schedule: str
-    driver: Driver
+    driver: Driver | None
     seed: int
     intra_op_threads: int
 
@@ -123,10 +123,8 @@ def settle(
         cuts = partition(numbers, partitions, balance=balance)
     else:
         cuts = given(partitions, numbers)
-    return Settings(
-        named, cuts, in_seconds, micro_batches, remats, places, schedule,
-        "lockstep" if driver == "lockstep" else "threads", seed, intra_op_threads,
-    )  # fmt: skip
+    found: Driver | None = "lockstep" if driver == "lockstep" else "threads" if driver == "threads" else None
+    return Settings(named, cuts, in_seconds, micro_batches, remats, places, schedule, found, seed, intra_op_threads)
 
 
 def _is_count(value: object) -> bool:

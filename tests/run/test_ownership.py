@@ -235,7 +235,7 @@ def test_the_pipes_own_clipping_is_the_same_for_every_k() -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in pipe.parameters() if p.grad is not None]))
     assert all(same_bits(norm, norms[0]) for norm in norms)
     assert all(same_bits(gradient, gradients[0]) for gradient in gradients)
-    assert float(gradients[0].norm()) == pytest.approx(0.3)
+    assert float(gradients[0].norm()) == pytest.approx(0.3, rel=1e-4)  # torch adds 1e-6 to the norm it divides by
 
 
 def test_gradients_are_added_until_they_are_zeroed() -> None:

@@ -1,8 +1,9 @@
 """Makes the program of a mini-batch and has it run: everything of a pipe that is not its face."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpipe.run.drivers import RankThreads, lockstep, walk
 from gpipe.run.guard import RandomGuard
 from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.mailbox import Mailbox
+from gpipe.run.pace import Pace
 from gpipe.run.recorder import Recorder
 from gpipe.run.shared import Aliases, BufferGuard, find_exposed, find_race, find_shared
 from gpipe.run.skips import version
@@ -36,6 +38,7 @@ class Plumbing:
     forward: Part
     backward: Part
     wirings: tuple[Wiring, ...]
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def program(self) -> Program:
@@ -59,7 +62,7 @@ class Engine:
         schedule: Callable[[int, int], Rows],
         remat: Sequence[Remat],
         *,
-        threaded: bool,
+        threaded: bool | None,
         intra_op_threads: int,
         deferred_batch_norm: bool,
     ) -> None:
@@ -143,16 +146,17 @@ class Run:
         self.aliases = Aliases(engine.shared, engine.stages)
         self.mailbox = Mailbox(plumbing.program.ranks)
         self.workers: list[Worker] = []
+        self.threaded = plumbing.pace.threaded if engine.threaded is None else engine.threaded
 
     def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the whole program."""
-        self._go(self.plumbing.whole, ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.plumbing.whole, ambient, recorder, threaded=self.threaded)
         self._finish()
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the forward half; what the backward half needs is kept."""
         self._weights = self._find_weights()
-        self._go(self.plumbing.forward, ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.plumbing.forward, ambient, recorder, threaded=self.threaded)
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the backward half.
@@ -169,7 +173,7 @@ class Run:
                 "backward, which would recompute with the new value; call backward first, or use remat='never'"
             )
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
-        self._go(self.plumbing.backward, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
+        self._go(self.plumbing.backward, ambient, recorder, threaded=self.threaded and not on_cuda)
         self._finish()
 
     @property
@@ -207,7 +211,10 @@ class Run:
             lane.begin()
         if recorder is not None:
             recorder.begin(lanes)
+        if self.engine.threaded is not False:
+            Ambient.here().refuse_strangers()  # for a backward, not those that its forward had around it
         guard, buffers = RandomGuard(lanes), BufferGuard(self.engine.exposed)
+        begun = time.perf_counter()
         try:
             with ambient.fresh_casts(), self.aliases.in_place():
                 if threaded:
@@ -220,6 +227,7 @@ class Run:
             for worker in self.workers:
                 worker.store.clear()
             raise
+        self.plumbing.pace.note((time.perf_counter() - begun) / max(map(len, part.rows)), threaded=threaded)
         for worker in self.workers:
             worker.settle()
         for lane in lanes:
@@ -228,7 +236,6 @@ class Run:
             recorder.end()
 
     def _in_threads(self, part: Part, ambient: Ambient, recorder: Recorder | None) -> None:
-        Ambient.here().refuse_strangers()  # for a backward, not those that its forward had around it
         jobs = [partial(_row, worker, part, self.mailbox, ambient, recorder) for worker in self.workers]
         with _intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
             self.engine.threads.run(jobs, self.mailbox.cancel)
