@@ -238,9 +238,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 FORKS = ("skip", "same", "keyed", "turned")
 SPOILED = {"relu", "tanh", "turned", "in place", "rrelu", "noise", "draws"}  # a backward needs what these give
 KEEPING = {"identity", "unused", "dropout", "dropout in place"}  # may give the very tensor that they are given
-UNTRAINED = {"layer drop", "frozen", "unused", "batch norm, frozen"} | {  # some micro-batch may train nothing in them
-    kind for kind, make in KINDS.items() if not list(make(2).parameters())
-}
+UNSURE = {"layer drop", "unused"}  # some micro-batch may train nothing in them
 
 
 @dataclass
@@ -281,7 +279,9 @@ def generate(draw: Random) -> Model:
             model.whole = True
             _add(model, "whole", TakesWhole(width))
         _grow(draw, model, draw.randint(3, 9))
-        if all(kind.removeprefix("again: ") in UNTRAINED for kind in model.kinds):
+        pairs = zip(model.kinds, model.layers, strict=True)
+        sure = [layer for kind, layer in pairs if kind.removeprefix("again: ") not in UNSURE]
+        if not any(p.requires_grad for layer in sure for p in layer.parameters()):
             _add(model, "linear", nn.Linear(width, width))
         if draw.random() < 0.4:
             _share(draw, model)
