@@ -55,7 +55,7 @@ class GPipe(nn.Module):
         seed: Keys all randomness of the layers; None draws one number from torch's generator.
         intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
         driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging. By
-            default threads; only if eight mini-batches show layers of well under a millisecond is the calling thread
+            default threads; only if eight mini-batches show layers of a millisecond or less is the calling thread
             tried, and the faster kept. The bits are the same.
 
     Raises:

@@ -29,6 +29,15 @@ def test_of_two_ways_to_run_short_layers_the_faster_is_kept() -> None:
     assert not paced(threads=SHORT / 2, alone=SHORT / 4).threaded
 
 
+def test_one_bad_try_is_enough() -> None:
+    pace = Pace()
+    for _ in range(TRIALS):
+        pace.note(SHORT / 2, threaded=True)
+    assert not pace.threaded
+    pace.note(SHORT * 4, threaded=False)
+    assert pace.threaded
+
+
 class Where(nn.Module):
     """Notes the threads that it runs in."""
 

@@ -6,7 +6,7 @@ and on two free cores take longer than one after another. The bits are the same 
 
 from statistics import median
 
-SHORT = 1e-3
+SHORT = 3e-3
 """Seconds of one action below which it is worth a try."""
 
 TRIALS = 8
@@ -33,6 +33,8 @@ class Pace:
         """
         threads, alone = self._seconds[True], self._seconds[False]
         if len(threads) < TRIALS or median(threads) > SHORT:
+            return True
+        if any(seconds > 2 * median(threads) for seconds in alone):  # no need to try that again
             return True
         return len(alone) == TRIALS and median(threads) <= median(alone)
 
