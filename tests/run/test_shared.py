@@ -422,6 +422,24 @@ def test_a_module_without_parameters_may_be_many_layers() -> None:
     assert_same_bits(pipe, plain)
 
 
+class Empty(nn.Linear):
+    """Has a length, which is 0, and so is not true."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("cut", [[3], [1, 1, 1]], ids=str)
+def test_a_module_of_length_0_that_is_two_layers(cut: list[int]) -> None:
+    torch.manual_seed(0)
+    layer = Empty(W, W)
+    layers: list[nn.Module] = [layer, nn.Tanh(), layer]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, cut, M, seed=5)
+    assert same_bits(train(pipe), train_plainly(plain))
+    assert_same_bits(pipe, plain)
+
+
 @contextmanager
 def counted(module: nn.Module) -> Iterator[list[str]]:
     """What its hooks hear."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from bench.law1_mixed import Lent, add_up, own_leaves
 from tests.laws import REMATS, assert_same_bits, plain_loop, same_bits
 
 M = 2
@@ -314,3 +315,67 @@ def test_a_module_of_torchs_own_may_be_compiled_in_place() -> None:
         return [nn.Linear(W, W), layer, nn.Linear(W, 2)]
 
     check_compiled(make, [([3], "never", "lockstep"), ([1, 1, 1], "always", "threads")])
+
+
+@looks_at_grad
+@pytest.mark.parametrize("compile_layer", [wrapped, in_place])
+def test_compiled_layers_may_share_weights(compile_layer: Compile) -> None:
+    def make() -> list[nn.Module]:
+        torch.manual_seed(0)
+        first, second = Block(0.3), Block(0.3)
+        second.linear.weight = first.linear.weight
+        return [
+            nn.Linear(W, W),
+            compile_layer(first, "aot_eager"),
+            compile_layer(second, "aot_eager"),
+            nn.Linear(W, 2),
+        ]
+
+    plain = make()
+    leaves = own_leaves(plain)
+    lent = [Lent(layer, of_layer) for layer, of_layer in zip(plain, leaves, strict=True)]
+    expected = plain_loop(lent, *data(), F.mse_loss, micro_batches=M, seed=3)
+    add_up(leaves)
+    for cut, remat in (([4], "never"), ([2, 2], "always")):
+        pipe = gpipe.GPipe(make(), cut, M, remat=remat, seed=3)
+        assert same_bits(pipe.step(*data(), F.mse_loss), expected)
+        assert_same_bits(pipe, plain)
+
+
+@pytest.mark.parametrize("compile_layer", [wrapped, in_place])
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_a_compiled_module_that_is_two_layers_is_refused_with_what_to_do(
+    partitions: int, compile_layer: Compile
+) -> None:
+    # Its code went on with the weights of the first use.
+    block = compile_layer(Block(0.3), "eager")
+    pipe = gpipe.GPipe([nn.Linear(W, W), block, nn.Tanh(), block, nn.Linear(W, 2)], partitions, M)
+    with pytest.raises(ValueError, match=r"compiled .* is several layers.* a module of its own"):
+        pipe.step(*data(), F.mse_loss)
+
+
+@pytest.mark.parametrize("compile_layer", [wrapped, in_place])
+def test_a_compiled_batch_norm_cannot_defer_its_statistics(compile_layer: Compile) -> None:
+    # The code that was compiled with the lent buffers ran in the recompute as well, and counted it.
+    layers = [nn.Linear(W, W), compile_layer(nn.Sequential(nn.BatchNorm1d(W)), "eager"), nn.Linear(W, 2)]
+    pipe = gpipe.GPipe(layers, 2, M, deferred_batch_norm=True)
+    with pytest.raises(ValueError, match=r"cannot reach a BatchNorm inside of a compiled module"):
+        pipe.step(*data(), F.mse_loss)
+
+
+@looks_at_grad
+@pytest.mark.parametrize("remat", REMATS)
+def test_a_compiled_batch_norm_keeps_statistics_as_the_plain_loop_does(remat: str) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(W)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(x)
+
+    def make() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(W, W), wrapped(Normed(), "aot_eager"), nn.Linear(W, 2)]
+
+    check_compiled(make, [([1, 2], remat, "threads"), ([3], remat, "lockstep")])

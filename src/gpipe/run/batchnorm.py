@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe.run.shared import is_compiled
+
 LENT = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -45,9 +47,19 @@ class Deferred:
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> "Deferred":
-        """Begins a mini-batch: finds the BatchNorms that keep running statistics."""
-        found = {m: None for root in modules for m in root.modules() if isinstance(m, _BatchNorm)}
-        return cls([norm for norm in found if norm.training and norm.running_mean is not None])
+        """Begins a mini-batch: finds the BatchNorms that keep running statistics.
+
+        Raises:
+            ValueError: One is inside of a compiled module, whose code has its buffers and momentum built in.
+        """
+        found = {m: None for root in modules for m in root.modules() if _defers(m)}
+        inside = (m for root in modules for whole in root.modules() if is_compiled(whole) for m in whole.modules())
+        if any(map(_defers, inside)):
+            raise ValueError(
+                "deferred_batch_norm=True cannot reach a BatchNorm inside of a compiled module; compile what is "
+                "around it, or leave the statistics as they are by default"
+            )
+        return cls([norm for norm in found if isinstance(norm, _BatchNorm)])
 
     @contextmanager
     def collect(self, micro_batch: int) -> Iterator[None]:
@@ -69,6 +81,10 @@ class Deferred:
             for same_forward in zip_longest(*by_micro_batch):  # a micro-batch may have left it out
                 _update(norm, reduce(Statistics.merge, (seen for seen in same_forward if seen is not None)))
         self.seen.clear()
+
+
+def _defers(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
 
 
 class _Loan:

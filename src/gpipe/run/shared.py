@@ -205,12 +205,26 @@ def _put(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         module._flat_weights = [getattr(module, weight) for weight in module._flat_weights_names]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is `torch.compile`'s."""
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+
+
 def _copy_with(
     module: nn.Module, aliases: dict[tuple[nn.Module, str], Tensor], known: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """A copy of a module that shares everything with it but the aliased parameters."""
+    """A copy of a module that shares everything with it but the aliased parameters.
+
+    Raises:
+        ValueError: It is compiled, and its code would go on with the parameters of the original.
+    """
     if module in known:
         return known[module]
+    if is_compiled(module):
+        raise ValueError(
+            f"a compiled {type(module).__name__} is several layers, which would need its code once for each; give "
+            f"each layer a module of its own, and share their parameters, perhaps by ties=..."
+        )
     copied = known[module] = module.__new__(type(module))
     copied.__dict__ = dict(module.__dict__)
     copied.__dict__["_parameters"] = dict(module._parameters)

@@ -47,7 +47,7 @@ class Layer:
 
     def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment) -> object:
         """Runs the module, its randomness keyed."""
-        module = self.stand_in or self.module
+        module = self.module if self.stand_in is None else self.stand_in
         if not self.may_draw():
             return module(value, **popped)
         with visit(moment.seed, moment.step, self.index, moment.micro_batch) as keyed:
@@ -138,7 +138,7 @@ class Stage:
         if self.simple:
             for layer in self.layers:
                 begun.append(_sequence_number())
-                value = (layer.stand_in or layer.module)(value)
+                value = (layer.module if layer.stand_in is None else layer.stand_in)(value)
             return value
         for layer in self.layers:
             begun.append(_sequence_number())
