@@ -72,6 +72,8 @@ class Team:
         self.peaks = [answer.peak_bytes for answer in answers]
         step = max(answer.seconds[-1] for answer in answers)
         self.steps = min(40, max(1, round(TURN_SECONDS / step)))
+        if self.steps > 1:
+            self.turn()  # what is short may need more to settle
 
     def turn(self) -> Turn:
         """Has all processes run some steps."""
