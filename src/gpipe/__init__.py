@@ -7,23 +7,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gpipe.checkpoint.folder import find_checkpoint as find_checkpoint
+    from gpipe.checkpoint.load import load as load
+    from gpipe.checkpoint.manifest import CheckpointError as CheckpointError
+    from gpipe.checkpoint.save import save as save
+    from gpipe.checkpoint.sigterm import catch_sigterm as catch_sigterm
+    from gpipe.checkpoint.weights import load_weights as load_weights
+    from gpipe.checkpoint.weights import save_weights as save_weights
     from gpipe.pipeline import GPipe as GPipe
     from gpipe.run.allocator import keep_freed_memory as keep_freed_memory
     from gpipe.run.microbatch import Whole as Whole
     from gpipe.run.recorder import record as record
     from gpipe.run.skips import Sequential as Sequential
+    from gpipe.run.transport import RemoteError as RemoteError
     from gpipe.run.visit import visit as visit
 
 _HOME = {
+    "CheckpointError": "gpipe.checkpoint.manifest",
     "GPipe": "gpipe.pipeline",
+    "RemoteError": "gpipe.run.transport",
     "Sequential": "gpipe.run.skips",
     "Whole": "gpipe.run.microbatch",
+    "catch_sigterm": "gpipe.checkpoint.sigterm",
+    "find_checkpoint": "gpipe.checkpoint.folder",
     "keep_freed_memory": "gpipe.run.allocator",
+    "load": "gpipe.checkpoint.load",
+    "load_weights": "gpipe.checkpoint.weights",
     "record": "gpipe.run.recorder",
+    "save": "gpipe.checkpoint.save",
+    "save_weights": "gpipe.checkpoint.weights",
     "visit": "gpipe.run.visit",
 }
 
-__all__ = ["GPipe", "Sequential", "Whole", "keep_freed_memory", "record", "visit"]
+__all__ = [
+    "CheckpointError",
+    "GPipe",
+    "RemoteError",
+    "Sequential",
+    "Whole",
+    "catch_sigterm",
+    "find_checkpoint",
+    "keep_freed_memory",
+    "load",
+    "load_weights",
+    "record",
+    "save",
+    "save_weights",
+    "visit",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -10,13 +10,14 @@ from torch import nn
 from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance, Partition, given, partition
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.run.layers import Layers, find_scripted, named_layers
+from gpipe.run.layers import Layers, Outline, find_scripted, named_layers
 from gpipe.run.measure import as_in_training, count_flops, measure_by, measure_seconds
 from gpipe.run.microbatch import Tree, count_rows, split
-from gpipe.run.shared import find_ties, tie
+from gpipe.run.place import Place
+from gpipe.run.shared import Tied, find_ties, tie
 from gpipe.run.skips import find_pops
 
-Driver: TypeAlias = Literal["threads", "lockstep"]
+Driver: TypeAlias = Literal["threads", "lockstep", "process"]
 Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
 
 
@@ -34,6 +35,8 @@ class Settings:
     driver: Driver | None
     seed: int
     intra_op_threads: int
+    place: Place | None = None  # of this process, if there are several
+    tied: Tied = ()  # over processes: where identity cannot show it
 
     @property
     def layers_per_partition(self) -> tuple[int, ...]:
@@ -83,15 +86,24 @@ def settle(
     ties: Sequence[Sequence[str]],
     seed: int | None,
     intra_op_threads: int,
+    place: Place | None = None,
+    sketch: Outline | None = None,
 ) -> Settings:
     """Checks everything and fills in the defaults.
+
+    With the sketch of one of several processes, layers that are given as callables stay on the meta device.
 
     Raises:
         ValueError: Lists every mistake, each with what to do.
     """
     mistakes = Mistakes()
     seed = _read_seed(seed, mistakes)
-    named, wrong = named_layers(layers, seed)
+    named, wrong = named_layers(layers, seed) if sketch is None else (sketch.layers, sketch.mistakes)
+    in_seconds = costs == "time" or (costs is None and sample is not None)
+    mistakes.check(
+        sketch is None or not sketch.makers or not (in_seconds or callable(costs)),
+        "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
+    )
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     mistakes.found += find_scripted(named)
@@ -112,10 +124,14 @@ def settle(
     _check_costs(costs, sample, 0 if wrong else len(named), mistakes)
     stages = _count_stages(partitions, 0 if wrong else len(named), mistakes)
     remats = _read_remat(remat, stages, mistakes)
-    places = _read_devices(devices, stages, mistakes)
+    places = _read_devices(devices, stages, mistakes) if place is None else (place.device,) * stages
+    mistakes.check(
+        place is None or devices is None,
+        "devices is for one process; each of several has the device of the mesh, and of LOCAL_RANK",
+    )
     mistakes.raise_all()
-    tie(tied)
-    in_seconds = costs == "time" or (costs is None and sample is not None)
+    if place is None:
+        tie(tied)
     part = _first_micro_batch(sample, micro_batches)
     with as_in_training(places[0], intra_op_threads):
         numbers = _find_costs("time" if in_seconds else costs, list(named.values()), part, places[0], remats)
@@ -123,8 +139,19 @@ def settle(
         cuts = partition(numbers, partitions, balance=balance)
     else:
         cuts = given(partitions, numbers)
-    found: Driver | None = "lockstep" if driver == "lockstep" else "threads" if driver == "threads" else None
-    return Settings(named, cuts, in_seconds, micro_batches, remats, places, schedule, found, seed, intra_op_threads)
+    return Settings(
+        named,
+        cuts,
+        in_seconds,
+        micro_batches,
+        remats,
+        places,
+        schedule,
+        driver,  # type: ignore[arg-type]  # checked above
+        seed,
+        intra_op_threads,
+        place,
+    )
 
 
 def _is_count(value: object) -> bool:

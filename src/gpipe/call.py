@@ -14,9 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe.run.ambient import Ambient
 from gpipe.run.boundary import Gradients, replace_tensors, tensors_in
-from gpipe.run.engine import Run
 from gpipe.run.microbatch import Tree
 from gpipe.run.recorder import Recorder
+from gpipe.run.run import Run
 from gpipe.run.worker import Output
 
 SECOND_BACKWARD = (

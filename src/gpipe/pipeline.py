@@ -1,9 +1,10 @@
 """`GPipe`, the facade that a user sees."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,21 @@ from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES
+from gpipe.processes import Together, settle_together
 from gpipe.run.ambient import Ambient, untraced
 from gpipe.run.boundary import Parcel, cut, tensors_in
 from gpipe.run.engine import Engine
+from gpipe.run.header import Asked, Header
 from gpipe.run.layers import Layers, cut_into_stages
-from gpipe.run.microbatch import Reduction, Tree, count_rows, merge, split, weights
+from gpipe.run.microbatch import Reduction, Tree, count_rows, merge, rows_of_parts, split, weights
+from gpipe.run.place import Place, find_place
 from gpipe.run.recorder import Recorder
+from gpipe.run.team import Alone, Team
 from gpipe.run.worker import NO_METRICS, Batch
 from gpipe.summary import summary
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("gpipe")
 
@@ -56,10 +64,14 @@ class GPipe(nn.Module):
         intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
         driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging. By
             default threads; only if eight mini-batches show layers of a millisecond or less is the calling thread
-            tried, and the faster kept. The bits are the same.
+            tried, and the faster kept. `"process"`: this process runs one partition, others the others. All call the
+            same then; only the first reads inputs, only the last reads targets. The bits are the same.
+        mesh: For processes: where they are, a `DeviceMesh` with a dimension `"pp"` of K and perhaps one `"dp"` of
+            replicas, whose gradients are added up. By default the world, K processes in a row to a replica.
 
     Raises:
         ValueError: Something above cannot be; the error lists every mistake.
+        RemoteError: Another process failed meanwhile; also from `step`, calls and backwards.
 
     Example:
         >>> import torch, gpipe
@@ -87,9 +99,11 @@ class GPipe(nn.Module):
         seed: int | None = None,
         intra_op_threads: int = 1,
         driver: str | None = None,
+        mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__()
-        self._settings = settle(
+        place = _find_place(driver, mesh, partitions)
+        self._settings = settings = (settle if place is None else partial(settle_together, place))(
             layers,
             partitions,
             micro_batches,
@@ -104,24 +118,28 @@ class GPipe(nn.Module):
             seed=seed,
             intra_op_threads=intra_op_threads,
         )
-        settings = self._settings
-        stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices)
+        own = range(len(settings.devices)) if place is None else [place.stage]
+        stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices, own)
         self._engine = Engine(
             stages,
             SCHEDULES[settings.schedule],
             settings.remat,
-            threaded=None if settings.driver is None else settings.driver == "threads",
+            threaded=None if settings.driver is None and place is None else settings.driver == "threads",
             intra_op_threads=settings.intra_op_threads,
             deferred_batch_norm=deferred_batch_norm,
+            place=place,
+            tied=settings.tied,
         )
+        self._together = None if place is None else Together(self._engine)
         self.step_number = 0
         self.findings = examine(settings)
         self._unexamined = True  # until the first step has shown rows and gradients
         for finding in self.findings:
             logger.info(finding)
         self.recorder: Recorder | None = None
+        held = [layer.name for stage in self._engine.own for layer in stage.layers]
         self._modules.update(
-            settings.layers
+            {name: settings.layers[name] for name in held}
         )  # at last, and not by add_module: a layer may be named like any of these
 
     @property
@@ -206,6 +224,24 @@ class GPipe(nn.Module):
             ValueError: The rows of inputs and targets differ, or there are none.
         """
         ambient = Ambient.here()
+        examines = self._unexamined and self.training and ambient.grad
+        before = draws() if examines else {}
+        run = self._step_here if self._together is None else self._step_together
+        rows, loss, metrics = run(inputs, targets, loss_fn, reduction, scale, ambient)
+        self._count_step()
+        if examines:
+            self._examine_first_step(rows, before)
+        return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
+
+    def _step_here(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        loss_fn: Callable[..., object],
+        reduction: Reduction,
+        scale: float,
+        ambient: Ambient,
+    ) -> tuple[int, Tensor | int, list[object]]:
         rows, (values, goals) = self._split(inputs=inputs, targets=targets)
         if ambient.grad:
             _refuse_gradients_of_inputs(values)
@@ -213,30 +249,59 @@ class GPipe(nn.Module):
         batch = self._batch([Parcel(value, []) for value in values], ambient)
         batch.loss_fn, batch.targets = loss_fn, goals
         batch.seeds = [share * scale if share else None for share in shares]
-        examines = self._unexamined and self.training and ambient.grad
-        before = draws() if examines else {}
         self._engine.start(len(values), batch).go(ambient, self.recorder)
-        self._count_step()
-        if examines:
-            self._examine_first_step(rows[-1], before)
         loss = sum(batch.losses[m] * share for m, share in enumerate(shares) if share)
-        metrics = [batch.metrics[m] for m in range(len(values))]
-        return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
+        return rows[-1], loss, [batch.metrics[m] for m in range(len(values))]
+
+    def _step_together(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        loss_fn: Callable[..., object],
+        reduction: Reduction,
+        scale: float,
+        ambient: Ambient,
+    ) -> tuple[int, Tensor | int, list[object]]:
+        assert self._together is not None
+        with self._together.run() as talk:
+            rows, values = self._read_inputs(inputs)
+            if ambient.grad:
+                _refuse_gradients_of_inputs(values)
+            batch = self._batch([Parcel(value, []) for value in values], ambient)
+            batch.loss_fn = loss_fn
+            header = self._header(Asked.STEP, ambient, rows, len(values))
+            return talk.step(header, batch, targets, reduction, scale, ambient, self.recorder)
+
+    def _read_inputs(self, inputs: Tree) -> tuple[int, list[Tree]]:
+        """The number of rows and the micro-batches, which only the first stage knows."""
+        assert self._together is not None
+        if not self._together.is_first:
+            return 0, []
+        rows, (values,) = self._split(inputs=inputs)
+        return sum(rows), values
+
+    def _header(self, asked: Asked, ambient: Ambient, rows: int, parts: int, *, gathers: bool = False) -> Header:
+        return Header(asked, self.step_number, ambient.grad, self.training, gathers, 0, 0, rows, parts)
 
     @untraced
-    def forward(self, inputs: Tree) -> Any:
+    def forward(self, inputs: Tree, *, gather: bool = False) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
 
         Args:
             inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each.
+            gather: Over processes: gives the output in every one. Under grad it must, and every process calls
+                `backward()` of a loss of it; what the last stage's loss gives counts.
 
         Returns:
-            What the last layer returns, the rows of all micro-batches together.
+            What the last layer returns, the rows of all micro-batches together; over processes without `gather`
+            None but at the last stage.
 
         Raises:
             ValueError: The rows of the inputs differ, or there are none.
         """
         ambient = Ambient.here()
+        if self._together is not None:
+            return self._forward_together(inputs, ambient, gather)
         _, (values,) = self._split(inputs=inputs)
         cuts = [cut(value) for value in values]
         batch = self._batch([parcel for parcel, _ in cuts], ambient)
@@ -248,6 +313,22 @@ class GPipe(nn.Module):
             outputs = [output.value for output in run.take_outputs()]
         self._count_step()
         return merge(outputs)
+
+    def _forward_together(self, inputs: Tree, ambient: Ambient, gather: bool) -> Any:
+        assert self._together is not None
+        with self._together.run() as talk:
+            if ambient.grad and not gather:
+                raise ValueError(
+                    "under grad every process needs the output, to call backward(): use pipe(inputs, gather=True), "
+                    "or torch.no_grad()"
+                )
+            rows, values = self._read_inputs(inputs)
+            cuts = [cut(value) for value in values]
+            batch = self._batch([parcel for parcel, _ in cuts], ambient)
+            header = self._header(Asked.CALL, ambient, rows, len(values), gathers=gather)
+            output = talk.call(header, batch, [leaves for _, leaves in cuts], ambient, self.recorder)
+        self._count_step()
+        return output
 
     def _split(self, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
         """The rows of each micro-batch, and each tree in as many parts."""
@@ -261,7 +342,7 @@ class GPipe(nn.Module):
                 mistakes.append(str(error))
         if mistakes:
             raise ValueError("\n".join(mistakes))
-        return [rows // parts + (part < rows % parts) for part in range(parts)], found
+        return rows_of_parts(rows, parts), found
 
     def _batch(self, inputs: Sequence[Parcel], ambient: Ambient) -> Batch:
         return Batch(
@@ -274,13 +355,31 @@ class GPipe(nn.Module):
             loss_index=len(self._settings.layers),
         )
 
+    @property
+    def team(self) -> Team:
+        """The processes of this pipe: for what they have to tell each other between steps."""
+        return Alone() if self._together is None else self._engine.net
+
+    @property
+    def ties_of_names(self) -> dict[str, str]:
+        """The name of each parameter that has an earlier name, and that name; over processes."""
+        return {} if self._together is None else dict(self._together.ties_of_names)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process by name, one that is shared with another under its first name there."""
+        first = self.ties_of_names if remove_duplicate else {}
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
+
     def _count_step(self) -> None:
         if self.training:
             self.step_number += 1
 
     def _examine_first_step(self, rows: int, before: Draws) -> None:
         self._unexamined = False
-        layers = self._settings.layers
+        layers = {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
         found = [
             *examine_draws(layers, before),
             *examine_rows(list(layers.values()), rows, self._engine.deferred_batch_norm),
@@ -297,9 +396,11 @@ class GPipe(nn.Module):
         does not depend on the partitions. Shared parameters count once.
         """
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if not gradients:
-            return torch.zeros(())
         norms = [torch.linalg.vector_norm(gradient, norm_type).to(self.devices[0]) for gradient in gradients]
+        if self._together is not None:
+            norms = self._together.gather_norms(self, norms)
+        if not norms:
+            return torch.zeros(())
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
         for gradient in gradients:
@@ -311,8 +412,8 @@ class GPipe(nn.Module):
         return summary(self._settings, self.plan, self.findings)
 
     def close(self) -> None:
-        """Ends the rank threads; the next step makes new ones."""
-        self._engine.threads.close()
+        """Ends the rank threads, and the links to other processes; the next step makes new ones."""
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -357,6 +458,22 @@ class GPipe(nn.Module):
             "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
             "itself, M times a step; average .grad over the replicas after step(), before the optimizer's"
         )
+
+
+def _find_place(driver: str | None, mesh: "DeviceMesh | None", partitions: object) -> Place | None:
+    """Where this process stands, if there are to be several.
+
+    Raises:
+        ValueError: It cannot be found.
+    """
+    if driver != "process" and mesh is None:
+        return None
+    place, mistakes = find_place(mesh, partitions)
+    if driver not in ("process", None):
+        mistakes.append(f"driver={driver!r} is for one process, and mesh= for several; leave one of them out")
+    if mistakes:
+        raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
+    return place
 
 
 def _refuse_gradients_of_inputs(inputs: Tree) -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from gpipe.plan.action import COMPUTE, Action, Kind, Route, parse_action
-from gpipe.plan.lower import Remat, place_commits, place_recompute, place_transfers
+from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import fill_drain, forward_only
@@ -81,14 +81,22 @@ def bare_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = True) 
 def lowered_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = True) -> Program:
     """Programs as they are run: through all passes."""
     bare = draw(bare_programs(forward=forward, split=split))
+    stages = st.sets(st.integers(0, bare.stages - 1))
     program = place_transfers(place_recompute(bare, draw(remats(bare.stages))))
-    return place_commits(program, draw(st.sets(st.integers(0, bare.stages - 1))))
+    program = place_commits(program, draw(stages))
+    return place_reduces(place_ties(program, draw(stages)), draw(stages))
 
 
 def lowered(stages: int, micro_batches: int, remat: Remat = "always", skips: Iterable[Route] = ()) -> Program:
     """A fill-drain program, one stage a rank, as it is run."""
     bare = Program.of(fill_drain(stages, micro_batches), micro_batches, skips=skips)
     return place_transfers(place_recompute(bare, [remat] * stages))
+
+
+def closed(program: Program) -> Program:
+    """The same program with every closing action at every stage."""
+    stages = range(program.stages)
+    return place_reduces(place_ties(place_commits(program, stages), stages), stages)
 
 
 def computing(row: Iterable[Action]) -> list[Action]:

@@ -3,7 +3,10 @@ import pytest
 from gpipe.plan.action import Kind, parse_action
 from gpipe.plan.cost import StageCost, seconds, unit_costs
 
-COSTS = [StageCost(forward=3, backward=8, send=0.5), StageCost(forward=2, backward=4, recompute=1)]
+COSTS = [
+    StageCost(forward=3, backward=8, send=0.5, tie=6, reduce=7),
+    StageCost(forward=2, backward=4, recompute=1),
+]
 
 
 @pytest.mark.parametrize(
@@ -19,8 +22,10 @@ COSTS = [StageCost(forward=3, backward=8, send=0.5), StageCost(forward=2, backwa
         ("1SEND0@x:0>1", 0),
         ("0RECEIVE0@x:0>1", 0),
         ("0COMMIT", 0),
-        ("0REDUCE", 0),
-        ("0TIE", 0),
+        ("0REDUCE", 7),
+        ("1REDUCE", 0),
+        ("0TIE", 6),
+        ("1TIE", 0),
     ],
 )
 def test_an_action_costs_what_its_stage_says(action: str, expected: float) -> None:

@@ -11,7 +11,7 @@ from gpipe.plan.laws import check
 from gpipe.plan.program import Program, ScheduleError
 from gpipe.plan.rules import needs
 from gpipe.plan.schedules import fill_drain, forward_only
-from tests.plan.strategies import LAW, bare_programs, listed, lowered, lowered_programs, parsed
+from tests.plan.strategies import LAW, bare_programs, closed, listed, lowered, lowered_programs, parsed
 
 OPTIONAL = {Kind.RECOMPUTE, *CLOSING}  # without them a program is another, lawful one
 
@@ -241,13 +241,19 @@ def test_rows_by_stage_are_no_rows_by_rank() -> None:
     assert found == [f"1{kind}0 is in the row of rank 1, which does not hold stage 1" for kind in "FB"]
 
 
-def test_closing_actions_stand_behind_what_they_close() -> None:
-    program = lowered(2, 2)
-    closed = program.with_rows(
-        [*row, *(Action(kind, rank) for kind in (Kind.COMMIT, Kind.REDUCE, Kind.TIE))]
-        for rank, row in enumerate(program.rows)
-    )
-    check(closed)
-    for kind in (Kind.COMMIT, Kind.REDUCE, Kind.TIE):
-        early = changed(closed, 0, [Action(kind, 0), *(a for a in closed.rows[0] if a.kind is not kind)])
-        assert [text.splitlines()[0] for text in mistakes(early)] == ["deadlock:"]
+@pytest.mark.parametrize("kind", sorted(CLOSING, key=str))
+def test_a_stage_closes_once_behind_what_it_closes(kind: Kind) -> None:
+    program = closed(lowered(2, 2))
+    check(program)
+    row = program.rows[0]
+    early = changed(program, 0, [Action(kind, 0), *(a for a in row if a.kind is not kind)])
+    assert [text.splitlines()[0] for text in mistakes(early)] == ["deadlock:"]
+    assert mistakes(changed(program, 0, [*row, Action(kind, 0)])) == [f"0{kind.value} appears 2 times"]
+
+
+@pytest.mark.parametrize("kind", [Kind.TIE, Kind.REDUCE])
+def test_gradients_are_not_closed_where_nothing_is_trained(kind: Kind) -> None:
+    forward = Program.of(forward_only(1, 1), 1)
+    assert mistakes(changed(forward, 0, [*forward.rows[0], Action(kind, 0)])) == [
+        "stage 0, micro-batch 0 needs one B, or one I and one W; it has none"
+    ]

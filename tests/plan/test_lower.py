@@ -5,14 +5,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.plan.action import TRANSFERS, Action, Kind, Route
+from gpipe.plan.action import CLOSING, TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.plan.laws import check, messages
-from gpipe.plan.lower import Remat, halves, place_commits, place_recompute, place_transfers
+from gpipe.plan.lower import (
+    Remat,
+    halves,
+    place_commits,
+    place_recompute,
+    place_reduces,
+    place_ties,
+    place_transfers,
+)
 from gpipe.plan.order import linearize
-from gpipe.plan.program import Program
+from gpipe.plan.program import Program, ScheduleError
 from gpipe.plan.rules import BACKWARDS, needs
-from gpipe.plan.schedules import fill_drain
-from tests.plan.strategies import LAW, bare_programs, computing, listed, lowered, lowered_programs, remats
+from gpipe.plan.schedules import fill_drain, forward_only
+from tests.plan.strategies import (
+    LAW,
+    REMATS,
+    bare_programs,
+    closed,
+    computing,
+    listed,
+    lowered,
+    lowered_programs,
+    micro_batch_counts,
+    parsed,
+    remats,
+    stage_counts,
+)
+
+WEIGHTS = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}  # what makes gradients of weights
 
 
 @LAW
@@ -53,7 +76,12 @@ def test_passes_only_add(bare: Program, data: st.DataObject) -> None:
     assert program.only(set(Kind) - {Kind.RECOMPUTE}) == bare
     sent = place_transfers(program)
     assert sent.only(set(Kind) - TRANSFERS) == program
-    assert place_commits(sent, range(bare.stages)).only(set(Kind) - {Kind.COMMIT}) == sent
+    stages = data.draw(st.sets(st.integers(0, bare.stages - 1)))
+    for place, kind in ((place_commits, Kind.COMMIT), (place_ties, Kind.TIE), (place_reduces, Kind.REDUCE)):
+        closing = place(sent, stages)
+        assert closing.only(set(Kind) - {kind}) == sent
+        assert sorted(a.stage for a in listed(closing) if a.kind is kind) == sorted(stages)
+        sent = closing
 
 
 @LAW
@@ -102,6 +130,53 @@ def test_commit_stands_behind_the_last_forward_of_its_stage(bare: Program, data:
 
 
 @LAW
+@given(stage_counts, micro_batch_counts, st.sampled_from(REMATS), st.data())
+def test_a_training_program_is_lawful_however_it_closes(k: int, m: int, remat: Remat, data: st.DataObject) -> None:
+    stages = st.sets(st.integers(0, k - 1))
+    commits, ties, reduces = data.draw(stages), data.draw(stages), data.draw(stages)
+    program = place_commits(lowered(k, m, remat), commits)
+    program = place_reduces(place_ties(program, ties), reduces)
+    check(program)
+    for kind, closing in ((Kind.COMMIT, commits), (Kind.TIE, ties), (Kind.REDUCE, reduces)):
+        assert [a for a in listed(program) if a.kind is kind] == [Action(kind, stage) for stage in sorted(closing)]
+
+
+@LAW
+@given(lowered_programs())
+def test_tie_and_reduce_stand_behind_all_backwards_and_messages_of_their_stage(program: Program) -> None:
+    for row in program.rows:
+        for at, action in enumerate(row):
+            if action.kind in {Kind.TIE, Kind.REDUCE}:
+                assert {a.kind for a in row[at + 1 :] if a.stage == action.stage} <= {Kind.REDUCE}
+
+
+@LAW
+@given(lowered_programs())
+def test_reduce_stands_as_early_as_it_may(program: Program) -> None:
+    for row in program.rows:
+        for at, action in enumerate(row):
+            if action.kind is Kind.REDUCE:
+                before = row[at - 1]
+                assert before.stage == action.stage
+                assert before.kind in {*WEIGHTS, Kind.SEND, Kind.TIE}
+
+
+@LAW
+@given(lowered_programs())
+def test_nothing_that_another_stage_could_wait_for_stands_behind_a_tie(program: Program) -> None:
+    for row in program.rows:
+        behind = [row[at + 1 :] for at, action in enumerate(row) if action.kind is Kind.TIE]
+        assert all(action.kind in CLOSING for rest in behind for action in rest)
+
+
+@LAW
+@given(bare_programs(split=False), st.data())
+def test_transfers_may_be_placed_behind_closing_actions_too(bare: Program, data: st.DataObject) -> None:
+    stages = data.draw(st.sets(st.integers(0, bare.stages - 1)))
+    check(place_transfers(place_reduces(place_ties(bare, stages), stages)))
+
+
+@LAW
 @given(lowered_programs())
 def test_halves_part_a_program_and_each_can_run(program: Program) -> None:
     forward, backward = halves(program)
@@ -115,6 +190,7 @@ def test_halves_part_a_program_and_each_can_run(program: Program) -> None:
         assert len(list(linearize(half))) == len(half.actions)
     assert forward.only([Kind.FORWARD]).actions == program.only([Kind.FORWARD]).actions
     assert not backward.only([Kind.FORWARD, Kind.COMMIT]).actions
+    assert not forward.only([Kind.RECOMPUTE, *BACKWARDS, Kind.BACKWARD_WEIGHT, Kind.TIE, Kind.REDUCE]).actions
     for half, gradient in ((forward, False), (backward, True)):
         assert all(a.carries_gradient is gradient for a in half.only(TRANSFERS).actions)
 
@@ -158,3 +234,41 @@ def test_a_stage_commits_before_its_message_leaves() -> None:
     assert place_commits(lowered(2, 1, "never"), [0]).around(0, 1) == (
         "0F0 >0COMMIT< 0SEND0@x:0>1 0RECEIVE0@x:0>1 0B0"
     )
+
+
+def test_a_stage_ties_and_reduces_when_its_gradient_has_left() -> None:
+    assert rows_of(closed(lowered(2, 2, "never"))) == [
+        "0F0 0SEND0@x:0>1 0F1 0COMMIT 0SEND1@x:0>1 0RECEIVE1@x:0>1 0B1 0RECEIVE0@x:0>1 0B0 0TIE 0REDUCE",
+        "1RECEIVE0@x:0>1 1RECEIVE1@x:0>1 1F0 1F1 1COMMIT 1B1 1SEND1@x:0>1 1B0 1SEND0@x:0>1 1TIE 1REDUCE",
+    ]
+
+
+def test_weights_are_reduced_when_they_have_their_gradient_and_not_before() -> None:
+    program = Program.of([parsed("0F0 0F1 0I0 0I1 0W0 0W1")], 2)
+    assert rows_of(place_reduces(program, [0])) == ["0F0 0F1 0I0 0I1 0W0 0W1 0REDUCE"]
+
+
+def test_a_stage_reduces_while_its_rank_goes_on_with_another_and_ties_when_that_is_done() -> None:
+    program = Program.of([parsed("0F0 2F0 2B0 0B0"), parsed("1F0 1B0")], 1, rank_of=[0, 1, 0])
+    assert rows_of(place_reduces(program, [0, 1, 2])) == ["0F0 2F0 2B0 2REDUCE 0B0 0REDUCE", "1F0 1B0 1REDUCE"]
+    tied = place_reduces(place_ties(program, [1, 2]), [0, 1, 2])
+    assert rows_of(tied) == ["0F0 2F0 2B0 0B0 0REDUCE 2TIE 2REDUCE", "1F0 1B0 1TIE 1REDUCE"]
+
+
+def test_what_is_not_trained_is_neither_tied_nor_reduced() -> None:
+    program = Program.of(forward_only(2, 3), 3)
+    assert place_reduces(place_ties(program, [0, 1]), [0, 1]) == program
+
+
+def test_ties_that_come_after_reductions_are_refused() -> None:
+    wrong = place_ties(place_reduces(lowered(1, 1, "never"), [0]), [0])
+    with pytest.raises(ScheduleError, match="rank 0 waits for 0TIE: 0F0 0B0 >0REDUCE< 0TIE"):
+        check(wrong)
+
+
+def test_a_tie_that_another_stage_would_wait_for_in_vain_is_a_deadlock() -> None:
+    """Rank 0 would wait for the gradients of stage 1, which wait for its own backward of stage 2."""
+    program = Program.of([parsed("0F0 2F0 0TIE 2B0 0B0"), parsed("1F0 1B0 1TIE")], 1, rank_of=[0, 1, 0])
+    with pytest.raises(ScheduleError, match="rank 0 waits for 0B0, 1B0: "):
+        check(program)
+    assert place_ties(program.only({Kind.FORWARD, Kind.BACKWARD}), [0, 1]).rows[0][-1] == parse_action("0TIE")

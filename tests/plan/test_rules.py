@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from gpipe.plan.action import TRANSFERS, Action, Kind, Route, parse_action
-from gpipe.plan.lower import place_commits, place_transfers
+from gpipe.plan.lower import place_commits, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program
 from gpipe.plan.rules import needs, receiver_of, sender_of
 from gpipe.plan.schedules import fill_drain
@@ -40,10 +40,21 @@ def test_nothing_needs_itself_or_what_the_program_lacks(program: Program) -> Non
 
 @LAW
 @given(lowered_programs())
-def test_only_a_message_comes_from_another_rank(program: Program) -> None:
+def test_only_a_message_and_shared_gradients_come_from_another_rank(program: Program) -> None:
     for action in listed(program):
         away = [n for n in needs(action, program) if program.rank_of[n.stage] != program.rank_of[action.stage]]
-        assert all(need.kind is Kind.SEND and action.kind is Kind.RECEIVE for need in away)
+        if action.kind is not Kind.TIE:
+            assert all(need.kind is Kind.SEND and action.kind is Kind.RECEIVE for need in away)
+
+
+@LAW
+@given(lowered_programs())
+def test_a_tie_needs_the_backwards_of_all_stages_that_tie(program: Program) -> None:
+    tied = {a.stage for a in listed(program) if a.kind is Kind.TIE}
+    backwards = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    for stage in tied:
+        expected = {a for a in program.actions if a.kind in backwards and a.stage in tied}
+        assert set(needs(Action(Kind.TIE, stage), program)) == expected
 
 
 def found(text: str, program: Program) -> list[str]:
@@ -98,6 +109,13 @@ def test_a_gradient_leaves_when_the_inputs_have_it_and_before_the_weights() -> N
     assert found("0W0", program) == ["0I0"]
     assert found("1SEND0@x:0>1", program) == ["1I0"]
     assert found("0REDUCE", program) == ["0I0", "0W0"]
+
+
+def test_a_tie_brings_the_gradients_of_the_others_and_a_reduction_follows_it() -> None:
+    program = place_reduces(place_ties(LOWERED, [0, 2]), range(3))
+    assert found("2TIE", program) == ["0B0", "0B1", "2B0", "2B1"]
+    assert found("2REDUCE", program) == ["2B0", "2B1", "2TIE"]
+    assert found("1REDUCE", program) == ["1B0", "1B1"]
 
 
 def test_a_message_has_two_ends() -> None:

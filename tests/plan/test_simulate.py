@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe.plan.action import CLOSING, COMPUTE, Action, Kind, Route, parse_action
 from gpipe.plan.cost import StageCost, unit_costs
-from gpipe.plan.lower import Remat, place_recompute, place_transfers
+from gpipe.plan.lower import Remat, place_recompute, place_reduces, place_transfers
 from gpipe.plan.program import Program
 from gpipe.plan.rules import needs
 from gpipe.plan.schedules import fill_drain, forward_only
@@ -19,6 +19,8 @@ from tests.plan.strategies import LAW, REMATS, listed, lowered, lowered_programs
 
 COUNTS = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in range(1, 17)]
 
+GRADIENTS = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+
 whole = st.integers(0, 9)
 costs_of_stages = st.lists(
     st.builds(
@@ -27,6 +29,8 @@ costs_of_stages = st.lists(
         backward=st.integers(1, 9),
         recompute=st.none() | whole,
         send=whole,
+        tie=whole,
+        reduce=whole,
         boundary=whole,
         inside=whole,
         state=whole,
@@ -38,6 +42,12 @@ costs_of_stages = st.lists(
 
 def spans_of(program: Program, costs: Sequence[StageCost]) -> dict[Action, Span]:
     return {span.action: span for span in simulate(program, costs).timeline.spans}
+
+
+def under_way(need: Action, action: Action, program: Program, costs: Sequence[StageCost]) -> float:
+    """Seconds from the end of what an action needs until its rank has it; a TIE brings what it needs itself."""
+    crosses = program.rank_of[need.stage] != program.rank_of[action.stage]
+    return costs[need.stage].send if crosses and action.kind is not Kind.TIE else 0.0
 
 
 def test_unit_costs_give_the_bubble_of_the_paper() -> None:
@@ -89,6 +99,32 @@ def test_recompute_starts_before_its_gradient_arrives(
 
 
 @LAW
+@given(st.sampled_from(COUNTS), st.sampled_from(REMATS), whole, whole)
+def test_reductions_overlap_the_drain_so_that_only_the_first_stage_s_shows(
+    counts: tuple[int, int], remat: Remat, b: int, reduce: int
+) -> None:
+    k, m = counts
+    program, costs = lowered(k, m, remat), [StageCost(forward=1, backward=b, reduce=reduce)] * k
+    timeline = simulate(place_reduces(program, range(k)), costs).timeline
+    without = simulate(program, costs).timeline
+    assert timeline.seconds == without.seconds + reduce
+    ends = {span.action.stage: span.end for span in timeline.spans if span.action.kind is Kind.REDUCE}
+    assert ends == {stage: without.seconds + reduce - stage * b for stage in range(k)}
+    assert set(without.spans) <= set(timeline.spans)
+
+
+@LAW
+@given(lowered_programs(forward=False), costs_of_stages)
+def test_no_tie_begins_before_all_stages_that_tie_have_their_gradients(
+    program: Program, costs: Sequence[StageCost]
+) -> None:
+    spans = spans_of(program, costs)
+    tied = {action.stage for action in spans if action.kind is Kind.TIE}
+    backwards = [span.end for a, span in spans.items() if a.stage in tied and a.kind in GRADIENTS]
+    assert all(span.start >= max(backwards) for action, span in spans.items() if action.kind is Kind.TIE)
+
+
+@LAW
 @given(lowered_programs(), costs_of_stages)
 def test_recompute_starts_as_soon_as_its_rank_is_free(program: Program, costs: Sequence[StageCost]) -> None:
     spans = simulate(program, costs).timeline.spans
@@ -117,9 +153,7 @@ def test_each_span_starts_after_what_it_needs_and_its_message(program: Program, 
     looked_through = program.only(COMPUTE | CLOSING)
     for action, span in spans.items():
         for need in needs(action, looked_through):
-            crosses = program.rank_of[need.stage] != program.rank_of[action.stage]
-            under_way = costs[need.stage].send if crosses else 0
-            assert spans[need].end + under_way <= span.start
+            assert spans[need].end + under_way(need, action, program, costs) <= span.start
 
 
 @LAW
@@ -132,8 +166,7 @@ def test_no_rank_waits_without_a_reason(program: Program, costs: Sequence[StageC
     for span in spans:
         arrivals = [free[span.rank]]
         for need in needs(span.action, looked_through):
-            crosses = program.rank_of[need.stage] != program.rank_of[span.action.stage]
-            arrivals.append(ends[need] + (costs[need.stage].send if crosses else 0))
+            arrivals.append(ends[need] + under_way(need, span.action, program, costs))
         assert span.start == max(arrivals)
         free[span.rank] = span.end
 

@@ -9,7 +9,7 @@ from gpipe.plan.cost import StageCost
 from gpipe.plan.lower import Remat
 from gpipe.plan.simulate import simulate
 from gpipe.plan.timeline import Span, Timeline, breakdown, bubble, merge
-from tests.plan.strategies import LAW, REMATS, lowered, micro_batch_counts, stage_counts
+from tests.plan.strategies import LAW, REMATS, closed, lowered, micro_batch_counts, stage_counts
 
 moments = st.floats(0, 1000)
 ACTIONS = [Action(kind, 0, 0, Route(0, 1) if kind in {Kind.SEND, Kind.RECEIVE} else None) for kind in Kind]
@@ -71,6 +71,15 @@ def test_equal_stages_have_no_imbalance(k: int, m: int, remat: Remat, f: int, b:
     assert shares["imbalance"] == 0
     if remat == "never":
         assert shares["bubble"] == pytest.approx(bubble(k, m))
+
+
+@LAW
+@given(stage_counts, micro_batch_counts, st.integers(0, 9), st.integers(0, 9))
+def test_closing_actions_count_as_communication(k: int, m: int, tie: int, reduce: int) -> None:
+    costs = [StageCost(forward=1, backward=2, tie=tie, reduce=reduce)] * k
+    timeline = simulate(closed(lowered(k, m)), costs).timeline
+    assert breakdown(timeline)["communication"] * k * timeline.seconds == pytest.approx(k * (tie + reduce))
+    assert [timeline.busy(rank) for rank in range(k)] == [m * (1 + 1 + 2)] * k
 
 
 def span(rank: int, action: str, start: float, end: float) -> Span:

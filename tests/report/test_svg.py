@@ -3,8 +3,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gpipe.plan.timeline import Timeline
+from gpipe.plan.action import CLOSING, Action, Kind
+from gpipe.plan.timeline import Span, Timeline
 from gpipe.report import timeline_svg, timelines_svg
+from gpipe.report.kinds import NAMES
 from gpipe.report.svg import LEFT, RIGHT, WIDTH, Scale
 from tests.report.timelines import pipelined
 
@@ -29,6 +31,18 @@ def test_every_span_is_a_box_where_and_as_long_as_it_was(ranks: int, micro_batch
         assert float(box.attrib["x"]) == pytest.approx(LEFT + span.start * scale, abs=0.01)
         assert float(box.attrib["width"]) == pytest.approx(span.seconds * scale, abs=0.01)
         assert box.findtext(f"{SVG}title", "").startswith(f"{span.action}: ")
+
+
+def test_every_kind_has_a_word_and_a_color_of_its_own() -> None:
+    actions = [Action(kind, 0, None if kind in CLOSING else 0) for kind in Kind]
+    svg = timeline_svg(Timeline(1, tuple(Span(0, a, at, at + 1) for at, a in enumerate(actions)), len(actions)))
+    assert [NAMES[kind] for kind in Kind] == words(svg)[-len(Kind) - 2 : -2]  # behind it idle, and what numbers mean
+    legend = ElementTree.fromstring(svg).findall(f"{SVG}rect[@rx='2']")
+    assert all(float(patch.attrib["x"]) + 12 < WIDTH - RIGHT for patch in legend)
+    assert all(float(patch.attrib["y"]) + 12 < float(svg.split('height="')[1].split('"')[0]) for patch in legend)
+    colors = {action.kind: box.attrib["fill"] for action, box in zip(actions, boxes(svg), strict=True)}
+    assert colors.pop(Kind.BACKWARD) == colors.pop(Kind.BACKWARD_INPUT)  # no schedule has both
+    assert len(set(colors.values())) == len(colors)
 
 
 def test_each_rank_has_a_lane_with_its_idle_share() -> None:

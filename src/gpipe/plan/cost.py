@@ -9,16 +9,18 @@ from gpipe.plan.action import Action, Kind
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one micro-batch costs at one stage, in seconds and bytes.
+    """What one micro-batch costs at one stage, in seconds and bytes; a tie or reduction, what a mini-batch does.
 
     `inside` is what a forward keeps for the backward of its own stage; `boundary` what crosses into the stage;
-    `output` what it sends on; `state` the weights, gradients and optimizer state, whatever the micro-batches.
+    `state` the weights, gradients and optimizer state, whatever the micro-batches.
     """
 
     forward: float
     backward: float
     recompute: float | None = None  # None: as long as forward
     send: float = 0.0  # until the receiver has it; the sender does not wait
+    tie: float = 0.0  # adding up the gradients of shared weights, when all stages that tie have theirs
+    reduce: float = 0.0  # averaging the gradients of the stage over replicas
     boundary: int = 0
     inside: int = 0
     state: int = 0
@@ -46,7 +48,11 @@ def seconds(action: Action, costs: Costs) -> float:
             return cost.backward / 2
         case Kind.SEND:
             return cost.send
-        case Kind.RECEIVE | Kind.REDUCE | Kind.TIE | Kind.COMMIT:
+        case Kind.TIE:
+            return cost.tie
+        case Kind.REDUCE:
+            return cost.reduce
+        case Kind.RECEIVE | Kind.COMMIT:
             return 0.0
         case _:
             assert_never(action.kind)

@@ -1,11 +1,11 @@
 """The laws that every program keeps, checked when it is built and not when it hangs.
 
-Law 1. Each action is in the row of its stage's rank, on a micro-batch and a route that the program has, once; each
-       route leads to a later stage.
+Law 1. Each action is in the row of its stage's rank, on a micro-batch and a route that the program has, once, so that
+       a stage closes once; each route leads to a later stage.
 Law 2. Each (stage, micro-batch) has one forward; in training one backward, or one input and one weight backward.
-Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent.
+Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent, but for what a TIE brings itself.
 Law 4. Two ranks list the messages between them in one order.
-Law 5. A legal total order exists.
+Law 5. A legal total order exists; in it a closing action comes behind all that it closes.
 """
 
 from collections import Counter, deque
@@ -111,7 +111,7 @@ def _unmatched(program: Program) -> Iterator[str]:
         if peer not in actions:
             yield f"{action} has no {peer}"
     if any(action.kind in TRANSFERS for action in actions):
-        for action in sorted((a for a in actions if a.kind not in TRANSFERS), key=str):
+        for action in sorted((a for a in actions if a.kind not in TRANSFERS | {Kind.TIE}), key=str):
             for need in needs(action, program):
                 if program.rank_of[need.stage] != program.rank_of[action.stage]:
                     yield f"{action} needs {need} of another rank, and nothing is sent"

@@ -1,6 +1,6 @@
 """Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.plan.action import TRANSFERS, Action, Kind
@@ -66,21 +66,64 @@ def _sends(action: Action, program: Program) -> list[Action]:
 
 def place_commits(program: Program, stages: Collection[int]) -> Program:
     """Puts COMMIT behind the last forward of each of these stages."""
+    return _place_behind_last(program, lambda action: action.kind is Kind.FORWARD, Kind.COMMIT, stages)
 
-    def with_commit(row: tuple[Action, ...]) -> tuple[Action, ...]:
-        last = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.FORWARD}
-        placed: list[Action] = []
+
+def place_ties(program: Program, stages: Collection[int]) -> Program:
+    """Puts TIE of each of these stages behind all that its rank does and sends: behind the last backward, as a rule.
+
+    A TIE waits for all stages that tie, so nothing that one of them could wait for may stand behind it. For
+    `place_reduces` to follow.
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
+    >>> place_ties(program, [0, 1]).around(1, 3)
+    '1RECEIVE0@x:0>1 1F0 1B0 >1SEND0@x:0>1< 1TIE'
+    """
+    trained = {action.stage for action in program.actions if action.kind in BACKWARDS}
+    ties = [Action(Kind.TIE, stage) for stage in sorted(trained.intersection(stages))]
+    return program.with_rows(
+        (*row, *(tie for tie in ties if program.rank_of[tie.stage] == rank)) for rank, row in enumerate(program.rows)
+    )
+
+
+def place_reduces(program: Program, stages: Collection[int]) -> Program:
+    """Puts REDUCE behind the TIE of each of these stages, or else behind its last backward and what that sends.
+
+    So it overlaps the drain of the stages before, and keeps none of them waiting for its gradient.
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
+    >>> place_reduces(place_ties(program, [1]), [0, 1]).around(1, 3)
+    '1RECEIVE0@x:0>1 1F0 1B0 >1SEND0@x:0>1< 1TIE 1REDUCE'
+    """
+
+    def is_before(action: Action) -> bool:
+        return action.kind in _BEFORE_REDUCE or (action.kind is Kind.SEND and action.carries_gradient)
+
+    return _place_behind_last(program, is_before, Kind.REDUCE, stages)
+
+
+_BEFORE_REDUCE = frozenset({*BACKWARDS, Kind.BACKWARD_WEIGHT, Kind.TIE})
+
+
+def _place_behind_last(
+    program: Program, is_before: Callable[[Action], bool], closing: Kind, stages: Collection[int]
+) -> Program:
+    """Puts a closing action behind the last action of each of these stages that it must follow, if there is one."""
+
+    def closed(row: tuple[Action, ...]) -> Iterator[Action]:
+        last = {action.stage: at for at, action in enumerate(row) if is_before(action)}
         for at, action in enumerate(row):
-            placed.append(action)
+            yield action
             if last.get(action.stage) == at and action.stage in stages:
-                placed.append(Action(Kind.COMMIT, action.stage))
-        return tuple(placed)
+                yield Action(closing, action.stage)
 
-    return program.with_rows(map(with_commit, program.rows))
+    return program.with_rows(map(closed, program.rows))
 
 
 def halves(program: Program) -> tuple[Program, Program]:
-    """The forwards with what follows from them, and the rest: for a loss that is computed outside."""
+    """The forwards with their messages and COMMIT, and the rest: for a loss that is computed outside."""
     forward, backward = [], []
     for row in program.rows:
         ahead = [_is_ahead(action) for action in row]

@@ -6,7 +6,9 @@ Rule 3. A backward needs its own recompute, or its forward where nothing is reco
         outgoing route brings back: the backward of each route's target.
 Rule 4. A weight backward needs its input backward.
 Rule 5. Between two ranks a value or gradient is carried by a SEND and its RECEIVE, which stand for it.
-Rule 6. A closing action needs all that its stage did before: COMMIT the forwards, REDUCE and TIE the backwards.
+Rule 6. A closing action needs all that its stage did before: COMMIT the forwards, TIE the backwards, REDUCE both the
+        backwards and the TIE.
+Rule 7. A TIE adds up what all stages with a TIE have, so it needs their backwards too; no SEND brings them, it does.
 
 An action that a program does not hold was done before the program began; a transfer that it does not hold (yet) is
 looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
@@ -55,11 +57,21 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
             yield Action(Kind.SEND, sender_of(action), m, action.route)
         case Kind.COMMIT:
             yield from (Action(Kind.FORWARD, stage, i) for i in range(program.micro_batches))
-        case Kind.REDUCE | Kind.TIE:
-            ends = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
-            yield from (Action(kind, stage, i) for kind in ends for i in range(program.micro_batches))
+        case Kind.TIE:
+            yield from (backward for tied in _tied_to(stage, program) for backward in _backwards(tied, program))
+        case Kind.REDUCE:
+            yield from (*_backwards(stage, program), Action(Kind.TIE, stage))
         case _:
             assert_never(action.kind)
+
+
+def _tied_to(stage: int, program: Program) -> Iterator[int]:
+    return (s for s in range(program.stages) if s == stage or Action(Kind.TIE, s) in program.actions)
+
+
+def _backwards(stage: int, program: Program) -> Iterator[Action]:
+    kinds = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+    return (Action(kind, stage, m) for kind in kinds for m in range(program.micro_batches))
 
 
 def _carried(receive: Action, program: Program) -> Iterator[Action]:

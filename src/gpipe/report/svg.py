@@ -16,6 +16,7 @@ from gpipe.report.kinds import NAMES
 WIDTH = 960
 LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
 PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
+NOTE = 122  # the width of what numbers mean, right of the legend
 BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
 DIGIT, LETTER = 7, 6.5  # rough widths of type
 
@@ -27,9 +28,9 @@ COLORS = {
     Kind.BACKWARD_WEIGHT: "#66ccee",
     Kind.SEND: "#ee6677",
     Kind.RECEIVE: "#aa3377",
-    Kind.REDUCE: "#ee6677",
-    Kind.TIE: "#ee6677",
-    Kind.COMMIT: "#ee6677",
+    Kind.REDUCE: "#ee7733",
+    Kind.TIE: "#cc3311",
+    Kind.COMMIT: "#009988",
 }
 DARK_LABEL = frozenset({Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT})
 
@@ -92,12 +93,13 @@ def timelines_svg(timelines: Mapping[str, Timeline]) -> str:
         panels += _panel(title, timeline, scale, y)
         y += _height(timeline) + BETWEEN
     y -= BETWEEN
+    places = _legend_places(timelines.values())
     return "\n".join(
         (
-            *_page(timelines, height=ceil(y + AXIS + LEGEND)),
+            *_page(timelines, height=ceil(y + AXIS + LEGEND * (places[-1][2] + 1))),
             *panels,
             *_axis(scale, y),
-            *_legend(timelines.values(), y + AXIS),
+            *_legend(places, y + AXIS),
             "</svg>\n",
         )
     )
@@ -164,17 +166,32 @@ def _box(span: Span, scale: Scale, top: float, numbered: frozenset[Kind]) -> Ite
         yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{y + 17:g}">{micro_batch}</text>'
 
 
-def _legend(timelines: Iterable[Timeline], y: float) -> Iterator[str]:
-    """A patch and a name for each kind that occurs, and one for idle time."""
+def _legend_places(timelines: Iterable[Timeline]) -> list[tuple[Kind | None, float, int]]:
+    """Returns the kinds that occur, and None for idle time, each with its x and its line of the legend."""
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
-    x = float(LEFT)
+    x, line = float(LEFT), 0
+    places: list[tuple[Kind | None, float, int]] = []
     for kind in [*(kind for kind in Kind if kind in kinds), None]:
-        name = "idle" if kind is None else NAMES[kind]
+        width = 17 + LETTER * len(_word(kind)) + 22
+        if x + width > WIDTH - RIGHT - NOTE:
+            x, line = float(LEFT), line + 1
+        places.append((kind, x, line))
+        x += width
+    return places
+
+
+def _word(kind: Kind | None) -> str:
+    return "idle" if kind is None else NAMES[kind]
+
+
+def _legend(places: Iterable[tuple[Kind | None, float, int]], top: float) -> Iterator[str]:
+    """A patch and a word for each kind, and what numbers mean."""
+    for kind, x, line in places:
+        y = top + line * LEGEND
         paint = 'class="idle"' if kind is None else f'fill="{COLORS[kind]}"'
         yield f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>'
-        yield f'<text x="{x + 17:g}" y="{y + 10:g}">{name}</text>'
-        x += 17 + LETTER * len(name) + 22
-    yield f'<text class="right soft" x="{WIDTH - RIGHT}" y="{y + 10:g}">numbers: micro-batch</text>'
+        yield f'<text x="{x + 17:g}" y="{y + 10:g}">{_word(kind)}</text>'
+    yield f'<text class="right soft" x="{WIDTH - RIGHT}" y="{top + 10:g}">numbers: micro-batch</text>'
 
 
 def _utilization(timeline: Timeline) -> str:

@@ -12,7 +12,7 @@ MEANING = {
     "backward": "the gradients",
     "bubble": "even the busiest rank waits",
     "imbalance": "ranks with less to do than the busiest",
-    "communication": "tensors between partitions",
+    "communication": "tensors between partitions and replicas",
     "data": "making the next mini-batch ready",
     "weight update": "the optimizer",
 }

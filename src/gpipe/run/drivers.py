@@ -18,7 +18,7 @@ from gpipe.plan.action import Kind
 from gpipe.plan.program import Program
 from gpipe.run.recorder import Recorder
 from gpipe.run.steps import Part
-from gpipe.run.transport import Cancelled, Transport
+from gpipe.run.transport import Cancelled, RemoteError, Transport
 from gpipe.run.worker import Step, Worker
 
 PHASES = {
@@ -62,8 +62,9 @@ def walk(worker: Worker, part: Part, transport: Transport, recorder: Recorder | 
                 at = step.at
                 if transport.cancelled:
                     raise Cancelled
+                transport.reach(at)
                 _do(worker, step, recorder)
-    except Cancelled:
+    except (Cancelled, RemoteError):
         raise
     except BaseException as error:
         error.add_note(describe(worker, part.program, at, error))
@@ -81,14 +82,18 @@ def _do(worker: Worker, step: Step, recorder: Recorder | None) -> None:
 
 def describe(worker: Worker, program: Program, at: int, error: BaseException) -> str:
     """The note on an exception: where in the pipeline it happened."""
-    action = program.rows[worker.rank][at]
-    layer = worker.layer_of(action, error)
-    where = [f"rank {worker.rank}", f"stage {action.stage}", *([layer] if layer else [])]
-    return (
-        f"in the {PHASES[action.kind]} of micro-batch {action.micro_batch}, {', '.join(where)}, "
-        f"action {at + 1} of {len(program.rows[worker.rank])}:\n    {program.around(worker.rank, at)}"
-        f"{TOO_FEW_VALUES if str(error).startswith(ONE_VALUE) else ''}"
-    )
+    layer = worker.layer_of(program.rows[worker.rank][at], error)
+    advice = TOO_FEW_VALUES if str(error).startswith(ONE_VALUE) else ""
+    return f"{in_words(program, worker.rank, at, layer, worker.name)}{advice}"
+
+
+def in_words(program: Program, rank: int, at: int, layer: str | None, name: str) -> str:
+    """A place in the row of a rank, with the row around it."""
+    row = program.rows[rank]
+    action = row[at]
+    what = PHASES[action.kind] + ("" if action.micro_batch is None else f" of micro-batch {action.micro_batch}")
+    where = [name, f"stage {action.stage}", *([layer] if layer else [])]
+    return f"in the {what}, {', '.join(where)}, action {at + 1} of {len(row)}:\n    {program.around(rank, at)}"
 
 
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]

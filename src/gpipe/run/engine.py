@@ -1,56 +1,23 @@
 """Makes the program of a mini-batch and has it run: everything of a pipe that is not its face."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
-from gpipe.plan.lower import Remat, halves, place_commits, place_recompute, place_transfers
+from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program, Rows
-from gpipe.plan.rules import BACKWARDS
 from gpipe.plan.schedules import forward_only
-from gpipe.run.ambient import Ambient
-from gpipe.run.drivers import RankThreads, lockstep, walk
-from gpipe.run.guard import RandomGuard
+from gpipe.run.drivers import RankThreads
 from gpipe.run.lane import Lane, lanes_on
-from gpipe.run.mailbox import Mailbox
-from gpipe.run.pace import Pace
-from gpipe.run.recorder import Recorder
-from gpipe.run.shared import Aliases, BufferGuard, find_exposed, find_race, find_shared
-from gpipe.run.skips import version
+from gpipe.run.net import Net
+from gpipe.run.place import Place
+from gpipe.run.process import ProcessRun
+from gpipe.run.rendezvous import connect
+from gpipe.run.run import Plumbing, Run
+from gpipe.run.shared import Tied, find_exposed, find_race, find_shared
 from gpipe.run.stage import Stage
-from gpipe.run.steps import Part
-from gpipe.run.wiring import Wiring, wiring
-from gpipe.run.worker import Batch, Output, Worker
-
-
-@dataclass(frozen=True)
-class Plumbing:
-    """A program and how its stages are connected."""
-
-    whole: Part
-    forward: Part
-    backward: Part
-    wirings: tuple[Wiring, ...]
-    pace: Pace = field(default_factory=Pace)
-
-    @property
-    def program(self) -> Program:
-        """The whole table."""
-        return self.whole.program
-
-    @classmethod
-    def of(cls, program: Program) -> "Plumbing":
-        """Looks the connections up."""
-        wirings = tuple(wiring(program, stage) for stage in range(program.stages))
-        forward, backward = halves(program)
-        return cls(Part(program, wirings), Part(forward, wirings), Part(backward, wirings), wirings)
+from gpipe.run.worker import Batch, Worker
 
 
 class Engine:
@@ -65,9 +32,13 @@ class Engine:
         threaded: bool | None,
         intra_op_threads: int,
         deferred_batch_norm: bool,
+        place: Place | None = None,
+        tied: Tied = (),
     ) -> None:
         self.stages = tuple(stages)
-        self.shared = find_shared([layer.module for stage in stages for layer in stage.layers])
+        self.own = self.stages if place is None else (self.stages[place.stage],)  # what runs in this process
+        self.place = place
+        self.shared = find_shared([layer.module for stage in stages for layer in stage.layers], tied)
         self.exposed = find_exposed(self.stages)
         self.deferred_batch_norm = deferred_batch_norm
         race = find_race(self.stages)
@@ -81,23 +52,41 @@ class Engine:
 
     def _reset(self) -> None:
         self.threads = RankThreads(self.intra_op_threads)
-        self._lanes: list[Lane] | None = None
+        self._net: Net | None = None
+        self._lanes: dict[int, Lane] | None = None
         self._plumbings: dict[tuple[int, bool], Plumbing] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves threads, streams and what can be made again behind."""
-        return {k: v for k, v in vars(self).items() if k not in {"threads", "_lanes", "_plumbings"}}
+        return {k: v for k, v in vars(self).items() if k not in {"threads", "_net", "_lanes", "_plumbings"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._reset()
 
     @property
-    def lanes(self) -> list[Lane]:
-        """One lane for each rank."""
+    def lanes(self) -> dict[int, Lane]:
+        """The lane of each rank that runs here."""
         if self._lanes is None:
-            self._lanes = lanes_on([stage.device for stage in self.stages])
+            lanes = lanes_on([stage.device for stage in self.own])
+            self._lanes = {stage.index: lane for stage, lane in zip(self.own, lanes, strict=True)}
         return self._lanes
+
+    @property
+    def net(self) -> Net:
+        """The links to the other processes; made when first needed, by all of them at once."""
+        place = self.place
+        assert place is not None
+        if self._net is None:
+            self._net = Net(place.rank, connect(place.members, place.device, place.silence), place.timeout)
+        return self._net
+
+    def close(self) -> None:
+        """Ends threads and links; the next run makes new ones."""
+        self.threads.close()
+        if self._net is not None:
+            self._net.close()
+            self._net = None
 
     def plumbing(self, micro_batches: int, *, trains: bool) -> Plumbing:
         """The checked program for so many micro-batches, with backwards or without."""
@@ -113,6 +102,10 @@ class Engine:
         program = place_transfers(place_recompute(program, self.remat))
         if self.deferred_batch_norm:
             program = place_commits(program, range(stages))
+        if self.place is not None and trains:
+            program = place_ties(program, self._stages_that_share())
+            if self.place.replicas > 1:
+                program = place_reduces(program, range(stages))
         check(program)
         return program
 
@@ -125,136 +118,16 @@ class Engine:
             if stage_of[pop.source] != stage_of[pop.target]
         ]
 
-    def start(self, micro_batches: int, batch: Batch) -> "Run":
+    def _stages_that_share(self) -> list[int]:
+        stage_of = [stage.index for stage in self.stages for _ in stage.layers]
+        return sorted({stage_of[index] for item in self.shared for index in item.places})
+
+    def start(self, micro_batches: int, batch: Batch) -> Run:
         """Prepares the run of one mini-batch."""
         plumbing = self.plumbing(micro_batches, trains=batch.trains)
-        run = Run(self, plumbing, batch)
-        for rank, lane in enumerate(self.lanes):
-            held = [stage for stage in self.stages if plumbing.program.rank_of[stage.index] == rank]
+        run = (Run if self.place is None else ProcessRun)(self, plumbing, batch)
+        for rank, lane in self.lanes.items():
+            held = [stage for stage in self.own if plumbing.program.rank_of[stage.index] == rank]
             own = {stage.index: (stage, plumbing.wirings[stage.index]) for stage in held}
-            run.workers.append(Worker(rank, own, lane, batch, run.mailbox))
+            run.workers.append(Worker(rank, own, lane, batch, run.transport))
         return run
-
-
-class Run:
-    """One mini-batch on its way: all its state is here, none in the pipe or its threads."""
-
-    def __init__(self, engine: Engine, plumbing: Plumbing, batch: Batch) -> None:
-        self.engine = engine
-        self.plumbing = plumbing
-        self.batch = batch
-        self.aliases = Aliases(engine.shared, engine.stages)
-        self.mailbox = Mailbox(plumbing.program.ranks)
-        self.workers: list[Worker] = []
-        self.threaded = plumbing.pace.threaded if engine.threaded is None else engine.threaded
-
-    def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
-        """Runs the whole program."""
-        self._go(self.plumbing.whole, ambient, recorder, threaded=self.threaded)
-        self._finish()
-
-    def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
-        """Runs the forward half; what the backward half needs is kept."""
-        self._weights = self._find_weights()
-        self._go(self.plumbing.forward, ambient, recorder, threaded=self.threaded)
-
-    def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
-        """Runs the backward half.
-
-        On CUDA it runs in this thread: it is autograd's thread of the device, and backwards in other threads would
-        wait for it for ever.
-
-        Raises:
-            RuntimeError: A parameter, or whether a module trains, has changed since the forward.
-        """
-        if self._find_weights() != self._weights:
-            raise RuntimeError(
-                "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
-                "backward, which would recompute with the new value; call backward first, or use remat='never'"
-            )
-        on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes)
-        self._go(self.plumbing.backward, ambient, recorder, threaded=self.threaded and not on_cuda)
-        self._finish()
-
-    @property
-    def backward_order(self) -> list[int]:
-        """The micro-batches in the order in which their gradients come back to the inputs."""
-        program = self.plumbing.program
-        return [
-            action.micro_batch
-            for action in program.rows[program.rank_of[0]]
-            if action.stage == 0 and action.kind in BACKWARDS and action.micro_batch is not None
-        ]
-
-    def take_outputs(self) -> list[Output]:
-        """The outputs of all micro-batches, which the run then forgets."""
-        made, self.batch.outputs = self.batch.outputs, {}
-        return [made[m] for m in range(len(made))]
-
-    def _find_weights(self) -> tuple[list[tuple[int, int]], list[bool]]:
-        """What a recompute depends on: which parameters, how often changed, and the modules' modes."""
-        again = [stage for stage in self.engine.stages if self.plumbing.wirings[stage.index].recomputed]
-        modules = [layer.module for stage in again for layer in stage.layers]
-        weights = [(id(parameter), version(parameter)) for module in modules for parameter in module.parameters()]
-        return weights, [part.training for module in modules for part in module.modules()]
-
-    def _finish(self) -> None:
-        if self.batch.trains:
-            self.aliases.add_up()
-        held = [worker.rank for worker in self.workers if worker.store]
-        if held:
-            raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
-
-    def _go(self, part: Part, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
-        lanes = self.engine.lanes
-        for lane in lanes:
-            lane.begin()
-        if recorder is not None:
-            recorder.begin(lanes)
-        if self.engine.threaded is not False:
-            Ambient.here().refuse_strangers()  # for a backward, not those that its forward had around it
-        guard, buffers = RandomGuard(lanes), BufferGuard(self.engine.exposed)
-        begun = time.perf_counter()
-        try:
-            with ambient.fresh_casts(), self.aliases.in_place():
-                if threaded:
-                    self._in_threads(part, ambient, recorder)
-                else:
-                    self._in_lockstep(part, ambient, recorder)
-            guard.check([layer for stage in self.engine.stages for layer in stage.layers])
-            buffers.check()
-        except BaseException:
-            for worker in self.workers:
-                worker.store.clear()
-            raise
-        self.plumbing.pace.note((time.perf_counter() - begun) / max(map(len, part.rows)), threaded=threaded)
-        for worker in self.workers:
-            worker.settle()
-        for lane in lanes:
-            lane.end()
-        if recorder is not None:
-            recorder.end()
-
-    def _in_threads(self, part: Part, ambient: Ambient, recorder: Recorder | None) -> None:
-        jobs = [partial(_row, worker, part, self.mailbox, ambient, recorder) for worker in self.workers]
-        with _intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
-            self.engine.threads.run(jobs, self.mailbox.cancel)
-
-    def _in_lockstep(self, part: Part, ambient: Ambient, recorder: Recorder | None) -> None:
-        with _intra_op_threads(self.engine.intra_op_threads), ambient.rank_thread():
-            lockstep(part, self.workers, recorder)
-
-
-def _row(worker: Worker, part: Part, mailbox: Mailbox, ambient: Ambient, recorder: Recorder | None) -> None:
-    with ambient.rank_thread():
-        walk(worker, part, mailbox, recorder)
-
-
-@contextmanager
-def _intra_op_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

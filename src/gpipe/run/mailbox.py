@@ -14,6 +14,9 @@ class Mailbox:
         self._early: list[dict[Label, tuple[Message, Mark]]] = [{} for _ in range(ranks)]
         self.cancelled = False
 
+    def reach(self, at: int) -> None:
+        """Nothing to note: there is always room."""
+
     def send(self, rank: int, label: Label, message: Message, mark: Mark) -> None:
         """Hands a message to a rank."""
         self._queues[rank].put((label, message, mark))

@@ -111,8 +111,20 @@ def _merge_leaf(column: Sequence[object]) -> object:
     return first
 
 
-def weights(reduction: Reduction, rows: Sequence[int], targets: Sequence[Tree]) -> list[float]:
+def rows_of_parts(rows: int, parts: int) -> list[int]:
+    """How many rows each of the parts has: the first ones one more."""
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def weights(
+    reduction: Reduction,
+    rows: Sequence[int],
+    targets: Sequence[Tree],
+    over_replicas: Callable[[float], float] = float,
+) -> list[float]:
     """The share w_i of each micro-batch in the loss: 1 each for "sum", else in proportion, in float64.
+
+    `over_replicas` adds the weight of this mini-batch to that of the others.
 
     Raises:
         ValueError: A weight is negative or not finite, or all are 0.
@@ -128,7 +140,7 @@ def weights(reduction: Reduction, rows: Sequence[int], targets: Sequence[Tree]) 
         raise TypeError(f"reduction={reduction!r}: give 'mean', 'sum' or a function of the target giving a weight")
     if not all(0 <= weight < float("inf") for weight in raw):
         raise ValueError(f"the weights of the micro-batches are {raw}; each must be finite and at least 0")
-    total = sum(raw)
+    total = over_replicas(sum(raw))
     if total == 0:
         raise ValueError("the weights of all micro-batches are 0: there is nothing to average; skip this mini-batch")
     return [weight / total for weight in raw]

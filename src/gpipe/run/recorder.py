@@ -1,6 +1,7 @@
 """The real timeline: what each rank did when. Costs nothing when absent."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -21,14 +22,16 @@ class Recorder:
     def __init__(self) -> None:
         self.timelines: list[Timeline] = []
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
-        self._lanes: Sequence[Lane] = ()
-        self._origins: list[Stamp] = []
+        self._lanes: Mapping[int, Lane] = {}
+        self._origins: dict[int, Stamp] = {}
+        self.began = 0.0  # by the clock that all processes of a host share
 
-    def begin(self, lanes: Sequence[Lane]) -> None:
-        """Begins a run on one lane a rank."""
+    def begin(self, lanes: Mapping[int, Lane]) -> None:
+        """Begins a run on the lane of each rank that runs here."""
         self._lanes = lanes
         self._stamps = []
-        self._origins = [lane.stamp() for lane in lanes]
+        self.began = time.perf_counter()
+        self._origins = {rank: lane.stamp() for rank, lane in lanes.items()}
 
     def do(self, worker: Worker, step: Step) -> None:
         """Does one step of a worker, and records it from when its rank has what it needs until it is done.
@@ -46,9 +49,24 @@ class Recorder:
         step.work(worker, step)
         self._stamps.append((step.rank, action, start, lane.stamp()))
 
+    def join(self, others: Sequence[tuple[float, Timeline]]) -> None:
+        """Makes one of the last timeline and those of all other processes, each with the time when it began.
+
+        They are laid side by side by the clock that the processes of one host share.
+        """
+        first = min(began for began, _ in others)
+        spans = [
+            replace(span, start=span.start + began - first, end=span.end + began - first)
+            for began, timeline in others
+            for span in timeline.spans
+        ]
+        spans.sort(key=lambda span: (span.start, span.rank))
+        seconds = max(began - first + timeline.seconds for began, timeline in others)
+        self.timelines[-1] = Timeline(len(others), tuple(spans), seconds)
+
     def end(self) -> None:
         """Ends a run, and adds its timeline."""
-        ends = [lane.seconds(origin, lane.stamp()) for lane, origin in zip(self._lanes, self._origins, strict=True)]
+        ends = [lane.seconds(self._origins[rank], lane.stamp()) for rank, lane in self._lanes.items()]
         spans = [
             Span(
                 rank,

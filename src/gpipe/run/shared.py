@@ -21,6 +21,8 @@ from gpipe.run.stage import Layer, Stage
 
 Place: TypeAlias = tuple[nn.Module, str]
 """Where a parameter or a buffer stands."""
+Tied: TypeAlias = Sequence[Sequence[Place]]
+"""Groups of places whose parameters are one, though each process has its own."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,16 @@ class Shared:
         return parameter
 
 
-def find_shared(layers: Sequence[nn.Module]) -> list[Shared]:
-    """The parameters that several layers use, found by identity."""
+def find_shared(layers: Sequence[nn.Module], tied: Tied = ()) -> list[Shared]:
+    """The parameters that several layers use, found by identity, or because they are said to be one."""
+    one = {id(module._parameters[name]): group for group, found in enumerate(tied) for module, name in found}
     places: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    places.setdefault(id(parameter), {}).setdefault(index, []).append((module, name))
+                    key = one.get(id(parameter), id(parameter))
+                    places.setdefault(key, {}).setdefault(index, []).append((module, name))
     return [Shared(by_layer) for by_layer in places.values() if len(by_layer) > 1]
 
 
@@ -140,30 +144,35 @@ class BufferGuard:
 
 
 class Aliases:
-    """The aliases of one run."""
+    """The aliases of one run, those of the layers that run in this process."""
 
     def __init__(self, shared: Sequence[Shared], stages: Sequence[Stage]) -> None:
-        self.shared = list(shared)
         layers = {layer.index: (layer, stage) for stage in stages for layer in stage.layers}
+        self.users = {at: tuple(item.places) for at, item in enumerate(shared)}  # in all processes
+        here = ({i: p for i, p in item.places.items() if i in layers} for item in shared)
+        self.shared = {at: Shared(places) for at, places in enumerate(here) if places}
         owners: dict[nn.Module, set[int]] = {}
-        for item in self.shared:
+        for item in self.shared.values():
             for index, places in item.places.items():
                 for module, _ in places:
                     owners.setdefault(module, set()).add(index)
         self._copied = {max_index for indices in owners.values() for max_index in sorted(indices)[1:]}
-        self._layers: dict[int, Layer] = {index: layers[index][0] for item in self.shared for index in item.places}
-        self.leaves = [
-            {index: _alias(item.parameter, layers[index][1].device) for index in item.places} for item in self.shared
-        ]
-        self.sources = [item.parameter for item in self.shared]
+        self._layers: dict[int, Layer] = {
+            index: layers[index][0] for item in self.shared.values() for index in item.places
+        }
+        self.leaves = {
+            at: {index: _alias(item.parameter, layers[index][1].device) for index in item.places}
+            for at, item in self.shared.items()
+        }
+        self.sources = {at: item.parameter for at, item in self.shared.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Has the layers see their aliases."""
         by_layer: dict[int, dict[tuple[nn.Module, str], Tensor]] = {}
-        for item, leaves in zip(self.shared, self.leaves, strict=True):
+        for at, item in self.shared.items():
             for index, places in item.places.items():
-                by_layer.setdefault(index, {}).update(dict.fromkeys(places, leaves[index]))
+                by_layer.setdefault(index, {}).update(dict.fromkeys(places, self.leaves[at][index]))
         swapped = []
         try:
             for index, aliases in by_layer.items():
@@ -180,18 +189,25 @@ class Aliases:
             for index in self._copied:
                 self._layers[index].stand_in = None
 
-    def add_up(self) -> None:
-        """Adds the gradients of all aliases to the parameters', in layer order."""
-        for parameter, leaves in zip(self.sources, self.leaves, strict=True):
-            found = [leaves[index].grad for index in sorted(leaves)]
+    def gradients(self, at: int) -> dict[int, Tensor | None]:
+        """What the layers here add to the gradient of a shared parameter, by layer."""
+        return {index: leaf.grad for index, leaf in sorted(self.leaves[at].items())}
+
+    def add_up(self, found: Mapping[int, Mapping[int, Tensor | None]] | None = None) -> None:
+        """Adds the gradients of all aliases to the parameters', in layer order.
+
+        `found` are those of all processes, by shared parameter and layer, if there are others.
+        """
+        for at, parameter in self.sources.items():
+            gradients = self.gradients(at) if found is None else found[at]
             total: Tensor | None = None
-            for gradient in found:
+            for _, gradient in sorted(gradients.items()):
                 if gradient is not None:
                     gradient = gradient.to(parameter.device)
                     total = gradient if total is None else total + gradient
             if total is not None:
                 run_backward([parameter], [total])  # as autograd would, hooks and all
-            for leaf in leaves.values():
+            for leaf in self.leaves[at].values():
                 leaf.grad = None
 
 

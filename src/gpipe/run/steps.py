@@ -78,7 +78,9 @@ def _work(action: Action) -> Callable[[Worker, Step], None]:
             return Worker.backward
         case Kind.COMMIT:
             return Worker.commit
-        case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.REDUCE | Kind.TIE | Kind.SEND | Kind.RECEIVE:
-            raise ValueError(f"{action} cannot be done within one process")
+        case Kind.TIE | Kind.REDUCE:
+            return Worker.close
+        case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.SEND | Kind.RECEIVE:
+            raise ValueError(f"{action} is not done by a worker")
         case _:
             assert_never(action.kind)

@@ -99,6 +99,7 @@ class Worker:
         self, rank: int, stages: Mapping[int, tuple[Stage, Wiring]], lane: Lane, batch: Batch, transport: Transport
     ) -> None:
         self.rank = rank
+        self.name = f"rank {rank}"  # in messages
         self.stages = stages
         self.lane = lane
         self.batch = batch
@@ -107,6 +108,8 @@ class Worker:
         self.taken: list[Message] = []
         self.deferred: dict[int, Deferred] = {}
         self.commits: list[Callable[[], None]] = []  # for the end: a failed step changes no statistics
+        self.closing: Mapping[Kind, Callable[[], None]] = {}  # what several processes do together
+        self.new_trace: Callable[[], Trace] = Trace
         self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
             stage.begin()
@@ -186,7 +189,7 @@ class Worker:
 
     def _run(self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False) -> list[Tree]:
         """Runs the layers of a stage on what a cell holds; gives a value for each wire out, at least the main one."""
-        cell.trace = Trace()  # of this run, not of the one before
+        cell.trace = self.new_trace()  # of this run, not of the one before
         batch, main = self.batch, cell.given[-1].value
         moment = Moment(batch.seed, batch.step, m, recomputing)
         popped = {name: parcel.tensor for name, parcel in zip(wires.skips_in, cell.given, strict=False)}
@@ -248,6 +251,10 @@ class Worker:
     def commit(self, step: Step) -> None:
         """Has the running statistics of a stage's BatchNorms changed once this run has ended well."""
         self.commits.append(self.deferred[step.stage].commit)
+
+    def close(self, step: Step) -> None:
+        """Does a closing action of gradients, with the other processes that it concerns."""
+        self.closing[step.action.kind]()
 
     def settle(self) -> None:
         """Does what was left for the end of a run."""

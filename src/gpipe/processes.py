@@ -1,0 +1,318 @@
+"""A pipe over several processes: what `GPipe` does differently there. All call the same, at the same time."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.arguments import Settings, settle
+from gpipe.call import Call, pipelined
+from gpipe.plan.action import parse_action
+from gpipe.plan.timeline import Span, Timeline
+from gpipe.run.ambient import Ambient
+from gpipe.run.boundary import Gradients, Parcel
+from gpipe.run.council import Council
+from gpipe.run.engine import Engine
+from gpipe.run.header import Asked, Header, compare, hear, tell
+from gpipe.run.layers import Layers, Outline, outline, realize
+from gpipe.run.microbatch import Reduction, Tree, merge, rows_of_parts, split, weights
+from gpipe.run.net import Net
+from gpipe.run.place import Place
+from gpipe.run.recorder import Recorder
+from gpipe.run.run import Run
+from gpipe.run.shared import Place as ParameterPlace
+from gpipe.run.shared import find_ties, tie
+from gpipe.run.transport import Label, Message
+from gpipe.run.worker import NO_METRICS, Batch, Output
+
+WEIGHT, OUTPUT = -6, -7
+"""Routes of the weights of replicas and of outputs."""
+
+
+def settle_together(
+    place: Place, layers: Layers, partitions: int | Sequence[int], micro_batches: int, **given: Any
+) -> Settings:
+    """Settles what the pipe is made of, the same in all processes, and builds this one's layers.
+
+    Raises:
+        ValueError: Something cannot be, or differs between the processes.
+        RemoteError: Another process failed.
+    """
+    council = Council(place)
+    drawn = int(torch.randint(2**62, (), device="cpu").item()) if given["seed"] is None else None
+    first = council.tell(drawn=drawn)[0]["drawn"]
+    seed = first if given["seed"] is None else given["seed"]
+    costs = given["costs"]
+    if place.rank:
+        costs = council.tell()[0]["costs"]  # who measures by himself would cut elsewhere
+    with council.speaking():
+        sketch = outline(layers, seed if isinstance(seed, int) else 0)
+        settings = settle(
+            layers, partitions, micro_batches, **{**given, "seed": seed, "costs": costs}, place=place, sketch=sketch
+        )
+    if not place.rank:
+        council.tell(costs=list(settings.costs))
+    with council.speaking():
+        counts = settings.layers_per_partition
+        begin = sum(counts[: place.stage])
+        own = range(begin, begin + counts[place.stage])
+        named, mistakes = realize(sketch, own)
+        if mistakes:
+            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
+        tied = _tie(named, given["ties"], sketch, own)
+    council.compare(
+        partitions=counts,
+        micro_batches=micro_batches,
+        remat=settings.remat,
+        schedule=settings.schedule,
+        seed=seed,
+        intra_op_threads=settings.intra_op_threads,
+        ties=[list(group) for group in given["ties"]],
+        layers=[
+            (name, type(layer).__name__, [(n, tuple(p.shape)) for n, p in layer.named_parameters()])
+            for name, layer in named.items()
+        ],
+    )
+    return replace(settings, layers=named, tied=tied)
+
+
+def _tie(
+    named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: range
+) -> list[list[ParameterPlace]]:
+    """Gives this process's copies of tied weights the value of the first; places of each group, in all processes."""
+    groups, _ = find_ties(named, ties)
+    index_of = {name: index for index, name in enumerate(named)}
+    for group, places in zip(ties, groups, strict=True):
+        here = [place for name, place in zip(group, places, strict=True) if index_of[_layer(name)] in own]
+        if not here:
+            continue
+        first = index_of[_layer(group[0])]
+        if first not in own:
+            built, _ = realize(sketch, [first])
+            (((module, name), *_), *_), _ = find_ties(built, [group])
+            with torch.no_grad():
+                _parameter(here[0]).copy_(_parameter((module, name)))
+        tie([here])
+    return groups
+
+
+def _layer(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _parameter(place: ParameterPlace) -> Tensor:
+    parameter = place[0]._parameters[place[1]]
+    assert parameter is not None
+    return parameter
+
+
+class Together:
+    """The processes of one pipe."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.place is not None
+        self.engine = engine
+        self.place: Place = engine.place
+        self.ties_of_names = dict(_ties_of_names(engine))
+        self.calls = 0
+        engine.net  # noqa: B018 all processes are here now, and link up
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process reads inputs."""
+        return self.place.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process reads targets, and computes losses or outputs."""
+        return self.place.stage == self.place.stages - 1
+
+    @property
+    def first(self) -> int:
+        """The process of this replica's first stage."""
+        return self.place.replica * self.place.stages
+
+    @contextmanager
+    def run(self) -> Iterator["Talk"]:
+        """One run in all processes: whoever fails inside tells the others, and they fail too."""
+        net = self.engine.net
+        net.begin()
+        try:
+            yield Talk(self, net)
+        except BaseException as error:
+            net.fail(error)
+            raise
+
+    def gather_norms(self, module: nn.Module, norms: Sequence[Tensor]) -> list[Tensor]:
+        """The norms of all parameters of the replica, each once, in the order of the layers."""
+        named = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+        with self.run() as talk:
+            every = talk.net.agree((named, list(norms)))
+        own = every[self.first : self.first + self.place.stages]
+        found = {name: norm for names, theirs in reversed(own) for name, norm in zip(names, theirs, strict=True)}
+        order = [name for names, _ in own for name in names]
+        return [found[name] for name in dict.fromkeys(order)]
+
+
+def _ties_of_names(engine: Engine) -> Iterator[tuple[str, str]]:
+    names = {
+        (id(module), leaf): f"{layer.name}.{path}.{leaf}" if path else f"{layer.name}.{leaf}"
+        for stage in engine.stages
+        for layer in stage.layers
+        for path, module in layer.module.named_modules()
+        for leaf in module._parameters
+    }
+    for shared in engine.shared:
+        first, *others = [names[id(module), leaf] for places in shared.places.values() for module, leaf in places]
+        yield from ((other, first) for other in others)
+
+
+class Talk:
+    """What the processes tell each other in one run."""
+
+    def __init__(self, together: Together, net: Net) -> None:
+        self.together = together
+        self.place = together.place
+        self.net = net
+
+    def head(self, own: Header) -> Header:
+        """Has all stages know the rows and the number of micro-batches, which the first one knows.
+
+        Raises:
+            ValueError: A process does something else than the first stage.
+        """
+        plumbing = self.together.engine.plumbing
+        trains = bool(own.trains)
+        if self.together.is_first:
+            told = replace(own, checksum=plumbing(own.micro_batches, trains=trains).checksum)
+            tell(self.net, self.place, told)
+            return told
+        told = hear(self.net, self.place)
+        if told.trains == own.trains:
+            own = replace(own, checksum=plumbing(told.micro_batches, trains=trains).checksum)
+        compare(told, own, self.place)
+        return told
+
+    def finish(self, recorder: Recorder | None, told: Tree) -> list[Any]:
+        """Waits until all processes have come to the end of the run; gives what each tells."""
+        every = self.net.agree((told, None if recorder is None else _timeline_text(recorder)))
+        texts = [text for _, text in every]
+        if recorder is not None and None not in texts:
+            recorder.join([_read_timeline(rank, text) for rank, text in enumerate(texts)])
+        return [theirs for theirs, _ in every]
+
+    def step(
+        self,
+        own: Header,
+        batch: Batch,
+        targets: Tree,
+        reduction: Reduction,
+        scale: float,
+        ambient: Ambient,
+        recorder: Recorder | None,
+    ) -> tuple[int, Tensor, list[object]]:
+        """Runs a step; gives the rows of the last micro-batch, the loss and the metrics of all replicas."""
+        told = self.head(own)
+        rows = rows_of_parts(told.rows, told.micro_batches)
+        shares: list[float] = []
+        if self.together.is_last:
+            batch.targets = split(targets, told.rows, told.micro_batches, "targets")
+            shares = weights(reduction, rows, batch.targets, self._add_over_replicas)
+            batch.seeds = [share * scale if share else None for share in shares]
+        self.together.engine.start(told.micro_batches, batch).go(ambient, recorder)
+        losses = [batch.losses[m] * share for m, share in enumerate(shares) if share]
+        metrics = [batch.metrics[m] for m in range(len(shares))]
+        plain = all(metric is NO_METRICS for metric in metrics)
+        every = self.finish(recorder, (sum(losses) if losses else None, None if plain else metrics))
+        parts = [loss for loss, _ in every if loss is not None]
+        found = [metric for _, some in every if some is not None for metric in some]
+        return rows[-1], sum(parts[1:], start=parts[0]), found
+
+    def _add_over_replicas(self, own: float) -> float:
+        """Adds up a weight over the last stages of all replicas."""
+        last = self.place.stages - 1
+        peers = [replica * self.place.stages + last for replica in range(self.place.replicas)]
+        label = Label(WEIGHT, 0, gradient=False)
+        for peer in peers:
+            if peer != self.net.rank:
+                self.net.send(peer, label, Parcel(own, []))
+        return sum(own if peer == self.net.rank else _value(self.net.receive(peer, label)[0]) for peer in peers)
+
+    def call(
+        self, own: Header, batch: Batch, leaves: list[list[Tensor]], ambient: Ambient, recorder: Recorder | None
+    ) -> Any:
+        """Runs the pipelined forward; gives the output where it is wanted, else None."""
+        self.together.calls += 1
+        told = self.head(replace(own, call=self.together.calls))
+        if not self.together.is_first:
+            batch.inputs = [Parcel(None, [])] * told.micro_batches
+            batch.input_gradients = {m: [] for m in range(told.micro_batches)}
+        run = self.together.engine.start(told.micro_batches, batch)
+        if ambient.grad:
+            call = CallTogether(run, ambient, recorder, self, told)
+            return merge(pipelined(call, leaves or [[]] * told.micro_batches))
+        run.go(ambient, recorder)
+        outputs = run.take_outputs() if self.together.is_last else []
+        if own.gathers:
+            outputs = self.gather(outputs, told.micro_batches)
+        self.finish(recorder, None)
+        return merge([output.value for output in outputs]) if outputs else None
+
+    def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
+        """Gives every stage of the replica the outputs that the last one made."""
+        last = self.together.first + self.place.stages - 1
+        labels = [Label(OUTPUT, m, gradient=False) for m in range(micro_batches)]
+        if not self.together.is_last:
+            return [Output(*_value(self.net.receive(last, label)[0])) for label in labels]
+        for label, output in zip(labels, outputs, strict=True):
+            for peer in range(self.together.first, last):
+                self.net.send(peer, label, Parcel((output.value, output.wants_gradient), []))
+        return list(outputs)
+
+
+def _value(message: Message) -> Any:
+    assert isinstance(message, Parcel)
+    return message.value
+
+
+class CallTogether(Call):
+    """One forward of all processes, and its backward."""
+
+    def __init__(self, run: Run, ambient: Ambient, recorder: Recorder | None, talk: Talk, head: Header) -> None:
+        super().__init__(run, ambient, recorder)
+        self._talk = talk
+        self._head = head
+
+    def forward(self) -> list[Output]:
+        """Runs all forwards; gives the outputs of all micro-batches, in every process."""
+        assert self._run is not None
+        self._run.go_forward(self._ambient, self._recorder)
+        made = self._run.take_outputs() if self._talk.together.is_last else []
+        outputs = self._talk.gather(made, self._head.micro_batches)
+        self._wants = [output.wants_gradient for output in outputs]
+        self._talk.finish(self._recorder, None)
+        return outputs
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Runs all backwards: the gradients of the last stage count; the first stage has those of the inputs."""
+        with self._talk.together.run() as talk:
+            talk.head(replace(self._head, asked=Asked.BACKWARD))
+            found = super().backward(gradients)
+            talk.finish(self._recorder, None)
+        return found
+
+
+def _timeline_text(recorder: Recorder) -> str:
+    timeline = recorder.timelines[-1]
+    spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
+    return json.dumps([recorder.began, timeline.seconds, spans])
+
+
+def _read_timeline(rank: int, text: str) -> tuple[float, Timeline]:
+    began, seconds, spans = json.loads(text)
+    found = tuple(Span(rank, parse_action(action), start, end) for action, start, end in spans)
+    return began, Timeline(1, found, seconds)

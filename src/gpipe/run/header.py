@@ -1,0 +1,88 @@
+"""What the first stage tells the others before a run: one message of fixed layout."""
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+from enum import IntEnum
+
+import torch
+
+from gpipe.run.boundary import Parcel
+from gpipe.run.net import Net
+from gpipe.run.place import Place
+from gpipe.run.transport import Label
+
+HEADER = -5
+"""The route of headers."""
+
+
+class Asked(IntEnum):
+    """What the user called."""
+
+    STEP = 0
+    CALL = 1
+    BACKWARD = 2
+
+
+@dataclass(frozen=True)
+class Header:
+    """One run, in whole numbers. All but `rows` and `micro_batches` every process knows for itself, too.
+
+    `call` is the number of the call whose backward it is.
+    """
+
+    asked: int
+    step_number: int
+    trains: int
+    in_training: int
+    gathers: int
+    call: int
+    checksum: int
+    rows: int
+    micro_batches: int
+
+
+WORDS = {
+    "asked": "what was called (0 step, 1 the pipe itself, 2 backward)",
+    "step_number": "the step number",
+    "trains": "whether gradients are enabled",
+    "in_training": "whether the pipe is in training mode",
+    "gathers": "gather",
+    "call": "the call that backward belongs to",
+    "checksum": "the checksum of the program",
+}
+
+
+def tell(net: Net, place: Place, header: Header) -> None:
+    """Tells the other stages of this replica."""
+    numbers = torch.tensor(astuple(header), dtype=torch.int64)
+    for stage in range(1, place.stages):
+        net.send(place.replica * place.stages + stage, Label(HEADER, 0, gradient=False), Parcel(numbers, []))
+
+
+def hear(net: Net, place: Place) -> Header:
+    """Waits for what the first stage tells."""
+    message, _ = net.receive(place.replica * place.stages, Label(HEADER, 0, gradient=False))
+    assert isinstance(message, Parcel)
+    return Header(*message.tensor.tolist())
+
+
+def compare(told: Header, own: Header, place: Place) -> None:
+    """Checks that this process does what the first stage does.
+
+    Raises:
+        ValueError: Names what differs.
+    """
+    mistakes = list(_differences(told, own, place))
+    if mistakes:
+        raise ValueError(
+            f"the processes have come apart: {'; '.join(mistakes)}. Call the pipe in every process, as often, and "
+            f"with the same arguments"
+        )
+
+
+def _differences(told: Header, own: Header, place: Place) -> Iterator[str]:
+    first = place.replica * place.stages
+    for field in fields(Header):
+        theirs, mine = getattr(told, field.name), getattr(own, field.name)
+        if theirs != mine and field.name in WORDS:
+            yield f"{WORDS[field.name]} is {theirs} on rank {first} and {mine} on rank {place.rank}"

@@ -1,0 +1,380 @@
+"""The connection to one other process: a stream of messages each way, and beside it one for news.
+
+A message is a frame: a header of fixed layout, the layout of its tensors, and their bytes (codec.py). What is small
+goes through the stream itself. Within a host what is large goes through one of a few slots of shared memory, and the
+stream says which: memory without a name, that is gone with the last process that has it. Between hosts two threads
+keep a few messages under way.
+
+News are what must never wait behind messages: that a slot is free again, that a rank failed, that a process is gone.
+"""
+
+import json
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpipe.run.codec import Encoded
+from gpipe.run.transport import Label
+
+INLINE = 2**15
+"""Bytes up to which tensors go through the stream: there two processes take about 25 us."""
+SLOTS = 4
+"""Messages that may be under way from one process to another and not yet taken."""
+CHUNK = 2**16
+FREE, FAILED = b"S", b"F"
+
+_HEADER = struct.Struct("<IiIBhIQQd")
+_NEWS = struct.Struct("<cI")
+
+
+class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
+    """The process at the other end has ended, or cannot be reached any more."""
+
+
+class Frame(NamedTuple):
+    """The header of a message.
+
+    `run` counts the runs of a pipe, so that what a failed one left on its way is known. `slot` is -1 for what is in
+    the stream; `capacity` is that of a slot which is new. `sent` is when, by the sender's clock.
+    """
+
+    run: int
+    label: Label
+    slot: int
+    layout: int
+    size: int
+    capacity: int
+    sent: float
+
+    def to_bytes(self) -> bytes:
+        """What stands in the stream."""
+        route, micro_batch, gradient = self.label
+        return _HEADER.pack(
+            self.run, route, micro_batch, gradient, self.slot, self.layout, self.size, self.capacity, self.sent
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray) -> "Frame":
+        """Reads what `to_bytes` wrote."""
+        run, route, micro_batch, gradient, *rest = _HEADER.unpack_from(data)
+        return cls(run, Label(route, micro_batch, bool(gradient)), *rest)
+
+
+class Slot:
+    """Shared memory for one message."""
+
+    def __init__(self, handle: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.memory = torch.frombuffer(mmap.mmap(handle, capacity), dtype=torch.uint8)
+
+
+class News:
+    """The stream beside the messages: what has been told, and what comes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._arrived = bytearray()
+        self.gone = False
+
+    def tell(self, kind: bytes, what: bytes) -> None:
+        """Tells something; a process that is gone needs no telling."""
+        try:
+            self.connection.sendall(_NEWS.pack(kind, len(what)) + what)
+        except OSError:
+            return
+
+    def read(self) -> list[tuple[bytes, bytes]]:
+        """What has been told meanwhile; notes when the other end is gone."""
+        try:
+            while data := self.connection.recv(CHUNK):
+                self._arrived += data
+            self.gone = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.gone = True
+        found = []
+        while len(self._arrived) >= _NEWS.size:
+            kind, size = _NEWS.unpack_from(self._arrived)
+            if len(self._arrived) < _NEWS.size + size:
+                break
+            found.append((kind, bytes(self._arrived[_NEWS.size : _NEWS.size + size])))
+            del self._arrived[: _NEWS.size + size]
+        return found
+
+
+class Link:
+    """The connection to a process of this host.
+
+    Nothing here waits: `poll` what `fileno` gives, for reading before `head`, for writing while `flush` is False.
+    """
+
+    def __init__(self, stream: socket.socket, news: socket.socket) -> None:
+        stream.setblocking(False)
+        self._stream = stream
+        self.news = News(news)
+        self.reports: list[Mapping[str, Any]] = []
+        self._arrived = bytearray()
+        self._handles: deque[int] = deque()
+        self._leaving = b""
+        self._handle: int | None = None
+        self._own: list[Slot] = []
+        self._free: deque[int] = deque()
+        self._theirs: dict[int, Slot] = {}
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._stream.fileno()
+
+    def listen(self) -> None:
+        """Reads the news."""
+        for kind, what in self.news.read():
+            if kind == FREE:
+                self._free.append(int.from_bytes(what, "little"))
+            else:
+                self.reports.append(json.loads(what))
+
+    def events(self, *, reading: bool, writing: bool) -> int:
+        """What to poll for: news of free slots come by `news`."""
+        return (select.POLLIN if reading else 0) | (select.POLLOUT if writing and self._leaving else 0)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a message of so many bytes can be put on its way now."""
+        return not self._leaving and (size <= INLINE or bool(self._free) or len(self._own) < SLOTS)
+
+    def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
+        """Puts a message on its way, for which there must be room; `flush` sends what the stream does not take."""
+        size = message.size
+        if size <= INLINE or not hasattr(os, "memfd_create"):
+            memory = bytearray(size)
+            if size:
+                message.write(torch.frombuffer(memory, dtype=torch.uint8))
+            self._send(Frame(run, label, -1, len(message.layout), size, 0, sent).to_bytes() + message.layout + memory)
+            return
+        at, handle = self._slot_of(size)
+        message.write(self._own[at].memory)
+        capacity = self._own[at].capacity if handle is not None else 0
+        head = Frame(run, label, at, len(message.layout), size, capacity, sent).to_bytes()
+        self._send(head + message.layout, handle)
+
+    def _slot_of(self, size: int) -> tuple[int, int | None]:
+        """A free slot that is large enough; if it had to be made, what to send so that the other end has it too."""
+        for _ in range(len(self._free)):
+            at = self._free.popleft()
+            if self._own[at].capacity >= size:
+                return at, None
+            self._free.append(at)
+        if len(self._own) < SLOTS:
+            self._own.append(Slot.__new__(Slot))
+            self._free.append(len(self._own) - 1)
+        at = self._free.popleft()
+        capacity = 1 << (size - 1).bit_length()
+        handle = os.memfd_create("gpipe", os.MFD_CLOEXEC)
+        os.ftruncate(handle, capacity)
+        self._own[at] = Slot(handle, capacity)
+        return at, handle
+
+    def _send(self, data: bytes, handle: int | None = None) -> None:
+        """Gives the stream what it takes, a handle with the first byte; the rest is left for `flush`."""
+        try:
+            sent = self._stream.send(data) if handle is None else socket.send_fds(self._stream, [data], [handle])
+        except BlockingIOError:
+            self._leaving, self._handle = data, handle
+            return
+        except OSError as error:
+            raise Gone(str(error)) from error
+        if handle is not None:
+            os.close(handle)
+        self._leaving, self._handle = data[sent:], None
+
+    def flush(self) -> bool:
+        """Sends what is left of a message; whether nothing is."""
+        if self._leaving:
+            self._send(self._leaving, self._handle)
+        return not self._leaving
+
+    def head(self) -> Frame | None:
+        """The next message's header, once the message is here; None before."""
+        if not self._is_whole():
+            self._read()
+        return Frame.from_bytes(self._arrived) if self._is_whole() else None
+
+    def _is_whole(self) -> bool:
+        if len(self._arrived) < _HEADER.size:
+            return False
+        frame = Frame.from_bytes(self._arrived)
+        return len(self._arrived) >= _HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0)
+
+    def _read(self) -> None:
+        try:
+            data, handles, _, _ = socket.recv_fds(self._stream, CHUNK, SLOTS)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Gone(str(error)) from error
+        if not data:
+            raise Gone("its process has ended")
+        self._handles.extend(handles)
+        self._arrived += data
+
+    def take(self) -> tuple[bytes, Tensor]:
+        """The layout of the next message and its tensors' bytes; `done` gives their memory back."""
+        frame = Frame.from_bytes(self._arrived)
+        start = _HEADER.size + frame.layout
+        layout = bytes(self._arrived[_HEADER.size : start])
+        if frame.slot < 0:
+            memory = torch.empty(frame.size, dtype=torch.uint8)
+            if frame.size:
+                memory.copy_(torch.frombuffer(self._arrived, dtype=torch.uint8, offset=start, count=frame.size))
+            del self._arrived[: start + frame.size]
+            return layout, memory
+        del self._arrived[:start]
+        if frame.capacity:
+            handle = self._handles.popleft()
+            self._theirs[frame.slot] = Slot(handle, frame.capacity)
+            os.close(handle)
+        return layout, self._theirs[frame.slot].memory
+
+    def done(self, frame: Frame) -> None:
+        """Lets the other end use the memory of a message again."""
+        if frame.slot >= 0:
+            self.news.tell(FREE, frame.slot.to_bytes(2, "little"))
+
+    def report(self, what: Mapping[str, Any]) -> None:
+        """Tells the other end that a rank failed."""
+        self.news.tell(FAILED, json.dumps(what).encode())
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._stream.close()
+        self.news.connection.close()
+
+
+class RemoteLink(Link):
+    """The connection to a process of another host: threads read and write while the rank computes."""
+
+    def __init__(self, stream: socket.socket, news: socket.socket) -> None:
+        super().__init__(stream, news)
+        stream.setblocking(True)
+        self._bell, self._ring = socket.socketpair()  # a byte whenever a thread has something new
+        self._bell.setblocking(False)
+        self._inbox: deque[tuple[Frame, bytes, Tensor]] = deque()
+        self._outbox: SimpleQueue[list[bytes | memoryview] | None] = SimpleQueue()
+        self._unsent = 0
+        self._room = threading.Semaphore(SLOTS)
+        self._broken: str | None = None
+        for work in (self._keep_reading, self._keep_writing):
+            threading.Thread(target=work, name=f"gpipe {work.__name__}", daemon=True).start()
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._bell.fileno()
+
+    def events(self, *, reading: bool, writing: bool) -> int:
+        """What to poll for."""
+        return select.POLLIN if reading or writing else 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether a message of so many bytes can be put on its way now."""
+        self._hear()
+        return self._unsent < SLOTS
+
+    def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
+        """Puts a message on its way, for which there must be room."""
+        memory = torch.empty(message.size, dtype=torch.uint8)
+        message.write(memory)
+        head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).to_bytes()
+        self._unsent += 1
+        self._outbox.put([head + message.layout, _bytes_of(memory)])
+
+    def flush(self) -> bool:
+        """Everything leaves by itself."""
+        return True
+
+    def head(self) -> Frame | None:
+        """The next message's header, once the message is here; None before."""
+        self._hear()
+        return self._inbox[0][0] if self._inbox else None
+
+    def _hear(self) -> None:
+        if self._broken is not None and not self._inbox:
+            raise Gone(self._broken)
+        try:
+            rung = self._bell.recv(CHUNK)
+        except BlockingIOError:
+            return
+        self._unsent -= rung.count(b"w")
+
+    def take(self) -> tuple[bytes, Tensor]:
+        """The layout of the next message and its tensors' bytes."""
+        _, layout, memory = self._inbox.popleft()
+        self._room.release()
+        return layout, memory
+
+    def _keep_reading(self) -> None:
+        try:
+            while True:
+                frame = Frame.from_bytes(_receive(self._stream, _HEADER.size))
+                layout = bytes(_receive(self._stream, frame.layout))
+                memory = torch.empty(frame.size, dtype=torch.uint8)
+                _receive_into(self._stream, _bytes_of(memory))
+                self._inbox.append((frame, layout, memory))
+                self._ring.send(b"r")
+                del memory
+                self._room.acquire()
+        except OSError as error:
+            self._break(error)
+
+    def _keep_writing(self) -> None:
+        try:
+            while (parts := self._outbox.get()) is not None:
+                for part in parts:
+                    self._stream.sendall(part)
+                del parts
+                self._ring.send(b"w")
+        except OSError as error:
+            self._break(error)
+
+    def _break(self, error: OSError) -> None:
+        self._broken = str(error)
+        with suppress(OSError):
+            self._ring.send(b"!")
+
+    def close(self) -> None:
+        """Ends the connection and the threads."""
+        self._outbox.put(None)
+        for end in (self._stream, self.news.connection):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self._room.release()
+
+
+def _receive(stream: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    _receive_into(stream, memoryview(data))
+    return data
+
+
+def _receive_into(stream: socket.socket, memory: memoryview) -> None:
+    while memory.nbytes:
+        count = stream.recv_into(memory)
+        if not count:
+            raise Gone("the connection was closed")
+        memory = memory[count:]
+
+
+def _bytes_of(memory: Tensor) -> memoryview:
+    return memoryview(memory.numpy())  # type: ignore[arg-type]  # an array is a buffer

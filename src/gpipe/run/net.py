@@ -1,0 +1,262 @@
+"""One process among those of a pipe: sends and receives messages, and learns when another fails.
+
+Note "Room". Only a few messages can be under way to a process that takes none, so whoever waits, for a message or for
+room, meanwhile takes all that its row has received by now. In the order in which the transfers were placed each SEND
+is followed by its RECEIVE; of what is not done, the first in that order can therefore always go on. And nothing is
+taken that the row does not have yet: what waits here does not grow with M.
+
+Note "Runs". All processes count their runs alike, and a message says of which run it is: what a failed run has left
+on its way is thrown away by the next.
+"""
+
+import select
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpipe.run.boundary import Parcel
+from gpipe.run.codec import decode, encode
+from gpipe.run.lane import Mark
+from gpipe.run.links import Gone, Link
+from gpipe.run.microbatch import Tree
+from gpipe.run.status import Seen, Status
+from gpipe.run.transport import Label, Message, RemoteError
+
+AGREE = -1
+"""The route of what all processes tell each other; see also the routes in `collectives.py`."""
+TRACEBACK = 20_000  # characters of a report
+
+
+class Net:
+    """The links of one process.
+
+    Attributes:
+        rank: Its number; `replica * stages + stage`.
+        size: How many processes there are.
+        run: The number of the current run.
+        due: Where in this rank's row each message is received, and from whom.
+        sees: Says in words what a peer was last seen at.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Link], limit: float) -> None:
+        self.rank = rank
+        self.size = len(links) + 1
+        self.links = dict(links)
+        self.limit = limit
+        self.run = 0
+        self.due: Mapping[tuple[int, Label], int] = {}
+        self.sees: Callable[[int, Seen], str] = _in_no_step
+        self.waited = 0.0  # seconds, in all
+        self.status = Status()
+        self._at = 0
+        self._early: dict[tuple[int, Label], tuple[Message, Mark]] = {}
+        self._sources: tuple[int, ...] = ()
+        self._poll = select.poll()
+        for link in self.links.values():
+            self._poll.register(link.news.connection, select.POLLIN)
+        self.theirs = self.status.shared_with(self.links)
+
+    def begin(self) -> None:
+        """Begins a run.
+
+        Raises:
+            RemoteError: Another process failed in it already, or is gone.
+        """
+        self.run += 1
+        self._early.clear()
+        self.expect({}, _in_no_step)
+        self._heed()
+
+    def expect(self, due: Mapping[tuple[int, Label], int], sees: Callable[[int, Seen], str]) -> None:
+        """Begins a row, in which messages are due."""
+        self.due, self.sees = due, sees
+        self._sources = tuple({peer for peer, _ in due})
+        self.reach(0)
+
+    def reach(self, at: int) -> None:
+        """Notes how far the row is, for this process and for those who watch it."""
+        self._at = at
+        self.status.reach(self.run, at)
+
+    def send(self, peer: int, label: Label, message: Message) -> None:
+        """Puts a message on its way to a process; waits for room.
+
+        Raises:
+            RemoteError: A process failed, or is gone.
+        """
+        link = self.links[peer]
+        encoded = encode(message)
+        try:
+            while not link.has_room(encoded.size) and not (link.flush() and link.has_room(encoded.size)):
+                self._wait(peer, writing=True)
+            link.put(self.run, label, encoded, time.perf_counter())
+            while not link.flush():
+                self._wait(peer, writing=True)
+        except Gone:
+            self._lost(peer)
+
+    def receive(self, peer: int, label: Label) -> tuple[Message, Mark]:
+        """Waits for a message from a process.
+
+        Raises:
+            RemoteError: A process failed, or is gone.
+        """
+        while (peer, label) not in self._early:
+            try:
+                if not self._take(peer, label):
+                    self._wait(peer)
+            except Gone:
+                self._lost(peer)
+        return self._early.pop((peer, label))
+
+    def _take(self, peer: int, wanted: Label | None = None) -> bool:
+        """Takes the next message of a peer if it is here, and wanted or due by now; whether it was taken."""
+        link = self.links[peer]
+        head = link.head()
+        if head is None or head.run > self.run:  # the peer has failed, and gone on; the news will say so
+            return False
+        if head.run == self.run and head.label != wanted and self.due.get((peer, head.label), -1) > self._at:
+            return False
+        layout, memory = link.take()
+        if head.run == self.run:
+            message = decode(layout, memory)
+            self._early[peer, head.label] = (message, head.sent or None)
+        link.done(head)
+        return True
+
+    def _wait(self, peer: int, *, writing: bool = False) -> None:
+        """Waits until something happens that may help; takes what is due meanwhile (note "Room")."""
+        polled = []
+        for source in {*self._sources, peer}:
+            link = self.links[source]
+            try:
+                while self._take(source):
+                    if source == peer and not writing:
+                        return
+                reading = link.head() is None
+            except Gone:
+                self._lost(source)
+            events = link.events(reading=reading, writing=writing and source == peer)
+            if events:
+                self._poll.register(link, events)
+                polled.append(link)
+        asked = time.perf_counter()
+        self.status.wait(True)
+        try:
+            happened = self._poll.poll(self.limit * 1000)
+        finally:
+            self.status.wait(False)
+            self.waited += time.perf_counter() - asked
+            for link in polled:
+                self._poll.unregister(link)
+        if not happened:
+            self._tire(peer)
+        streams = {link.fileno() for link in polled}
+        if any(handle not in streams for handle, _ in happened):
+            self._heed()
+
+    def _heed(self) -> None:
+        """Reads the news.
+
+        Raises:
+            RemoteError: Another process failed in this run, or is gone.
+        """
+        gone = []
+        for peer, link in self.links.items():
+            link.listen()
+            link.reports = [report for report in link.reports if report["run"] >= self.run]
+            if link.news.gone:
+                gone.append(peer)
+        for link in self.links.values():
+            for report in link.reports:
+                if report["run"] == self.run:
+                    raise _remote_error(report)
+        if gone:
+            last = [f"rank {peer} is gone; {self._last_seen(peer)}" for peer in gone]
+            raise RemoteError("\n".join(last), gone[0])
+
+    def _lost(self, peer: int) -> None:
+        """What to do when a stream ends: the news say why, or soon will."""
+        self._heed()
+        raise RemoteError(f"rank {peer} is gone; {self._last_seen(peer)}", peer)
+
+    def _tire(self, peer: int) -> None:
+        """Gives up waiting; names who keeps all waiting, as far as that can be seen."""
+        seen = {rank: watched.read() for rank, watched in self.theirs.items()}
+        stuck = [rank for rank, at in seen.items() if not at.waits] or [peer]
+        where = [f"rank {rank}: {self._last_seen(rank)}" for rank in stuck]
+        raise RemoteError(
+            "\n".join([f"nothing came for {self.limit:g} s, the timeout of the process group", *where]), stuck[0]
+        )
+
+    def _last_seen(self, peer: int) -> str:
+        seen = self.theirs[peer].read() if peer in self.theirs else None
+        if seen is None:
+            return "it is on another host: see its own messages"
+        if seen.run < self.run or seen.at < 0:
+            return f"it was last seen outside of any step, after {seen.run} runs, while this is run {self.run}"
+        return f"it was last seen {self.sees(peer, seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all others that this process failed in this run."""
+        if isinstance(error, RemoteError):  # passed on, so that all tell of the same failure
+            report = {"run": self.run, "rank": error.rank, "message": str(error), "type": error.type_name}
+            report["traceback"] = error.traceback
+        else:
+            notes = getattr(error, "__notes__", [])
+            report = {
+                "run": self.run,
+                "rank": self.rank,
+                "type": type(error).__name__,
+                "message": "\n".join([f"rank {self.rank} failed: {type(error).__name__}: {error}", *notes]),
+                "traceback": "".join(traceback.format_exception(error))[-TRACEBACK:],
+            }
+        for link in self.links.values():
+            link.report(report)
+
+    def agree(self, told: Tree) -> list[Any]:
+        """Tells all processes something, and gives what each told, by rank: nobody has it before all have told.
+
+        Raises:
+            RemoteError: A process failed, or is gone.
+        """
+        label = Label(AGREE, 0, gradient=False)
+        if self.rank:
+            self.send(0, label, Parcel(told, []))
+            return list(_told(self.receive(0, label)[0]))  # type: ignore[call-overload,no-any-return]  # of rank 0
+        every = [told, *(_told(self.receive(peer, label)[0]) for peer in range(1, self.size))]
+        for peer in range(1, self.size):
+            self.send(peer, label, Parcel(every, []))
+        return every
+
+    def exchange(self, told: bytes) -> list[bytes]:
+        """Tells all processes something between runs, and gives what each told, by rank.
+
+        Raises:
+            RemoteError: A process failed, or is gone.
+        """
+        self.begin()
+        try:
+            return self.agree(told)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def close(self) -> None:
+        """Ends all links; the others see this process as gone."""
+        for link in self.links.values():
+            link.close()
+
+
+def _told(message: Message) -> Tree:
+    assert isinstance(message, Parcel)
+    return message.value
+
+
+def _remote_error(report: Mapping[str, Any]) -> RemoteError:
+    return RemoteError(report["message"], report["rank"], report["type"], report["traceback"])
+
+
+def _in_no_step(peer: int, seen: Seen) -> str:
+    return "outside of any step"

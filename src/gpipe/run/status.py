@@ -1,0 +1,78 @@
+"""What a process is at, for the others of its host to see: also when it is stuck or gone, and can say nothing."""
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gpipe.run.links import Link, RemoteLink
+
+_STATUS = struct.Struct("<IiI?d")
+_LAYERS, _WAITS = struct.Struct("<I"), struct.Struct("<?")  # where they stand in it:
+_AT_LAYERS, _AT_WAITS = 8, 12
+
+
+class Seen(NamedTuple):
+    """A process's run, its place in the row (-1 outside), the layers begun there, whether it waits, since when."""
+
+    run: int
+    at: int
+    layers: int
+    waits: bool
+    since: float
+
+
+class Status:
+    """A process's own words on what it is at, in memory that the others of its host can read."""
+
+    def __init__(self) -> None:
+        self._handle = os.memfd_create("gpipe status", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
+        if self._handle is not None:
+            os.ftruncate(self._handle, _STATUS.size)
+        self._memory = bytearray(_STATUS.size) if self._handle is None else mmap.mmap(self._handle, _STATUS.size)
+        self._layers = 0
+
+    def reach(self, run: int, at: int) -> None:
+        """Notes a place in the row."""
+        self._layers = 0
+        _STATUS.pack_into(self._memory, 0, run, at, 0, False, time.monotonic())
+
+    def append(self, number: int) -> None:
+        """Notes that another layer begins."""
+        self._layers += 1
+        _LAYERS.pack_into(self._memory, _AT_LAYERS, self._layers)
+
+    def wait(self, waits: bool) -> None:
+        """Notes whether this process waits for another."""
+        _WAITS.pack_into(self._memory, _AT_WAITS, waits)
+
+    def shared_with(self, links: Mapping[int, Link]) -> dict[int, "Watched"]:
+        """Lets the processes of this host read this; gives what they show."""
+        if self._handle is None:
+            return {}
+        local = {peer: link.news.connection for peer, link in links.items() if not isinstance(link, RemoteLink)}
+        for connection in local.values():
+            socket.send_fds(connection, [b"."], [self._handle])
+        found = {}
+        for peer, connection in local.items():
+            connection.setblocking(True)
+            _, (handle,), _, _ = socket.recv_fds(connection, 1, 1)
+            connection.setblocking(False)
+            found[peer] = Watched(mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ))
+            os.close(handle)
+        os.close(self._handle)
+        return found
+
+
+class Watched:
+    """What another process is at."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def read(self) -> Seen:
+        """Reads it."""
+        return Seen(*_STATUS.unpack_from(self._memory))
