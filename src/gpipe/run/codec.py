@@ -5,10 +5,11 @@ layout is written and read once for as long as shapes stay the same: both ends k
 """
 
 import json
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +21,13 @@ from gpipe.run.transport import Message
 
 ALIGNMENT = 64  # bytes, as torch allocates: kernels may compute other bits on other alignments
 KEPT = 1024  # layouts
+NOT_DENSE = (
+    "a {name} of layout {layout} cannot go to another process; return a dense torch.Tensor (of a DTensor, its "
+    "full_tensor() or to_local())"
+)
+NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
 
+Buffer: TypeAlias = bytearray | mmap.mmap
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool]
 """What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient."""
 
@@ -30,7 +37,7 @@ class Place:
     """Where a tensor's elements are in a message, and how they lie in memory.
 
     `size` leaves out what is only repeated: dimensions of stride 0 have size 1, and are expanded at the end.
-    `dense` elements travel in the order of memory, others in the order of their indices.
+    `dense` elements travel in the order of memory, others in the order of their indices. `plain` ones lie in both.
     """
 
     shape: Shape
@@ -39,6 +46,7 @@ class Place:
     size: tuple[int, ...]
     strides: tuple[int, ...]
     dense: bool
+    plain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +59,11 @@ class Layout:
     places: tuple[Place, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A message as it is sent: its layout in bytes, and its tensors, each flat, to be put at its place."""
+class Encoded(NamedTuple):
+    """A message as it is sent: its layout in bytes, and its tensors, each to be put at its place."""
 
     layout: bytes
-    flat: list[Tensor]
+    tensors: list[Tensor]
     places: tuple[Place, ...]
 
     @property
@@ -66,8 +73,19 @@ class Encoded:
 
     def write(self, memory: Tensor) -> None:
         """Puts the tensors into `size` bytes."""
-        for tensor, place in zip(self.flat, self.places, strict=True):
-            memory[place.start : place.end].view(tensor.dtype).copy_(tensor)
+        with torch.no_grad():
+            for tensor, place in zip(self.tensors, self.places, strict=True):
+                if place.end > place.start:
+                    memory[place.start : place.end].view(tensor.dtype).copy_(_flat(tensor, place))
+
+    def pieces(self) -> list[bytes | bytearray | memoryview]:
+        """The bytes, one after another."""
+        if len(self.places) == 1 and self.places[0].plain and self.tensors[0].is_contiguous():
+            return [self.tensors[0].detach().resolve_neg().numpy().data]  # no copy
+        memory = bytearray(self.size)
+        if memory:
+            self.write(torch.frombuffer(memory, dtype=torch.uint8))
+        return [memory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,36 +101,47 @@ def encode(message: Message) -> Encoded:
     Raises:
         TypeError: It holds something that cannot go to another process.
     """
-    is_parcel = isinstance(message, Parcel)
+    is_parcel = type(message) is Parcel
     tree: Tree = message.value if isinstance(message, Parcel) else message
     if type(tree) is Tensor:
-        tensors = [tree]
-        shapes: tuple[Shape, ...] = (_shape(tree),)
-        layout = _write(is_parcel, None, (), shapes)
-    else:
-        items, spec = pytree.tree_flatten(tree)
-        numbers: dict[int, int] = {}
-        tensors = []
-        leaves: list[object] = []
-        for item in items:
-            if not isinstance(item, Tensor):
-                leaves.append(_plain(item))
-                continue
-            if id(item) not in numbers:
-                numbers[id(item)] = len(tensors)
-                tensors.append(item)
-            leaves.append(["tensor", numbers[id(item)]])
-        shapes = tuple(map(_shape, tensors))
-        layout = _write(is_parcel, _spec_text(spec), json.dumps(leaves), shapes)
-    places = _places(shapes)
-    with torch.no_grad():
-        return Encoded(layout, [_flat(t, place) for t, place in zip(tensors, places, strict=True)], places)
+        layout, places = _of_one(is_parcel, tree.dtype, tree.shape, tree.stride(), tree.requires_grad, tree.layout)
+        return Encoded(layout, [tree], places)
+    items, spec = pytree.tree_flatten(tree)
+    numbers: dict[int, int] = {}
+    tensors: list[Tensor] = []
+    leaves: list[object] = []
+    for item in items:
+        if not isinstance(item, Tensor):
+            leaves.append(_plain(item))
+            continue
+        if id(item) not in numbers:
+            numbers[id(item)] = len(tensors)
+            tensors.append(item)
+        leaves.append(["tensor", numbers[id(item)]])
+    shapes = tuple(map(_shape, tensors))
+    return Encoded(_write(is_parcel, _spec_text(spec), json.dumps(leaves), shapes), tensors, _places(shapes))
 
 
-def decode(layout: bytes, memory: Tensor) -> Message:
+@lru_cache(KEPT)
+def _of_one(
+    is_parcel: bool,
+    dtype: torch.dtype,
+    size: torch.Size,
+    strides: tuple[int, ...],
+    wants_gradient: bool,
+    layout: torch.layout,
+) -> tuple[bytes, tuple[Place, ...]]:
+    """How a message of one tensor is written: the usual one, so it must be quick."""
+    if layout != torch.strided:
+        raise TypeError(NOT_DENSE.format(name="Tensor", layout=layout))
+    shapes: tuple[Shape, ...] = ((dtype, tuple(size), strides, wants_gradient),)
+    return _write(is_parcel, None, "", shapes), _places(shapes)
+
+
+def decode(layout: bytes, memory: Buffer, offset: int = 0) -> Message:
     """The message of a layout and the bytes behind it, which may be used again afterwards."""
     read = _read(layout)
-    tensors = [_take(place, memory) for place in read.places]
+    tensors = [_take(place, memory, offset) for place in read.places]
     if read.spec is None:
         value: Tree = tensors[0]
     else:
@@ -125,10 +154,7 @@ def decode(layout: bytes, memory: Tensor) -> Message:
 
 def _shape(tensor: Tensor) -> Shape:
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
-        raise TypeError(
-            f"a {type(tensor).__name__} of layout {tensor.layout} cannot go to another process; return a dense "
-            f"torch.Tensor (of a DTensor, its full_tensor() or to_local())"
-        )
+        raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
 
 
@@ -148,11 +174,12 @@ def _places(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
             reach = stride * (n - 1) + reach
         count = torch.Size(own).numel()
         if not apart and count:  # elements that overlap in another way
-            own, strides, dense = size, torch.empty(size, device="meta").stride(), True
+            own, strides, dense = size, _contiguous(size), True
             shape = (dtype, size, strides, shape[3])
             count = torch.Size(own).numel()
         at = start + count * dtype.itemsize
-        places.append(Place(shape, start, at, own, strides, dense))
+        plain = own == size and strides == _contiguous(size) and dtype in NUMPY and count > 0
+        places.append(Place(shape, start, at, own, strides, dense, plain))
     return tuple(places)
 
 
@@ -164,7 +191,7 @@ def _flat(tensor: Tensor, place: Place) -> Tensor:
         return tensor.view(-1)
     count = (place.end - place.start) // tensor.element_size()
     if tensor.stride() != place.strides:  # resolved just now, or overlapping
-        if not place.dense or torch.empty(place.size, device="meta").stride() == place.strides:
+        if not place.dense or place.strides == _contiguous(place.size):
             return tensor.expand(place.size).contiguous().view(-1)
         tensor = torch.empty_strided(place.size, place.strides, dtype=tensor.dtype).copy_(tensor)
     if place.dense:
@@ -172,18 +199,24 @@ def _flat(tensor: Tensor, place: Place) -> Tensor:
     return tensor.as_strided(place.size, place.strides).contiguous().view(-1)
 
 
-def _take(place: Place, memory: Tensor) -> Tensor:
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
+
+
+def _take(place: Place, memory: Buffer, offset: int) -> Tensor:
     dtype, size, strides, wants_gradient = place.shape
-    tensor = torch.empty_strided(place.size, place.strides, dtype=dtype)
     count = (place.end - place.start) // dtype.itemsize
-    if count:
-        found = memory[place.start : place.end].view(dtype)
-        if place.dense:
-            tensor.as_strided((count,), (1,)).copy_(found)
+    if not count:
+        tensor = torch.empty_strided(size, strides, dtype=dtype)
+    else:
+        found = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset + place.start)
+        if place.plain:
+            tensor = found.clone().view(size)
+        elif place.dense:
+            tensor = found.clone().as_strided(size, strides)
         else:
-            tensor.copy_(found.view(place.size))
-    if place.size != size:
-        tensor = tensor.as_strided(size, strides)
+            tensor = torch.empty_strided(place.size, place.strides, dtype=dtype)
+            tensor = tensor.copy_(found.view(place.size)).as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
 
 

@@ -16,15 +16,14 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
-from gpipe.run.codec import Encoded
+from gpipe.run.codec import Buffer, Encoded
 from gpipe.run.transport import Label
 
 INLINE = 2**15
@@ -34,6 +33,7 @@ SLOTS = 4
 CHUNK = 2**16
 FREE, FAILED = b"S", b"F"
 
+Piece: TypeAlias = bytes | bytearray | memoryview
 _HEADER = struct.Struct("<IiIBhIQQd")
 _NEWS = struct.Struct("<cI")
 
@@ -76,7 +76,7 @@ class Slot:
 
     def __init__(self, handle: int, capacity: int) -> None:
         self.capacity = capacity
-        self.memory = torch.frombuffer(mmap.mmap(handle, capacity), dtype=torch.uint8)
+        self.memory = mmap.mmap(handle, capacity)
 
 
 class News:
@@ -127,6 +127,7 @@ class Link:
         self.news = News(news)
         self.reports: list[Mapping[str, Any]] = []
         self._arrived = bytearray()
+        self._head: Frame | None = None
         self._handles: deque[int] = deque()
         self._leaving = b""
         self._handle: int | None = None
@@ -156,18 +157,16 @@ class Link:
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
         """Puts a message on its way, for which there must be room; `flush` sends what the stream does not take."""
-        size = message.size
+        layout, size = message.layout, message.size
         if size <= INLINE or not hasattr(os, "memfd_create"):
-            memory = bytearray(size)
-            if size:
-                message.write(torch.frombuffer(memory, dtype=torch.uint8))
-            self._send(Frame(run, label, -1, len(message.layout), size, 0, sent).to_bytes() + message.layout + memory)
+            head = Frame(run, label, -1, len(layout), size, 0, sent).to_bytes()
+            self._send([head, layout, *message.pieces()], len(head) + len(layout) + size)
             return
         at, handle = self._slot_of(size)
-        message.write(self._own[at].memory)
+        message.write(torch.frombuffer(self._own[at].memory, dtype=torch.uint8))
         capacity = self._own[at].capacity if handle is not None else 0
-        head = Frame(run, label, at, len(message.layout), size, capacity, sent).to_bytes()
-        self._send(head + message.layout, handle)
+        head = Frame(run, label, at, len(layout), size, capacity, sent).to_bytes()
+        self._send([head, layout], len(head) + len(layout), handle)
 
     def _slot_of(self, size: int) -> tuple[int, int | None]:
         """A free slot that is large enough; if it had to be made, what to send so that the other end has it too."""
@@ -186,36 +185,43 @@ class Link:
         self._own[at] = Slot(handle, capacity)
         return at, handle
 
-    def _send(self, data: bytes, handle: int | None = None) -> None:
+    def _send(self, pieces: Sequence[Piece], size: int, handle: int | None = None) -> None:
         """Gives the stream what it takes, a handle with the first byte; the rest is left for `flush`."""
         try:
-            sent = self._stream.send(data) if handle is None else socket.send_fds(self._stream, [data], [handle])
+            handles = [] if handle is None else [handle]
+            sent = socket.send_fds(self._stream, pieces, handles) if handles else self._stream.sendmsg(pieces)
         except BlockingIOError:
-            self._leaving, self._handle = data, handle
+            self._leaving, self._handle = b"".join(pieces), handle
             return
         except OSError as error:
             raise Gone(str(error)) from error
         if handle is not None:
             os.close(handle)
-        self._leaving, self._handle = data[sent:], None
+        self._leaving = b"" if sent == size else b"".join(pieces)[sent:]
+        self._handle = None
 
     def flush(self) -> bool:
         """Sends what is left of a message; whether nothing is."""
         if self._leaving:
-            self._send(self._leaving, self._handle)
+            self._send([self._leaving], len(self._leaving), self._handle)
         return not self._leaving
 
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
-        if not self._is_whole():
+        if self._head is None and not self._is_whole():
             self._read()
-        return Frame.from_bytes(self._arrived) if self._is_whole() else None
+            self._is_whole()
+        return self._head
 
     def _is_whole(self) -> bool:
-        if len(self._arrived) < _HEADER.size:
+        have = len(self._arrived)
+        if have < _HEADER.size:
             return False
         frame = Frame.from_bytes(self._arrived)
-        return len(self._arrived) >= _HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0)
+        if have < _HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0):
+            return False
+        self._head = frame
+        return True
 
     def _read(self) -> None:
         try:
@@ -229,26 +235,22 @@ class Link:
         self._handles.extend(handles)
         self._arrived += data
 
-    def take(self) -> tuple[bytes, Tensor]:
-        """The layout of the next message and its tensors' bytes; `done` gives their memory back."""
-        frame = Frame.from_bytes(self._arrived)
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
+        """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
         start = _HEADER.size + frame.layout
         layout = bytes(self._arrived[_HEADER.size : start])
         if frame.slot < 0:
-            memory = torch.empty(frame.size, dtype=torch.uint8)
-            if frame.size:
-                memory.copy_(torch.frombuffer(self._arrived, dtype=torch.uint8, offset=start, count=frame.size))
-            del self._arrived[: start + frame.size]
-            return layout, memory
-        del self._arrived[:start]
+            return layout, self._arrived, start
         if frame.capacity:
             handle = self._handles.popleft()
             self._theirs[frame.slot] = Slot(handle, frame.capacity)
             os.close(handle)
-        return layout, self._theirs[frame.slot].memory
+        return layout, self._theirs[frame.slot].memory, 0
 
     def done(self, frame: Frame) -> None:
-        """Lets the other end use the memory of a message again."""
+        """Goes on to the next message, and lets the other end use the memory of this one again."""
+        self._head = None
+        del self._arrived[: _HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0)]
         if frame.slot >= 0:
             self.news.tell(FREE, frame.slot.to_bytes(2, "little"))
 
@@ -270,8 +272,8 @@ class RemoteLink(Link):
         stream.setblocking(True)
         self._bell, self._ring = socket.socketpair()  # a byte whenever a thread has something new
         self._bell.setblocking(False)
-        self._inbox: deque[tuple[Frame, bytes, Tensor]] = deque()
-        self._outbox: SimpleQueue[list[bytes | memoryview] | None] = SimpleQueue()
+        self._inbox: deque[tuple[Frame, bytes, bytearray]] = deque()
+        self._outbox: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._unsent = 0
         self._room = threading.Semaphore(SLOTS)
         self._broken: str | None = None
@@ -293,11 +295,9 @@ class RemoteLink(Link):
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
         """Puts a message on its way, for which there must be room."""
-        memory = torch.empty(message.size, dtype=torch.uint8)
-        message.write(memory)
         head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).to_bytes()
         self._unsent += 1
-        self._outbox.put([head + message.layout, _bytes_of(memory)])
+        self._outbox.put([head + message.layout, *map(bytes, message.pieces())])
 
     def flush(self) -> bool:
         """Everything leaves by itself."""
@@ -317,22 +317,23 @@ class RemoteLink(Link):
             return
         self._unsent -= rung.count(b"w")
 
-    def take(self) -> tuple[bytes, Tensor]:
-        """The layout of the next message and its tensors' bytes."""
-        _, layout, memory = self._inbox.popleft()
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
+        """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
+        _, layout, memory = self._inbox[0]
+        return layout, memory, 0
+
+    def done(self, frame: Frame) -> None:
+        """Goes on to the next message."""
+        self._inbox.popleft()
         self._room.release()
-        return layout, memory
 
     def _keep_reading(self) -> None:
         try:
             while True:
                 frame = Frame.from_bytes(_receive(self._stream, _HEADER.size))
                 layout = bytes(_receive(self._stream, frame.layout))
-                memory = torch.empty(frame.size, dtype=torch.uint8)
-                _receive_into(self._stream, _bytes_of(memory))
-                self._inbox.append((frame, layout, memory))
+                self._inbox.append((frame, layout, _receive(self._stream, frame.size)))
                 self._ring.send(b"r")
-                del memory
                 self._room.acquire()
         except OSError as error:
             self._break(error)
@@ -364,17 +365,10 @@ class RemoteLink(Link):
 
 def _receive(stream: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
-    _receive_into(stream, memoryview(data))
-    return data
-
-
-def _receive_into(stream: socket.socket, memory: memoryview) -> None:
-    while memory.nbytes:
-        count = stream.recv_into(memory)
+    view = memoryview(data)
+    while view.nbytes:
+        count = stream.recv_into(view)
         if not count:
             raise Gone("the connection was closed")
-        memory = memory[count:]
-
-
-def _bytes_of(memory: Tensor) -> memoryview:
-    return memoryview(memory.numpy())  # type: ignore[arg-type]  # an array is a buffer
+        view = view[count:]
+    return data

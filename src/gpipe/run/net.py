@@ -12,7 +12,7 @@ on its way is thrown away by the next.
 import select
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from gpipe.run.boundary import Parcel
@@ -35,7 +35,7 @@ class Net:
         rank: Its number; `replica * stages + stage`.
         size: How many processes there are.
         run: The number of the current run.
-        due: Where in this rank's row each message is received, and from whom.
+        due: Where in this rank's row each message is received.
         sees: Says in words what a peer was last seen at.
     """
 
@@ -45,16 +45,19 @@ class Net:
         self.links = dict(links)
         self.limit = limit
         self.run = 0
-        self.due: Mapping[tuple[int, Label], int] = {}
+        self.due: Mapping[Label, int] = {}
         self.sees: Callable[[int, Seen], str] = _in_no_step
         self.waited = 0.0  # seconds, in all
         self.status = Status()
         self._at = 0
         self._early: dict[tuple[int, Label], tuple[Message, Mark]] = {}
-        self._sources: tuple[int, ...] = ()
+        self._sources: Collection[int] = ()
         self._poll = select.poll()
         for link in self.links.values():
             self._poll.register(link.news.connection, select.POLLIN)
+            self._poll.register(link, 0)
+        self._watched = dict.fromkeys(self.links, 0)
+        self._streams = {link.fileno() for link in self.links.values()}
         self.theirs = self.status.shared_with(self.links)
 
     def begin(self) -> None:
@@ -65,13 +68,12 @@ class Net:
         """
         self.run += 1
         self._early.clear()
-        self.expect({}, _in_no_step)
+        self.expect({}, (), _in_no_step)
         self._heed()
 
-    def expect(self, due: Mapping[tuple[int, Label], int], sees: Callable[[int, Seen], str]) -> None:
-        """Begins a row, in which messages are due."""
-        self.due, self.sees = due, sees
-        self._sources = tuple({peer for peer, _ in due})
+    def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Seen], str]) -> None:
+        """Begins a row, in which messages are due from these sources."""
+        self.due, self._sources, self.sees = due, sources, sees
         self.reach(0)
 
     def reach(self, at: int) -> None:
@@ -88,7 +90,7 @@ class Net:
         link = self.links[peer]
         encoded = encode(message)
         try:
-            while not link.has_room(encoded.size) and not (link.flush() and link.has_room(encoded.size)):
+            while not (link.flush() and link.has_room(encoded.size)):
                 self._wait(peer, writing=True)
             link.put(self.run, label, encoded, time.perf_counter())
             while not link.flush():
@@ -102,45 +104,47 @@ class Net:
         Raises:
             RemoteError: A process failed, or is gone.
         """
-        while (peer, label) not in self._early:
+        key = (peer, label)
+        while key not in self._early:
             try:
-                if not self._take(peer, label):
-                    self._wait(peer)
+                taken = self._take(peer, label)
             except Gone:
                 self._lost(peer)
-        return self._early.pop((peer, label))
+            if not taken:
+                self._watch(peer, reading=taken is None)
+                self._wait(peer)
+        return self._early.pop(key)
 
-    def _take(self, peer: int, wanted: Label | None = None) -> bool:
-        """Takes the next message of a peer if it is here, and wanted or due by now; whether it was taken."""
+    def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
+        """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
         link = self.links[peer]
         head = link.head()
-        if head is None or head.run > self.run:  # the peer has failed, and gone on; the news will say so
+        if head is None:
+            return None
+        if head.run > self.run:  # the peer has failed, and gone on; the news will say so
             return False
-        if head.run == self.run and head.label != wanted and self.due.get((peer, head.label), -1) > self._at:
+        if head.run == self.run and head.label != wanted and self.due.get(head.label, -1) > self._at:
             return False
-        layout, memory = link.take()
+        found = link.message(head)  # also if it is thrown away: new slots come with it
         if head.run == self.run:
-            message = decode(layout, memory)
-            self._early[peer, head.label] = (message, head.sent or None)
+            self._early[peer, head.label] = (decode(*found), head.sent or None)
+        del found
         link.done(head)
         return True
 
     def _wait(self, peer: int, *, writing: bool = False) -> None:
-        """Waits until something happens that may help; takes what is due meanwhile (note "Room")."""
-        polled = []
-        for source in {*self._sources, peer}:
-            link = self.links[source]
-            try:
-                while self._take(source):
-                    if source == peer and not writing:
-                        return
-                reading = link.head() is None
-            except Gone:
-                self._lost(source)
-            events = link.events(reading=reading, writing=writing and source == peer)
-            if events:
-                self._poll.register(link, events)
-                polled.append(link)
+        """Waits until something happens that may help; takes what is due meanwhile (note "Room").
+
+        Who waits for a message has looked for it already, and found that peer's stream empty or not to be read on.
+        """
+        for source in {*self._sources, peer} if writing else self._sources:
+            if source != peer or writing:
+                try:
+                    while taken := self._take(source):
+                        pass
+                except Gone:
+                    self._lost(source)
+                self._watch(source, reading=taken is None, writing=writing and source == peer)
         asked = time.perf_counter()
         self.status.wait(True)
         try:
@@ -148,13 +152,17 @@ class Net:
         finally:
             self.status.wait(False)
             self.waited += time.perf_counter() - asked
-            for link in polled:
-                self._poll.unregister(link)
         if not happened:
             self._tire(peer)
-        streams = {link.fileno() for link in polled}
-        if any(handle not in streams for handle, _ in happened):
+        if not self._streams.issuperset(handle for handle, _ in happened):
             self._heed()
+
+    def _watch(self, peer: int, *, reading: bool, writing: bool = False) -> None:
+        """What of a peer's stream `_wait` wakes for."""
+        events = self.links[peer].events(reading=reading, writing=writing)
+        if self._watched[peer] != events:
+            self._watched[peer] = events
+            self._poll.modify(self.links[peer], events)
 
     def _heed(self) -> None:
         """Reads the news.

@@ -35,7 +35,7 @@ class ProcessRun(Run):
         (worker,) = self.workers
         assert isinstance(self.transport, P2P)
         net = self.engine.net
-        self.transport.begin(part.program, worker.rank, partial(describe_peer, self.engine, part.program))
+        self.transport.begin(part.inbound[worker.rank], partial(describe_peer, self.engine, part.program))
         worker.name = f"rank {net.rank}"
         worker.closing = {Kind.TIE: self._tie, Kind.REDUCE: self._reduce}
         worker.new_trace = partial(_watched, net.status)
@@ -88,14 +88,14 @@ def describe_peer(engine: "Engine", program: Program, peer: int, seen: Seen) -> 
 
 
 class _Watched(list[int]):
-    """Sequence numbers of the layers begun, which the other processes can count."""
+    """Sequence numbers of the layers begun, whose count the other processes can see."""
 
     def __init__(self, status: Status) -> None:
-        self._status = status
+        self._count = status.layers
 
     def append(self, number: int) -> None:
         super().append(number)
-        self._status.append(number)
+        self._count[0] = len(self)
 
 
 def _watched(status: Status) -> Trace:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from gpipe.run.links import Link, RemoteLink
 
 _STATUS = struct.Struct("<IiI?d")
-_LAYERS, _WAITS = struct.Struct("<I"), struct.Struct("<?")  # where they stand in it:
-_AT_LAYERS, _AT_WAITS = 8, 12
+_AT_LAYERS, _AT_WAITS = 8, 12  # where these stand in it
 
 
 class Seen(NamedTuple):
@@ -33,21 +32,15 @@ class Status:
         if self._handle is not None:
             os.ftruncate(self._handle, _STATUS.size)
         self._memory = bytearray(_STATUS.size) if self._handle is None else mmap.mmap(self._handle, _STATUS.size)
-        self._layers = 0
+        self.layers = memoryview(self._memory)[_AT_LAYERS : _AT_LAYERS + 4].cast("I")  # [0]: how many began
 
     def reach(self, run: int, at: int) -> None:
         """Notes a place in the row."""
-        self._layers = 0
         _STATUS.pack_into(self._memory, 0, run, at, 0, False, time.monotonic())
-
-    def append(self, number: int) -> None:
-        """Notes that another layer begins."""
-        self._layers += 1
-        _LAYERS.pack_into(self._memory, _AT_LAYERS, self._layers)
 
     def wait(self, waits: bool) -> None:
         """Notes whether this process waits for another."""
-        _WAITS.pack_into(self._memory, _AT_WAITS, waits)
+        self._memory[_AT_WAITS] = waits
 
     def shared_with(self, links: Mapping[int, Link]) -> dict[int, "Watched"]:
         """Lets the processes of this host read this; gives what they show."""

@@ -1,6 +1,6 @@
-"""The rows of a program as workers do them in one process: what each step takes, does and gives."""
+"""The rows of a program as workers do them: what each step takes, does and gives."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import assert_never
@@ -8,18 +8,26 @@ from typing import assert_never
 from gpipe.plan.action import TRANSFERS, Action, Kind
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program
+from gpipe.plan.rules import sender_of
 from gpipe.run.transport import Label
 from gpipe.run.wiring import Wire, Wiring
 from gpipe.run.worker import Step, Worker
 
 
 @dataclass(frozen=True)
-class Part:
-    """A program or half of one, as it is walked in one process.
+class Inbound:
+    """What a rank receives from others: for each message the place of its RECEIVE in the row, and who sends it."""
 
-    It has no transfers: a mailbox always has room, so whoever makes a value hands it over at once, and whoever needs
-    it waits for it. `order`, if given, is the order in which one thread alone walks it; any legal one gives the same
-    bits.
+    due: Mapping[Label, int]
+    senders: Mapping[Label, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program or half of one, as it is walked.
+
+    It has no transfers: whoever makes a value hands it over at once, and whoever needs it waits for it. `order`, if
+    given, is the order in which one thread alone walks it; any legal one gives the same bits.
     """
 
     program: Program
@@ -33,6 +41,22 @@ class Part:
             self._steps((rank, at, action) for at, action in enumerate(row))
             for rank, row in enumerate(self.program.rows)
         )
+
+    @cached_property
+    def inbound(self) -> tuple[Inbound, ...]:
+        """What each rank receives."""
+        return tuple(map(self._inbound, self.program.rows))
+
+    def _inbound(self, row: Sequence[Action]) -> Inbound:
+        numbers = {route: number for number, route in enumerate(self.program.routes)}
+        due, senders = {}, {}
+        for at, action in enumerate(row):
+            if action.kind is Kind.RECEIVE:
+                assert action.route is not None
+                assert action.micro_batch is not None
+                label = Label(numbers[action.route], action.micro_batch, action.carries_gradient)
+                due[label], senders[label] = at, self.program.rank_of[sender_of(action)]
+        return Inbound(due, senders)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
