@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gpipe.run.boundary import Parcel
-from gpipe.run.microbatch import Tree
+from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.transport import Message
 
 ALIGNMENT = 64  # bytes, as torch allocates: kernels may compute other bits on other alignments
@@ -51,11 +50,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a message holds: its tree, with a place in `places` for each tensor and the other values themselves."""
+    """What a message holds: its tree, with a place in `places` for each tensor and the other values themselves.
+
+    If leaves is None it is one tensor and nothing around it, or its gradient. Gradients have no spec: they are a list.
+    """
 
     is_parcel: bool
-    spec: pytree.TreeSpec | None  # None: one tensor and nothing around it
-    leaves: tuple[object, ...]
+    spec: pytree.TreeSpec | None
+    leaves: tuple[object, ...] | None
     places: tuple[Place, ...]
 
 
@@ -101,10 +103,11 @@ def encode(message: Message) -> Encoded:
     Raises:
         TypeError: It holds something that cannot go to another process.
     """
-    is_parcel = type(message) is Parcel
-    tree: Tree = message.value if isinstance(message, Parcel) else message
+    if not isinstance(message, Parcel):
+        return _encode_gradients(message)
+    tree = message.value
     if type(tree) is Tensor:
-        layout, places = _of_one(is_parcel, tree.dtype, tree.shape, tree.stride(), tree.requires_grad, tree.layout)
+        layout, places = _of_one(True, tree.dtype, tree.shape, tree.stride(), tree.requires_grad, tree.layout)
         return Encoded(layout, [tree], places)
     items, spec = pytree.tree_flatten(tree)
     numbers: dict[int, int] = {}
@@ -119,7 +122,19 @@ def encode(message: Message) -> Encoded:
             tensors.append(item)
         leaves.append(["tensor", numbers[id(item)]])
     shapes = tuple(map(_shape, tensors))
-    return Encoded(_write(is_parcel, _spec_text(spec), json.dumps(leaves), shapes), tensors, _places(shapes))
+    return Encoded(_write(True, _spec_text(spec), json.dumps(leaves), shapes), tensors, _places(shapes))
+
+
+def _encode_gradients(gradients: Gradients) -> Encoded:
+    tensors = [gradient for gradient in gradients if gradient is not None]
+    if len(tensors) == len(gradients) == 1:
+        (one,) = tensors
+        layout, places = _of_one(False, one.dtype, one.shape, one.stride(), False, one.layout)
+        return Encoded(layout, tensors, places)
+    numbers = iter(range(len(tensors)))
+    leaves = [["value", None] if gradient is None else ["tensor", next(numbers)] for gradient in gradients]
+    shapes = tuple(map(_shape, tensors))
+    return Encoded(_write(False, None, json.dumps(leaves), shapes), tensors, _places(shapes))
 
 
 @lru_cache(KEPT)
@@ -135,20 +150,19 @@ def _of_one(
     if layout != torch.strided:
         raise TypeError(NOT_DENSE.format(name="Tensor", layout=layout))
     shapes: tuple[Shape, ...] = ((dtype, tuple(size), strides, wants_gradient),)
-    return _write(is_parcel, None, "", shapes), _places(shapes)
+    return _write(is_parcel, None, "null", shapes), _places(shapes)
 
 
 def decode(layout: bytes, memory: Buffer, offset: int = 0) -> Message:
     """The message of a layout and the bytes behind it, which may be used again afterwards."""
     read = _read(layout)
     tensors = [_take(place, memory, offset) for place in read.places]
+    if read.leaves is None:
+        return Parcel(tensors[0], [tensors[0]] if tensors[0].requires_grad else []) if read.is_parcel else tensors  # type: ignore[return-value]
+    items = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
     if read.spec is None:
-        value: Tree = tensors[0]
-    else:
-        items = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
-        value = pytree.tree_unflatten(items, read.spec)
-    if not read.is_parcel:
-        return value  # type: ignore[return-value]  # a list of gradients, as it was sent
+        return items  # type: ignore[return-value]  # gradients
+    value = pytree.tree_unflatten(items, read.spec)
     return Parcel(value, [tensor for tensor in tensors if tensor.requires_grad])
 
 
@@ -223,7 +237,7 @@ def _take(place: Place, memory: Buffer, offset: int) -> Tensor:
 @lru_cache(KEPT)
 def _write(is_parcel: bool, spec: str | None, leaves: str, shapes: tuple[Shape, ...]) -> bytes:
     named = [[str(dtype).removeprefix("torch."), size, strides, wants] for dtype, size, strides, wants in shapes]
-    return json.dumps([is_parcel, spec, leaves and json.loads(leaves), named]).encode()
+    return json.dumps([is_parcel, spec, json.loads(leaves), named]).encode()
 
 
 @lru_cache(KEPT)
@@ -233,7 +247,7 @@ def _read(layout: bytes) -> Layout:
         (getattr(torch, dtype), tuple(size), tuple(strides), wants) for dtype, size, strides, wants in named
     )
     tree = None if spec is None else pytree.treespec_loads(spec)
-    return Layout(is_parcel, tree, tuple(map(_unplain, leaves)), _places(shapes))
+    return Layout(is_parcel, tree, None if leaves is None else tuple(map(_unplain, leaves)), _places(shapes))
 
 
 def _spec_text(spec: pytree.TreeSpec) -> str:
