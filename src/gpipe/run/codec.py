@@ -50,9 +50,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a message holds: its tree, with a place in `places` for each tensor and the other values themselves.
+    """What a message holds: its tree, with a place in `places` for each tensor and the others themselves.
 
-    If leaves is None it is one tensor and nothing around it, or its gradient. Gradients have no spec: they are a list.
+    If leaves is None it is one tensor and nothing around it, or one gradient; without a spec, a list of gradients.
     """
 
     is_parcel: bool
@@ -82,7 +82,7 @@ class Encoded(NamedTuple):
 
     def pieces(self) -> list[bytes | bytearray | memoryview]:
         """The bytes, one after another."""
-        if len(self.places) == 1 and self.places[0].plain and self.tensors[0].is_contiguous():
+        if len(self.places) == 1 and self.places[0].plain and _is_plain(self.tensors[0]):
             return [self.tensors[0].detach().resolve_neg().numpy().data]  # no copy
         memory = bytearray(self.size)
         if memory:
@@ -211,6 +211,10 @@ def _flat(tensor: Tensor, place: Place) -> Tensor:
     if place.dense:
         return tensor.as_strided((count,), (1,))
     return tensor.as_strided(place.size, place.strides).contiguous().view(-1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.is_cpu
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:

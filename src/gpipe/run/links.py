@@ -30,6 +30,7 @@ INLINE = 2**15
 """Bytes up to which tensors go through the stream: there two processes take about 25 us."""
 SLOTS = 4
 """Messages that may be under way from one process to another and not yet taken."""
+IN_SLOT = 64  # where in a slot the message begins
 CHUNK = 2**16
 FREE, FAILED = b"S", b"F"
 
@@ -72,11 +73,35 @@ class Frame(NamedTuple):
 
 
 class Slot:
-    """Shared memory for one message."""
+    """Shared memory for one message.
+
+    Ahead of the message stand two bytes: whether it is taken, written by both ends, and whether the sender waits for
+    any slot to be free, so that it must be told. Then nothing has to be said of most messages.
+    """
 
     def __init__(self, handle: int, capacity: int) -> None:
         self.capacity = capacity
-        self.memory = mmap.mmap(handle, capacity)
+        self.memory = mmap.mmap(handle, IN_SLOT + capacity)
+
+    @property
+    def taken(self) -> bool:
+        """Whether a message is in it."""
+        return bool(self.memory[0])
+
+    def take(self) -> None:
+        """Has it for a message."""
+        self.memory[0] = 1
+
+    def want(self) -> None:
+        """Asks to be told when it is free."""
+        self.memory[1] = 1
+
+    def free(self) -> bool:
+        """Lets it be used again; whether the sender must be told."""
+        self.memory[0] = 0
+        wanted = bool(self.memory[1])
+        self.memory[1] = 0
+        return wanted
 
 
 class News:
@@ -132,7 +157,6 @@ class Link:
         self._leaving = b""
         self._handle: int | None = None
         self._own: list[Slot] = []
-        self._free: deque[int] = deque()
         self._theirs: dict[int, Slot] = {}
 
     def fileno(self) -> int:
@@ -142,9 +166,7 @@ class Link:
     def listen(self) -> None:
         """Reads the news."""
         for kind, what in self.news.read():
-            if kind == FREE:
-                self._free.append(int.from_bytes(what, "little"))
-            else:
+            if kind == FAILED:
                 self.reports.append(json.loads(what))
 
     def events(self, *, reading: bool, writing: bool) -> int:
@@ -153,7 +175,14 @@ class Link:
 
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be put on its way now."""
-        return not self._leaving and (size <= INLINE or bool(self._free) or len(self._own) < SLOTS)
+        if self._leaving:
+            return False
+        return size <= INLINE or len(self._own) < SLOTS or not all(slot.taken for slot in self._own)
+
+    def want_room(self) -> None:
+        """Asks to be told when there may be room again."""
+        for slot in self._own:
+            slot.want()
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
         """Puts a message on its way, for which there must be room; `flush` sends what the stream does not take."""
@@ -163,27 +192,27 @@ class Link:
             self._send([head, layout, *message.pieces()], len(head) + len(layout) + size)
             return
         at, handle = self._slot_of(size)
-        message.write(torch.frombuffer(self._own[at].memory, dtype=torch.uint8))
+        message.write(torch.frombuffer(self._own[at].memory, dtype=torch.uint8, offset=IN_SLOT))
+        self._own[at].take()
         capacity = self._own[at].capacity if handle is not None else 0
         head = Frame(run, label, at, len(layout), size, capacity, sent).to_bytes()
         self._send([head, layout], len(head) + len(layout), handle)
 
     def _slot_of(self, size: int) -> tuple[int, int | None]:
         """A free slot that is large enough; if it had to be made, what to send so that the other end has it too."""
-        for _ in range(len(self._free)):
-            at = self._free.popleft()
+        free = [at for at, slot in enumerate(self._own) if not slot.taken]
+        for at in free:
             if self._own[at].capacity >= size:
                 return at, None
-            self._free.append(at)
-        if len(self._own) < SLOTS:
-            self._own.append(Slot.__new__(Slot))
-            self._free.append(len(self._own) - 1)
-        at = self._free.popleft()
         capacity = 1 << (size - 1).bit_length()
         handle = os.memfd_create("gpipe", os.MFD_CLOEXEC)
-        os.ftruncate(handle, capacity)
-        self._own[at] = Slot(handle, capacity)
-        return at, handle
+        os.ftruncate(handle, IN_SLOT + capacity)
+        slot = Slot(handle, capacity)
+        if len(self._own) < SLOTS:
+            self._own.append(slot)
+            return len(self._own) - 1, handle
+        self._own[free[0]] = slot  # instead of one that is too small, at both ends
+        return free[0], handle
 
     def _send(self, pieces: Sequence[Piece], size: int, handle: int | None = None) -> None:
         """Gives the stream what it takes, a handle with the first byte; the rest is left for `flush`."""
@@ -245,14 +274,14 @@ class Link:
             handle = self._handles.popleft()
             self._theirs[frame.slot] = Slot(handle, frame.capacity)
             os.close(handle)
-        return layout, self._theirs[frame.slot].memory, 0
+        return layout, self._theirs[frame.slot].memory, IN_SLOT
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message, and lets the other end use the memory of this one again."""
         self._head = None
         del self._arrived[: _HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0)]
-        if frame.slot >= 0:
-            self.news.tell(FREE, frame.slot.to_bytes(2, "little"))
+        if frame.slot >= 0 and self._theirs[frame.slot].free():
+            self.news.tell(FREE, b"")
 
     def report(self, what: Mapping[str, Any]) -> None:
         """Tells the other end that a rank failed."""
@@ -260,6 +289,10 @@ class Link:
 
     def close(self) -> None:
         """Ends the connection."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of a connection that another process goes on with, the one that this one was forked from."""
         self._stream.close()
         self.news.connection.close()
 
@@ -273,7 +306,7 @@ class RemoteLink(Link):
         self._bell, self._ring = socket.socketpair()  # a byte whenever a thread has something new
         self._bell.setblocking(False)
         self._inbox: deque[tuple[Frame, bytes, bytearray]] = deque()
-        self._outbox: SimpleQueue[list[bytes] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[memoryview | None] = SimpleQueue()
         self._unsent = 0
         self._room = threading.Semaphore(SLOTS)
         self._broken: str | None = None
@@ -293,11 +326,23 @@ class RemoteLink(Link):
         self._hear()
         return self._unsent < SLOTS
 
+    def want_room(self) -> None:
+        """The thread that writes always tells."""
+
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
         """Puts a message on its way, for which there must be room."""
         head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).to_bytes()
-        self._unsent += 1
-        self._outbox.put([head + message.layout, *map(bytes, message.pieces())])
+        data = memoryview(b"".join([head, message.layout, *message.pieces()]))
+        if not self._unsent:  # nobody else writes, and what the network takes at once needs no thread
+            try:
+                data = data[self._stream.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise Gone(str(error)) from error
+        if data.nbytes:
+            self._unsent += 1
+            self._outbox.put(data)
 
     def flush(self) -> bool:
         """Everything leaves by itself."""
@@ -340,10 +385,9 @@ class RemoteLink(Link):
 
     def _keep_writing(self) -> None:
         try:
-            while (parts := self._outbox.get()) is not None:
-                for part in parts:
-                    self._stream.sendall(part)
-                del parts
+            while (data := self._outbox.get()) is not None:
+                self._stream.sendall(data)
+                del data
                 self._ring.send(b"w")
         except OSError as error:
             self._break(error)

@@ -7,12 +7,20 @@ taken that the row does not have yet: what waits here does not grow with M.
 
 Note "Runs". All processes count their runs alike, and a message says of which run it is: what a failed run has left
 on its way is thrown away by the next.
+
+Note "Parting". A run ends when all have told rank 0 that they have come to its end, and rank 0 all others. Who knows
+that may leave at once, while others do not know it yet: for these it is no failure that somebody is gone.
 """
 
+import os
 import select
+import socket
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from gpipe.run.boundary import Parcel
@@ -50,6 +58,7 @@ class Net:
         self.waited = 0.0  # seconds, in all
         self.status = Status()
         self._at = 0
+        self._parting = False
         self._early: dict[tuple[int, Label], tuple[Message, Mark]] = {}
         self._sources: Collection[int] = ()
         self._poll = select.poll()
@@ -59,6 +68,8 @@ class Net:
         self._watched = dict.fromkeys(self.links, 0)
         self._streams = {link.fileno() for link in self.links.values()}
         self.theirs = self.status.shared_with(self.links)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
     def begin(self) -> None:
         """Begins a run.
@@ -91,7 +102,9 @@ class Net:
         encoded = encode(message)
         try:
             while not (link.flush() and link.has_room(encoded.size)):
-                self._wait(peer, writing=True)
+                link.want_room()
+                if not link.has_room(encoded.size):  # freed meanwhile, and not told
+                    self._wait(peer, writing=True)
             link.put(self.run, label, encoded, time.perf_counter())
             while not link.flush():
                 self._wait(peer, writing=True)
@@ -155,7 +168,7 @@ class Net:
         if not happened:
             self._tire(peer)
         if not self._streams.issuperset(handle for handle, _ in happened):
-            self._heed()
+            self._heed(([peer] if writing else []) if self._parting else self.links)
 
     def _watch(self, peer: int, *, reading: bool, writing: bool = False) -> None:
         """What of a peer's stream `_wait` wakes for."""
@@ -164,8 +177,8 @@ class Net:
             self._watched[peer] = events
             self._poll.modify(self.links[peer], events)
 
-    def _heed(self) -> None:
-        """Reads the news.
+    def _heed(self, needed: Collection[int] | None = None) -> None:
+        """Reads the news; by default all are needed.
 
         Raises:
             RemoteError: Another process failed in this run, or is gone.
@@ -174,8 +187,10 @@ class Net:
         for peer, link in self.links.items():
             link.listen()
             link.reports = [report for report in link.reports if report["run"] >= self.run]
-            if link.news.gone:
+            if link.news.gone and (needed is None or peer in needed):
                 gone.append(peer)
+            elif link.news.gone:
+                self._ignore(link.news.connection)
         for link in self.links.values():
             for report in link.reports:
                 if report["run"] == self.run:
@@ -183,6 +198,10 @@ class Net:
         if gone:
             last = [f"rank {peer} is gone; {self._last_seen(peer)}" for peer in gone]
             raise RemoteError("\n".join(last), gone[0])
+
+    def _ignore(self, connection: socket.socket) -> None:
+        with suppress(KeyError):  # done before
+            self._poll.unregister(connection)
 
     def _lost(self, peer: int) -> None:
         """What to do when a stream ends: the news say why, or soon will."""
@@ -232,11 +251,22 @@ class Net:
         label = Label(AGREE, 0, gradient=False)
         if self.rank:
             self.send(0, label, Parcel(told, []))
-            return list(_told(self.receive(0, label)[0]))  # type: ignore[call-overload,no-any-return]  # of rank 0
+            with self._at_parting():
+                return list(_told(self.receive(0, label)[0]))  # type: ignore[call-overload,no-any-return]  # of rank 0
         every = [told, *(_told(self.receive(peer, label)[0]) for peer in range(1, self.size))]
-        for peer in range(1, self.size):
-            self.send(peer, label, Parcel(every, []))
+        with self._at_parting():
+            for peer in range(1, self.size):
+                self.send(peer, label, Parcel(every, []))
         return every
+
+    @contextmanager
+    def _at_parting(self) -> Iterator[None]:
+        """While others may be gone with good reason (note "Parting")."""
+        self._parting = True
+        try:
+            yield
+        finally:
+            self._parting = False
 
     def exchange(self, told: bytes) -> list[bytes]:
         """Tells all processes something between runs, and gives what each told, by rank.
@@ -260,6 +290,14 @@ class Net:
 def _told(message: Message) -> Tree:
     assert isinstance(message, Parcel)
     return message.value
+
+
+def _drop(reference: "weakref.ref[Net]") -> None:
+    """In a forked process, say a DataLoader's: as long as it had the links, nobody would see this process end."""
+    net = reference()
+    if net is not None:
+        for link in net.links.values():
+            link.drop()
 
 
 def _remote_error(report: Mapping[str, Any]) -> RemoteError:
