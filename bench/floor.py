@@ -1,14 +1,14 @@
 """The floor: K threads, queues between them, the graph cut at the boundaries, the engine called directly.
 
 Nothing else: no checks, no keyed randomness, no snapshot of buffers, no notes on errors, no recorder. What a runtime
-takes beyond this is its own.
+takes beyond this is its own. `process_floor` does the same with processes.
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,19 @@ from bench.workloads import Loss
 
 Value: TypeAlias = Tensor | tuple[Tensor, ...]
 Gradient: TypeAlias = tuple[Tensor | None, ...]
+T = TypeVar("T")
 
 run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class Line(Protocol[T]):
+    """What passes from a stage to its neighbour, in order."""
+
+    def put(self, item: T, /) -> None:
+        """Sends."""
+
+    def get(self) -> T:
+        """Waits for the next."""
 
 
 def tensors(value: Value) -> tuple[Tensor, ...]:
@@ -44,94 +55,92 @@ def backward(made: Value, gradients: Sequence[Tensor | None], given: Value) -> G
     return tuple(t.grad for t in tensors(given))
 
 
-@dataclass
-class Step:
-    """One mini-batch: what all stages share."""
+@dataclass(frozen=True)
+class Stage:
+    """One stage, and the lines to its neighbours; the first and the last lack two."""
 
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    losses: list[Tensor] = field(default_factory=list)
-    values: list[SimpleQueue[Value]] = field(default_factory=list)
-    gradients: list[SimpleQueue[Gradient]] = field(default_factory=list)
+    layers: Callable[[Value], Value]
+    loss_fn: Loss
+    values: Line[Value] | None = None
+    next_values: Line[Value] | None = None
+    gradients: Line[Gradient] | None = None
+    next_gradients: Line[Gradient] | None = None
+
+    def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """Runs one mini-batch, given in micro-batches; gives the losses, if this is the last stage."""
+        kept, losses = [], []
+        for m in range(len(inputs)):
+            given = cut(self.values.get()) if self.values else inputs[m]
+            made = self.layers(given)
+            if self.next_values:
+                self.next_values.put(made)
+            else:
+                made = self.loss_fn(_one(made), targets[m])
+                losses.append(made.detach())
+            kept.append((given, made))
+        seed = (torch.full((), 1 / len(inputs)),)
+        while kept:
+            given, made = kept.pop()
+            gradients = backward(made, self.next_gradients.get() if self.next_gradients else seed, given)
+            if self.gradients:
+                self.gradients.put(gradients)
+        return losses
+
+    def run_with_remat(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """Likewise, but keeps only what the stage was given."""
+        kept, losses = [], []
+        with torch.no_grad():
+            for m in range(len(inputs)):
+                kept.append(cut(self.values.get()) if self.values else inputs[m])
+                made = self.layers(kept[-1])
+                if self.next_values:
+                    self.next_values.put(made)
+        seed = (torch.full((), 1 / len(inputs)),)
+        while kept:
+            given = kept.pop()
+            made = self.layers(given)
+            if not self.next_values:
+                made = self.loss_fn(_one(made), targets[len(kept)])
+                losses.append(made.detach())
+            gradients = backward(made, self.next_gradients.get() if self.next_gradients else seed, given)
+            if self.gradients:
+                self.gradients.put(gradients)
+        return losses
+
+
+def _one(value: Value) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+Job: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class Floor:
     """Threads for stages; `step` runs forward and backward of a mini-batch and returns the sum of the losses."""
 
     def __init__(self, stages: Sequence[nn.Module], loss_fn: Loss, *, remat: bool) -> None:
-        self.stages = stages
-        self.loss_fn = loss_fn
         self.remat = remat
-        self.jobs: list[SimpleQueue[Step | None]] = [SimpleQueue() for _ in stages]
-        self.done: SimpleQueue[None] = SimpleQueue()
-        for stage in range(len(stages)):
-            threading.Thread(target=self._serve, args=(stage,), daemon=True).start()
+        self.jobs: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in stages]
+        self.done: SimpleQueue[list[Tensor]] = SimpleQueue()
+        values: list[SimpleQueue[Value] | None] = [None, *(SimpleQueue() for _ in stages[1:]), None]
+        gradients: list[SimpleQueue[Gradient] | None] = [None, *(SimpleQueue() for _ in stages[1:]), None]
+        for at, layers in enumerate(stages):
+            stage = Stage(layers, loss_fn, values[at], values[at + 1], gradients[at], gradients[at + 1])
+            threading.Thread(target=self._serve, args=(stage, self.jobs[at]), daemon=True).start()
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """Runs one mini-batch, given in micro-batches."""
-        batch = Step(inputs, targets)
-        batch.values = [SimpleQueue() for _ in self.stages]
-        batch.gradients = [SimpleQueue() for _ in self.stages]
         for jobs in self.jobs:
-            jobs.put(batch)
-        for _ in self.stages:
-            self.done.get()
-        return sum(batch.losses, torch.zeros(()))
+            jobs.put((inputs, targets))
+        return sum((loss for _ in self.jobs for loss in self.done.get()), torch.zeros(()))
 
     def close(self) -> None:
         """Ends the threads."""
         for jobs in self.jobs:
             jobs.put(None)
 
-    def _serve(self, stage: int) -> None:
+    def _serve(self, stage: Stage, jobs: SimpleQueue[Job | None]) -> None:
         torch.set_num_threads(1)
-        while (batch := self.jobs[stage].get()) is not None:
-            if self.remat:
-                self._row_with_remat(stage, batch)
-            else:
-                self._row(stage, batch)
-            self.done.put(None)
-
-    def _row(self, stage: int, batch: Step) -> None:
-        layers, last, many = self.stages[stage], stage == len(self.stages) - 1, len(batch.inputs)
-        kept: list[tuple[Value, Value]] = []
-        for m in range(many):
-            given = batch.values[stage].get() if stage else batch.inputs[m]
-            made: Value = layers(given)
-            if last:
-                made = self._loss(made, batch, m)
-            else:
-                batch.values[stage + 1].put(cut(made))
-            kept.append((given, made))
-        seed = (torch.full((), 1 / many),)
-        while kept:
-            given, made = kept.pop()
-            gradients = backward(made, seed if last else batch.gradients[stage].get(), given)
-            if stage:
-                batch.gradients[stage - 1].put(gradients)
-
-    def _row_with_remat(self, stage: int, batch: Step) -> None:
-        layers, last, many = self.stages[stage], stage == len(self.stages) - 1, len(batch.inputs)
-        kept: list[Value] = []
-        with torch.no_grad():
-            for m in range(many):
-                given = batch.values[stage].get() if stage else batch.inputs[m]
-                kept.append(given)
-                made = layers(given)
-                if not last:
-                    batch.values[stage + 1].put(cut(made))
-        seed = (torch.full((), 1 / many),)
-        while kept:
-            given = kept.pop()
-            made = layers(given)
-            if last:
-                made = self._loss(made, batch, len(kept))
-            gradients = backward(made, seed if last else batch.gradients[stage].get(), given)
-            if stage:
-                batch.gradients[stage - 1].put(gradients)
-
-    def _loss(self, made: Value, batch: Step, m: int) -> Tensor:
-        assert isinstance(made, Tensor)
-        loss = self.loss_fn(made, batch.targets[m])
-        batch.losses.append(loss.detach())
-        return loss
+        while (job := jobs.get()) is not None:
+            self.done.put(stage.run_with_remat(*job) if self.remat else stage.run(*job))

@@ -11,7 +11,8 @@ from typing import Self, TypeVar
 from torch import Tensor
 
 from bench.machine import busy_seconds, cpu_seconds
-from bench.runtimes import RUNTIMES, Setup
+from bench.runtimes import RUNTIMES
+from bench.setup import Setup
 from bench.worker import Answer, serve
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class Team:
 
     def __init__(self, name: str, setup: Setup, *, copies: int = 1) -> None:
         self.name = name
-        self.folder = TemporaryDirectory()
+        self.folder = TemporaryDirectory(dir="/dev/shm")  # where processes may share memory
         world = setup.partitions if RUNTIMES[name].processes else 1
         self.orders = []
         self.processes = []

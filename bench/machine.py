@@ -18,6 +18,7 @@ def facts() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "torchgpipe": _version("torchgpipe"),
+        "deepspeed": _version("deepspeed"),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "priority": _group_priority(),

@@ -18,6 +18,10 @@ from bench.report import RESULTS  # noqa: E402
 from bench.runtimes import RUNTIMES  # noqa: E402
 
 OURS, FLOOR, OTHERS = "#2a6fbb", "#8d99a6", "#d9a441"
+COLORS = {
+    **dict.fromkeys(("gpipe", "call", "except_last", "naive", "processes", "processes-call"), OURS),
+    **dict.fromkeys(("plain", "whole", "floor", "floor-processes"), FLOOR),
+}
 COMPUTING = ("transformer", "transformer-64", "conv", "amoebanet")
 
 
@@ -30,6 +34,8 @@ def main() -> None:
         save("tiny", tiny(found["tiny"]["results"]))
     if "table2" in found:
         save("table2", table2(found["table2"]["cells"]))
+    if "slow_link" in found:
+        save("slow_link", slow_link(found["slow_link"]["found"], found["slow_link"]["rows"]))
 
 
 def save(name: str, figure: Figure) -> None:
@@ -79,15 +85,12 @@ def bars(axes: Axes, rows: list[dict[str, Any]], values: Any) -> None:
     for at, row in enumerate(rows):
         found = values(row)
         middle = median(found)
-        ours = row["name"] in {"gpipe", "call", "except_last", "naive"}
-        color = OURS if ours else FLOOR if row["name"] in {"plain", "floor", "whole"} else OTHERS
+        color = COLORS.get(row["name"], OTHERS)
         axes.barh(at, middle, color=color)
         axes.plot([min(found), max(found)], [at, at], color="black", linewidth=0.8)
         text = f"{middle:.2f}" if middle < 10 else f"{middle:.0f}"
         axes.annotate(text, (max(found), at), xytext=(3, 0), textcoords="offset points", va="center")
-    axes.set_yticks(
-        range(len(rows)), [RUNTIMES[row["name"]].title.replace("**", "").replace("`", "") for row in rows]
-    )
+    axes.set_yticks(range(len(rows)), [_title(row["name"]) for row in rows])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -115,6 +118,38 @@ def table2(networks: dict[str, list[dict[str, Any]]]) -> Figure:
     panels[0][0].set_ylabel("throughput, K=2 and M=1 being 1")
     panels[0][0].legend(frameon=False)
     return figure
+
+
+def slow_link(wires: list[dict[str, Any]], rows: int) -> Figure:
+    """Rows a second over what the wire carries, a panel for each delay."""
+    delays = sorted({wire["delay"] for wire in wires})
+    figure, panels = plt.subplots(1, len(delays), figsize=(7, 3), layout="constrained", squeeze=False, sharey=True)
+    for axes, delay in zip(panels.flat, delays, strict=True):
+        own = sorted((wire for wire in wires if wire["delay"] == delay), key=lambda wire: wire["megabits"])
+        for name in dict.fromkeys(name for wire in own for name in ("plain", *wire["rows"])):
+            there = [wire for wire in own if name in wire["rows"]]
+            speeds = [[rows / seconds for seconds in wire["rows"][name]["seconds"]] for wire in there]
+            middle = [median(found) for found in speeds]
+            around = [[m - min(f), max(f) - m] for m, f in zip(middle, speeds, strict=True)]
+            axes.errorbar(
+                [wire["megabits"] for wire in there], middle, list(zip(*around, strict=True)), label=_title(name),
+                color="black" if name == "ddp" else COLORS.get(name, OTHERS), marker="o", markersize=3,
+                linestyle="--" if name == "torch-gpipe" else ":" if name == "plain" else "-", elinewidth=0.8,
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_xticks([wire["megabits"] for wire in own], [f"{wire['megabits']:,}" for wire in own])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{delay * 1e3:g} ms each way" if delay else "no delay", loc="left")
+        axes.set_xlabel("Mbit/s")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("rows a second")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _title(name: str) -> str:
+    return RUNTIMES[name].title.replace("**", "").replace("`", "")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def describe(facts: Mapping[str, str]) -> str:
     """Where a result comes from, in two lines."""
     raised = "" if facts["priority"] == "0" else f", its session at nice {facts['priority']}"
     return (
-        f"{facts['machine']}. Python {facts['python']}, torch {facts['torch']}, torchgpipe {facts['torchgpipe']}.\n"
+        f"{facts['machine']}. Python {facts['python']}, torch {facts['torch']}, torchgpipe {facts['torchgpipe']}, "
+        f"DeepSpeed {facts['deepspeed']}.\n"
         f"`{facts['command']}`{raised}, at commit {facts['commit']}, {facts['date']}."
     )
 

@@ -14,7 +14,8 @@ from bench.ideal import makespan, share
 from bench.lab import Lab, Team, Turn, quietest
 from bench.machine import facts
 from bench.report import describe, spread, table, write
-from bench.runtimes import RUNTIMES, Setup
+from bench.runtimes import RUNTIMES
+from bench.setup import Setup
 from bench.workloads import WORKLOADS, Workload
 from gpipe.plan.partition import partition
 
@@ -22,7 +23,10 @@ ROUNDS = 5
 QUIET = 0.1  # of a core
 NOT_WITH_REMAT = {"whole", "naive", "torch-zbv"}
 ONLY_WITH_REMAT = {"except_last"}
-LONG = {"floor", "gpipe", "call", "except_last", "torch-gpipe", "torch-1f1b", "torchgpipe"}  # where steps take long
+LONG = {
+    "floor", "floor-processes", "gpipe", "call", "except_last", "processes", "processes-call", "torch-gpipe",
+    "torch-1f1b", "deepspeed", "torchgpipe",
+}  # where steps take long  # fmt: skip
 
 
 @dataclass
@@ -189,13 +193,13 @@ def _compare(found: Mapping[str, Tensor], newest: Mapping[str, Tensor], oldest: 
 
 def runtimes_for(work: Workload, *, remat: bool) -> list[str]:
     """The runtimes that a table of this workload shows, besides the plain loop."""
-    lacks = {"plain", "oldest", "stages"} | (NOT_WITH_REMAT if remat else ONLY_WITH_REMAT)
+    lacks = {"plain", "oldest", "stages", "ddp"} | (NOT_WITH_REMAT if remat else ONLY_WITH_REMAT)
     return [name for name in RUNTIMES if name not in lacks and (name in LONG or not work.long)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
-    known = list(WORKLOADS)
+    known = [name for name in WORKLOADS if name != "wide"]  # that is slow_link's
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(known)}; all by default")
     parser.add_argument("--remat", choices=("off", "on", "both"), default="both")
     parser.add_argument("--runtimes", help=f"separated by commas, of {', '.join(RUNTIMES)}")

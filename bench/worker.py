@@ -14,7 +14,10 @@ import torch.fx.experimental.symbolic_shapes  # likewise: torch imports it at a 
 from torch import Tensor
 
 from bench.machine import forget_peak, peak_resident_bytes, resident_bytes
-from bench.runtimes import RUNTIMES, Runtime, Setup, Stages
+from bench.one_process import Stages
+from bench.relay import enter
+from bench.runtimes import RUNTIMES
+from bench.setup import Runtime, Setup
 
 WARM_UP = 2
 
@@ -43,6 +46,8 @@ class Answer:
 def serve(orders: Connection, name: str, setup: Setup) -> None:
     """Prepares, warms up, and then obeys: a number of steps to run, `"gradients"`, or None to end."""
     try:
+        if setup.networks:
+            enter(setup.networks[setup.rank])
         runtime = RUNTIMES[name].make()
         runtime.prepare(setup)
         gc.collect()

@@ -58,18 +58,18 @@ def _even(layers: int) -> Callable[[int], tuple[int, ...] | None]:
     return cuts
 
 
-# Transformer language model: 8 blocks, d=256, sequence 128.
+# Transformer language model.
 
-_VOCABULARY, _WIDTH, _LENGTH = 1000, 256, 128
+_VOCABULARY = 1000
 
 
 class Embedding(nn.Module):
     """Token ids (N, T) to vectors (N, T, d), with a learned position."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, length: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.places = nn.Parameter(0.02 * torch.randn(_LENGTH, _WIDTH))
+        self.words = nn.Embedding(_VOCABULARY, width)
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Looks tokens up."""
@@ -80,34 +80,34 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, each behind a norm and beside a residual connection."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm = nn.LayerNorm(_WIDTH)
-        self.packed = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.attention_norm = nn.LayerNorm(width)
+        self.packed = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.ffn = nn.Sequential(
-            nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Lets each position attend to those before it: (N, T, d) to (N, T, d)."""
-        rows, length, _ = x.shape
-        packed = self.packed(self.attention_norm(x)).view(rows, length, 3, self.heads, _WIDTH // self.heads)
+        rows, length, width = x.shape
+        packed = self.packed(self.attention_norm(x)).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, _WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         result: Tensor = x + self.ffn(x)
         return result
 
 
-def _transformer() -> list[nn.Module]:
-    head = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False))
-    return [Embedding(), *(Block() for _ in range(8)), head]
+def _transformer(width: int, length: int) -> list[nn.Module]:
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, _VOCABULARY, bias=False))
+    return [Embedding(width, length), *(Block(width) for _ in range(8)), head]
 
 
-def _tokens(rows: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(_VOCABULARY, (rows, _LENGTH + 1))
+def _tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(_VOCABULARY, (rows, length + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -233,11 +233,12 @@ WORKLOADS = {
     for work in (
         Workload(
             "transformer", "Transformer: 8 blocks, d=256, sequence 128, 16 rows",
-            _transformer, partial(_tokens, 16), token_loss, partitions=2, micro_batches=8,
+            partial(_transformer, 256, 128), partial(_tokens, 16, 128), token_loss, partitions=2, micro_batches=8,
         ),
         Workload(
             "transformer-64", "Transformer: 8 blocks, d=256, sequence 128, 64 rows",
-            _transformer, partial(_tokens, 64), token_loss, partitions=2, micro_batches=32, long=True,
+            partial(_transformer, 256, 128), partial(_tokens, 64, 128), token_loss, partitions=2, micro_batches=32,
+            long=True,
         ),
         Workload(
             "conv", "residual conv net with BatchNorm: 10 layers of very different costs, 32 images of 32x32",
@@ -254,5 +255,9 @@ WORKLOADS = {
             cuts=_even(8),
         ),
         sleeping(0.005),
+        Workload(
+            "wide", "Transformer: 8 blocks, d=512, sequence 32, 16 rows",
+            partial(_transformer, 512, 32), partial(_tokens, 16, 32), token_loss, partitions=2, micro_batches=8,
+        ),
     )
 }  # fmt: skip

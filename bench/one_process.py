@@ -1,0 +1,182 @@
+"""Runtimes of one process."""
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from bench.floor import Floor, Value, backward, cut
+from bench.setup import Setup
+
+
+class _InOneProcess:
+    """What runtimes share that hold the whole network."""
+
+    threads = 1
+
+    def prepare(self, setup: Setup) -> None:
+        """Builds the layers and the mini-batch."""
+        torch.set_num_threads(self.threads)
+        self.setup = setup
+        self.layers = setup.work.layers()
+        self.whole = nn.Sequential(*self.layers)
+        self.parameters = dict(self.whole.named_parameters())
+        self.inputs, self.targets = setup.work.data()
+        self.loss_fn = setup.work.loss_fn
+        self.micro_inputs = self.inputs.tensor_split(setup.micro_batches)
+        self.micro_targets = self.targets.tensor_split(setup.micro_batches)
+        self.build()
+
+    def build(self) -> None:
+        """Makes what the runtime needs beyond the layers."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients by name."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+
+class PlainLoop(_InOneProcess):
+    """Gradient accumulation, one thread: micro-batch after micro-batch through the unpartitioned layers."""
+
+    newest_first = True
+
+    def build(self) -> None:
+        """Makes the gradient of a micro-batch's loss."""
+        self.seed = torch.full((), 1 / self.setup.micro_batches)
+
+    def step(self) -> None:
+        """Runs each micro-batch forward and backward."""
+        order = range(self.setup.micro_batches)
+        for m in reversed(order) if self.newest_first else order:
+            loss = self.loss_fn(self._forward(self.micro_inputs[m]), self.micro_targets[m])
+            loss.backward(self.seed)
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.whole(inputs)
+        return output
+
+
+class OldestFirst(PlainLoop):
+    """The plain loop in the order in which torch's own schedules run their backwards."""
+
+    newest_first = False
+
+
+class Whole(_InOneProcess):
+    """The whole mini-batch at once, two threads in every operation."""
+
+    threads = 2
+
+    def step(self) -> None:
+        """Runs it."""
+        self.loss_fn(self.whole(self.inputs), self.targets).backward()
+
+
+class BareThreads(_InOneProcess):
+    """The floor."""
+
+    def build(self) -> None:
+        """Starts the threads."""
+        self.floor = Floor(self.setup.cut(self.layers), self.loss_fn, remat=self.setup.remat)
+
+    def step(self) -> None:
+        """Runs one mini-batch."""
+        self.floor.step(self.micro_inputs, self.micro_targets)
+
+
+class Stages(_InOneProcess):
+    """The stages one after another in one thread, to time them: what the ideal makespan is made of."""
+
+    def build(self) -> None:
+        """Begins with no times."""
+        self.parts = self.setup.cut(self.layers)
+        self.seed = torch.full((), 1 / self.setup.micro_batches)
+        self.forwards: list[list[float]] = [[] for _ in self.parts]
+        self.backwards: list[list[float]] = [[] for _ in self.parts]
+
+    def step(self) -> None:
+        """Runs and times each stage for each micro-batch."""
+        for value, target in zip(self.micro_inputs, self.micro_targets, strict=True):
+            self._micro_batch(value, target)
+
+    def _micro_batch(self, inputs: Tensor, target: Tensor) -> None:
+        held: list[tuple[Value, Value]] = []
+        given: Value = inputs
+        for stage, part in enumerate(self.parts):
+            start = perf_counter()
+            made: Value = part(given)
+            if stage == len(self.parts) - 1:
+                assert isinstance(made, Tensor)
+                made = self.loss_fn(made, target)
+            self.forwards[stage].append(perf_counter() - start)
+            held.append((given, made))
+            given = cut(made)
+        gradients: Sequence[Tensor | None] = (self.seed,)
+        for stage in reversed(range(len(self.parts))):
+            given, made = held.pop()
+            start = perf_counter()
+            gradients = backward(made, gradients, given)
+            self.backwards[stage].append(perf_counter() - start)
+
+
+class GPipe(_InOneProcess):
+    """This library, trained by `step`."""
+
+    remat = "always"
+    micro_batches: int | None = None
+
+    def build(self) -> None:
+        """Builds the pipe."""
+        self.pipe = gpipe.GPipe(
+            self.layers,
+            self.setup.cuts,
+            self.micro_batches or self.setup.micro_batches,
+            remat=self.remat if self.setup.remat else "never",
+            seed=0,
+        )
+
+    def step(self) -> None:
+        """Runs one mini-batch."""
+        self.pipe.step(self.inputs, self.targets, self.loss_fn)
+
+
+class GPipeCall(GPipe):
+    """This library, trained by `loss_fn(pipe(inputs), targets).backward()`."""
+
+    def step(self) -> None:
+        """Runs one mini-batch."""
+        self.loss_fn(self.pipe(self.inputs), self.targets).backward()
+
+
+class GPipeExceptLast(GPipe):
+    """This library, the last micro-batch not recomputed."""
+
+    remat = "except_last"
+
+
+class Naive(GPipe):
+    """Naive model parallelism: one micro-batch, so one stage works at a time."""
+
+    micro_batches = 1
+
+
+class TorchGPipe(_InOneProcess):
+    """torchgpipe as shipped."""
+
+    def build(self) -> None:
+        """Wraps the layers."""
+        import torchgpipe
+
+        self.pipe: nn.Module = torchgpipe.GPipe(
+            self.whole,
+            balance=list(self.setup.cuts),
+            devices=["cpu"] * self.setup.partitions,
+            chunks=self.setup.micro_batches,
+            checkpoint="always" if self.setup.remat else "never",
+        )
+
+    def step(self) -> None:
+        """Runs one mini-batch."""
+        self.loss_fn(self.pipe(self.inputs), self.targets).backward()

@@ -1,0 +1,260 @@
+"""Runtimes of several processes that talk through torch.distributed, and gloo below it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from bench.floor import Value
+from bench.setup import Setup
+
+
+class _Ranks:
+    """What these runtimes share.
+
+    Attributes:
+        parts: The modules of this process.
+    """
+
+    parts: Sequence[nn.Module]
+
+    def prepare(self, setup: Setup) -> None:
+        """Joins the other processes and builds what is this one's."""
+        torch.set_num_threads(1)
+        os.environ.update(RANK=f"{setup.rank}", LOCAL_RANK=f"{setup.rank}", WORLD_SIZE=f"{setup.world}")
+        os.environ.update(GLOO_SOCKET_IFNAME=setup.interface, MASTER_ADDR=setup.address)
+        dist.init_process_group("gloo", f"file://{setup.meeting}", rank=setup.rank, world_size=setup.world)
+        self.setup = setup
+        self.inputs, self.targets = setup.work.data()
+        self.has_first = setup.rank == 0
+        self.has_last = setup.rank == setup.world - 1
+        self.build(setup.work.layers())
+
+    def build(self, layers: list[nn.Module]) -> None:
+        """Makes the runtime of this process, and sets `parts`."""
+        raise NotImplementedError
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients of this process by name."""
+        return {name: p.grad for part in self.parts for name, p in part.named_parameters() if p.grad is not None}
+
+    def barrier(self) -> None:
+        """Waits for the other processes."""
+        dist.barrier()
+
+
+class GPipeProcesses(_Ranks):
+    """This library with a process for each partition, trained by `step`."""
+
+    def build(self, layers: list[nn.Module]) -> None:
+        """Builds the pipe."""
+        remat = "always" if self.setup.remat else "never"
+        self.pipe = gpipe.GPipe(
+            layers, self.setup.cuts, self.setup.micro_batches, remat=remat, seed=0, driver="process"
+        )
+        self.parts = [self.pipe]
+
+    def step(self) -> None:
+        """Runs this process's part of one mini-batch."""
+        inputs = self.inputs if self.has_first else None
+        targets = self.targets if self.has_last else None
+        self.pipe.step(inputs, targets, self.setup.work.loss_fn)
+
+
+class GPipeProcessesCall(GPipeProcesses):
+    """This library with a process for each partition, trained by the loss's `backward()`."""
+
+    def step(self) -> None:
+        """Runs this process's part of one mini-batch."""
+        output = self.pipe(self.inputs, gather=True)
+        self.setup.work.loss_fn(output, self.targets).backward()
+
+
+class DataParallel(_Ranks):
+    """DistributedDataParallel: the whole network in each process, which takes its share of the rows at once."""
+
+    def build(self, layers: list[nn.Module]) -> None:
+        """Wraps the network."""
+        whole = nn.Sequential(*layers)
+        self.parts = [whole]
+        self.inputs = self.inputs.tensor_split(self.setup.world)[self.setup.rank]
+        self.targets = self.targets.tensor_split(self.setup.world)[self.setup.rank]
+        self.model = nn.parallel.DistributedDataParallel(whole)
+
+    def step(self) -> None:
+        """Runs the share of this process; the backward averages the gradients over all."""
+        self.setup.work.loss_fn(self.model(self.inputs), self.targets).backward()
+
+
+class _Part(nn.Module):
+    """Consecutive layers as a stage of torch's pipelining: what flows comes as arguments."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], *, remat: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.remat = remat
+
+    def forward(self, *state: Tensor) -> Value:
+        made: Value = checkpoint(self._run, *state, use_reentrant=False) if self.remat else self._run(*state)
+        return made
+
+    def _run(self, *state: Tensor) -> Value:
+        value: Value = state if len(state) > 1 else state[0]
+        for layer in self.layers.values():
+            value = layer(value)
+        return value
+
+
+class _Torch(_Ranks):
+    """torch.distributed.pipelining, a process for each partition."""
+
+    stages_per_rank = 1
+
+    def build(self, layers: list[nn.Module]) -> None:
+        """Builds the own stages and their schedule."""
+        from torch.distributed.pipelining import PipelineStage
+
+        own, many = self._own_stages(), len(self.setup.cuts)
+        self.parts = [self._part(layers, stage) for stage in own]
+        self.has_first, self.has_last = 0 in own, many - 1 in own
+        device = torch.device("cpu")
+        stages = [PipelineStage(part, at, many, device) for at, part in zip(own, self.parts, strict=True)]
+        self.schedule = self.make_schedule(stages)
+
+    def make_schedule(self, stages: Sequence[Any]) -> Any:
+        """Makes the schedule of this rank."""
+        raise NotImplementedError
+
+    def loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
+        """What a micro-batch adds to the loss."""
+        return self.setup.work.loss_fn(output, target) / self.setup.micro_batches
+
+    def _own_stages(self) -> list[int]:
+        rank, world = self.setup.rank, self.setup.world
+        return [rank] if self.stages_per_rank == 1 else [rank, 2 * world - 1 - rank]  # there and back: a V
+
+    def _part(self, layers: Sequence[nn.Module], stage: int) -> _Part:
+        first = sum(self.setup.cuts[:stage])
+        own = range(first, first + self.setup.cuts[stage])
+        return _Part({str(at): layers[at] for at in own}, remat=self.setup.remat)
+
+    def step(self) -> None:
+        """Runs this rank's part of one mini-batch."""
+        inputs = (self.inputs,) if self.has_first else ()
+        if self.has_last:
+            self.schedule.step(*inputs, target=self.targets, losses=[], return_outputs=False)
+        else:
+            self.schedule.step(*inputs, return_outputs=False)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients of the own stages by name."""
+        return {name.removeprefix("layers."): gradient for name, gradient in super().gradients().items()}
+
+
+class TorchFillDrain(_Torch):
+    """torch.distributed.pipelining, ScheduleGPipe."""
+
+    def make_schedule(self, stages: Sequence[Any]) -> Any:
+        """Makes the schedule of this rank."""
+        from torch.distributed.pipelining import ScheduleGPipe
+
+        return ScheduleGPipe(stages[0], self.setup.micro_batches, self.loss_fn, scale_grads=False)
+
+
+class Torch1F1B(_Torch):
+    """torch.distributed.pipelining, Schedule1F1B."""
+
+    def make_schedule(self, stages: Sequence[Any]) -> Any:
+        """Makes the schedule of this rank."""
+        from torch.distributed.pipelining import Schedule1F1B
+
+        return Schedule1F1B(stages[0], self.setup.micro_batches, self.loss_fn, scale_grads=False)
+
+
+class TorchZBV(_Torch):
+    """torch.distributed.pipelining, ScheduleZBVZeroBubble."""
+
+    stages_per_rank = 2
+
+    def make_schedule(self, stages: Sequence[Any]) -> Any:
+        """Makes the schedule of this rank."""
+        from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+        return ScheduleZBVZeroBubble(list(stages), self.setup.micro_batches, self.loss_fn, scale_grads=False)
+
+
+class _Keep(torch.optim.Optimizer):
+    """Changes nothing, and keeps the gradients, which DeepSpeed drops behind the optimizer."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(list(parameters.values()), {})
+        self.parameters = parameters
+        self.kept: dict[str, Tensor] = {}
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Keeps the gradients of this step."""
+        self.kept = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+
+class DeepSpeed(_Ranks):
+    """DeepSpeed's PipelineModule: 1F1B, with an optimizer that does nothing."""
+
+    def build(self, layers: list[nn.Module]) -> None:
+        """Builds the engine; its talk goes nowhere."""
+        os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
+        with redirect_stdout(StringIO()):
+            import deepspeed
+
+            deepspeed.init_distributed()  # finds the group that is there
+            module = self._module(layers)
+            self.keep = _Keep(dict(module.named_parameters()))
+            self.engine, *_ = deepspeed.initialize(model=module, optimizer=self.keep, config=self._config())
+        self.parts = [module]
+
+    def _module(self, layers: list[nn.Module]) -> Any:
+        from deepspeed.pipe import PipelineModule
+
+        cuts = self.setup.cuts
+
+        class Cut(PipelineModule):  # type: ignore[misc]  # DeepSpeed is untyped
+            """Cut where all runtimes are: DeepSpeed knows methods, but no given places."""
+
+            def _partition_layers(self, method: str = "") -> None:
+                self.parts = [sum(cuts[:stage]) for stage in range(len(cuts) + 1)]
+                self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+        every = max(cuts) if self.setup.remat else 0  # recompute a stage as one, as others do
+        return Cut(
+            layers, num_stages=self.setup.partitions, loss_fn=self.setup.work.loss_fn,
+            activation_checkpoint_interval=every,
+        )  # fmt: skip
+
+    def _config(self) -> dict[str, Any]:
+        rows, many = len(self.inputs), self.setup.micro_batches
+        return {
+            "train_batch_size": rows,
+            "train_micro_batch_size_per_gpu": rows // many,
+            "gradient_accumulation_steps": many,
+            "gradient_clipping": 0.0,  # by default to norm 1
+            "steps_per_print": 10**9,
+            "pipeline": {"use_reentrant": False},  # a reentrant one fails on integer inputs
+        }
+
+    def _micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        many = self.setup.micro_batches
+        return zip(self.inputs.tensor_split(many), self.targets.tensor_split(many), strict=True)
+
+    def step(self) -> None:
+        """Runs this rank's part of one mini-batch."""
+        self.engine.train_batch(self._micro_batches())
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients of the own stage by name."""
+        return self.keep.kept

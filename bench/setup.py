@@ -1,0 +1,60 @@
+"""What a runtime is asked to do, and what it must be able to do.
+
+A step is the forward and backward of one mini-batch. The loss of a micro-batch counts 1/M, so all runtimes compute
+the same gradients. Layers are cut where `Setup.cuts` says, for all runtimes alike.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from bench.workloads import WORKLOADS, Workload
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a runtime is to do, and for one of several processes which of them it is.
+
+    Attributes:
+        meeting: A file where processes find each other; what else they share lies beside it.
+        networks: The network namespace of each process, as a path; none is this machine's own.
+        interface: The network interface through which processes talk.
+        address: The address there of the first.
+    """
+
+    workload: str
+    partitions: int
+    micro_batches: int
+    cuts: tuple[int, ...]
+    remat: bool
+    rank: int = 0
+    world: int = 1
+    meeting: str = ""
+    networks: tuple[str, ...] = ()
+    interface: str = "lo"
+    address: str = "127.0.0.1"
+
+    @property
+    def work(self) -> Workload:
+        """The workload of that name."""
+        return WORKLOADS[self.workload]
+
+    def cut(self, layers: list[nn.Module]) -> list[nn.Sequential]:
+        """The layers of each stage."""
+        first = [sum(self.cuts[:stage]) for stage in range(len(self.cuts))]
+        return [nn.Sequential(*layers[a : a + n]) for a, n in zip(first, self.cuts, strict=True)]
+
+
+class Runtime(Protocol):
+    """One way to run a mini-batch."""
+
+    def prepare(self, setup: Setup) -> None:
+        """Builds everything; the first step may still be slower than others."""
+
+    def step(self) -> None:
+        """Forward and backward of one mini-batch."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients by the names of `nn.Sequential(*layers)`; of several processes, each gives its own."""
