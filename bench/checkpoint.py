@@ -1,0 +1,258 @@
+"""What a checkpoint costs: how long training stops, how long until it is on the disk, and what that time is made of.
+
+A model of 100 MB, with no optimizer, with momentum (200 MB in all) and with AdamW (300 MB), beside torch's savers.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe
+from bench.machine import busy_seconds, cpu_seconds, facts
+from bench.report import describe, spread, table, write
+from gpipe.checkpoint.files import PIECE
+
+LAYERS, WIDTH = 25, 1024  # 100 MiB of float32
+ROWS, MICRO_BATCHES = 16, 2
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
+    "weights alone": lambda ps: None,
+    "with momentum": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9),
+    "with AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-4),
+}
+
+KINDS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "close")
+
+KEPT = 5  # rounds
+
+TEXT = f"""# Checkpoints
+
+{{about}}
+
+{LAYERS} layers of {WIDTH} x {WIDTH} on two partitions. Of {{rounds}} rounds the {KEPT} count in which other processes
+used least: {{cores}} cores. Wanted: training stops for less than 300 ms. That is the *pause*: what
+`gpipe.save(..., background=True)` takes to return. The first one of a process has to get the memory for the copy.
+
+{{ways}}
+
+The load looks at every hash. torch.save and torch.distributed.checkpoint take none, and training waits for them.
+
+## Events times cost
+
+A save in the foreground, with AdamW: {{whole}} ms in all. Costs are ms for one event, or for a MB; hashing is
+measured by itself, the others where they happen.
+
+{{events}}
+"""
+
+
+class Run:
+    """A pipe, its optimizer, and a folder for its checkpoints."""
+
+    def __init__(self, folder: Path, make: Callable[[Any], torch.optim.Optimizer | None]) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        self.pipe = gpipe.GPipe(layers, 2, MICRO_BATCHES, seed=0)
+        self.optimizer = make(self.pipe.parameters())
+        self.folder = folder
+        self.data = torch.randn(ROWS, WIDTH)
+        self.step()
+
+    def step(self) -> None:
+        self.pipe.step(self.data, self.data, F.mse_loss)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.pipe.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as torch's own savers take it."""
+        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer.state_dict()}
+        return {"model": self.pipe.state_dict(), **optimizer}
+
+    @property
+    def megabytes(self) -> float:
+        tensors = torch.utils._pytree.tree_leaves(self.state())
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor)) / 1e6
+
+
+def timed(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def torch_save(run: Run) -> None:
+    """One file by torch.save, as durable as a checkpoint."""
+    with (run.folder / "torch.pt").open("wb") as file:
+        torch.save(run.state(), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def dcp_save(run: Run) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is used without processes
+        save(run.state(), checkpoint_id=str(run.folder / "dcp"), no_dist=True)
+
+
+def one_round(run: Run) -> dict[str, float]:
+    """Seconds of each way to save and load."""
+    found: dict[str, float] = {}
+    run.pipe.step_number += 1
+    start = time.perf_counter()
+    saving = gpipe.save(run.folder, run.pipe, run.optimizer, background=True, keep=1)
+    found["pause"] = time.perf_counter() - start
+    saving.wait()
+    found["background, until durable"] = time.perf_counter() - start
+    run.pipe.step_number += 1
+    found["foreground"] = timed(lambda: gpipe.save(run.folder, run.pipe, run.optimizer, keep=1))
+    found["load"] = timed(lambda: gpipe.load(run.folder, run.pipe, run.optimizer))
+    found["torch.save and fsync"] = timed(lambda: torch_save(run))
+    found["torch.distributed.checkpoint.save"] = timed(lambda: dcp_save(run))
+    return found
+
+
+def steps_beside(run: Run) -> tuple[list[float], list[float]]:
+    """Seconds of each step while nothing else goes on, and while a checkpoint is being written."""
+    alone, beside = list[float](), list[float]()
+    for _ in range(4):
+        alone += [timed(run.step) for _ in range(3)]
+        saving = gpipe.save(run.folder, run.pipe, run.optimizer, background=True, keep=1)
+        while not saving.done:
+            beside.append(timed(run.step))
+        saving.wait()
+    return alone, beside
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[float]]]:
+    """The seconds of each operation on files."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    originals = {kind: getattr(os, kind) for kind in KINDS}
+
+    def counting(kind: str) -> Callable[..., Any]:
+        def operate(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return originals[kind](*args, **options)
+            finally:
+                seconds[kind].append(time.perf_counter() - start)
+
+        return operate
+
+    for kind in KINDS:
+        setattr(os, kind, counting(kind))
+    try:
+        yield seconds
+    finally:
+        for kind, original in originals.items():
+            setattr(os, kind, original)
+
+
+def events(run: Run) -> tuple[list[list[str]], float]:
+    """What a save in the foreground is made of: how many of what, what each costs, and the product; and the whole."""
+    run.pipe.step_number += 1
+    with counted() as seconds:
+        whole = timed(lambda: gpipe.save(run.folder, run.pipe, run.optimizer, keep=1))
+    piece = bytes(PIECE)
+    hashing = median(timed(lambda: hashlib.sha256(piece).digest()) for _ in range(7)) / PIECE
+    size = run.megabytes * 1e6
+    rows = [
+        ["MB hashed (SHA-256)", f"{size / 1e6:.0f}", f"{hashing * 1e9:.2f}", f"{hashing * size * 1e3:.0f}"],
+        ["MB written", f"{size / 1e6:.0f}", f"{sum(seconds['write']) / size * 1e9:.2f}", ms(sum(seconds["write"]))],
+    ]
+    for kind in ("fsync", "open", "close", "rename", "replace", "mkdir", "unlink"):
+        total = sum(seconds[kind])
+        rows.append([kind, str(len(seconds[kind])), f"{1e3 * total / max(1, len(seconds[kind])):.3f}", ms(total)])
+    known = hashing * size + sum(map(sum, seconds.values()))
+    rows.append(["all else", "", "", ms(whole - known)])
+    return rows, whole
+
+
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def with_others(run: Run) -> tuple[float, dict[str, float]]:
+    """How many cores other processes used in a round, and the round."""
+    own, all_, start = cpu_seconds(os.getpid()), busy_seconds(), time.perf_counter()
+    found = one_round(run)
+    others = busy_seconds() - all_ - (cpu_seconds(os.getpid()) - own)
+    return max(0.0, others) / (time.perf_counter() - start), found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; by default a temporary one")
+    options = parser.parse_args()
+    folder = Path(mkdtemp(dir=options.folder))
+    try:
+        measured = measure(folder, options.rounds)
+    finally:
+        shutil.rmtree(folder)
+    report(measured, options.rounds)
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """All figures, by optimizer."""
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        run = Run(folder, make)
+        first = one_round(run)["pause"]
+        rows, whole = events(run)
+        quietest = sorted((with_others(run) for _ in range(rounds)), key=lambda pair: pair[0])[:KEPT]
+        found[name] = {
+            "megabytes": run.megabytes,
+            "first pause": first,
+            "cores": [cores for cores, _ in quietest],
+            "rounds": [one for _, one in quietest],
+            "steps": steps_beside(run),
+            "events": rows,
+            "whole": whole,
+        }
+        run.pipe.close()
+    return found
+
+
+def report(measured: dict[str, Any], rounds: int) -> None:
+    """Writes and prints what was found."""
+    about = facts()
+    ways = list(measured["with AdamW"]["rounds"][0])
+    header = ["ms, median (min-max)", *(f"{name}, {found['megabytes']:.0f} MB" for name, found in measured.items())]
+    rows = [
+        [way, *(spread([one[way] for one in found["rounds"]], digits=3) for found in measured.values())]
+        for way in ways
+    ]
+    rows.insert(1, ["pause, the first", *(ms(found["first pause"]) for found in measured.values())])
+    for at, when in enumerate(("a step, nothing else going on", "a step while it is written")):
+        rows.append([when, *(spread(found["steps"][at], digits=3) for found in measured.values())])
+    last = measured["with AdamW"]
+    text = TEXT.format(
+        about=describe(about),
+        rounds=rounds,
+        cores=spread([cores for found in measured.values() for cores in found["cores"]], 1, 2),
+        ways=table(header, rows),
+        whole=ms(last["whole"]),
+        events=table(["event", "number", "cost", "product"], last["events"]),
+    )
+    write("checkpoint", text, {"facts": about, "measured": measured})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Loads a checkpoint: looks for damage, reads all, and changes the model once every rank says that all is good."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe.checkpoint.agree import agree, agree_on
+from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, put, read_optimizer, read_state
+from gpipe.checkpoint.folder import Found, find, others
+from gpipe.checkpoint.manifest import CheckpointError, Manifest
+from gpipe.checkpoint.save import settle, team_of
+from gpipe.checkpoint.tensors import Shelf
+from gpipe.checkpoint.verify import find_damage, read_manifest
+from gpipe.run.team import Team
+
+WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
+EXTRA = r"extra\.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is whole.
+
+    Attributes:
+        path: Its folder.
+        step_number: Of the pipe, when it was saved.
+        seed: Of the pipe.
+        extra: What the user added.
+        manifest: All that is known of it.
+    """
+
+    path: Path
+    step_number: int
+    seed: int
+    extra: Any
+    manifest: Manifest = field(repr=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All parameters and buffers, on the CPU, under the names that the plain layers give them."""
+        weights, values = (_shelf(self.path, self.manifest, kind) for kind in (WEIGHTS, VALUES))
+        state: dict[str, Any] = {name: weights.read(name) for name in self.manifest.names}
+        state |= {name: decoded(value, values, name, Ready()) for name, value in self.manifest.values.items()}
+        return state | {name: state[first] for name, first in self.manifest.ties.items()}
+
+
+def load(
+    folder: str | os.PathLike[str], pipe: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> Checkpoint:
+    """Loads the latest checkpoint of a run's folder, or the checkpoint that the folder is.
+
+    Training goes on as if it had never stopped, to the bit, with any number of partitions; with other numbers of
+    micro-batches or replicas, which sum in another order, within rounding. In several processes every one calls it,
+    with the same arguments. Nothing changes unless the checkpoint is whole and fits, and nothing of it is run. The
+    weights are in memory twice meanwhile.
+
+    Args:
+        folder: What `gpipe.save` was given, or one of the checkpoints in it: `run/step_12`.
+        pipe: Gets parameters, buffers, step number and seed. It may be the plain layers, `nn.Sequential(*layers)`.
+            Without it the checkpoint is only looked through; `state_dict()` of what is returned gives its weights.
+        optimizer: Over the parameters of `pipe`; gets its state and the options of its groups, learning rates too.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged, or does not fit; the error lists all that is wrong.
+        OSError: A file cannot be read.
+        RemoteError: Another rank failed.
+
+    Example:
+        >>> import gpipe, tempfile, torch
+        >>> def build():
+        ...     return [torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)]
+        >>> pipe, plain = gpipe.GPipe(build(), partitions=3, micro_batches=2), torch.nn.Sequential(*build())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = gpipe.save(folder, pipe, extra={"epoch": 3})
+        ...     checkpoint = gpipe.load(folder)
+        ...     _ = plain.load_state_dict(checkpoint.state_dict())
+        >>> torch.equal(plain[2].weight, pipe.get_parameter("2.weight")), checkpoint.extra
+        (True, {'epoch': 3})
+    """
+    settle(pipe)
+    if pipe is None and optimizer is not None:
+        raise ValueError("an optimizer can be loaded only with its pipe, whose names say whose state is whose")
+    team = team_of(pipe)
+    root = Path(os.path.abspath(folder))
+    found = _agree_which(root, team)
+    if found is None:
+        raise CheckpointError(root, [_why_none(root)])
+    manifest = _agree_whole(found, team)
+    ready, extra, error = Ready(), None, None
+    try:
+        with torch.inference_mode(False), torch.no_grad():  # what is read will be trained, whatever the caller is at
+            extra = decoded(manifest.extra, _shelf(found.path, manifest, EXTRA), "extra", ready)
+            if pipe is not None:
+                _read(found.path, manifest, pipe, optimizer, ready)
+    except Exception as problem:
+        error = problem
+    _agree_fit(found.path, manifest, team, ready, error)
+    if pipe is not None:
+        put(ready, pipe, optimizer)
+        _resume(pipe, manifest)
+    return Checkpoint(found.path, manifest.step_number, manifest.seed, extra, manifest)
+
+
+def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = None) -> Path | None:
+    """Finds the checkpoint that `gpipe.load(folder)` would load; None where nothing was saved yet.
+
+    In several processes every one calls it, with the pipe, and hears what the first one finds.
+
+    Raises:
+        CheckpointError: `latest` is damaged, or names a checkpoint that is not there.
+
+    >>> import gpipe, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     gpipe.find_checkpoint(folder) is None
+    True
+    """
+    settle(pipe)
+    found = _agree_which(Path(os.path.abspath(folder)), team_of(pipe))
+    return None if found is None else found.path
+
+
+def _agree_which(folder: Path, team: Team) -> Found | None:
+    """The checkpoint that all ranks load: rank 0 says which, since one host may see a newer `latest` than another."""
+    findings: list[str] = []
+    found, error = None, None
+    try:
+        found = find(folder) if team.rank == 0 else None
+    except CheckpointError as wrong:
+        findings = wrong.findings
+    except Exception as problem:
+        error = problem
+    place = None if found is None else os.path.relpath(found.path, folder)
+    told = agree_on(team, {"folder": str(folder)}, [place, found and found.sha256, findings], error)
+    place, sha256, findings = told[0]
+    if findings:
+        raise CheckpointError(folder, findings)
+    return None if place is None else Found(folder / place if place != "." else folder, sha256)
+
+
+def _why_none(folder: Path) -> str:
+    if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return "these are weights alone; use gpipe.load_weights"
+    return "there is no checkpoint here; save one, or give the folder that one was saved to"
+
+
+def _agree_whole(found: Found, team: Team) -> Manifest:
+    """The manifest, when all ranks have looked through the files, each its share."""
+    findings: list[str] = []
+    manifest, error = None, None
+    try:
+        manifest = read_manifest(found)
+        findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
+    except ValueError as wrong:
+        findings = [str(wrong)]
+    except Exception as problem:
+        error = problem
+    findings = _all_of(agree(team, findings, error))
+    if manifest is None or findings:
+        beside = others(found.path)
+        advice = f"Restore what is damaged from a copy, or load another: {', '.join(beside)}" if beside else ""
+        raise CheckpointError(found.path, findings, advice)
+    return manifest
+
+
+def _all_of(told: Sequence[Sequence[str]]) -> list[str]:
+    """What any rank found, once."""
+    return list(dict.fromkeys(finding for findings in told for finding in findings))
+
+
+def _agree_fit(path: Path, manifest: Manifest, team: Team, ready: Ready, error: Exception | None) -> None:
+    """Has all ranks know whether everything fits."""
+    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error)
+    findings = _all_of([each[0] for each in told])
+    names, trained = ({name for each in told for name in each[at]} for at in (1, 2))
+    if not findings:
+        findings = find_unexpected(manifest, names, trained)
+    if findings:
+        raise CheckpointError(path, findings)
+
+
+def _shelf(path: Path, manifest: Manifest, pattern: str) -> Shelf:
+    return Shelf(path / name for name in sorted(manifest.files) if re.fullmatch(pattern, name))
+
+
+def _read(
+    path: Path, manifest: Manifest, pipe: nn.Module, optimizer: torch.optim.Optimizer | None, ready: Ready
+) -> None:
+    weights, values, states = (_shelf(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
+    ready.findings += [*weights.findings, *values.findings, *states.findings]
+    if not ready.findings:
+        read_state(pipe, manifest, weights, values, ready)
+        if optimizer is not None:
+            read_optimizer(pipe, optimizer, manifest, states, ready)
+
+
+def _resume(pipe: nn.Module, manifest: Manifest) -> None:
+    """Has the randomness of a pipe go on where it was."""
+    if hasattr(pipe, "layers_per_partition"):  # else it is plain layers, whose randomness is torch's
+        pipe.step_number = manifest.step_number  # type: ignore[assignment]  # a GPipe's
+        pipe.seed = manifest.seed  # type: ignore[assignment]

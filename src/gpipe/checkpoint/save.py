@@ -1,0 +1,235 @@
+"""Saves a checkpoint: all ranks write their parts into one temporary folder, and rank 0 makes it final.
+
+    calling thread of each rank    gather, copy | agree: where |                          wait | agree: all well
+    its writing thread                                         | its part, then a note
+    rank 0's                                                   | the same, awaits all notes, makes it final
+
+In the foreground the calling thread does all of it, and the ranks agree before rank 0 makes it final. Only calling
+threads exchange with other ranks; writing threads meet in the folder.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from gpipe.checkpoint.agree import agree, agree_on
+from gpipe.checkpoint.folder import Draft, begin
+from gpipe.checkpoint.gather import Part, copied, gather
+from gpipe.checkpoint.write import Job, await_parts, finish, note_failure, write_part
+from gpipe.run.team import Alone, Team
+
+if TYPE_CHECKING:
+    from gpipe.pipeline import GPipe
+
+logger = logging.getLogger("gpipe")
+
+_under_way: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # what the next save or load waits for
+
+
+class Saving:
+    """A checkpoint on its way to the disk, or there already."""
+
+    def __init__(self, job: Job, team: Team, draft: Draft | None) -> None:
+        self._job = job
+        self._team = team
+        self._draft = draft  # of rank 0 alone
+        self._thread: threading.Thread | None = None
+        self._name: str | None = None
+        self._error: Exception | None = None
+        self._settled = False
+
+    def wait(self) -> Path:
+        """Waits until the checkpoint is on the disk for good, whole, and gives its folder.
+
+        In several processes every one of them must call it, or none: the next save or load does it too.
+
+        Raises:
+            OSError: The disk is full, or the like; what was saved before is as it was. Raised once.
+            RemoteError: Another rank failed.
+        """
+        self.wait_once()
+        if self._name is None:
+            raise RuntimeError("this checkpoint was not saved, as was said when it was first waited for")
+        return self._job.path.parent / self._name
+
+    def wait_once(self) -> None:
+        """Waits and raises what went wrong, unless that was done before."""
+        if self._thread is not None:
+            self._thread.join()
+        if not self._settled:
+            self._settled = True
+            self._settle()
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would not have to wait for this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def in_foreground(self) -> None:
+        """Writes it now."""
+        self._settled = True
+        try:
+            self._attempt(lambda: write_part(self._job))
+            agree(self._team, None, self._error)
+            self._attempt(self._finish)
+            self._settle()
+        except BaseException:
+            self._discard()
+            raise
+
+    def in_background(self) -> None:
+        """Begins to write it."""
+        self._thread = threading.Thread(target=self._write, name="gpipe-save")  # no daemon: it outlives the script
+        self._thread.start()
+
+    def _write(self) -> None:
+        self._attempt(lambda: write_part(self._job))
+        if self._error is None and self._draft is not None:
+            self._attempt(lambda: await_parts(self._job))
+        if self._error is None:
+            self._attempt(self._finish)
+        if self._error is not None:
+            logger.error("a checkpoint could not be saved: %s: %s", type(self._error).__name__, self._error)
+            if self._draft is None:
+                with suppress(OSError):  # rank 0 will notice all the same, by its limit
+                    note_failure(self._job, self._error)
+
+    def _finish(self) -> None:
+        if self._draft is not None:
+            self._name = finish(self._job, self._draft)
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._error = self._error or error
+
+    def _settle(self) -> None:
+        """Has all ranks know whether all went well."""
+        try:
+            self._name = agree(self._team, self._name, self._error)[0]
+        except BaseException:
+            self._name = None
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        if self._draft is not None:
+            self._draft.discard()
+
+
+def save(
+    folder: str | os.PathLike[str],
+    pipe: "GPipe",
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: object = None,
+    background: bool = False,
+    keep: int | None = None,
+    limit: float = 120.0,
+) -> Saving:
+    """Saves a checkpoint, which after a crash at any instant is all there or not at all.
+
+    It is `folder/step_N`, N being `pipe.step_number`. It can be loaded with any number of partitions and replicas, in
+    one process or several, and by plain PyTorch. Randomness needs no saving beyond the pipe's seed and step number.
+    In several processes every one calls it, with the same arguments; each of the first replica's writes its stage.
+
+    Args:
+        folder: Of this run and this pipe alone, on a file system that all processes share.
+        pipe: Whose parameters, buffers, step number and seed are saved, shared parameters once.
+        optimizer: Any torch optimizer of the pipe's parameters; None where a stage has none.
+        extra: What else the run needs to go on: numbers, text, tensors, None, and lists, tuples and dicts of
+            them. Say, the epoch, the place in it, and `scheduler.state_dict()`. In several processes that of rank 0.
+        background: Copies the tensors, which is all that training waits for, and writes from a thread. The next save
+            or load waits for it, and raises what went wrong; so does `wait()` of what is returned.
+        keep: How many checkpoints stay, this one included; older ones go once it is there. By default all stay.
+        limit: Seconds that the first process waits, in the background, for one of which nothing more comes.
+
+    Returns:
+        The checkpoint on its way: `wait()` gives its folder when it is on the disk for good.
+
+    Raises:
+        OSError: The disk is full, or the like. What was saved before is as it was, and training can go on.
+        TypeError: It is no pipe.
+        ValueError: Something cannot be saved: all of it is listed. Or the ranks were given different things.
+        RemoteError: Another rank failed.
+
+    Example:
+        >>> import gpipe, tempfile, torch
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)], partitions=2, micro_batches=2)
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = gpipe.save(folder, pipe, optimizer, extra={"epoch": 3}).wait()
+        ...     saved.name, gpipe.load(folder, pipe, optimizer).extra
+        ('step_0', {'epoch': 3})
+    """
+    settle(pipe)
+    team, root = team_of(pipe), Path(os.path.abspath(folder))
+    part, draft, error = Part(), None, None
+    try:
+        part = _checked(pipe, optimizer, extra, keep, team.rank)
+        if background:
+            part.files = copied(part.files)
+        if team.rank == 0:
+            draft = begin(root, pipe.step_number)
+    except Exception as problem:
+        error = problem
+    try:
+        same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
+        name = agree_on(team, same, None if draft is None else draft.path.name, error)[0]
+        writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
+        saving = Saving(Job(team.rank, writers, root / name, part, _numbers(pipe, team), keep, limit), team, draft)
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+    if background:
+        _under_way[pipe] = saving
+        saving.in_background()
+    else:
+        saving.in_foreground()
+    return saving
+
+
+def team_of(pipe: nn.Module | None) -> Team:
+    """The processes that a pipe is trained by."""
+    return getattr(pipe, "team", None) or Alone()
+
+
+def settle(pipe: nn.Module | None) -> None:
+    """Waits for the checkpoint that is being written of a pipe, if nobody did yet."""
+    before = None if pipe is None else _under_way.pop(pipe, None)
+    if before is not None:
+        before.wait_once()
+
+
+def _checked(
+    pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
+) -> Part:
+    """What a rank has to save."""
+    if not hasattr(pipe, "layers_per_partition"):
+        raise TypeError(f"a {type(pipe).__name__} cannot be saved; give the gpipe.GPipe itself, not what wraps it")
+    part = gather(pipe, optimizer, extra, rank)
+    if keep is not None and not (isinstance(keep, int) and keep >= 1):
+        part.mistakes.append(f"keep={keep!r}; give how many checkpoints stay, at least 1, or None for all")
+    if part.mistakes:
+        raise ValueError("nothing was saved:\n" + "\n".join(f"- {mistake}" for mistake in part.mistakes))
+    return part
+
+
+def _numbers(pipe: "GPipe", team: Team) -> dict[str, Any]:
+    return {
+        "step_number": pipe.step_number,
+        "seed": pipe.seed,
+        "world": team.size,
+        "layers_per_partition": list(pipe.layers_per_partition),
+        "micro_batches": pipe.micro_batches,
+    }

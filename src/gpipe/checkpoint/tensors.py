@@ -1,0 +1,90 @@
+"""Tensors as safetensors files: written piece by piece, to be hashed on the way, and so that errors are the OS's.
+
+The format: the length of a header (8 bytes), the header (JSON: type, shape and place of each tensor), the bytes.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def why_not_storable(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be put into a file, if so."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "has no shape yet; run a step first"
+    if tensor.is_meta:
+        return "is on the meta device and has no values; build the layer for real first"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"is {str(tensor.layout).removeprefix('torch.')} or quantized; only plain dense tensors can be stored"
+    if tensor.dtype not in NAMES:
+        return f"is of {tensor.dtype}, which safetensors has no name for; convert it"
+    if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "full_tensor"):
+        return f"is a {type(tensor).__name__}, which is no plain tensor; convert it"
+    return None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which each replica has a shard (`fully_shard`), put together; every replica calls it."""
+    full_tensor: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if full_tensor is None else full_tensor()
+
+
+def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, in pieces; widest types first, so that each tensor is aligned."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in names:
+        if tensors[name].numel():
+            yield _bytes_of(tensors[name])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+class Shelf:
+    """The tensors of some files, found by name; values are read when asked for."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.findings: list[str] = []
+        self.home: dict[str, str] = {}  # the file of each tensor
+        self._open: dict[str, safe_open] = {}
+        for path in paths:
+            try:
+                opened = self._open[path.name] = safe_open(path, framework="pt")
+                names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
+            except (SafetensorError, OSError) as error:
+                self.findings.append(f"{path.name} is no safetensors file: {error}")
+                continue
+            for name in names:
+                other = self.home.setdefault(name, path.name)
+                if other != path.name:
+                    self.findings.append(f"{path.name} and {other} both hold {name!r}; they are of different runs")
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in memory of its own."""
+        mapped: Tensor = self._open[self.home[name]].get_tensor(name)  # type: ignore[no-untyped-call]
+        return mapped.clone()

@@ -1,0 +1,248 @@
+"""Weights alone, in the layout of the Hugging Face Hub, which any tool reads.
+
+folder/model.safetensors                        or, beyond a size,
+folder/model-00001-of-00002.safetensors, ...    and model.safetensors.index.json, which says what is where
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from gpipe.checkpoint.agree import agree, agree_on
+from gpipe.checkpoint.files import make_folder, put_file, sync_folder, write_file
+from gpipe.checkpoint.fit import Ready, listed, put, read_weights
+from gpipe.checkpoint.gather import first_names
+from gpipe.checkpoint.manifest import CheckpointError
+from gpipe.checkpoint.save import settle, team_of
+from gpipe.checkpoint.tensors import Shelf, encoded, whole, why_not_storable
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+Rename = Callable[[str], str]
+
+
+def load_weights(
+    folder: str | os.PathLike[str], pipe: nn.Module, *, rename: Rename | None = None, strict: bool = True
+) -> None:
+    """Loads parameters and buffers from safetensors files in the layout of the Hugging Face Hub.
+
+    Nothing changes unless all of it fits. These files tell no hashes: that bytes were flipped cannot be seen.
+
+    Args:
+        folder: Which holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+        pipe: Or any module. In several processes every one calls it, and reads its own.
+        rename: Gives the name in the files of a name in the pipe.
+        strict: Whether the files may hold nothing that the pipe lacks.
+
+    Raises:
+        CheckpointError: Something is missing, damaged, or does not fit; the error lists all that is wrong.
+
+    Example:
+        >>> import gpipe, tempfile, torch
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)], partitions=2, micro_batches=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     gpipe.save_weights(folder, pipe, rename=lambda name: f"model.layers.{name}")
+        ...     gpipe.load_weights(folder, pipe, rename=lambda name: f"model.layers.{name}")
+    """
+    settle(pipe)
+    team, path = team_of(pipe), Path(os.path.abspath(folder))
+    ready, there, error = Ready(), list[str](), None
+    try:
+        shelf = _open(path, ready)
+        if not ready.findings:
+            there = list(shelf.home)
+            _read(pipe, shelf, rename, ready)
+    except Exception as problem:
+        error = problem
+    told = agree_on(team, {"folder": str(path)}, [ready.findings, sorted(ready.names)], error)
+    findings = list(dict.fromkeys(finding for each in told for finding in each[0]))
+    known = {name for each in told for name in each[1]}
+    odd = [name for name in there if name not in known]
+    if strict and odd and not findings:
+        findings.append(f"the files hold {listed(odd)}, which the model lacks; give rename=, or strict=False")
+    if findings:
+        raise CheckpointError(path, findings)
+    put(ready, pipe, None)
+
+
+def _open(folder: Path, ready: Ready) -> Shelf:
+    """The files of a folder."""
+    index = folder / INDEX
+    names = [SINGLE]
+    where: dict[str, str] = {}
+    if not (folder / SINGLE).exists():
+        if not index.exists():
+            ready.findings.append(f"there is neither {SINGLE} nor {INDEX}; give the folder that holds one")
+            return Shelf([])
+        where = _read_index(index, ready)
+        names = sorted(set(where.values()))
+    ready.findings += [wrong for name in names if (wrong := _why_strange(folder, name))]
+    if ready.findings:
+        return Shelf([])
+    shelf = Shelf(folder / name for name in names)
+    ready.findings += shelf.findings
+    lost = [name for name, file in where.items() if shelf.home.get(name) != file]
+    if lost and not shelf.findings:
+        ready.findings.append(
+            f"{INDEX} says where {listed(lost)} would be, and it is not there; get all shards again"
+        )
+    return shelf
+
+
+def _read_index(index: Path, ready: Ready) -> dict[str, str]:
+    try:
+        where = json.loads(index.read_bytes())["weight_map"]
+        if isinstance(where, dict) and all(isinstance(file, str) for file in where.values()):
+            return where
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    ready.findings.append(f"{INDEX} is damaged; get it again")
+    return {}
+
+
+def _why_strange(folder: Path, name: str) -> str | None:
+    """What is wrong with a shard, if anything: it must lie in the folder, or in the Hub's own cache behind it."""
+    if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+        return f"{INDEX} names {name!r}, which is no safetensors file of the folder; do not trust it"
+    if not (folder / name).exists():
+        return f"{name} is missing; get it again"
+    home, real = folder.resolve(), (folder / name).resolve()
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    return None if real.parent in allowed else f"{name} links to {real}, out of the folder; put the file itself there"
+
+
+def _read(pipe: nn.Module, shelf: Shelf, rename: Rename | None, ready: Ready) -> None:
+    firsts = first_names(pipe)
+    there = {name: rename(name) if rename else name for name in {*firsts, *firsts.values()}}
+
+    def find(name: str) -> str | None:
+        return next((there[one] for one in (name, firsts[name]) if there[one] in shelf.home), None)
+
+    ready.names |= set(there.values())
+    read_weights(pipe, shelf, find, ready)
+
+
+def save_weights(
+    folder: str | os.PathLike[str],
+    pipe: nn.Module,
+    *,
+    rename: Rename | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Saves parameters and buffers in the layout of the Hugging Face Hub, in place of what was saved so before.
+
+    While they are replaced there is no index, so that old and new are never mixed.
+
+    Args:
+        folder: Gets `model.safetensors`, or shards and `model.safetensors.index.json`.
+        pipe: Or any module. In several processes every one calls it, and those of the first replica write.
+        rename: Gives the name in the files of a name in the pipe.
+        max_shard_bytes: How large a file may be, unless one tensor alone is larger. Processes share no file.
+
+    Raises:
+        OSError: The disk is full, or the like.
+        ValueError: Something cannot be saved; the error lists all of it.
+
+    Example:
+        >>> import gpipe, safetensors.torch, tempfile, torch
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)], partitions=2, micro_batches=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     gpipe.save_weights(folder, pipe)
+        ...     sorted(safetensors.torch.load_file(f"{folder}/model.safetensors"))
+        ['0.bias', '0.weight', '1.bias', '1.weight']
+    """
+    settle(pipe)
+    team, path = team_of(pipe), Path(os.path.abspath(folder))
+    shards, error = list[dict[str, Tensor]](), None
+    try:
+        own = _own(pipe, rename)
+        if team.rank < getattr(pipe, "partitions", 1):
+            shards = _shards(own, max_shard_bytes)
+        if team.rank == 0:
+            make_folder(path)
+    except Exception as problem:
+        error = problem
+    token = secrets.token_hex(4)
+    told = agree_on(team, {"folder": str(path)}, [token, [list(shard) for shard in shards]], error)
+    token, files = told[0][0], _files([names for _, lists in told for names in lists])
+    first = sum(len(lists) for _, lists in told[: team.rank])
+    try:
+        for name, shard in zip(list(files)[first:], shards, strict=False):
+            write_file(path / f"{name}.tmp-{token}", encoded(shard))
+    except Exception as problem:
+        error = problem
+    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error)
+    try:
+        if team.rank == 0:
+            _put_in_place(path, files, token, sum(sizes))
+    except Exception as problem:
+        error = problem
+    agree(team, None, error)
+
+
+def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
+    """The tensors of a module's state_dict, shared ones once, under their names in the files.
+
+    Raises:
+        ValueError: Something cannot be stored.
+    """
+    firsts, tensors, mistakes = first_names(module), dict[str, Tensor](), []
+    for name, value in module.state_dict().items():
+        if firsts[name] != name:
+            continue
+        wrong = (
+            why_not_storable(value) if isinstance(value, Tensor) else "is no tensor, and this layout has only those"
+        )
+        there = rename(name) if rename else name
+        if there in tensors:
+            wrong = f"would get the name {there}, as another does; let rename= tell them apart"
+        if wrong:
+            mistakes.append(f"- {name} {wrong}")
+        else:
+            tensors[there] = whole(value)
+    if mistakes:
+        raise ValueError("nothing was saved:\n" + "\n".join(mistakes))
+    return tensors
+
+
+def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    """The tensors in files of at most so many bytes, in their order."""
+    shards: list[dict[str, Tensor]] = []
+    size = most + 1
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if size > most:
+            shards.append({})
+            size = tensor.nbytes
+        shards[-1][name] = tensor
+    return shards
+
+
+def _files(shards: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
+    """The names of the files, each with the tensors in it."""
+    count = len(shards)
+    if count <= 1:
+        return {SINGLE: shards[0] if shards else []}
+    return {f"model-{at:05}-of-{count:05}.safetensors": names for at, names in enumerate(shards, 1)}
+
+
+def _put_in_place(folder: Path, files: Mapping[str, Sequence[str]], token: str, size: int) -> None:
+    """Gives the files their names, with none of another saving among them."""
+    for name in [INDEX, *sorted(entry.name for entry in folder.iterdir())]:
+        if OURS.fullmatch(name) and (folder / name).exists():
+            os.unlink(folder / name)
+    for name in files:
+        os.rename(folder / f"{name}.tmp-{token}", folder / name)
+    sync_folder(folder)
+    if SINGLE not in files:
+        where = {tensor: file for file, names in files.items() for tensor in names}
+        index = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2)
+        put_file(folder / INDEX, folder / f"{INDEX}.tmp-{token}", index.encode())
+        sync_folder(folder)

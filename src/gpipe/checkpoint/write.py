@@ -1,0 +1,180 @@
+"""Writes a checkpoint: each rank its part, rank 0 what makes them one. Nothing here waits for another rank's thread.
+
+rank 2   stage_2.safetensors, stage_2.optimizer.safetensors, all synced, then part_2.json, which tells their hashes
+rank 0   the same; once all parts are there: manifest.json, the parts' notes removed, rename, latest
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpipe.checkpoint.files import File, put_file, write_file
+from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
+from gpipe.checkpoint.gather import Part
+from gpipe.checkpoint.manifest import NAME, Manifest, to_bytes
+from gpipe.checkpoint.tensors import encoded
+from gpipe.run.transport import RemoteError
+
+POLL = 0.05  # seconds between two looks for the parts of other ranks
+
+logger = logging.getLogger("gpipe")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank has to write, and where.
+
+    Attributes:
+        rank: Its number.
+        ranks: How many ranks write.
+        path: The temporary folder.
+        part: What it writes; emptied on the way.
+        numbers: The fields of the manifest that every rank knows.
+        keep: How many checkpoints stay, if not all.
+        limit: Seconds that rank 0 waits for ranks of which nothing more comes.
+    """
+
+    rank: int
+    ranks: int
+    path: Path
+    part: Part
+    numbers: Mapping[str, Any]
+    keep: int | None
+    limit: float
+
+
+def write_part(job: Job) -> None:
+    """Writes this rank's part, and then the note that it is there."""
+    if job.rank >= job.ranks:
+        return
+    if job.rank == 0:
+        clear_leftovers(job.path.parent)
+    files = {}
+    for name in list(job.part.files):
+        files[name] = asdict(write_file(job.path / name, encoded(job.part.files.pop(name))))
+    text = json.dumps(job.part.said | {"files": files})
+    put_file(note(job, job.rank), job.path / f"part_{job.rank}.tmp", text.encode())
+
+
+def note(job: Job, rank: int) -> Path:
+    """Where a rank notes that its part is there, and what it has to say."""
+    return job.path / f"part_{rank}.json"
+
+
+def note_failure(job: Job, error: Exception) -> None:
+    """Lets rank 0 know that this part will not come."""
+    for name in job.path.glob(f"stage_{job.rank}.*"):
+        os.unlink(name)  # on a full disk there is no room for the note else
+    text = json.dumps([type(error).__name__, str(error)])
+    put_file(job.path / f"part_{job.rank}.failed", job.path / f"part_{job.rank}.tmp2", text.encode())
+
+
+def await_parts(job: Job) -> None:
+    """Waits for the parts of all ranks, as long as something comes.
+
+    Raises:
+        RemoteError: A rank failed.
+        TimeoutError: Nothing came for a while.
+    """
+    size, since = -1, time.monotonic()
+    while missing := [rank for rank in range(job.ranks) if not note(job, rank).exists()]:
+        for rank in missing:
+            failed = job.path / f"part_{rank}.failed"
+            if failed.exists():
+                kind, text = json.loads(failed.read_text())
+                raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
+        now = _bytes_in(job.path)
+        if now != size:
+            size, since = now, time.monotonic()
+        if time.monotonic() - since > job.limit:
+            raise TimeoutError(
+                f"ranks {missing} wrote nothing into {job.path} for {job.limit:g} seconds; look whether they are "
+                f"alive, and whether the folder is one that all hosts share"
+            )
+        time.sleep(POLL)
+
+
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            size += entry.stat().st_size
+    return size
+
+
+def finish(job: Job, draft: Draft) -> str:
+    """Makes the parts one checkpoint, the latest, and removes what is too much; gives its name."""
+    notes = [note(job, rank) for rank in range(job.ranks)]
+    manifest = joined([json.loads(path.read_text()) for path in notes], job.numbers)
+    data = to_bytes(manifest, {"gpipe": _version(), "torch": torch.__version__})
+    write_file(job.path / NAME, [data])
+    for path in notes:
+        os.unlink(path)
+    name = publish(draft, manifest.step_number, hashlib.sha256(data).hexdigest())
+    draft.close()
+    if job.keep is not None:
+        try:
+            prune(job.path.parent, job.keep, name)
+        except OSError as error:
+            logger.warning("%s is saved, but older checkpoints could not be removed: %s", name, error)
+    return name
+
+
+def _version() -> str:
+    try:
+        return version("gpipe")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> Manifest:
+    """The manifest of what all ranks have to say.
+
+    Raises:
+        ValueError: Two ranks have the same, or different optimizers.
+    """
+    names = [name for part in parts for name in part["names"]]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
+    kinds = sorted({optimizer["type"] for optimizer in optimizers})
+    if twice:
+        raise ValueError(f"several ranks hold {', '.join(twice)}; they are not stages of one pipe")
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the ranks have different optimizers, {', '.join(kinds)}; give save one type on all of them"
+        )
+    return Manifest(
+        files={name: File(**file) for part in parts for name, file in part["files"].items()},
+        names=names,
+        ties=_union(part["ties"] for part in parts),
+        values=_union(part["values"] for part in parts),
+        optimizer=_joined_optimizer(optimizers) if optimizers else None,
+        extra=parts[0]["extra"],
+        **numbers,
+    )
+
+
+def _union(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
+
+
+def _joined_optimizer(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One optimizer; parameters of the same options make one group, whichever rank they are of."""
+    groups: dict[str, dict[str, Any]] = {}
+    for group in [group for optimizer in optimizers for group in optimizer["groups"] if group["parameters"]]:
+        key = json.dumps(group["options"], sort_keys=True)
+        same = groups.setdefault(key, {"parameters": [], "options": group["options"]})
+        same["parameters"] += group["parameters"]
+    state = _union(optimizer["state"] for optimizer in optimizers)
+    return {"type": optimizers[0]["type"], "groups": list(groups.values()), "state": state}

@@ -1,0 +1,409 @@
+"""Law: a damaged checkpoint is refused, whatever the damage; all of it is told at once, and nothing changes."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from tests.checkpoint.networks import Odd, adamw, build, differences, make, remembered, snapshot, trained
+from tests.checkpoint.ranks import optimizer_of, rank_pipes, run_ranks
+
+Victim = tuple[gpipe.GPipe, torch.optim.Optimizer]
+FILES = [
+    "manifest.json",
+    "stage_0.safetensors",
+    "stage_0.optimizer.safetensors",
+    "stage_1.safetensors",
+    "stage_1.optimizer.safetensors",
+    "stage_1.values.safetensors",
+    "extra.safetensors",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of the same shapes, with checkpoints of steps 1 and 2 each."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("run", 1), ("other", 2)):
+        for step in (1, 2):
+            pipe, optimizer = trained([*build(seed), Odd()], 2, steps=step)
+            gpipe.save(folder / name, pipe, optimizer, extra={"rng": torch.arange(8.0) + seed})
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs / "run", tmp_path / "run"))
+
+
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    """A pipe and its optimizer, of which nothing must change."""
+    pipe, optimizer = trained([*build(3), Odd()], 2, steps=1)
+    before = snapshot(pipe, optimizer)
+    yield pipe, optimizer
+    assert differences(remembered(pipe, optimizer), before) == []
+    assert (pipe.step_number, pipe.seed) == (1, 4)
+
+
+def refused(folder: Path, victim: Victim) -> list[str]:
+    """What is said to be wrong."""
+    with pytest.raises(gpipe.CheckpointError, match="cannot be loaded, and nothing was changed") as raised:
+        gpipe.load(folder, *victim)
+    assert str(raised.value.path) in str(raised.value)
+    return raised.value.findings
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Changes a manifest as one would who knows how its hash is made."""
+    file = path / "manifest.json"
+    fields = json.loads(file.read_bytes())
+    text = json.dumps(fields | change(fields) | {"sha256": "0" * 64})
+    data = f"{text[:-66]}{hashlib.sha256(text.encode()).hexdigest()}{text[-2:]}".encode()
+    file.write_bytes(data)
+    (path.parent / "latest").write_text(f"{path.name}\n{hashlib.sha256(data).hexdigest()}\n")
+
+
+def test_the_files_are_all_there_and_load(run: Path) -> None:
+    assert sorted(path.name for path in (run / "step_2").iterdir()) == sorted(FILES)
+    assert gpipe.load(run).step_number == 2
+    assert gpipe.load(run / "step_1").step_number == 1
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    """Each byte of each file is changed in turn; and what was loaded before loads again when it is put right."""
+    pipe = make([nn.Linear(1, 1)], 1)
+    gpipe.save(tmp_path, pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), extra=torch.ones(2))
+    accepted = []
+    files = [tmp_path / "latest", *sorted((tmp_path / "step_0").iterdir())]
+    for path in files:
+        good = path.read_bytes()
+        for at in range(len(good)):
+            bad = bytearray(good)
+            bad[at] ^= 1 << at % 8
+            path.write_bytes(bad)
+            try:
+                gpipe.load(tmp_path)
+            except gpipe.CheckpointError:
+                continue
+            accepted.append((path.name, at))
+        path.write_bytes(good)
+    assert accepted == []
+    assert len(files) == 4
+    gpipe.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_refused_before_anything_changes(name: str, run: Path, victim: Victim) -> None:
+    path = run / "step_2" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 16
+    path.write_bytes(data)
+    (finding,) = refused(run, victim)
+    assert name in finding
+    assert "damaged" in finding
+    with pytest.raises(gpipe.CheckpointError, match=f"or load another: {run / 'step_1'}"):
+        gpipe.load(run)
+    gpipe.load(run / "step_1")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("left", [0, 1, 0.5, -1])
+def test_a_file_that_is_cut_off_is_refused(name: str, left: float, run: Path, victim: Victim) -> None:
+    path = run / "step_2" / name
+    size = path.stat().st_size
+    os.truncate(path, int(size * left) if 0 < left < 1 else size - 1 if left < 0 else int(left))
+    (finding,) = refused(run, victim)
+    assert name in finding
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_refused(name: str, run: Path, victim: Victim) -> None:
+    (run / "step_2" / name).unlink()
+    assert refused(run, victim) == [f"{name} is missing"]
+
+
+def test_a_file_or_folder_too_many_is_refused(run: Path, victim: Victim) -> None:
+    (run / "step_2" / "stage_2.safetensors").write_bytes((run / "step_2" / "stage_0.safetensors").read_bytes())
+    (run / "step_2" / "notes").mkdir()
+    assert refused(run, victim) == [
+        "notes does not belong here; move it away",
+        "stage_2.safetensors does not belong here; move it away",
+    ]
+
+
+def test_swapped_files_are_refused_and_told(run: Path, victim: Victim) -> None:
+    one, other = run / "step_2" / "stage_0.safetensors", run / "step_2" / "stage_1.safetensors"
+    one.rename(run / "x")
+    other.rename(one)
+    (run / "x").rename(other)
+    assert refused(run, victim) == [
+        "stage_0.safetensors holds what belongs into stage_1.safetensors; rename it",
+        "stage_1.safetensors holds what belongs into stage_0.safetensors; rename it",
+    ]
+
+
+def test_a_renamed_file_is_refused(run: Path, victim: Victim) -> None:
+    (run / "step_2" / "stage_1.safetensors").rename(run / "step_2" / "stage_3.safetensors")
+    assert refused(run, victim) == [
+        "stage_1.safetensors is missing",
+        "stage_3.safetensors does not belong here; move it away",
+    ]
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+@pytest.mark.parametrize("origin", ["run/step_1", "other/step_2"])
+def test_a_file_of_another_step_or_run_is_refused(
+    name: str, origin: str, runs: Path, run: Path, victim: Victim
+) -> None:
+    if name == "extra.safetensors" and origin == "run/step_1":
+        pytest.skip("it is the same in both")
+    if name.startswith("stage_1.values"):
+        pytest.skip("it is the same in all")
+    shutil.copy(runs / origin / name, run / "step_2" / name)
+    (finding,) = refused(run, victim)
+    assert finding.startswith(name)
+    assert "of another checkpoint" in finding
+
+
+@pytest.mark.parametrize("origin", ["run/step_1", "other/step_2"])
+def test_the_manifest_of_another_step_or_run_is_refused(origin: str, runs: Path, run: Path, victim: Victim) -> None:
+    shutil.copy(runs / origin / "manifest.json", run / "step_2" / "manifest.json")
+    (finding,) = refused(run, victim)
+    assert finding == "manifest.json is not the one that `latest` was written for; one of them is damaged"
+    for finding in refused(run / "step_2", victim):  # which `latest` does not tell about
+        assert "of another checkpoint" in finding or "step_2 is of step 1" in finding
+
+
+def test_a_renamed_checkpoint_is_refused_under_a_name_that_is_a_step(run: Path, victim: Victim) -> None:
+    (run / "step_2").rename(run / "step_3")
+    (run / "latest").write_text("step_3\n")
+    assert refused(run, victim) == ["step_3 is of step 2; give it its name back"]
+    (run / "step_3").rename(run / "best")
+    assert gpipe.load(run / "best").step_number == 2
+
+
+def test_another_version_is_told(run: Path, victim: Victim) -> None:
+    forge(run / "step_2", lambda fields: {"version": 2})
+    (finding,) = refused(run, victim)
+    assert "of format 'gpipe checkpoint', version 2, and this gpipe reads 'gpipe checkpoint', version 1" in finding
+
+
+@pytest.mark.parametrize("text", [b"", b"step_2", b"step_\xff\n", b"../run/step_2\n", b"step_2\nstep_1\n", b"/etc\n"])
+def test_a_damaged_latest_is_refused(text: bytes, run: Path, victim: Victim) -> None:
+    (run / "latest").write_bytes(text)
+    (finding,) = refused(run, victim)
+    assert finding.startswith("latest is damaged: it holds ")
+    assert f"or load one of these: {run / 'step_1'}, {run / 'step_2'}" in finding
+
+
+def test_a_dangling_latest_is_refused(run: Path, victim: Victim) -> None:
+    shutil.rmtree(run / "step_2")
+    assert refused(run, victim) == [
+        f"latest names step_2, which is not there; or load one of these: {run / 'step_1'}"
+    ]
+    with pytest.raises(gpipe.CheckpointError, match="latest names step_2, which is not there"):
+        gpipe.find_checkpoint(run)
+
+
+def test_one_may_write_latest_by_hand(run: Path) -> None:
+    (run / "latest").write_text("step_1\n")
+    assert gpipe.load(run).step_number == 1
+    (run / "latest").unlink()
+    assert gpipe.load(run).step_number == 2
+
+
+def test_no_checkpoint_is_told(tmp_path: Path, victim: Victim) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        assert gpipe.find_checkpoint(folder) is None
+        (finding,) = refused(folder, victim)
+        assert finding.startswith("there is no checkpoint here; save one")
+
+
+def test_a_link_to_a_file_is_refused_though_the_bytes_are_right(run: Path, victim: Victim) -> None:
+    for name in ("stage_0.safetensors", "manifest.json"):
+        path = run / "step_2" / name
+        path.rename(run / "elsewhere")
+        path.symlink_to(run / "elsewhere")
+        assert refused(run, victim) == [f"{name} is a symbolic link; put the file itself there"]
+        path.unlink()
+        (run / "elsewhere").rename(path)
+
+
+def test_a_pipe_or_folder_in_place_of_a_file_is_refused(run: Path, victim: Victim) -> None:
+    for make_other in (os.mkfifo, os.mkdir):
+        path = run / "step_2" / "stage_0.safetensors"
+        path.rename(run / "elsewhere")
+        make_other(path)
+        assert refused(run, victim) == ["stage_0.safetensors is not a file"]
+        path.rmdir() if path.is_dir() else path.unlink()
+        (run / "elsewhere").rename(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../stage_0.safetensors", "/etc/passwd", "stage_0.pt", "..", "stage_0.safetensors/x"]
+)
+def test_a_forged_manifest_leads_nowhere(name: str, run: Path, victim: Victim) -> None:
+    def change(fields: dict[str, Any]) -> dict[str, Any]:
+        return {"files": {name: fields["files"]["stage_0.safetensors"], **fields["files"]}}
+
+    forge(run / "step_2", change)
+    assert refused(run, victim) == [
+        f"manifest.json names {name!r}, which is no file of a checkpoint; do not trust it"
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"stage_0.safetensors": 3}},
+        {"names": "0.weight"},
+        {"step_number": True},
+        {"optimizer": {"type": "AdamW", "groups": [], "state": []}},
+        {"ties": None},
+    ],
+)
+def test_a_manifest_of_other_shape_is_refused(change: dict[str, Any], run: Path, victim: Victim) -> None:
+    forge(run / "step_2", lambda fields: change)
+    (finding,) = refused(run, victim)
+    assert (
+        finding == f"manifest.json: its {next(iter(change))} cannot be understood; it was not written by gpipe.save"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"$tensor": "gone"}, "extra needs gone, which no file holds"),
+        ({"$run": "ls"}, "extra cannot be read: there is no value that is written as {'$run': 'ls'}"),
+        ({"$dict": [[[1], 2]]}, "extra cannot be read: unhashable type: 'list'"),
+        ({"$dict": [1]}, "extra cannot be read: there is no key and value that are written as 1"),
+        ({"$scalar": ["U8", 2**70]}, "extra cannot be read: "),
+    ],
+)
+def test_a_forged_value_is_refused(value: Any, said: str, run: Path, victim: Victim) -> None:
+    forge(run / "step_2", lambda fields: {"extra": value})
+    (finding,) = refused(run, victim)
+    assert finding.startswith(said)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("forged", [False, True])
+def test_nothing_of_a_malicious_file_is_run(
+    name: str, forged: bool, run: Path, tmp_path: Path, victim: Victim
+) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
+    (run / "step_2" / name).write_bytes(bomb)
+    if forged and name != "manifest.json":
+        entry = {"bytes": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()}
+
+        def change(fields: dict[str, Any]) -> dict[str, Any]:
+            return {"files": {**fields["files"], name: entry}}
+
+        forge(run / "step_2", change)
+    assert any(name in finding or "no file holds" in finding for finding in refused(run, victim))
+    assert not (tmp_path / "boom").exists()
+
+
+# What is whole and does not fit.
+
+
+def test_another_model_is_refused_with_all_that_differs(run: Path) -> None:
+    layers = build()
+    layers[0] = nn.Linear(4, 7)
+    layers[5] = nn.Linear(5, 2).double()
+    pipe = make([*layers, nn.Linear(2, 2)], 2)
+    before = snapshot(pipe, None)
+    with pytest.raises(gpipe.CheckpointError) as raised:
+        gpipe.load(run, pipe)
+    other_model, other_type = "build the model that was saved", "convert the model with .to(dtype)"
+    assert raised.value.findings == [
+        f"0.weight is float32 [6, 4] in the checkpoint and float32 [7, 4] in the model; {other_model}",
+        f"0.bias is float32 [6] in the checkpoint and float32 [7] in the model; {other_model}",
+        f"5.weight is float32 [2, 5] in the checkpoint and float64 [2, 5] in the model; {other_type}",
+        f"5.bias is float32 [2] in the checkpoint and float64 [2] in the model; {other_type}",
+        "the model has 6.weight, 6.bias, which the checkpoint lacks; load into the model it is of",
+    ]
+    assert differences(snapshot(pipe, None), before) == []
+
+
+def test_a_smaller_model_is_refused(run: Path) -> None:
+    with pytest.raises(gpipe.CheckpointError) as raised:
+        gpipe.load(run, nn.Sequential(*build()[:1]))
+    assert raised.value.findings == [
+        "the checkpoint holds 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked and 12 more, "
+        "which the model lacks; load into the model it is of"
+    ]
+
+
+def test_another_optimizer_is_refused(run: Path, tmp_path: Path, victim: Victim) -> None:
+    pipe, _ = victim
+    names = dict(pipe.named_parameters())
+    more = nn.Parameter(torch.ones(3))
+    rest = "0.bias, 1.weight, 1.bias, 3.0.weight, 3.0.bias and 2 more"
+    cases: list[tuple[torch.optim.Optimizer, str]] = [
+        (torch.optim.SGD(names.values(), lr=1.0), "the checkpoint is of the optimizer AdamW, not SGD; give one of"),
+        (adamw([*names.values(), more]), "group 0 of the optimizer has parameters of shapes [[3]] that"),
+        (adamw([names["0.weight"]]), f"the checkpoint's optimizer trained {rest},"),
+    ]
+    for optimizer, said in cases:
+        (finding,) = refused(run, (pipe, optimizer))
+        assert finding.startswith(said)
+    gpipe.save(tmp_path / "bare", pipe)
+    assert refused(tmp_path / "bare", victim) == ["the checkpoint has no state of an optimizer; load without one"]
+    gpipe.save(tmp_path / "part", pipe, adamw([names["0.weight"]]))
+    (finding,) = refused(tmp_path / "part", victim)
+    assert finding == f"group 0 of the optimizer has {rest}, which the checkpoint's had not; leave it out"
+    with pytest.raises(ValueError, match="an optimizer can be loaded only with its pipe"):
+        gpipe.load(run, None, victim[1])
+
+
+def test_tensors_that_differ_are_not_tied(tmp_path: Path) -> None:
+    gpipe.save(tmp_path, make([nn.Linear(4, 4), nn.Linear(4, 4)], 2))
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[1].weight = layers[0].weight
+    with pytest.raises(gpipe.CheckpointError) as raised:
+        gpipe.load(tmp_path, make(layers, 2))
+    assert raised.value.findings == ["1.weight and 0.weight are one tensor here, and differ there; do not share them"]
+
+
+@pytest.mark.parametrize("at", range(len(FILES)))
+def test_all_ranks_refuse_what_one_of_them_finds(at: int, run: Path, victim: Victim) -> None:
+    path = run / "step_2" / FILES[at]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    pipes = rank_pipes(victim[0], 2)
+    before = [snapshot(own, None) for own in pipes]
+    raised = run_ranks(lambda own: gpipe.load(run, own, optimizer_of(*victim, own)), pipes)
+    assert all(isinstance(error, gpipe.CheckpointError) for error in raised)
+    assert len({str(error) for error in raised}) == 1
+    assert [differences(snapshot(own, None), was) for own, was in zip(pipes, before, strict=True)] == [[]] * 4
+
+
+def test_all_ranks_refuse_what_does_not_fit_one_of_them(run: Path, victim: Victim) -> None:
+    pipes = rank_pipes(victim[0], 1)
+    pipes[1].register_buffer("more", torch.ones(1))
+    before = [snapshot(own, None) for own in pipes]
+    raised = run_ranks(lambda own: gpipe.load(run, own), pipes)
+    assert {str(error).splitlines()[1] for error in raised} == {
+        "- the model has more, which the checkpoint lacks; load into the model it is of"
+    }
+    assert [differences(snapshot(own, None), was) for own, was in zip(pipes, before, strict=True)] == [[], []]

@@ -1,0 +1,146 @@
+"""Real processes, over gloo: they go on with what one process saved, and it with theirs; shards are put together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from tests.checkpoint.networks import M, X, Y, build_tied, differences, make, remembered, train, trained
+
+LIMIT = 90  # seconds
+
+
+def run_processes(job: str, size: int, folder: Path) -> list[Any]:
+    """What each process of a job of this module wrote to its standard output, last of all, as JSON."""
+    command = [sys.executable, "-m", "tests.checkpoint.test_processes", job, str(folder), str(size)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * size
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def stages(folder: Path, rank: int) -> list[str]:
+    """Loads a run, goes on with it, and saves it while it goes on further."""
+    pipe = gpipe.GPipe(build_tied(5), 2, M, driver="process", seed=99)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=9.0)
+    gpipe.load(folder, pipe, optimizer)
+    losses = train(pipe, optimizer, 2)
+    saving = gpipe.save(folder, pipe, optimizer, extra={"rank": rank}, background=True, keep=1)
+    losses += train(pipe, optimizer, 1)
+    assert saving.wait().name == "step_4"
+    return [float(loss).hex() for loss in losses]
+
+
+def test_processes_go_on_with_what_one_process_saved_and_back(tmp_path: Path) -> None:
+    pipe, optimizer = trained(build_tied(), partitions=3)
+    gpipe.save(tmp_path, pipe, optimizer)
+    expected = train(pipe, optimizer, 3)
+    assert run_processes("stages", 2, tmp_path) == [[float(loss).hex() for loss in expected]] * 2
+    again = make(build_tied(7), partitions=4, seed=None)
+    other = torch.optim.AdamW(again.parameters())
+    checkpoint = gpipe.load(tmp_path, again, other)
+    assert (checkpoint.path.name, checkpoint.extra) == ("step_4", {"rank": 0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_4"]
+    train(again, other, 1)
+    assert differences(remembered(again, other), remembered(pipe, optimizer)) == []
+
+
+class Team:
+    """The world, as a pipe's processes see each other."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def exchange(self, told: bytes) -> list[bytes]:
+        lengths = torch.zeros(self.size, dtype=torch.long)
+        lengths[self.rank] = len(told)
+        dist.all_reduce(lengths)
+        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+        table[self.rank, : len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        dist.all_reduce(table)
+        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths, strict=True)]
+
+
+def sharded_layers() -> gpipe.GPipe:
+    """A pipe of one stage, whose two replicas each hold a half of every parameter."""
+    from torch.distributed.fsdp import fully_shard
+
+    layers: list[nn.Module] = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)]
+    pipe = make(layers, 1)
+    for layer in (layers[0], layers[2]):
+        fully_shard(layer)
+    pipe.__class__ = type("Sharded", (gpipe.GPipe,), {"team": Team()})
+    return pipe
+
+
+def step(layers: Any, optimizer: torch.optim.Optimizer) -> None:
+    value: Tensor = X
+    for layer in layers:
+        value = layer(value)
+    F.mse_loss(value, Y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def shards(folder: Path, rank: int) -> list[str]:
+    """Loads, trains and saves shards."""
+    pipe = sharded_layers()
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=9.0)
+    gpipe.load(folder, pipe, optimizer)
+    step(pipe.children(), optimizer)
+    pipe.step_number = 1
+    gpipe.save(folder, pipe, optimizer, background=rank < 2)
+    gpipe.save_weights(folder / "weights", pipe)
+    return [type(parameter.data).__name__ for parameter in pipe.parameters()]
+
+
+def test_sharded_parameters_are_put_together_and_taken_apart(tmp_path: Path) -> None:
+    plain = make([nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)], 2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    step(plain.children(), optimizer)
+    gpipe.save(tmp_path, plain, optimizer)
+    step(plain.children(), optimizer)
+    assert run_processes("shards", 2, tmp_path) == [["DTensor"] * 4] * 2
+    again = make([nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)], 1)
+    other = torch.optim.AdamW(again.parameters(), lr=0.01)
+    gpipe.load(tmp_path, again, other)
+    for found, expected in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+        for key, value in optimizer.state[expected].items():
+            assert torch.allclose(other.state[found][key], value, atol=1e-6)
+    weights = make([nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)], 1)
+    gpipe.load_weights(tmp_path / "weights", weights)
+    assert differences(weights.state_dict(), again.state_dict()) == []
+
+
+def main() -> None:
+    job, folder, size, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    signal.alarm(LIMIT)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=size)
+    made = {"stages": stages, "shards": shards}[job](folder, rank)
+    print(json.dumps(made), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

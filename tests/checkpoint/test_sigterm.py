@@ -1,0 +1,87 @@
+"""SIGTERM ends a run at the end of a step, with its state saved; the second one ends it at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+import gpipe
+from gpipe.checkpoint.sigterm import TERMINATED, Termination
+from tests.checkpoint.networks import make, trained
+from tests.checkpoint.ranks import RankPipe, all_well, rank_pipes, run_ranks
+
+SCRIPT = """
+    import os, signal, sys, torch, gpipe
+    pipe = gpipe.GPipe([torch.nn.Linear(2, 1)], 1, 2, driver="lockstep")
+    loss = torch.nn.functional.mse_loss
+    def tell_self(output, target):
+        if pipe.step_number == 2 and float(target.sum()) == 1:
+            for _ in range(int(sys.argv[2])):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return loss(output, target)
+    with gpipe.catch_sigterm(pipe) as is_to_end:
+        while pipe.step_number < 9:
+            pipe.step(torch.ones(2, 2), torch.tensor([[1.0], [2.0]]), tell_self)
+            if is_to_end():
+                gpipe.save(sys.argv[1], pipe, background=True)
+                raise SystemExit(143)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_first_sigterm_saves_and_the_second_quits(times: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), str(times)]
+    done = subprocess.run(command, timeout=120)
+    if times == 1:
+        assert done.returncode == TERMINATED == 143
+        assert gpipe.load(tmp_path).step_number == 3
+    else:
+        assert done.returncode == -signal.SIGTERM
+        assert gpipe.find_checkpoint(tmp_path) is None
+
+
+def test_all_ranks_end_at_the_same_step() -> None:
+    """Rank 1 alone is told; the others hear of it, all after the same step."""
+
+    def run(own: RankPipe) -> int:
+        termination = Termination(own)  # without the signal, which only a main thread hears
+        for step in range(9):
+            if own.team.rank == 1 and step == 4:
+                termination._asked = True
+            if termination():
+                return step
+        return -1
+
+    assert all_well(run_ranks(run, rank_pipes(trained()[0], 2))) == [4] * 6
+
+
+def test_the_callers_handler_comes_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with gpipe.catch_sigterm(make()) as is_to_end:
+        assert not is_to_end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert is_to_end()
+        assert is_to_end()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_is_told_that_it_hears_no_signals() -> None:
+    raised: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with gpipe.catch_sigterm(make()):
+                pass
+        except ValueError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])

@@ -1,0 +1,104 @@
+"""Values as JSON and back, and the code that may not be there."""
+
+import ast
+import json
+import math
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gpipe
+from gpipe.checkpoint.tensors import DTYPES, Shelf, encoded
+from gpipe.checkpoint.values import Encoder, decode
+from tests.laws import same_bits
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+KEYS = st.text() | st.integers() | st.tuples(st.booleans(), st.text())
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
+    max_leaves=20,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    kept: dict[str, Tensor] = {}
+
+    def keep(where: str, tensor: Tensor) -> str:
+        kept[where] = tensor
+        return where
+
+    encode = Encoder(keep)
+    text = json.dumps(encode(value, "value"), allow_nan=False)
+    assert encode.mistakes == []
+    return decode(json.loads(text), kept.__getitem__)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, their types and NaN and the sign of zero included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items()))
+    return bool(one == other)
+
+
+@given(VALUES)
+def test_values_come_back_the_same(value: Any) -> None:
+    assert same(there_and_back(value), value)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 2**200, -0.0, 5e-324, Counter("abba"), {"$tensor": "x"}, ()])
+def test_examples_come_back_the_same(value: Any) -> None:
+    assert same(there_and_back(value), value)
+    assert math.isnan(there_and_back(math.nan))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 1, 2)])
+def test_tensors_come_back_the_same(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    raw = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator
+    )
+    tensor = raw.view(dtype).reshape(shape)
+    assert same_bits(there_and_back(tensor), tensor)
+    path = tmp_path / "file.safetensors"
+    with path.open("wb") as file:
+        for piece in encoded({"tensor": tensor, "other": torch.ones(3, dtype=torch.uint8)}):
+            file.write(piece)
+    shelf = Shelf([path])
+    assert shelf.findings == []
+    assert same_bits(shelf.read("tensor"), tensor)
+
+
+FORBIDDEN = {"pickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
+CALLS = {"eval", "exec", "torch.load", "torch.save", "torch.jit.load", "yaml.load", "np.load", "numpy.load"}
+
+
+def test_nothing_that_is_read_can_run() -> None:
+    """No call that unpickles or evaluates, and no collective that pickles, in all of the library."""
+    found = []
+    for file in sorted(Path(gpipe.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Import(names):
+                    found += [f"{file.name}: {name.name}" for name in names if name.name in FORBIDDEN]
+                case ast.ImportFrom(module) if module in FORBIDDEN:
+                    found.append(f"{file.name}: {module}")
+                case ast.Call(func):
+                    name = ast.unparse(func)
+                    if name in CALLS or name.endswith(("_object", "_object_list", "pickle.loads", "pickle.load")):
+                        found.append(f"{file.name}: {name}")
+    assert found == ["doctor.py: pickle"]  # which dumps a generator's state, to see whether it changes

@@ -1,0 +1,217 @@
+"""Weights in the layout of the Hugging Face Hub: written, read, and refused when they do not fit."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import gpipe
+from tests.checkpoint.networks import build, build_tied, differences, make, snapshot
+from tests.checkpoint.ranks import RankPipe, all_well, rank_pipes, run_ranks
+from tests.laws import same_bits
+
+INDEX = "model.safetensors.index.json"
+
+
+def weights(module: nn.Module) -> dict[str, Any]:
+    return snapshot(module, None)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("layers", [build, build_tied])
+@pytest.mark.parametrize("most", [10**9, 150])
+def test_what_is_loaded_is_what_was_saved(most: int, layers: Any, partitions: int, tmp_path: Path) -> None:
+    pipe = make(layers(), partitions)
+    gpipe.save_weights(tmp_path, pipe, max_shard_bytes=most)
+    again = make(layers(2), 2)
+    gpipe.load_weights(tmp_path, again)
+    assert differences(weights(again), weights(pipe)) == []
+    if most > 10**6:
+        assert names(tmp_path) == ["model.safetensors"]
+        return
+    index = json.loads((tmp_path / INDEX).read_text())
+    shards = {name: load_file(tmp_path / name) for name in names(tmp_path) if name != INDEX}
+    assert index["weight_map"] == {name: file for file, tensors in shards.items() for name in tensors}
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in shards.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert all(size <= most or len(tensors) == 1 for size, tensors in zip(sizes, shards.values(), strict=True))
+    assert list(shards) == [f"model-{at + 1:05}-of-{len(shards):05}.safetensors" for at in range(len(shards))]
+
+
+@pytest.mark.parametrize("layers", [build, build_tied])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_processes_write_and_read_it_together(replicas: int, layers: Any, tmp_path: Path) -> None:
+    whole = make(layers(), 3)
+    all_well(run_ranks(lambda own: gpipe.save_weights(tmp_path, own), rank_pipes(whole, replicas)))
+    assert len(names(tmp_path)) == 4
+    plain = nn.Sequential(*layers(2))
+    gpipe.load_weights(tmp_path, plain)
+    assert differences(weights(plain), weights(whole)) == []
+
+    def load(own: RankPipe) -> dict[str, Any]:
+        gpipe.load_weights(tmp_path, own)
+        return weights(own)
+
+    found = all_well(run_ranks(load, rank_pipes(make(layers(3), 2), replicas)))
+    assert differences({name: value for own in found for name, value in own.items()}, weights(whole)) == []
+
+
+def test_safetensors_reads_it_with_the_hubs_metadata(tmp_path: Path) -> None:
+    pipe = make(build_tied())
+    gpipe.save_weights(tmp_path, pipe, rename=lambda name: f"model.layers.{name}")
+    found = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.2.weight" not in found  # it is the first's
+    assert same_bits(found["model.layers.0.weight"], pipe.get_parameter("0.weight"))
+    header = (tmp_path / "model.safetensors").read_bytes()[8:60]
+    assert header.startswith(b'{"__metadata__":{"format":"pt"}')
+
+
+def test_what_others_wrote_is_read_under_other_names(tmp_path: Path) -> None:
+    plain = nn.Sequential(*build(5))
+    state = {f"net.{name}".replace("weight", "kernel"): value for name, value in plain.state_dict().items()}
+    parts = list(state.items())
+    shards = {"a.safetensors": dict(parts[:3]), "b-2.safetensors": dict(parts[3:]) | {"net.more": torch.ones(2)}}
+    for file, tensors in shards.items():
+        save_file(tensors, tmp_path / file)
+    where = {name: file for file, tensors in shards.items() for name in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": where}))
+    (tmp_path / "config.json").write_text("{}")
+    pipe = make()
+
+    def rename(name: str) -> str:
+        return f"net.{name}".replace("weight", "kernel")
+
+    before = weights(pipe)
+    with pytest.raises(
+        gpipe.CheckpointError, match=r"the files hold net.more, which the model lacks; give rename=, or"
+    ):
+        gpipe.load_weights(tmp_path, pipe, rename=rename)
+    with pytest.raises(gpipe.CheckpointError, match=r"the model has 0.weight, 0.bias, .* and 6 more, which the"):
+        gpipe.load_weights(tmp_path, pipe)
+    assert differences(weights(pipe), before) == []
+    gpipe.load_weights(tmp_path, pipe, rename=rename, strict=False)
+    assert differences(weights(pipe), weights(plain)) == []
+
+
+def test_older_weights_are_replaced_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for most in (150, 10**9, 400, 150):
+        pipe = make(build(most % 7))
+        gpipe.save_weights(tmp_path, pipe, max_shard_bytes=most)
+        again = make()
+        gpipe.load_weights(tmp_path, again)
+        assert differences(weights(again), weights(pipe)) == []
+        assert "config.json" in names(tmp_path)
+        assert ("model.safetensors" in names(tmp_path)) == (most == 10**9)
+        counts = {name.rpartition("-of-")[2] for name in names(tmp_path) if "-of-" in name}
+        assert len(counts) == (most != 10**9)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    folder = tmp_path / "models--x" / "snapshots" / "1a2b"
+    gpipe.save_weights(folder, make(), max_shard_bytes=150)
+    return folder
+
+
+def refused(folder: Path) -> list[str]:
+    pipe = make(build(2))
+    before = weights(pipe)
+    with pytest.raises(gpipe.CheckpointError, match="cannot be loaded, and nothing was changed") as raised:
+        gpipe.load_weights(folder, pipe)
+    assert differences(weights(pipe), before) == []
+    return raised.value.findings
+
+
+def change_index(folder: Path, change: Any) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(change(index)))
+
+
+def test_what_is_missing_or_damaged_is_refused(sharded: Path, tmp_path: Path) -> None:
+    shards = [path for path in sorted(sharded.iterdir()) if path.name != INDEX]
+    assert refused(tmp_path) == [f"there is neither model.safetensors nor {INDEX}; give the folder that holds one"]
+    os.truncate(shards[0], shards[0].stat().st_size - 1)
+    shards[2].write_bytes(b"no safetensors")
+    (first, second) = refused(sharded)
+    assert first.startswith(f"{shards[0].name} is no safetensors file: ")
+    assert second.startswith(f"{shards[2].name} is no safetensors file: ")
+    shards[2].unlink()
+    shards[0].unlink()
+    assert refused(sharded) == [f"{path.name} is missing; get it again" for path in (shards[0], shards[2])]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {"0.weight": 3}}', '{"weight_map": []}', "{" * 10**5])
+def test_a_damaged_index_is_refused(text: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(text)
+    assert refused(sharded) == [f"{INDEX} is damaged; get it again"]
+
+
+def test_an_index_that_tells_the_wrong_shard_is_refused(sharded: Path) -> None:
+    where = json.loads((sharded / INDEX).read_text())["weight_map"]
+    change_index(sharded, lambda index: {"weight_map": {**where, "0.weight": where["5.weight"]}})
+    assert refused(sharded) == [f"{INDEX} says where 0.weight would be, and it is not there; get all shards again"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"]
+)
+def test_a_shard_that_leads_out_of_the_folder_is_refused(name: str, sharded: Path) -> None:
+    save_file({"0.weight": torch.ones(6, 4)}, sharded.parent / "secret.safetensors")
+    change_index(sharded, lambda index: {"weight_map": {**index["weight_map"], "0.weight": name}})
+    assert refused(sharded) == [
+        f"{INDEX} names {name!r}, which is no safetensors file of the folder; do not trust it"
+    ]
+
+
+def test_links_are_followed_within_the_hubs_cache_and_nowhere_else(sharded: Path) -> None:
+    shard = sharded / "model-00001-of-00004.safetensors"
+    assert shard.exists()
+    for home, good in ((sharded.parent.parent / "blobs", True), (sharded.parent.parent / "other", False)):
+        home.mkdir()
+        shard.rename(home / "5f3e")
+        shard.symlink_to(home / "5f3e")
+        if good:
+            gpipe.load_weights(sharded, make(build(2)))
+        else:
+            assert refused(sharded) == [
+                f"{shard.name} links to {home / '5f3e'}, out of the folder; put the file itself there"
+            ]
+        shard.unlink()
+        (home / "5f3e").rename(shard)
+
+
+def test_what_cannot_be_saved_is_told_at_once(tmp_path: Path) -> None:
+    class State(nn.Module):
+        def get_extra_state(self) -> Any:
+            return 3
+
+    layers = build()
+    layers.append(State())
+    layers[0].register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match="nothing was saved") as raised:
+        gpipe.save_weights(tmp_path / "new", make(layers), rename=lambda name: name.replace("bias", "weight"))
+    assert str(raised.value).splitlines()[1:] == [
+        "- 0.bias would get the name 0.weight, as another does; let rename= tell them apart",
+        "- 0.wide is of torch.complex128, which safetensors has no name for; convert it",
+        "- 1.bias would get the name 1.weight, as another does; let rename= tell them apart",
+        "- 3.0.bias would get the name 3.0.weight, as another does; let rename= tell them apart",
+        "- 5.bias would get the name 5.weight, as another does; let rename= tell them apart",
+        "- 6._extra_state is no tensor, and this layout has only those",
+    ]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_tells_how_it_is_loaded_instead(tmp_path: Path) -> None:
+    gpipe.save_weights(tmp_path, make())
+    with pytest.raises(gpipe.CheckpointError, match=r"these are weights alone; use gpipe.load_weights"):
+        gpipe.load(tmp_path, make())
