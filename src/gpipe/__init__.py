@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpipe.checkpoint.folder import find_checkpoint as find_checkpoint
+    from gpipe.checkpoint.load import find_checkpoint as find_checkpoint
     from gpipe.checkpoint.load import load as load
     from gpipe.checkpoint.manifest import CheckpointError as CheckpointError
     from gpipe.checkpoint.save import save as save
     from gpipe.checkpoint.sigterm import catch_sigterm as catch_sigterm
     from gpipe.checkpoint.weights import load_weights as load_weights
     from gpipe.checkpoint.weights import save_weights as save_weights
+    from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
     from gpipe.pipeline import GPipe as GPipe
     from gpipe.run.allocator import keep_freed_memory as keep_freed_memory
     from gpipe.run.microbatch import Whole as Whole
@@ -21,15 +22,18 @@ if TYPE_CHECKING:
     from gpipe.run.skips import Sequential as Sequential
     from gpipe.run.transport import RemoteError as RemoteError
     from gpipe.run.visit import visit as visit
+    from gpipe.scaler import GradScaler as GradScaler
 
 _HOME = {
     "CheckpointError": "gpipe.checkpoint.manifest",
     "GPipe": "gpipe.pipeline",
+    "GradScaler": "gpipe.scaler",
     "RemoteError": "gpipe.run.transport",
     "Sequential": "gpipe.run.skips",
     "Whole": "gpipe.run.microbatch",
     "catch_sigterm": "gpipe.checkpoint.sigterm",
-    "find_checkpoint": "gpipe.checkpoint.folder",
+    "detect_nonfinite": "gpipe.nonfinite",
+    "find_checkpoint": "gpipe.checkpoint.load",
     "keep_freed_memory": "gpipe.run.allocator",
     "load": "gpipe.checkpoint.load",
     "load_weights": "gpipe.checkpoint.weights",
@@ -42,10 +46,12 @@ _HOME = {
 __all__ = [
     "CheckpointError",
     "GPipe",
+    "GradScaler",
     "RemoteError",
     "Sequential",
     "Whole",
     "catch_sigterm",
+    "detect_nonfinite",
     "find_checkpoint",
     "keep_freed_memory",
     "load",

@@ -1,6 +1,5 @@
 """Looks a pipe over before the first step: what will cost time or numbers, and what to do about it."""
 
-import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -74,7 +73,14 @@ def _own_generators(settings: Settings) -> Iterator[str]:
 
 def draws() -> Draws:
     """How far the generators are that no key reaches; to be compared behind the first step."""
-    return {random: random.getstate(), np.random: pickle.dumps(np.random.get_state(legacy=False))}
+    return {random: random.getstate(), np.random: _words(np.random.get_state(legacy=False))}
+
+
+def _words(state: object) -> object:
+    """A state of numpy's as something that can be compared: an array cannot."""
+    if isinstance(state, Mapping):
+        return {name: _words(value) for name, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def examine_draws(layers: Mapping[str, nn.Module], before: Draws) -> list[str]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +20,8 @@ from gpipe.plan.schedules import SCHEDULES
 from gpipe.processes import Together, settle_together
 from gpipe.run.ambient import Ambient, untraced
 from gpipe.run.boundary import Parcel, cut, tensors_in
+from gpipe.run.collectives import local, whole
+from gpipe.run.council import give_up
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header
 from gpipe.run.layers import Layers, cut_into_stages
@@ -57,8 +60,11 @@ class GPipe(nn.Module):
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
             `"always"`, `"except_last"` or `"never"`, or one of these for each partition.
         deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
-            forward of it (paper, section 2.2); by default those of one micro-batch after another. Either way a
-            micro-batch is normalized by its own.
+            forward of it (paper, section 2.2), also over replicas; by default those of one micro-batch after
+            another, of each replica its own. Either way a micro-batch is normalized by its own.
+        sync_batch_norm: With replicas, BatchNorm in training normalizes a micro-batch together with the same one of
+            all other replicas, as `torch.nn.SyncBatchNorm` does, and running statistics are those of both; all must
+            have as many micro-batches. Not with `deferred_batch_norm`.
         ties: Names of parameters that are one though the modules do not show it: `[("0.weight", "5.weight")]`.
         seed: Keys all randomness of the layers; None draws one number from torch's generator.
         intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
@@ -67,7 +73,10 @@ class GPipe(nn.Module):
             tried, and the faster kept. `"process"`: this process runs one partition, others the others. All call the
             same then; only the first reads inputs, only the last reads targets. The bits are the same.
         mesh: For processes: where they are, a `DeviceMesh` with a dimension `"pp"` of K and perhaps one `"dp"` of
-            replicas, whose gradients are added up. By default the world, K processes in a row to a replica.
+            replicas, whose gradients are added up. By default the world, K processes in a row to a replica. Over
+            `mesh["dp"]` layers may be sharded by `fully_shard` once the pipe is built, and optimizers by
+            `ZeroRedundancyOptimizer`; over a further dimension by `parallelize_module` before. What these do is
+            collective: that a rank failed in it is only noticed when the time of its process group is up.
 
     Raises:
         ValueError: Something above cannot be; the error lists every mistake.
@@ -95,6 +104,7 @@ class GPipe(nn.Module):
         schedule: str = "gpipe",
         remat: str | Sequence[str] = "always",
         deferred_batch_norm: bool = False,
+        sync_batch_norm: bool = False,
         ties: Sequence[Sequence[str]] = (),
         seed: int | None = None,
         intra_op_threads: int = 1,
@@ -103,7 +113,8 @@ class GPipe(nn.Module):
     ) -> None:
         super().__init__()
         place = _find_place(driver, mesh, partitions)
-        self._settings = settings = (settle if place is None else partial(settle_together, place))(
+        norms = {"deferred_batch_norm": deferred_batch_norm, "sync_batch_norm": sync_batch_norm}
+        self._settings = settings = (settle if place is None else partial(settle_together, place, norms))(
             layers,
             partitions,
             micro_batches,
@@ -127,12 +138,13 @@ class GPipe(nn.Module):
             threaded=None if settings.driver is None and place is None else settings.driver == "threads",
             intra_op_threads=settings.intra_op_threads,
             deferred_batch_norm=deferred_batch_norm,
+            sync_batch_norm=sync_batch_norm,
             place=place,
             tied=settings.tied,
         )
-        self._together = None if place is None else Together(self._engine)
+        self._together = None if place is None else Together(self._engine, settings)
         self.step_number = 0
-        self.findings = examine(settings)
+        self.findings = [*examine(settings), *self._engine.findings()]
         self._unexamined = True  # until the first step has shown rows and gradients
         for finding in self.findings:
             logger.info(finding)
@@ -169,8 +181,12 @@ class GPipe(nn.Module):
 
     @property
     def seed(self) -> int:
-        """What all randomness of the layers is keyed by, together with step, layer and micro-batch."""
+        """What all randomness of the layers is keyed by, together with step, layer and micro-batch; settable."""
         return self._settings.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._settings = replace(self._settings, seed=seed)
 
     @property
     def program(self) -> Program:
@@ -358,7 +374,7 @@ class GPipe(nn.Module):
     @property
     def team(self) -> Team:
         """The processes of this pipe: for what they have to tell each other between steps."""
-        return Alone() if self._together is None else self._engine.net
+        return Alone() if self._together is None else self._together
 
     @property
     def ties_of_names(self) -> dict[str, str]:
@@ -393,10 +409,11 @@ class GPipe(nn.Module):
         """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.
 
         The norms of the parameters are put together in the order of `parameters()`, on one device, so the result
-        does not depend on the partitions. Shared parameters count once.
+        does not depend on the partitions, and is the same on all ranks, which all call it: a step that is left out
+        because it is not finite is left out everywhere. Shared parameters count once, replicas too.
         """
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, norm_type).to(self.devices[0]) for gradient in gradients]
+        norms = [whole(torch.linalg.vector_norm(gradient, norm_type)).to(self.devices[0]) for gradient in gradients]
         if self._together is not None:
             norms = self._together.gather_norms(self, norms)
         if not norms:
@@ -404,7 +421,7 @@ class GPipe(nn.Module):
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
         for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))
+            local(gradient).mul_(factor.to(gradient.device))
         return total
 
     def summary(self) -> str:
@@ -425,7 +442,9 @@ class GPipe(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets what is the pipe's own also where a layer has the same name; layers stay what they are."""
-        if name not in self.__dict__.get("_modules", ()):
+        if isinstance(vars(GPipe).get(name), property):
+            object.__setattr__(self, name, value)
+        elif name not in self.__dict__.get("_modules", ()):
             super().__setattr__(name, value)
         elif name in self.__dict__:
             self.__dict__[name] = value
@@ -472,7 +491,9 @@ def _find_place(driver: str | None, mesh: "DeviceMesh | None", partitions: objec
     if driver not in ("process", None):
         mistakes.append(f"driver={driver!r} is for one process, and mesh= for several; leave one of them out")
     if mistakes:
-        raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
+        error = ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
+        give_up(error)
+        raise error
     return place
 
 

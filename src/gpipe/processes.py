@@ -1,7 +1,9 @@
 """A pipe over several processes: what `GPipe` does differently there. All call the same, at the same time."""
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,25 +20,37 @@ from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.council import Council
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header, compare, hear, tell
+from gpipe.run.launcher import end_with_launcher
 from gpipe.run.layers import Layers, Outline, outline, realize
 from gpipe.run.microbatch import Reduction, Tree, merge, rows_of_parts, split, weights
 from gpipe.run.net import Net
 from gpipe.run.place import Place
+from gpipe.run.process import ProcessRun
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run
 from gpipe.run.shared import Place as ParameterPlace
 from gpipe.run.shared import find_ties, tie
+from gpipe.run.straggler import Stragglers
 from gpipe.run.transport import Label, Message
 from gpipe.run.worker import NO_METRICS, Batch, Output
+
+logger = logging.getLogger("gpipe")
 
 WEIGHT, OUTPUT = -6, -7
 """Routes of the weights of replicas and of outputs."""
 
 
 def settle_together(
-    place: Place, layers: Layers, partitions: int | Sequence[int], micro_batches: int, **given: Any
+    place: Place,
+    also: Mapping[str, object],
+    layers: Layers,
+    partitions: int | Sequence[int],
+    micro_batches: int,
+    **given: Any,
 ) -> Settings:
     """Settles what the pipe is made of, the same in all processes, and builds this one's layers.
+
+    What else must be the same is in `also`.
 
     Raises:
         ValueError: Something cannot be, or differs between the processes.
@@ -44,13 +58,15 @@ def settle_together(
     """
     council = Council(place)
     drawn = int(torch.randint(2**62, (), device="cpu").item()) if given["seed"] is None else None
-    first = council.tell(drawn=drawn)[0]["drawn"]
+    first = council.tell_world(drawn=drawn)[0]["drawn"]
     seed = first if given["seed"] is None else given["seed"]
     costs = given["costs"]
     if place.rank:
         costs = council.tell()[0]["costs"]  # who measures by himself would cut elsewhere
     with council.speaking():
         sketch = outline(layers, seed if isinstance(seed, int) else 0)
+        if place.rank and len(costs) != len(sketch.layers):
+            raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {place.rank}")
         settings = settle(
             layers, partitions, micro_batches, **{**given, "seed": seed, "costs": costs}, place=place, sketch=sketch
         )
@@ -71,13 +87,16 @@ def settle_together(
         schedule=settings.schedule,
         seed=seed,
         intra_op_threads=settings.intra_op_threads,
+        **also,
         ties=[list(group) for group in given["ties"]],
-        layers=[
-            (name, type(layer).__name__, [(n, tuple(p.shape)) for n, p in layer.named_parameters()])
-            for name, layer in named.items()
-        ],
+        **{f"layer {name}": _words(layer) for name, layer in named.items()},
     )
     return replace(settings, layers=named, tied=tied)
+
+
+def _words(layer: nn.Module) -> str:
+    shapes = (f"{name} {tuple(parameter.shape)}" for name, parameter in layer.named_parameters())
+    return f"{type(layer).__name__}({', '.join(shapes)})"
 
 
 def _tie(
@@ -86,8 +105,10 @@ def _tie(
     """Gives this process's copies of tied weights the value of the first; places of each group, in all processes."""
     groups, _ = find_ties(named, ties)
     index_of = {name: index for index, name in enumerate(named)}
+    held = [module for index, layer in enumerate(named.values()) if index in own for module in layer.modules()]
     for group, places in zip(ties, groups, strict=True):
-        here = [place for name, place in zip(group, places, strict=True) if index_of[_layer(name)] in own]
+        same = {id(_parameter(place)) for place in places}
+        here = [(module, leaf) for module in held for leaf, p in module._parameters.items() if id(p) in same]
         if not here:
             continue
         first = index_of[_layer(group[0])]
@@ -113,12 +134,17 @@ def _parameter(place: ParameterPlace) -> Tensor:
 class Together:
     """The processes of one pipe."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         assert engine.place is not None
         self.engine = engine
         self.place: Place = engine.place
+        self.micro_batches = settings.micro_batches  # at most, in each replica
+        self.rank, self.size = self.place.rank, len(self.place.members)
+        costs, replicas = settings.partition.seconds, self.place.replicas
+        self.stragglers = Stragglers(costs, replicas, measured=settings.in_seconds)
         self.ties_of_names = dict(_ties_of_names(engine))
         self.calls = 0
+        end_with_launcher()
         engine.net  # noqa: B018 all processes are here now, and link up
 
     @property
@@ -147,10 +173,21 @@ class Together:
             net.fail(error)
             raise
 
+    def exchange(self, told: bytes) -> list[bytes]:
+        """Tells all processes something between runs, and gives what each told, by rank.
+
+        Raises:
+            RemoteError: A process failed, is gone, or does something else.
+        """
+        with self.run() as talk:
+            talk.meet(Asked.EXCHANGE)
+            return talk.net.agree(told)
+
     def gather_norms(self, module: nn.Module, norms: Sequence[Tensor]) -> list[Tensor]:
         """The norms of all parameters of the replica, each once, in the order of the layers."""
         named = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
         with self.run() as talk:
+            talk.meet(Asked.NORMS)
             every = talk.net.agree((named, list(norms)))
         own = every[self.first : self.first + self.place.stages]
         found = {name: norm for names, theirs in reversed(own) for name, norm in zip(names, theirs, strict=True)}
@@ -160,14 +197,15 @@ class Together:
 
 def _ties_of_names(engine: Engine) -> Iterator[tuple[str, str]]:
     names = {
-        (id(module), leaf): f"{layer.name}.{path}.{leaf}" if path else f"{layer.name}.{leaf}"
+        (layer.index, id(module), leaf): f"{layer.name}.{path}.{leaf}" if path else f"{layer.name}.{leaf}"
         for stage in engine.stages
         for layer in stage.layers
         for path, module in layer.module.named_modules()
         for leaf in module._parameters
     }
     for shared in engine.shared:
-        first, *others = [names[id(module), leaf] for places in shared.places.values() for module, leaf in places]
+        places = [(at, id(module), leaf) for at, found in shared.places.items() for module, leaf in found]
+        first, *others = [names[place] for place in places]  # a module that is several layers has several names
         yield from ((other, first) for other in others)
 
 
@@ -178,6 +216,7 @@ class Talk:
         self.together = together
         self.place = together.place
         self.net = net
+        self._began, self._waited = time.perf_counter(), net.waited
 
     def head(self, own: Header) -> Header:
         """Has all stages know the rows and the number of micro-batches, which the first one knows.
@@ -192,18 +231,36 @@ class Talk:
             tell(self.net, self.place, told)
             return told
         told = hear(self.net, self.place)
-        if told.trains == own.trains:
+        if told.asked == own.asked and told.trains == own.trains:
             own = replace(own, checksum=plumbing(told.micro_batches, trains=trains).checksum)
         compare(told, own, self.place)
         return told
 
-    def finish(self, recorder: Recorder | None, told: Tree) -> list[Any]:
+    def meet(self, asked: Asked) -> None:
+        """Makes sure that all stages do the same between runs.
+
+        Raises:
+            ValueError: A process does something else than the first stage.
+        """
+        own = Header(asked, 0, 0, 0, 0, 0, 0, 0, 0)
+        if self.together.is_first:
+            tell(self.net, self.place, own)
+        else:
+            compare(hear(self.net, self.place), own, self.place)
+
+    def finish(self, run: Run, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
         """Waits until all processes have come to the end of the run; gives what each tells."""
-        every = self.net.agree((told, None if recorder is None else _timeline_text(recorder)))
-        texts = [text for _, text in every]
+        busy = time.perf_counter() - self._began - (self.net.waited - self._waited)
+        every = self.net.agree((told, busy, None if recorder is None else _timeline_text(recorder)))
+        assert isinstance(run, ProcessRun)
+        run.settle()
+        texts = [text for _, _, text in every]
         if recorder is not None and None not in texts:
             recorder.join([_read_timeline(rank, text) for rank, text in enumerate(texts)])
-        return [theirs for theirs, _ in every]
+        if trains and not self.net.rank:
+            for finding in self.together.stragglers.note([seconds for _, seconds, _ in every]):
+                logger.warning(finding)
+        return [theirs for theirs, _, _ in every]
 
     def step(
         self,
@@ -218,16 +275,24 @@ class Talk:
         """Runs a step; gives the rows of the last micro-batch, the loss and the metrics of all replicas."""
         told = self.head(own)
         rows = rows_of_parts(told.rows, told.micro_batches)
+        batch.first = self.place.replica * self.together.micro_batches
         shares: list[float] = []
         if self.together.is_last:
             batch.targets = split(targets, told.rows, told.micro_batches, "targets")
             shares = weights(reduction, rows, batch.targets, self._add_over_replicas)
-            batch.seeds = [share * scale if share else None for share in shares]
-        self.together.engine.start(told.micro_batches, batch).go(ambient, recorder)
+            always = self.together.engine.sync_batch_norm  # then the other replicas wait for this one's backward
+            batch.seeds = [share * scale if share or always else None for share in shares]
+        run = self.together.engine.start(told.micro_batches, batch)
+        run.go(ambient, recorder)
         losses = [batch.losses[m] * share for m, share in enumerate(shares) if share]
         metrics = [batch.metrics[m] for m in range(len(shares))]
         plain = all(metric is NO_METRICS for metric in metrics)
-        every = self.finish(recorder, (sum(losses) if losses else None, None if plain else metrics))
+        own_loss = sum(losses) if losses else None
+        try:
+            every = self.finish(run, recorder, (own_loss, None if plain else metrics), trains=batch.trains)
+        except TypeError as error:
+            error.add_note(f"rank {self.net.rank} was telling the others the metrics that loss_fn returned")
+            raise
         parts = [loss for loss, _ in every if loss is not None]
         found = [metric for _, some in every if some is not None for metric in some]
         return rows[-1], sum(parts[1:], start=parts[0]), found
@@ -248,6 +313,7 @@ class Talk:
         """Runs the pipelined forward; gives the output where it is wanted, else None."""
         self.together.calls += 1
         told = self.head(replace(own, call=self.together.calls))
+        batch.first = self.place.replica * self.together.micro_batches
         if not self.together.is_first:
             batch.inputs = [Parcel(None, [])] * told.micro_batches
             batch.input_gradients = {m: [] for m in range(told.micro_batches)}
@@ -259,7 +325,7 @@ class Talk:
         outputs = run.take_outputs() if self.together.is_last else []
         if own.gathers:
             outputs = self.gather(outputs, told.micro_batches)
-        self.finish(recorder, None)
+        self.finish(run, recorder, None)
         return merge([output.value for output in outputs]) if outputs else None
 
     def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
@@ -294,15 +360,17 @@ class CallTogether(Call):
         made = self._run.take_outputs() if self._talk.together.is_last else []
         outputs = self._talk.gather(made, self._head.micro_batches)
         self._wants = [output.wants_gradient for output in outputs]
-        self._talk.finish(self._recorder, None)
+        self._talk.finish(self._run, self._recorder, None)
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Runs all backwards: the gradients of the last stage count; the first stage has those of the inputs."""
         with self._talk.together.run() as talk:
             talk.head(replace(self._head, asked=Asked.BACKWARD))
+            run = self._run
             found = super().backward(gradients)
-            talk.finish(self._recorder, None)
+            assert run is not None
+            talk.finish(run, self._recorder, None)
         return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import gpipe
+from gpipe.run.batchnorm import Deferred
 from tests.laws import REMATS, assert_same_bits, one_thread, plain_call, plain_loop, run_layers, same_bits
 
 M = 4
@@ -298,6 +299,52 @@ def test_two_forwards_before_their_backwards_are_two_mini_batches() -> None:
     plain(x)
     plain(x + 1)
     assert_close(norm, plain)
+
+
+# Over replicas: see also tests/processes/test_data_parallel.py.
+
+
+def told_by(norms: Sequence[_BatchNorm], parts: Sequence[Sequence[Tensor]]) -> list[Deferred]:
+    """What each replica collects; `parts` are its micro-batches."""
+    replicas = [Deferred.of(norms) for _ in parts]
+    for deferred, micro_batches in zip(replicas, parts, strict=True):
+        for m, x in enumerate(micro_batches):
+            with deferred.collect(m):
+                for norm in norms[: len(micro_batches)]:
+                    norm(x)
+    return replicas
+
+
+def test_statistics_of_replicas_are_merged_to_those_of_one_plain_forward_everywhere() -> None:
+    x = torch.randn(23, 4, generator=torch.Generator().manual_seed(1)) + 1e4
+    norm = nn.BatchNorm1d(4)
+    parts = [x[:11].split([5, 4, 2]), x[11:14].split([3]), x[14:].split([5, 4])]
+    replicas = told_by([norm], parts)
+    told = [replica.told() for replica in replicas]
+    buffers = []
+    for replica in replicas:
+        own = copy.deepcopy(norm)
+        replica.hear(told)
+        replica.norms = [own]
+        replica.commit()
+        buffers.append(own)
+    plain = copy.deepcopy(norm)
+    plain(x)
+    for own in buffers:
+        assert all(same_bits(getattr(own, name), getattr(buffers[0], name)) for name in BUFFERS)
+        assert_close(own, plain, rtol=1e-4)  # the plain one is not exact either
+
+
+def test_a_replica_that_left_a_batch_norm_out_has_no_say_in_its_statistics() -> None:
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
+    norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
+    one, other = told_by(norms, [x[:5].split([3, 2]), x[5:].split([4])])  # the second only has the first norm
+    one.hear([one.told(), other.told()])
+    one.commit()
+    for norm, rows in zip(norms, (x, x[:5]), strict=True):
+        plain = nn.BatchNorm1d(4)
+        plain(rows)
+        assert_close(norm, plain)
 
 
 # What deferring leaves as it was.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.run.boundary import Parcel
-from gpipe.run.engine import Run
+from gpipe.run.run import Run
 from gpipe.run.store import Cell
 from gpipe.run.worker import Worker
 

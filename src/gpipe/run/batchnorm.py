@@ -4,6 +4,7 @@ A BatchNorm in training is lent empty buffers and a momentum of 1, so that its o
 variance of the micro-batch in them. At the end of the mini-batch's forward these are merged in micro-batch order, by
 count, mean and sum of squared differences from the mean (Chan, Golub & LeVeque 1979): E[x^2] - E[x]^2 would lose
 everything where the mean is large. The real buffers then change once, as in one forward of the whole mini-batch.
+Over replicas the mini-batch is that of all of them: each merges its own, and all merge these in the replicas' order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,16 @@ class Statistics:
         mean = self.mean + apart * (other.count / count)
         squares = self.squares + other.squares + apart**2 * (self.count * other.count / count)
         return Statistics(count, mean, squares)
+
+    def to_tensor(self) -> Tensor:
+        """All numbers in a row, to be sent."""
+        return torch.cat([self.mean.new_tensor([self.count]), self.mean, self.squares])
+
+    @classmethod
+    def from_tensor(cls, row: Tensor) -> "Statistics":
+        """Reads what `to_tensor` wrote."""
+        mean, squares = row[1:].chunk(2)
+        return cls(int(row[0]), mean, squares)
 
 
 @dataclass
@@ -74,13 +85,43 @@ class Deferred:
                 loan.end()
                 self.seen[at, micro_batch] = loan.statistics()
 
+    def merged(self, at: int) -> list[Statistics]:
+        """The statistics of the whole mini-batch, of each forward of a BatchNorm in it."""
+        by_micro_batch = [self.seen[key] for key in sorted(key for key in self.seen if key[0] == at)]
+        return [
+            reduce(Statistics.merge, (seen for seen in same_forward if seen is not None))
+            for same_forward in zip_longest(*by_micro_batch)  # a micro-batch may have left it out
+        ]
+
+    def told(self) -> list[list[Tensor]]:
+        """What the other replicas need to know."""
+        return [[seen.to_tensor() for seen in self.merged(at)] for at in range(len(self.norms))]
+
+    def hear(self, by_replica: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+        """Has the mini-batch be that of all replicas, each of which told its part."""
+        self.seen = {
+            (at, replica): [Statistics.from_tensor(row) for row in rows]
+            for replica, told in enumerate(by_replica)
+            for at, rows in enumerate(told)
+        }
+
     def commit(self) -> None:
         """Changes the real buffers, once for each forward of a module in a mini-batch."""
         for at, norm in enumerate(self.norms):
-            by_micro_batch = [self.seen[key] for key in sorted(key for key in self.seen if key[0] == at)]
-            for same_forward in zip_longest(*by_micro_batch):  # a micro-batch may have left it out
-                _update(norm, reduce(Statistics.merge, (seen for seen in same_forward if seen is not None)))
+            for seen in self.merged(at):
+                update(norm, seen)
         self.seen.clear()
+
+
+def find_drift(modules: Sequence[nn.Module]) -> list[str]:
+    """What can be said of replicas whose running statistics are their own."""
+    if not any(_defers(module) for root in modules for module in root.modules()):
+        return []
+    return [
+        "the running statistics of BatchNorm are each replica's own, so replicas drift apart in evaluation, and a "
+        "checkpoint has the first one's; give deferred_batch_norm=True for those of the whole mini-batch of all "
+        "replicas, or sync_batch_norm=True"
+    ]
 
 
 def _defers(module: nn.Module) -> bool:
@@ -130,7 +171,7 @@ class _Loan:
 
 
 @torch.no_grad()
-def _update(norm: _BatchNorm, batch: Statistics) -> None:
+def update(norm: _BatchNorm, batch: Statistics) -> None:
     """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
     assert norm.running_mean is not None
     assert norm.running_var is not None

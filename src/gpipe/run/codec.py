@@ -179,7 +179,7 @@ def _places(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
     for shape in shapes:
         dtype, size, strides, _ = shape
         start = -(-at // ALIGNMENT) * ALIGNMENT
-        own = tuple(1 if stride == 0 else n for n, stride in zip(size, strides, strict=True))
+        own = tuple(1 if stride == 0 and n else n for n, stride in zip(size, strides, strict=True))
         ranked = sorted((stride, n) for n, stride in zip(own, strides, strict=True) if n != 1)
         dense = apart = True
         reach = 1  # elements up to the end of what was looked at
@@ -198,9 +198,11 @@ def _places(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
 
 
 def _flat(tensor: Tensor, place: Place) -> Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        for axis, count in enumerate(place.size):  # without repetitions, which the copy would write out
+            tensor = tensor.narrow(axis, 0, count)
+        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor.view(-1)
     count = (place.end - place.start) // tensor.element_size()
@@ -227,7 +229,7 @@ def _take(place: Place, memory: Buffer, offset: int) -> Tensor:
     if not count:
         tensor = torch.empty_strided(size, strides, dtype=dtype)
     else:
-        found = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset + place.start)
+        found = _at(memory, dtype, count, offset + place.start)
         if place.plain:
             tensor = found.clone().view(size)
         elif place.dense:
@@ -236,6 +238,13 @@ def _take(place: Place, memory: Buffer, offset: int) -> Tensor:
             tensor = torch.empty_strided(place.size, place.strides, dtype=dtype)
             tensor = tensor.copy_(found.view(place.size)).as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
+
+
+def _at(memory: Buffer, dtype: torch.dtype, count: int, start: int) -> Tensor:
+    if dtype.itemsize <= 8:
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+    size = count * dtype.itemsize  # torch reads complex128 from aligned addresses alone, or dies
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).clone().view(dtype)
 
 
 @lru_cache(KEPT)
@@ -256,12 +265,21 @@ def _read(layout: bytes) -> Layout:
 
 def _spec_text(spec: pytree.TreeSpec) -> str:
     try:
-        return pytree.treespec_dumps(spec)
+        text = pytree.treespec_dumps(spec)
+        _rebuild(text)
+        return text
     except (NotImplementedError, ValueError, TypeError) as error:
         raise TypeError(
             f"{spec} cannot go to another process: {error}; return tensors, tuples, lists and dicts, or register the "
             f"class with torch.utils._pytree under a serialized_type_name"
         ) from error
+
+
+@lru_cache(KEPT)
+def _rebuild(spec: str) -> None:
+    """Builds such a tree, as the other end will: not every key of a dict is the same when it comes from JSON."""
+    read = pytree.treespec_loads(spec)
+    pytree.tree_unflatten([None] * read.num_leaves, read)
 
 
 def _plain(leaf: object) -> list[Any]:

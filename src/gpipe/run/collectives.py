@@ -4,13 +4,14 @@ They travel as the messages of a run do: what a failed run leaves on its way is 
 collective of a process group can promise.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gpipe.run.boundary import Gradients
+from gpipe.run.boundary import Gradients, Parcel
+from gpipe.run.microbatch import Tree
 from gpipe.run.net import Net
 from gpipe.run.place import DATA, Place
 from gpipe.run.shared import Aliases
@@ -19,11 +20,16 @@ from gpipe.run.transport import Label, Message
 if TYPE_CHECKING:
     from gpipe.run.engine import Engine
 
-TIE, REDUCE, REDUCED = -2, -3, -4
+TIE, REDUCE, REDUCED, STATISTICS, LOCKSTEP = -2, -3, -4, -8, -9
 """Routes of messages that no program lists."""
-PIECE = 2**20
-"""Elements of a gradient that travel together between replicas."""
+BUCKET = 2**22
+"""Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""
+SMALL = 2**16
+"""Bytes of a gradient that is copied to be together with others: a message costs more."""
 NAMES = 2**32 - 1  # the number of the message that says which gradients there are
+
+Bucket: TypeAlias = list[Tensor]
+"""Gradients that travel together: flat pieces of the memory that `.grad` has."""
 
 
 def add_over_stages(engine: "Engine", aliases: Aliases) -> None:
@@ -32,80 +38,157 @@ def add_over_stages(engine: "Engine", aliases: Aliases) -> None:
     assert place is not None
     stage_of = [stage.index for stage in engine.stages for _ in stage.layers]
     first = place.replica * place.stages
-    others = {
-        at: sorted({stage_of[layer] for layer in aliases.users[at]} - {place.stage}) for at in sorted(aliases.shared)
-    }
-    for at, stages in others.items():
-        for stage in stages:
-            own: Gradients = list(aliases.gradients(at).values())
-            engine.net.send(first + stage, Label(TIE, at, gradient=True), own)
-    found = {at: dict(aliases.gradients(at)) for at in others}
-    for at, stages in others.items():
-        for stage in stages:
-            theirs, _ = engine.net.receive(first + stage, Label(TIE, at, gradient=True))
-            layers = (layer for layer in sorted(aliases.users[at]) if stage_of[layer] == stage)
-            found[at] |= dict(zip(layers, _gradients(theirs), strict=True))
+    found = {at: dict(aliases.gradients(at)) for at in sorted(aliases.shared)}
+    common: dict[int, list[int]] = {}  # which shared parameters each other stage uses as well
+    for at in found:
+        for stage in {stage_of[layer] for layer in aliases.users[at]} - {place.stage}:
+            common.setdefault(stage, []).append(at)
+    for stage, shared in sorted(common.items()):
+        own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
+        engine.net.send(first + stage, Label(TIE, 0, gradient=True), own)
+    for stage, shared in sorted(common.items()):
+        theirs = iter(_gradients(engine.net.receive(first + stage, Label(TIE, 0, gradient=True))[0]))
+        for at in shared:
+            found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if stage_of[layer] == stage}
     aliases.add_up(found)
+
+
+def peers_of(place: Place) -> list[int]:
+    """The processes that run this stage, one for each replica."""
+    return [replica * place.stages + place.stage for replica in range(place.replicas)]
 
 
 def add_over_replicas(net: Net, place: Place, parameters: Sequence[Tensor]) -> None:
     """Adds up `.grad` over the replicas of a stage, in the order of the replicas.
 
-    Each replica adds up some of the pieces and tells the others the sums, so that all send and receive about as
+    Each replica adds up some of the buckets and tells the others the sums, so that all send and receive about as
     much. A parameter that one of them has a gradient of has one everywhere afterwards.
+
+    Note "Ahead". A replica tells one round of buckets before it ends the one before: so all have work while messages
+    are under way, and never more than four are to one that takes none, for which a link has room (see `Net`).
+
+    Raises:
+        ValueError: A gradient is sparse.
     """
-    peers = [replica * place.stages + place.stage for replica in range(place.replicas)]
-    others = [peer for peer in peers if peer != net.rank]
-    flat = _flat_gradients(net, others, parameters)
-    owners = [peers[at % place.replicas] for at in range(len(flat))]
-    for at, owner in enumerate(owners):
-        if owner != net.rank:
-            net.send(owner, Label(REDUCE, at, gradient=True), [flat[at]])
-    for at, owner in enumerate(owners):
-        if owner == net.rank:
-            _add(flat[at], [None if p == net.rank else _receive(net, p, REDUCE, at) for p in peers])
-            for peer in others:
-                net.send(peer, Label(REDUCED, at, gradient=True), [flat[at]])
-    for at, owner in enumerate(owners):
-        if owner != net.rank:
-            flat[at].copy_(_receive(net, owner, REDUCED, at))
+    peers = peers_of(place)
+    buckets = _buckets(_pieces(_all_gradients(net, peers, parameters)))
+    rounds = [range(at, min(at + len(peers), len(buckets))) for at in range(0, len(buckets), len(peers))]
+    flat: dict[int, Tensor] = {}  # of the buckets under way
+    for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
+        for at, owner in zip(ahead, peers, strict=False):
+            flat[at] = _flat(buckets[at])
+            _tell(net, [owner], REDUCE, at, flat[at])
+        for at, owner in zip(behind, peers, strict=False):
+            if owner == net.rank:
+                _add(flat[at], [None if p == net.rank else _hear(net, p, REDUCE, at) for p in peers])
+                _tell(net, peers, REDUCED, at, flat[at])
+        for at, owner in zip(behind, peers, strict=False):
+            _put_back(buckets[at], flat.pop(at) if owner == net.rank else _hear(net, owner, REDUCED, at))
+
+
+def _flat(bucket: Bucket) -> Tensor:
+    """One tensor is much sooner sent than many."""
+    return bucket[0] if len(bucket) == 1 else torch.cat(bucket)
+
+
+def _put_back(bucket: Bucket, total: Tensor) -> None:
+    if len(bucket) > 1:
+        torch._foreach_copy_(bucket, total.split([piece.numel() for piece in bucket]))
+    elif total.data_ptr() != bucket[0].data_ptr():
+        bucket[0].copy_(total)
 
 
 def _add(own: Tensor, parts: Sequence[Tensor | None]) -> None:
     """Puts the sum of all parts in their order into `own`, which is the one that is None."""
-    total: Tensor | None = None
-    for part in parts:
-        piece = own.clone() if part is None else part
-        total = piece if total is None else total.add_(piece)
-    assert total is not None
-    own.copy_(total)
+    first, second, *others = [own if part is None else part for part in parts]
+    total = second.add_(first) if second is own else first.add_(second)  # the same sum, and mostly no copy
+    for other in others:
+        total.add_(other)
+    if total is not own:
+        own.copy_(total)
 
 
-def _receive(net: Net, peer: int, route: int, at: int) -> Tensor:
-    (piece,) = _gradients(net.receive(peer, Label(route, at, gradient=True))[0])
-    assert piece is not None
-    return piece
+def _tell(net: Net, peers: Sequence[int], route: int, at: int, told: Tensor) -> None:
+    for peer in peers:
+        if peer != net.rank:
+            net.send(peer, Label(route, at, gradient=True), [told])
 
 
-def _flat_gradients(net: Net, others: Sequence[int], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that any replica has, as flat pieces of the memory that `.grad` has here."""
+def _hear(net: Net, peer: int, route: int, at: int) -> Tensor:
+    (found,) = _gradients(net.receive(peer, Label(route, at, gradient=True))[0])
+    assert found is not None
+    return found
+
+
+def _all_gradients(net: Net, peers: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
-    for peer in others:
-        net.send(peer, Label(REDUCE, NAMES, gradient=False), [own])
+    _tell(net, peers, REDUCE, NAMES, own)
     present = own.clone()
-    for peer in others:
-        (theirs,) = _gradients(net.receive(peer, Label(REDUCE, NAMES, gradient=False))[0])
-        assert theirs is not None
-        present |= theirs
-    pieces: list[Tensor] = []
+    for peer in peers:
+        if peer != net.rank:
+            present |= _hear(net, peer, REDUCE, NAMES)
     for parameter, wanted in zip(parameters, present.tolist(), strict=True):
         if wanted:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and cannot be added "
+                    f"up over replicas; use sparse=False"
+                )
             elif not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-            pieces += _local(parameter.grad).view(-1).split(PIECE)
-    return pieces
+            yield local(parameter.grad)
+
+
+def _pieces(gradients: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Gradients in flat pieces, none larger than a bucket."""
+    for gradient in gradients:
+        flat = gradient.view(-1)
+        yield from [flat] if flat.nbytes <= BUCKET else flat.split(BUCKET // flat.element_size())
+
+
+def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
+    """Pieces in their order, a large one by itself, of small ones of one dtype as many as make a bucket."""
+    buckets: list[Bucket] = []
+    room = 0
+    for piece in pieces:
+        if not buckets or piece.nbytes > min(room, SMALL) or piece.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = BUCKET if piece.nbytes <= SMALL else piece.nbytes
+        buckets[-1].append(piece)
+        room -= piece.nbytes
+    return buckets
+
+
+def check_lockstep(net: Net, place: Place, micro_batches: int, why: str) -> None:
+    """Checks that all replicas have as many micro-batches, because they will wait for each other in each.
+
+    Raises:
+        ValueError: They have not.
+    """
+    counts = tell_replicas(net, place, LOCKSTEP, micro_batches)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{why}, but the replicas have {counts} of them; give each replica at least M rows in every step, and "
+            f"leave out a last mini-batch that is smaller (drop_last=True)"
+        )
+
+
+def tell_replicas(net: Net, place: Place, route: int, told: Tree) -> list[Any]:
+    """Tells the other replicas of a stage something, once a run; gives what each told, by replica."""
+    peers, label = peers_of(place), Label(route, 0, gradient=False)
+    for peer in peers:
+        if peer != net.rank:
+            net.send(peer, label, Parcel(told, []))
+    return [told if peer == net.rank else value_of(net.receive(peer, label)[0]) for peer in peers]
+
+
+def value_of(message: Message) -> Any:
+    """The value of a parcel."""
+    assert isinstance(message, Parcel)
+    return message.value
 
 
 def reduces_itself(parameter: Tensor) -> bool:
@@ -114,10 +197,16 @@ def reduces_itself(parameter: Tensor) -> bool:
     return mesh is not None and DATA in (mesh.mesh_dim_names or ())
 
 
-def _local(gradient: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def local(gradient: Tensor) -> Tensor:
     """What this process has of a gradient: all, or its part of a DTensor."""
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local
+    found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return found
 
 
 def _gradients(message: Message) -> Gradients:

@@ -8,6 +8,7 @@ from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
+from gpipe.run.batchnorm import find_drift
 from gpipe.run.drivers import RankThreads
 from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.net import Net
@@ -17,6 +18,7 @@ from gpipe.run.rendezvous import connect
 from gpipe.run.run import Plumbing, Run
 from gpipe.run.shared import Tied, find_exposed, find_race, find_shared
 from gpipe.run.stage import Stage
+from gpipe.run.syncnorm import find_norms
 from gpipe.run.worker import Batch, Worker
 
 
@@ -32,6 +34,7 @@ class Engine:
         threaded: bool | None,
         intra_op_threads: int,
         deferred_batch_norm: bool,
+        sync_batch_norm: bool = False,
         place: Place | None = None,
         tied: Tied = (),
     ) -> None:
@@ -41,6 +44,14 @@ class Engine:
         self.shared = find_shared([layer.module for stage in stages for layer in stage.layers], tied)
         self.exposed = find_exposed(self.stages)
         self.deferred_batch_norm = deferred_batch_norm
+        if deferred_batch_norm and sync_batch_norm:
+            raise ValueError(
+                "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the "
+                "second they are those of all replicas already, so leave out the first"
+            )
+        self.sync_batch_norm = sync_batch_norm
+        if sync_batch_norm:
+            find_norms([layer for stage in self.stages for layer in stage.layers])  # refused everywhere alike
         race = find_race(self.stages)
         if race:
             raise ValueError(race)
@@ -63,6 +74,11 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._reset()
+
+    def findings(self) -> list[str]:
+        """What is to be said of these stages before a run."""
+        settled = self.deferred_batch_norm or self.sync_batch_norm or self.place is None or self.place.replicas == 1
+        return [] if settled else find_drift([layer.module for stage in self.own for layer in stage.layers])
 
     @property
     def lanes(self) -> dict[int, Lane]:

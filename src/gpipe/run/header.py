@@ -21,6 +21,8 @@ class Asked(IntEnum):
     STEP = 0
     CALL = 1
     BACKWARD = 2
+    NORMS = 3
+    EXCHANGE = 4
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Header:
 
 
 WORDS = {
-    "asked": "what was called (0 step, 1 the pipe itself, 2 backward)",
+    "asked": "what was called (0 step, 1 the pipe itself, 2 backward, 3 clip_grad_norm_, 4 saving or the like)",
     "step_number": "the step number",
     "trains": "whether gradients are enabled",
     "in_training": "whether the pipe is in training mode",
@@ -82,6 +84,9 @@ def compare(told: Header, own: Header, place: Place) -> None:
 
 def _differences(told: Header, own: Header, place: Place) -> Iterator[str]:
     first = place.replica * place.stages
+    if told.asked != own.asked:  # all else follows
+        yield f"{WORDS['asked']} is {told.asked} on rank {first} and {own.asked} on rank {place.rank}"
+        return
     for field in fields(Header):
         theirs, mine = getattr(told, field.name), getattr(own, field.name)
         if theirs != mine and field.name in WORDS:

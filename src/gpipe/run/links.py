@@ -32,6 +32,7 @@ SLOTS = 4
 """Messages that may be under way from one process to another and not yet taken."""
 IN_SLOT = 64  # where in a slot the message begins
 CHUNK = 2**16
+LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
 FREE, FAILED = b"S", b"F"
 
 Piece: TypeAlias = bytes | bytearray | memoryview
@@ -77,10 +78,13 @@ class Slot:
 
     Ahead of the message stand two bytes: whether it is taken, written by both ends, and whether the sender waits for
     any slot to be free, so that it must be told. Then nothing has to be said of most messages.
+
+    `untold` is the handle that the other end must still be sent; also if an interrupt came in between.
     """
 
     def __init__(self, handle: int, capacity: int) -> None:
         self.capacity = capacity
+        self.untold: int | None = None
         self.memory = mmap.mmap(handle, IN_SLOT + capacity)
 
     @property
@@ -111,17 +115,26 @@ class News:
         connection.setblocking(False)
         self.connection = connection
         self._arrived = bytearray()
+        self._leaving = bytearray()
         self.gone = False
 
     def tell(self, kind: bytes, what: bytes) -> None:
-        """Tells something; a process that is gone needs no telling."""
+        """Tells something; who leaves many news unread gets the rest with the next, and who is gone needs none."""
+        self._leaving += _NEWS.pack(kind, len(what)) + what
+        self._flush()
+
+    def _flush(self) -> None:
         try:
-            self.connection.sendall(_NEWS.pack(kind, len(what)) + what)
-        except OSError:
+            while self._leaving:
+                del self._leaving[: self.connection.send(self._leaving)]
+        except BlockingIOError:
             return
+        except OSError:
+            self._leaving.clear()
 
     def read(self) -> list[tuple[bytes, bytes]]:
         """What has been told meanwhile; notes when the other end is gone."""
+        self._flush()
         try:
             while data := self.connection.recv(CHUNK):
                 self._arrived += data
@@ -191,28 +204,33 @@ class Link:
             head = Frame(run, label, -1, len(layout), size, 0, sent).to_bytes()
             self._send([head, layout, *message.pieces()], len(head) + len(layout) + size)
             return
-        at, handle = self._slot_of(size)
-        message.write(torch.frombuffer(self._own[at].memory, dtype=torch.uint8, offset=IN_SLOT))
-        self._own[at].take()
-        capacity = self._own[at].capacity if handle is not None else 0
+        at = self._slot_of(size)
+        slot = self._own[at]
+        message.write(torch.frombuffer(slot.memory, dtype=torch.uint8, offset=IN_SLOT))
+        slot.take()
+        handle, slot.untold = slot.untold, None
+        capacity = slot.capacity if handle is not None else 0
         head = Frame(run, label, at, len(layout), size, capacity, sent).to_bytes()
         self._send([head, layout], len(head) + len(layout), handle)
 
-    def _slot_of(self, size: int) -> tuple[int, int | None]:
-        """A free slot that is large enough; if it had to be made, what to send so that the other end has it too."""
+    def _slot_of(self, size: int) -> int:
+        """A free slot that is large enough; made, if there is none."""
         free = [at for at, slot in enumerate(self._own) if not slot.taken]
         for at in free:
             if self._own[at].capacity >= size:
-                return at, None
+                return at
         capacity = 1 << (size - 1).bit_length()
         handle = os.memfd_create("gpipe", os.MFD_CLOEXEC)
         os.ftruncate(handle, IN_SLOT + capacity)
         slot = Slot(handle, capacity)
+        slot.untold = handle
         if len(self._own) < SLOTS:
             self._own.append(slot)
-            return len(self._own) - 1, handle
-        self._own[free[0]] = slot  # instead of one that is too small, at both ends
-        return free[0], handle
+            return len(self._own) - 1
+        old, self._own[free[0]] = self._own[free[0]], slot  # instead of one that is too small, at both ends
+        if old.untold is not None:
+            os.close(old.untold)
+        return free[0]
 
     def _send(self, pieces: Sequence[Piece], size: int, handle: int | None = None) -> None:
         """Gives the stream what it takes, a handle with the first byte; the rest is left for `flush`."""
@@ -235,6 +253,15 @@ class Link:
             self._send([self._leaving], len(self._leaving), self._handle)
         return not self._leaving
 
+    def has_left(self) -> bool:
+        """Whether all messages are on their way, and would arrive also if this process ended now."""
+        return self.flush()
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the other host has answered nothing."""
+        return 0.0
+
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
         if self._head is None and not self._is_whole():
@@ -249,6 +276,10 @@ class Link:
         frame = Frame.from_bytes(self._arrived)
         if have < _HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0):
             return False
+        if frame.capacity:
+            handle = self._handles.popleft()
+            self._theirs[frame.slot] = Slot(handle, frame.capacity)
+            os.close(handle)
         self._head = frame
         return True
 
@@ -270,10 +301,6 @@ class Link:
         layout = bytes(self._arrived[_HEADER.size : start])
         if frame.slot < 0:
             return layout, self._arrived, start
-        if frame.capacity:
-            handle = self._handles.popleft()
-            self._theirs[frame.slot] = Slot(handle, frame.capacity)
-            os.close(handle)
         return layout, self._theirs[frame.slot].memory, IN_SLOT
 
     def done(self, frame: Frame) -> None:
@@ -285,7 +312,7 @@ class Link:
 
     def report(self, what: Mapping[str, Any]) -> None:
         """Tells the other end that a rank failed."""
-        self.news.tell(FAILED, json.dumps(what).encode())
+        self.news.tell(FAILED, json.dumps(what, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
     def close(self) -> None:
         """Ends the connection."""
@@ -295,6 +322,13 @@ class Link:
         """Lets go of a connection that another process goes on with, the one that this one was forked from."""
         self._stream.close()
         self.news.connection.close()
+        untold = [self._handle, *(slot.untold for slot in self._own)]
+        for handle in (*self._handles, *untold):
+            if handle is not None:
+                os.close(handle)
+        self._handle = None
+        for held in (self._handles, self._own, self._theirs):
+            held.clear()
 
 
 class RemoteLink(Link):
@@ -310,8 +344,12 @@ class RemoteLink(Link):
         self._unsent = 0
         self._room = threading.Semaphore(SLOTS)
         self._broken: str | None = None
-        for work in (self._keep_reading, self._keep_writing):
-            threading.Thread(target=work, name=f"gpipe {work.__name__}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name=f"gpipe {work.__name__}", daemon=True)
+            for work in (self._keep_reading, self._keep_writing)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def fileno(self) -> int:
         """What to poll."""
@@ -347,6 +385,22 @@ class RemoteLink(Link):
     def flush(self) -> bool:
         """Everything leaves by itself."""
         return True
+
+    def has_left(self) -> bool:
+        """Whether all messages are on their way, and would arrive also if this process ended now."""
+        self._hear()
+        return not self._unsent
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the other host has answered nothing, if this system says so: it is asked every second."""
+        if not hasattr(socket, "TCP_INFO"):
+            return 0.0
+        try:
+            known = self.news.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
+        except OSError:
+            return 0.0
+        return float(struct.unpack_from("=I", known, LAST_ANSWER)[0]) / 1000
 
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
@@ -403,8 +457,17 @@ class RemoteLink(Link):
         for end in (self._stream, self.news.connection):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            end.close()
+        self._stream.close()
         self._room.release()
+        for thread in self._threads:
+            thread.join(1.0)
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of a connection that another process goes on with, the one that this one was forked from."""
+        super().drop()
+        self._bell.close()
+        self._ring.close()
 
 
 def _receive(stream: socket.socket, size: int) -> bytearray:

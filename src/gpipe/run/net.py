@@ -33,7 +33,9 @@ from gpipe.run.transport import Label, Message, RemoteError
 
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
-TRACEBACK = 20_000  # characters of a report
+TRACEBACK = 20_000  # characters of a report, and of an exception's text
+SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
+SOON = 1.0  # seconds between the ends of the two streams from a process, at most
 
 
 class Net:
@@ -67,7 +69,7 @@ class Net:
             self._poll.register(link, 0)
         self._watched = dict.fromkeys(self.links, 0)
         self._streams = {link.fileno() for link in self.links.values()}
-        self.theirs = self.status.shared_with(self.links)
+        self.theirs = self.status.shared_with(self.links, limit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
@@ -103,11 +105,10 @@ class Net:
         try:
             while not (link.flush() and link.has_room(encoded.size)):
                 link.want_room()
-                if not link.has_room(encoded.size):  # freed meanwhile, and not told
-                    self._wait(peer, writing=True)
+                self._wait(peer, room=encoded.size)
             link.put(self.run, label, encoded, time.perf_counter())
             while not link.flush():
-                self._wait(peer, writing=True)
+                self._wait(peer, room=0)
         except Gone:
             self._lost(peer)
 
@@ -145,11 +146,13 @@ class Net:
         link.done(head)
         return True
 
-    def _wait(self, peer: int, *, writing: bool = False) -> None:
+    def _wait(self, peer: int, *, room: int | None = None) -> None:
         """Waits until something happens that may help; takes what is due meanwhile (note "Room").
 
-        Who waits for a message has looked for it already, and found that peer's stream empty or not to be read on.
+        Who waits for a message has looked for it already, and found that peer's stream empty or not to be read on;
+        others wait until there is room for so many bytes.
         """
+        writing = room is not None
         for source in {*self._sources, peer} if writing else self._sources:
             if source != peer or writing:
                 try:
@@ -158,15 +161,18 @@ class Net:
                 except Gone:
                     self._lost(source)
                 self._watch(source, reading=taken is None, writing=writing and source == peer)
+        for other in [other for other, events in self._watched.items() if events]:
+            if other != peer and other not in self._sources:  # left from an earlier wait
+                self._watch(other, reading=False)
+        if room is not None and self.links[peer].flush() and self.links[peer].has_room(room):
+            return  # came meanwhile, and was not told or is not told again
         asked = time.perf_counter()
         self.status.wait(True)
-        try:
-            happened = self._poll.poll(self.limit * 1000)
-        finally:
-            self.status.wait(False)
-            self.waited += time.perf_counter() - asked
+        happened = self._poll.poll(self.limit * 1000)
         if not happened:
-            self._tire(peer)
+            self._tire(peer)  # still seen to wait, by those who tire at the same time
+        self.status.wait(False)
+        self.waited += time.perf_counter() - asked
         if not self._streams.issuperset(handle for handle, _ in happened):
             self._heed(([peer] if writing else []) if self._parting else self.links)
 
@@ -196,6 +202,7 @@ class Net:
                 if report["run"] == self.run:
                     raise _remote_error(report)
         if gone:
+            gone += [peer for peer, link in self.links.items() if peer not in gone and link.silent > SILENCE]
             last = [f"rank {peer} is gone; {self._last_seen(peer)}" for peer in gone]
             raise RemoteError("\n".join(last), gone[0])
 
@@ -206,12 +213,17 @@ class Net:
     def _lost(self, peer: int) -> None:
         """What to do when a stream ends: the news say why, or soon will."""
         self._heed()
+        news = select.poll()
+        news.register(self.links[peer].news.connection, select.POLLIN)
+        news.poll(SOON * 1000)
+        self._heed()
         raise RemoteError(f"rank {peer} is gone; {self._last_seen(peer)}", peer)
 
     def _tire(self, peer: int) -> None:
         """Gives up waiting; names who keeps all waiting, as far as that can be seen."""
         seen = {rank: watched.read() for rank, watched in self.theirs.items()}
-        stuck = [rank for rank, at in seen.items() if not at.waits] or [peer]
+        silent = [rank for rank, link in self.links.items() if link.silent > SILENCE]
+        stuck = silent or [rank for rank, at in seen.items() if not at.waits] or [peer]
         where = [f"rank {rank}: {self._last_seen(rank)}" for rank in stuck]
         raise RemoteError(
             "\n".join([f"nothing came for {self.limit:g} s, the timeout of the process group", *where]), stuck[0]
@@ -219,6 +231,8 @@ class Net:
 
     def _last_seen(self, peer: int) -> str:
         seen = self.theirs[peer].read() if peer in self.theirs else None
+        if seen is None and (silent := self.links[peer].silent) > SILENCE:
+            return f"it cannot be reached: its host has not answered for {silent:.1f} s"
         if seen is None:
             return "it is on another host: see its own messages"
         if seen.run < self.run or seen.at < 0:
@@ -231,12 +245,12 @@ class Net:
             report = {"run": self.run, "rank": error.rank, "message": str(error), "type": error.type_name}
             report["traceback"] = error.traceback
         else:
-            notes = getattr(error, "__notes__", [])
+            notes, text = getattr(error, "__notes__", []), str(error)[:TRACEBACK]
             report = {
                 "run": self.run,
                 "rank": self.rank,
                 "type": type(error).__name__,
-                "message": "\n".join([f"rank {self.rank} failed: {type(error).__name__}: {error}", *notes]),
+                "message": "\n".join([f"rank {self.rank} failed: {type(error).__name__}: {text}", *notes]),
                 "traceback": "".join(traceback.format_exception(error))[-TRACEBACK:],
             }
         for link in self.links.values():
@@ -257,12 +271,21 @@ class Net:
         with self._at_parting():
             for peer in range(1, self.size):
                 self.send(peer, label, Parcel(every, []))
+            for peer in range(1, self.size):
+                self._see_off(peer)
         return every
+
+    def _see_off(self, peer: int) -> None:
+        """Waits until what was sent to a process needs this one no more; who is gone by now has it."""
+        with suppress(Gone):
+            while not self.links[peer].has_left():
+                self._watch(peer, reading=True)
+                self._wait(peer)
 
     @contextmanager
     def _at_parting(self) -> Iterator[None]:
         """While others may be gone with good reason (note "Parting")."""
-        self._parting = True
+        self._parting, self._sources = True, ()
         try:
             yield
         finally:

@@ -59,13 +59,18 @@ def find_place(mesh: "DeviceMesh | None", partitions: object) -> tuple[Place | N
                 f"each; start as many, or give mesh="
             ]
         table = torch.arange(world).reshape(world // count, count)
-        kind = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+        kind = default_device().type
     else:
         names = mesh.mesh_dim_names or ()
         if PIPELINE not in names:
             return None, [
                 f"mesh has the dimensions {tuple(names)}; name one {PIPELINE!r} for the partitions, and perhaps one "
                 f"{DATA!r} for replicas: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'pp'))"
+            ]
+        if dist.get_rank() not in mesh.mesh:
+            return None, [
+                f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and this process is rank {dist.get_rank()}; "
+                f"give a mesh of all processes"
             ]
         table, kind = _plane(mesh, names), mesh.device_type
         if count != table.shape[1]:
@@ -93,6 +98,11 @@ def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
     if names.index(DATA) > names.index(PIPELINE):
         return table.reshape(stages, -1).t()
     return table.reshape(-1, stages)
+
+
+def default_device() -> torch.device:
+    """The device of this process by which the world talks, if no mesh says so."""
+    return _device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
 
 
 def _device(kind: str) -> torch.device:

@@ -1,35 +1,48 @@
 """A mini-batch of which this process runs one row."""
 
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe.plan.action import Kind
 from gpipe.plan.program import Program
 from gpipe.run.ambient import Ambient
-from gpipe.run.collectives import add_over_replicas, add_over_stages, reduces_itself
+from gpipe.run.collectives import (
+    STATISTICS,
+    add_over_replicas,
+    add_over_stages,
+    check_lockstep,
+    reduces_itself,
+    tell_replicas,
+)
 from gpipe.run.drivers import in_words, walk
 from gpipe.run.p2p import P2P
+from gpipe.run.place import Place
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run, intra_op_threads
 from gpipe.run.stage import Trace
 from gpipe.run.status import Seen, Status
 from gpipe.run.steps import Part
+from gpipe.run.syncnorm import LOCKSTEP, Synced, find_norms
 from gpipe.run.transport import Transport
+from gpipe.run.worker import Worker
 
 if TYPE_CHECKING:
     from gpipe.run.engine import Engine
+
+
+SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"
 
 
 class ProcessRun(Run):
     """One row of a mini-batch's program; the others run in other processes."""
 
     def _make_transport(self) -> Transport:
-        place = self.engine.place
-        assert place is not None
-        return P2P(self.engine.net, place.replica * place.stages)
+        return P2P(self.engine.net, self._place.replica * self._place.stages)
 
     def _drive(self, part: Part, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
         (worker,) = self.workers
@@ -40,9 +53,75 @@ class ProcessRun(Run):
         worker.closing = {Kind.TIE: self._tie, Kind.REDUCE: self._reduce}
         worker.new_trace = partial(_watched, net.status)
         self._set_gradients_aside(part)
-        with intra_op_threads(self.engine.intra_op_threads), ambient.rank_thread():
+        norms = self._meet_replicas(worker, part)
+        with intra_op_threads(self.engine.intra_op_threads), ambient.rank_thread(), norms:
             walk(worker, part, self.transport, recorder)
+        self._share_statistics(worker)
+        self._commits, worker.commits = worker.commits, []
         net.reach(-1)
+
+    def settle(self) -> None:
+        """Does what was left for the end of a run, once all processes have come there."""
+        (worker,) = self.workers
+        worker.commits, self._commits = self._commits, []
+        worker.settle()
+
+    @property
+    def _place(self) -> Place:
+        place = self.engine.place
+        assert place is not None
+        return place
+
+    @cached_property
+    def _sync(self) -> Synced:
+        return Synced(self.engine.net, self._place, self.plumbing.program.micro_batches)
+
+    def _meet_replicas(self, worker: Worker, part: Part) -> AbstractContextManager[object]:
+        """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
+        (stage,) = self.engine.own
+        if self._place.replicas == 1:
+            return nullcontext()
+        spread = self._spread()
+        norms = find_norms(stage.layers) if self.engine.sync_batch_norm else []
+        reasons = [SPREAD] * bool(spread) + [LOCKSTEP] * any(norm.training for norm in norms)
+        if reasons:
+            check_lockstep(self.engine.net, self._place, part.program.micro_batches, " and ".join(reasons))
+        if spread:
+            self._settle_spread(spread)
+        if LOCKSTEP not in reasons:
+            return nullcontext()
+        row = part.program.rows[worker.rank]
+        return self._sync.in_place(norms, lambda: row[self.engine.net._at])
+
+    def _settle_spread(self, spread: Sequence[nn.Module]) -> None:
+        """Has modules that are spread over the replicas add up gradients, which are weighed already."""
+        if any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
+            raise ValueError(
+                "a weight that several layers share is under fully_shard, which puts another in its place while a "
+                "layer runs; leave layers that share weights as they are"
+            )
+        for module in spread:
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # no mere attribute
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
+
+    def _spread(self) -> list[nn.Module]:
+        """The modules that `fully_shard` was told of."""
+        (stage,) = self.engine.own
+        modules = (module for layer in stage.layers for module in layer.module.modules())
+        return [module for module in modules if hasattr(type(module), "set_gradient_divide_factor")]
+
+    def _find_weights(self) -> tuple[list[tuple[int, int]], list[bool]]:
+        """What a recompute depends on; not what `fully_shard` puts in its parameters' places by itself."""
+        weights, modes = super()._find_weights()
+        return [] if self._spread() else weights, modes
+
+    def _share_statistics(self, worker: Worker) -> None:
+        """Has deferred statistics be those of the mini-batch of all replicas."""
+        if not worker.commits or self._place.replicas == 1:
+            return
+        (deferred,) = worker.deferred.values()
+        with worker.lane.enter():
+            deferred.hear(tell_replicas(self.engine.net, self._place, STATISTICS, deferred.told()))
 
     def _add_up(self) -> None:
         """Done by TIE."""
@@ -67,13 +146,11 @@ class ProcessRun(Run):
         return [p for p in {id(p): p for p in found}.values() if id(p) not in leaves and not reduces_itself(p)]
 
     def _reduce(self) -> None:
-        place = self.engine.place
-        assert place is not None
         with torch.no_grad():
-            add_over_replicas(self.engine.net, place, [parameter for parameter, _ in self._aside])
+            add_over_replicas(self.engine.net, self._place, [parameter for parameter, _ in self._aside])
             for parameter, before in self._aside:
                 if before is not None:
-                    parameter.grad = before if parameter.grad is None else before + parameter.grad
+                    parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
 def describe_peer(engine: "Engine", program: Program, peer: int, seen: Seen) -> str:

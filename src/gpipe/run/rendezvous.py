@@ -8,11 +8,13 @@ import hmac
 import json
 import os
 import secrets
-import select
+import selectors
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +24,9 @@ import torch.distributed as dist
 
 from gpipe.run.links import Link, RemoteLink
 
-HELLO = 48  # bytes: a token of 32, a rank
+HELLO = 48  # bytes: a token of 32, a rank, one of the streams
+STREAMS = ("messages", "news")
+LONGEST_FOLDER = 70  # characters: the path of a socket may have about 100
 PATIENCE = 60.0  # seconds for all to connect, once all have said where they are
 
 
@@ -81,13 +85,14 @@ class _Listening:
     """A process while others can connect to it: by a path within the host, by an address only if there are others."""
 
     def __init__(self, *, crosses_hosts: bool) -> None:
-        self._folder = tempfile.mkdtemp(prefix="gpipe-")  # mode 0700
+        address, port = _own_address() if crosses_hosts else "", 0
+        long = len(tempfile.gettempdir()) > LONGEST_FOLDER
+        self._folder = tempfile.mkdtemp(prefix="gpipe-", dir="/tmp" if long else None)  # mode 0700
         self._listeners = [socket.socket(socket.AF_UNIX)]
         self._listeners[0].bind(str(Path(self._folder) / "door"))
-        address, port = "", 0
         if crosses_hosts:
             self._listeners.append(socket.socket(socket.AF_INET))
-            self._listeners[1].bind((_own_address(), 0))
+            self._listeners[1].bind((address, 0))
             address, port = self._listeners[1].getsockname()
         for listener in self._listeners:
             listener.listen(1024)
@@ -103,43 +108,75 @@ class _Listening:
 
     def welcome(self, peers: range, silence: float) -> dict[int, list[socket.socket]]:
         """Takes the connections of these peers: of each the stream, then the news."""
-        found: dict[int, list[socket.socket]] = {}
-        missing = set(peers)
-        while missing:
-            ready, _, _ = select.select(self._listeners, [], [], PATIENCE)
-            if not ready:
-                raise TimeoutError(f"ranks {sorted(missing)} did not connect within {PATIENCE:g} s")
-            for listener in ready:
-                connection = _prepared(listener.accept()[0], silence)
-                if (peer := self._hello(connection)) in missing:
-                    found.setdefault(peer, []).append(connection)
-                    if len(found[peer]) == 2:
-                        missing.discard(peer)
-        return found
+        found: dict[int, dict[str, socket.socket]] = {peer: {} for peer in peers}
+        until = time.monotonic() + PATIENCE
+        with ExitStack() as visitors, selectors.DefaultSelector() as doors:
+            for listener in self._listeners:
+                doors.register(listener, selectors.EVENT_READ)
+            while missing := [peer for peer, two in found.items() if len(two) < len(STREAMS)]:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"ranks {missing} did not connect within {PATIENCE:g} s")
+                for key, _ in doors.select(left):
+                    if (visitor := key.data) is None:
+                        visitor = _Visitor(key.fileobj.accept()[0])  # type: ignore[union-attr]  # a listener
+                        doors.register(visitor, selectors.EVENT_READ, visitor)
+                        visitors.callback(visitor.leave)
+                    elif not visitor.listen():
+                        doors.unregister(visitor)
+                        self._admit(visitor, silence, found)
+        return {peer: [two[which] for which in STREAMS] for peer, two in found.items()}
 
-    def _hello(self, connection: socket.socket) -> int:
-        connection.settimeout(PATIENCE)
+    def _admit(self, visitor: "_Visitor", silence: float, found: dict[int, dict[str, socket.socket]]) -> None:
+        """Has one of ours stay, and a stranger leave."""
+        token, rank, which, *_ = [*visitor.said.decode("ascii", "replace").split(), "", "", ""]
+        if len(visitor.said) == HELLO and hmac.compare_digest(token.encode(), self.door.token.encode()):
+            visitor.connection.setblocking(True)
+            found[int(rank)][which] = _prepared(visitor.connection, silence)
+            visitor.is_ours = True
+        visitor.leave()
+
+
+class _Visitor:
+    """Who has connected, and has not said yet who it is: it may say nothing, and nobody waits for it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.said = bytearray()
+        self.is_ours = False
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self.connection.fileno()
+
+    def listen(self) -> bool:
+        """Takes what it says; whether there may be more."""
         try:
-            token, rank = connection.recv(HELLO, socket.MSG_WAITALL).decode("ascii", "replace").split(" ")[:2]
-        except (OSError, ValueError):
-            token, rank = "", "-1"
-        connection.settimeout(None)
-        if hmac.compare_digest(token.encode(), self.door.token.encode()):
-            return int(rank)
-        connection.close()  # not one of ours
-        return -1
+            heard = self.connection.recv(HELLO - len(self.said))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.said += heard
+        return bool(heard) and len(self.said) < HELLO
+
+    def leave(self) -> None:
+        """Shuts it out, unless it is one of ours."""
+        if not self.is_ours:
+            self.connection.close()
 
 
 def _call(door: Door, rank: int, silence: float, *, local: bool) -> list[socket.socket]:
     made = []
-    for _ in range(2):
+    for which in STREAMS:
         if local:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(door.path)
         else:
             connection = socket.create_connection((door.address, door.port), timeout=PATIENCE)
             connection.settimeout(None)
-        connection.sendall(f"{door.token} {rank} ".ljust(HELLO).encode())
+        connection.sendall(f"{door.token} {rank} {which}".ljust(HELLO).encode())
         made.append(_prepared(connection, silence))
     return made
 

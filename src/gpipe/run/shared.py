@@ -58,7 +58,7 @@ def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tu
     root = nn.Module()
     root._modules.update(layers)
     mistakes = []
-    groups = []
+    groups: list[list[Place]] = []
     for group in ties:
         found: list[Place] = []
         for name in group:
@@ -71,6 +71,9 @@ def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tu
                 mistakes.append(f"ties: there is no parameter {name!r}")
             else:
                 found.append((module, leaf))
+        ids = {id(module._parameters[leaf]) for module, leaf in found}
+        if any(ids & {id(module._parameters[leaf]) for module, leaf in other} for other in groups):
+            mistakes.append(f"ties: {tuple(group)} has a parameter that another group has too; make them one group")
         shapes = {tuple(module._parameters[leaf].shape) for module, leaf in found}  # type: ignore[union-attr]
         if len(group) < 2 or len(shapes) > 1:
             mistakes.append(

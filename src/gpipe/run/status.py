@@ -6,9 +6,11 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from gpipe.run.links import Link, RemoteLink
+from gpipe.run.transport import RemoteError
 
 _STATUS = struct.Struct("<IiI?d")
 _AT_LAYERS, _AT_WAITS = 8, 12  # where these stand in it
@@ -42,22 +44,39 @@ class Status:
         """Notes whether this process waits for another."""
         self._memory[_AT_WAITS] = waits
 
-    def shared_with(self, links: Mapping[int, Link]) -> dict[int, "Watched"]:
-        """Lets the processes of this host read this; gives what they show."""
+    def shared_with(self, links: Mapping[int, Link], limit: float) -> dict[int, "Watched"]:
+        """Lets the processes of this host read this; gives what they show, within so many seconds.
+
+        Raises:
+            RemoteError: One of them is gone, or shows nothing in time.
+        """
         if self._handle is None:
             return {}
         local = {peer: link.news.connection for peer, link in links.items() if not isinstance(link, RemoteLink)}
         for connection in local.values():
-            socket.send_fds(connection, [b"."], [self._handle])
+            with suppress(OSError):  # it is gone, see below
+                socket.send_fds(connection, [b"."], [self._handle])
         found = {}
         for peer, connection in local.items():
-            connection.setblocking(True)
-            _, (handle,), _, _ = socket.recv_fds(connection, 1, 1)
-            connection.setblocking(False)
+            handle = _shown(peer, connection, limit)
             found[peer] = Watched(mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ))
             os.close(handle)
         os.close(self._handle)
         return found
+
+
+def _shown(peer: int, connection: socket.socket, limit: float) -> int:
+    connection.settimeout(limit)
+    try:
+        _, handles, _, _ = socket.recv_fds(connection, 1, 1)
+    except TimeoutError:
+        raise RemoteError(f"rank {peer} did not link up within {limit:g} s", peer) from None
+    except OSError:
+        handles = []
+    if not handles:
+        raise RemoteError(f"rank {peer} is gone; it ended while the processes linked up", peer)
+    connection.setblocking(False)
+    return handles[0]
 
 
 class Watched:

@@ -58,13 +58,14 @@ class Batch:
     `inputs` are taken by the first stage. The last stage fills `outputs`, or, with a loss function, `losses` and
     `metrics`. `seeds[m]` is the gradient of micro-batch m's loss, None if it has no say; `output_gradients[m]` is
     what comes back to the tensors of `outputs[m]` that want one, when the loss is computed outside; then the first
-    stage fills `input_gradients`.
+    stage fills `input_gradients`. `first` counts the micro-batches of earlier replicas, so that each draws its own.
     """
 
     inputs: Sequence[Parcel]
     seed: int
     step: int
     trains: bool
+    first: int = 0
     deferred_batch_norm: bool = False
     around_layers: Callable[[], AbstractContextManager[object]] | None = None
     loss_fn: Callable[[Tree, Tree], object] | None = None
@@ -191,7 +192,7 @@ class Worker:
         """Runs the layers of a stage on what a cell holds; gives a value for each wire out, at least the main one."""
         cell.trace = self.new_trace()  # of this run, not of the one before
         batch, main = self.batch, cell.given[-1].value
-        moment = Moment(batch.seed, batch.step, m, recomputing)
+        moment = Moment(batch.seed, batch.step, batch.first + m, recomputing)
         popped = {name: parcel.tensor for name, parcel in zip(wires.skips_in, cell.given, strict=False)}
         if batch.around_layers is None:
             return stage.forward(main, popped, wires.skips_out, moment, cell.trace)
@@ -217,7 +218,7 @@ class Worker:
             target = replace_tensors(target, lambda tensor: self.lane.bring(tensor, None))
         if batch.loss_draws is False:
             return batch.loss_fn(value, target)
-        with visit(batch.seed, batch.step, batch.loss_index, m) as keyed:
+        with visit(batch.seed, batch.step, batch.loss_index, batch.first + m) as keyed:
             returned = batch.loss_fn(value, target)
         batch.loss_draws = keyed.drew
         return returned

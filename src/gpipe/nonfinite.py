@@ -1,0 +1,79 @@
+"""Finds the layer that makes the first NaN or infinity."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from gpipe.pipeline import GPipe
+from gpipe.run.boundary import tensors_in
+
+
+@contextmanager
+def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
+    """Inside, a step or call fails where the first NaN or infinity comes up, in the forward or the backward.
+
+    The error says in which layer and micro-batch; over processes it is raised where the layer is, and the others
+    raise `RemoteError` with its text, so that all leave out the same steps. All outputs are looked at, which takes
+    time: when a loss is not finite, do that step again inside. Over processes all use it at the same time.
+
+    Raises:
+        FloatingPointError: A layer made something that is not finite; so do the inputs, if it was given that.
+
+    Example:
+        >>> import torch, gpipe
+        >>> class Log(torch.nn.Module):
+        ...     def forward(self, value):
+        ...         return value.log()
+        >>> pipe = gpipe.GPipe([torch.nn.ReLU(), Log()], partitions=2, micro_batches=2)
+        >>> with torch.no_grad(), gpipe.detect_nonfinite(pipe):
+        ...     _ = pipe(torch.tensor([[1.0], [-1.0]]))
+        Traceback (most recent call last):
+          ...
+        FloatingPointError: the output of Log (layer 1) is not finite: 1 of 1 values, the first is -inf
+        in the forward of micro-batch 1, rank 1, stage 1, layer 1 (1: Log), action 4 of 4:
+            ...
+    """
+    layers: dict[nn.Module, list[str]] = {}
+    for stage in pipe._engine.own:
+        for layer in stage.layers:
+            layers.setdefault(layer.module, []).append(layer.name)
+    last = pipe._engine.stages[-1].layers[-1].module
+    with ExitStack() as hooks:
+        for module, names in layers.items():
+            watch = _Watch(f"{type(module).__name__} (layer {' or '.join(names)})", is_last=module is last)
+            hooks.callback(module.register_forward_hook(watch.see, with_kwargs=True).remove)
+        yield
+
+
+class _Watch:
+    """Looks at what goes into a layer and comes out of it, and at the gradients that it gives back."""
+
+    def __init__(self, layer: str, *, is_last: bool) -> None:
+        self.layer = layer
+        self.is_last = is_last
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        _check(f"the input of {self.layer}", (args, kwargs))
+        _check(f"the output of {self.layer}", output)
+        if self.is_last:
+            self._watch(f"the gradient of the loss, as it came to {self.layer},", output)
+        self._watch(f"the gradient of the input of {self.layer}", (args, kwargs))
+
+    def _watch(self, what: str, value: object) -> None:
+        """Has the gradients looked at once they are there."""
+        for tensor in tensors_in(value):
+            if tensor.requires_grad and tensor.is_leaf:  # what a stage was given: its other hooks are the pipe's own
+                tensor.register_post_accumulate_grad_hook(lambda leaf: _check(what, leaf.grad))
+            elif tensor.requires_grad:
+                tensor.register_hook(lambda gradient: _check(what, gradient))
+
+
+def _check(what: str, value: object) -> None:
+    for tensor in tensors_in(value):
+        wrong = tensor.detach()[~tensor.detach().isfinite()]
+        if len(wrong):
+            raise FloatingPointError(
+                f"{what} is not finite: {len(wrong)} of {tensor.numel()} values, the first is {wrong[0].item()}"
+            )

@@ -1,0 +1,62 @@
+"""Who is slow among the processes of a pipe, so that all others wait for it."""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from statistics import median_low
+
+SLOW = 2.0  # times its share
+WINDOW, ENOUGH = 5, 3  # steps that are looked at, and how many of them must be there
+NOTICEABLE = 0.005  # seconds a step; below it, it does not matter who is slow
+
+
+def ratios(busy: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """How many times its share each rank was busy, as the other ranks (their median) set the pace.
+
+    >>> ratios(busy=[1.0, 1.0, 1.0, 6.0], shares=[1.0, 1.0, 1.0, 2.0])
+    [1.0, 1.0, 1.0, 3.0]
+    """
+    paces = [own / share if share else 0.0 for own, share in zip(busy, shares, strict=True)]
+    ordered, middle = sorted(paces), (len(paces) - 1) // 2
+    found = []
+    for pace in paces:
+        at = middle + 1 if bisect_left(ordered, pace) <= middle else middle  # without the rank's own
+        others = ordered[at] if at < len(ordered) else pace
+        found.append(pace / others if others else 0.0)
+    return found
+
+
+class Stragglers:
+    """Finds ranks that are slow in most of the last steps, and names each once.
+
+    The share of a rank is what its layers cost if that was measured. Numbers of parameters say little of time; then
+    all ranks have the same share, and one with more to do than the others is named just as one on a slow host.
+    """
+
+    def __init__(self, costs: Sequence[float], replicas: int, *, measured: bool) -> None:
+        self._stages = len(costs)
+        self._measured = measured
+        self._shares = list(costs if measured else [1.0] * len(costs)) * replicas
+        self._last = [deque[float](maxlen=WINDOW) for _ in self._shares]
+        self._named: set[int] = set()
+
+    def note(self, busy: Sequence[float]) -> list[str]:
+        """Notes for how many seconds each rank was busy in a step; gives what is to be said."""
+        for seen, ratio in zip(self._last, ratios(busy, self._shares), strict=True):
+            seen.append(ratio)
+        found = []
+        for rank, seen in enumerate(self._last):
+            slow = seen[-1] >= SLOW and busy[rank] >= NOTICEABLE and rank not in self._named
+            if slow and len(seen) >= ENOUGH and median_low(seen) >= SLOW:
+                self._named.add(rank)
+                found.append(self._say(rank, median_low(seen), busy[rank]))
+        return found
+
+    def _say(self, rank: int, ratio: float, seconds: float) -> str:
+        replica, stage = divmod(rank, self._stages)
+        share = "its share by the measured costs" if self._measured else "the median of the other ranks"
+        remedy = "" if self._measured else ", or its partition has too much to do: sample= balances by measured time"
+        return (
+            f"rank {rank} (stage {stage}, replica {replica}) is slow, and the others wait for it: it was busy "
+            f"{ratio:.1f} times {share}, {seconds:.3g} s in the last step; something else may use its device{remedy}"
+        )

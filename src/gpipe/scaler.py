@@ -1,0 +1,78 @@
+"""Gradient scaling over processes: all ranks skip the same steps."""
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from gpipe.pipeline import GPipe
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` whose ranks agree: what is not finite on one of them skips the step on all.
+
+    Every process makes one and calls the same; the scale stays the same everywhere. In one process it is torch's own.
+    A process without an optimizer, because its partition has no parameters, gives None instead.
+
+    Args:
+        pipe: Whose gradients are scaled.
+        device: The type of its devices; theirs by default.
+        stop_after: How many steps in a row may be skipped; the next one that would be raises on all ranks. None
+            for any number.
+        options: `init_scale` and all else that `torch.amp.GradScaler` takes.
+
+    Example:
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(4, 1)], partitions=1, micro_batches=2)
+        >>> optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        >>> scaler = gpipe.GradScaler(pipe, init_scale=1024.0)
+        >>> scale = float(scaler.scale(torch.ones(())))
+        >>> loss = pipe.step(torch.ones(8, 4), torch.ones(8, 1), torch.nn.functional.mse_loss, scale=scale)
+        >>> scaler.unscale_(optimizer)
+        >>> norm = pipe.clip_grad_norm_(1.0)
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    def __init__(
+        self, pipe: GPipe, device: str | None = None, *, stop_after: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(device or pipe.devices[0].type, **options)
+        self._pipe = pipe
+        self._stop_after = stop_after
+        self._skipped = 0
+
+    def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Divides the gradients by the scale; notes whether any on any rank is not finite."""
+        if not self._enabled:
+            return
+        if optimizer is None:
+            own: dict[torch.device, torch.Tensor] = {}
+            state = self._per_optimizer_states[id(self)]
+            state["stage"] = OptState.UNSCALED
+        else:
+            super().unscale_(optimizer)
+            state = self._per_optimizer_states[id(optimizer)]
+            own = state["found_inf_per_device"]
+        found = any(bool(tensor.item()) for tensor in own.values())
+        found = any(told == b"1" for told in self._pipe.team.exchange(b"01"[found : found + 1]))
+        state["found_inf_per_device"] = {
+            self._pipe.devices[0]: torch.full((), float(found), device=self._pipe.devices[0])
+        }
+        self._skipped = self._skipped + 1 if found else 0
+
+    def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
+        """Does a step of the optimizer, or on all ranks none; gives what the optimizer returns.
+
+        Raises:
+            FloatingPointError: More than `stop_after` steps in a row would be skipped.
+        """
+        key = self if optimizer is None else optimizer
+        if self._enabled and self._per_optimizer_states[id(key)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if self._stop_after is not None and self._skipped > self._stop_after:
+            raise FloatingPointError(
+                f"the gradients of {self._skipped} steps in a row were not finite; the scale is now "
+                f"{self.get_scale():g}. Run a step under gpipe.detect_nonfinite(pipe), which names the layer"
+            )
+        return None if optimizer is None else super().step(optimizer, *args, **kwargs)

@@ -1,0 +1,42 @@
+"""Data of any shape gives the numbers of the plain loop, or is refused on every rank: never other numbers."""
+
+import json
+
+import pytest
+
+from tests.processes import jobs_data
+from tests.processes.jobs_data import SCRIPTS
+from tests.processes.launch import Crew, run_ranks
+from tests.processes.outcome import answers, told_by
+
+FINE = [name for name, script in SCRIPTS.items() if script.refused == ()]
+REFUSED = [name for name, script in SCRIPTS.items() if script.refused is None]
+DESERTED = [name for name, script in SCRIPTS.items() if script.refused]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", FINE)
+def test_batches_of_any_shape_give_the_numbers_of_the_plain_loop(name: str, world: int, crew: Crew) -> None:
+    right = jobs_data.reference(name)
+    held: dict[str, object] = {}
+    for answer in answers(crew.run(jobs_data.run, name, world=world)):
+        assert json.dumps(answer["found"]) == json.dumps(right["found"])  # NaN equals NaN
+        held |= answer["parameters"]
+    assert json.dumps(held, sort_keys=True) == json.dumps(right["parameters"], sort_keys=True)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank_before_the_timeout(name: str, world: int, crew: Crew) -> None:
+    outcomes = crew.run(jobs_data.run, name, world=world, timeout=40, limit=60)
+    assert all(outcome.told for outcome in outcomes), told_by(outcomes)
+    assert all(outcome.seconds is not None and outcome.seconds < 20 for outcome in outcomes), told_by(outcomes)
+
+
+@pytest.mark.parametrize("name", DESERTED)
+def test_a_rank_that_goes_on_alone_learns_that_the_others_have_left(name: str) -> None:
+    outcomes = run_ranks(2, jobs_data.run, name, timeout=40, limit=60)
+    alone = SCRIPTS[name].odd or 0
+    assert outcomes[1 - alone].answered
+    assert outcomes[alone].error == "RemoteError"
+    assert f"rank {1 - alone}" in outcomes[alone].told

@@ -1,0 +1,79 @@
+"""Nets of several ranks in one process, a thread each: what tests of them share."""
+
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from gpipe.run.boundary import Parcel
+from gpipe.run.links import Link, RemoteLink
+from gpipe.run.net import Net
+from gpipe.run.status import Watched
+from gpipe.run.transport import Label
+
+KINDS = (Link, RemoteLink)
+BIG = 2**20  # bytes: more than the stream takes
+LIMIT = 20.0  # seconds, the timeout of nets that shall not need one
+
+
+@contextmanager
+def nets(count: int, kind: type[Link] = Link, limit: float = LIMIT, buffer: int = 2**17) -> Iterator[list[Net]]:
+    """So many ranks, each linked with all others, at their first run."""
+    links: list[dict[int, Link]] = [{} for _ in range(count)]
+    for one, other in combinations(range(count), 2):
+        streams, news = socket.socketpair(), socket.socketpair()
+        for stream in streams:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+        links[one][other], links[other][one] = (kind(*ends) for ends in zip(streams, news, strict=True))
+    made = together(*(lambda rank=rank: Net(rank, links[rank], limit) for rank in range(count)))
+    try:
+        for net in made:
+            net.begin()
+        yield made
+    finally:
+        for net in made:
+            net.close()
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    """Does all at once, a thread each; gives what each returned or raised."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+        return [future.exception(3 * LIMIT) or future.result() for future in futures]
+
+
+def label_of(number: int) -> Label:
+    return Label(number, 0, gradient=False)
+
+
+def send(net: Net, peer: int, number: int, size: int = 8) -> None:
+    net.send(peer, label_of(number), Parcel(torch.full([size // 8], number), []))
+
+
+def send_all(net: Net, numbers: Iterable[int], size: int) -> None:
+    for number in numbers:
+        send(net, 1, number, size)
+
+
+def receive(net: Net, peer: int, number: int, size: int = 8) -> None:
+    """Receives a message, which must be right."""
+    message, _ = net.receive(peer, label_of(number))
+    assert isinstance(message, Parcel)
+    assert torch.equal(message.tensor, torch.full([size // 8], number))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+def waits(net: Net) -> bool:
+    """Whether a rank waits for others."""
+    return Watched(net.status._memory).read().waits  # type: ignore[arg-type]  # a bytearray where there is no mmap
