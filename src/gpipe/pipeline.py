@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.arguments import Costs, settle
+from gpipe.assembly import settle_together
 from gpipe.call import Call, pipelined
 from gpipe.doctor import Draws, draws, examine, examine_draws, examine_gradients, examine_rows
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.processes import Together, settle_together
+from gpipe.processes import Together
 from gpipe.run.ambient import Ambient, untraced
 from gpipe.run.boundary import Parcel, cut, tensors_in
 from gpipe.run.collectives import local, whole
