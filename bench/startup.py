@@ -1,4 +1,6 @@
-"""What it takes to begin: `import gpipe` beyond torch's own import, and the construction of a pipe of 1000 layers.
+"""What it takes to begin: `import gpipe` beyond torch's own import, a pipe of 1000 layers, a training's first step.
+
+The training is `gpipe train digits`, from the command on, in one process and under torchrun.
 
 Each round is a fresh process. Bytecode is kept, as in an installed package; the first process writes it.
 """
@@ -12,14 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from bench.machine import facts
 from bench.report import describe, spread, table, write
 
 LAYERS, PARTITIONS, MICRO_BATCHES = 1000, 8, 32
+PROCESSES = (0, 2, 4)
 
 TITLES = {
     "import torch": "`import torch`",
@@ -30,6 +35,14 @@ TITLES = {
     "program": "the program of a step, made by the first step",
     "measured": "construction, costs measured on a sample",
 }
+
+TRAINING = {
+    "torch": "torch is there",
+    "met": "the processes have met",
+    "built": "the pipe and the optimizer are there",
+}
+TRAINING |= {"step": "the first step is done"}
+"""The marks of a training, in seconds since the command was given."""
 
 PARTS = {
     "arguments.settle": "arguments read and checked",
@@ -89,6 +102,50 @@ def profile() -> dict[str, float]:
     return dict(_parts(pstats.Stats(profiler)))
 
 
+def train() -> dict[str, float]:
+    """When each beginning of a training was over; ends the process, since all the others end at the same place."""
+    marks = {}
+
+    def mark(name: str) -> None:
+        marks[name] = time.time() - float(os.environ["BEGAN"])
+
+    import torch  # noqa: F401
+
+    mark("torch")
+    from gpipe.cli import main as command
+    from gpipe.train import digits
+    from gpipe.train.loop import train_epoch
+
+    prepare = digits.prepare
+
+    def preparing(*args: Any, **named: Any) -> object:
+        mark("met")
+        return prepare(*args, **named)
+
+    def first_step(pipe: Any, optimizer: Any, batches: Any, rates: Any, *others: Any) -> None:
+        mark("built")
+        train_epoch(pipe, optimizer, islice(batches, 1), rates[:1], others[0])
+        mark("step")
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(marks))
+        raise SystemExit
+
+    vars(digits).update(prepare=preparing, train_epoch=first_step)
+    command(["train", "digits", "--out", os.environ["OUT"]])
+    return marks
+
+
+def first_step(processes: int, folder: str) -> dict[str, float]:
+    """The marks of a training in so many processes; 0 is one process, without torchrun."""
+    environment = {**os.environ, "BEGAN": str(time.time()), "OUT": folder, "OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes else []
+    command = [sys.executable, *launcher, "-m", "bench.startup", "--inside", "train"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
 def _parts(stats: pstats.Stats) -> Iterator[tuple[str, float]]:
     for (file, _, name), (_, _, _, cumulative, _) in stats.stats.items():  # type: ignore[attr-defined]
         known = f"{Path(file).stem}.{name}"
@@ -108,19 +165,23 @@ def fresh(what: str, folder: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--inside", choices=["begin", "profile"], help=argparse.SUPPRESS)
+    inside = {"begin": begin, "profile": profile, "train": train}
+    parser.add_argument("--inside", choices=inside, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        print(json.dumps(begin() if options.inside == "begin" else profile()))
+        print(json.dumps(inside[options.inside]()))
         return
     with TemporaryDirectory() as folder:
         fresh("begin", folder)
         rounds = [fresh("begin", folder) for _ in range(options.rounds)]
         parts = fresh("profile", folder)
-    report(rounds, parts)
+        trainings = [{n: first_step(n, folder) for n in PROCESSES} for _ in range((options.rounds + 1) // 2)]
+    report(rounds, parts, trainings)
 
 
-def report(rounds: list[dict[str, float]], parts: dict[str, float]) -> None:
+def report(
+    rounds: list[dict[str, float]], parts: dict[str, float], trainings: list[dict[int, dict[str, float]]]
+) -> None:
     """Writes and prints what was found."""
     about = facts()
     laps = [[title, spread([one[name] for one in rounds])] for name, title in TITLES.items()]
@@ -129,10 +190,22 @@ def report(rounds: list[dict[str, float]], parts: dict[str, float]) -> None:
         f"# Beginnings\n\n{describe(about)}\n\n{len(rounds)} fresh processes; {LAYERS} layers, K={PARTITIONS}, "
         f"M={MICRO_BATCHES}. Wanted: `import gpipe` under 10 ms, construction under 1 s.\n\n"
         f"{table(['', 'ms (min-max)'], laps)}\n\nWhere construction and program spend it, by the profiler, which "
-        f"makes all of it longer:\n\n{table(['', 'ms'], shares)}"
+        f"makes all of it longer:\n\n{table(['', 'ms'], shares)}\n\nA training (`gpipe train digits`), "
+        f"{len(trainings)} times: seconds after the command was given (min-max). Wanted: under 6 s.\n\n"
+        f"{table(['', 'one process', *(f'torchrun, {n} processes' for n in PROCESSES if n)], _training(trainings))}"
     )
     medians = {name: median(one[name] for one in rounds) for name in rounds[0]}
-    write("startup", text, {"facts": about, "medians": medians, "rounds": rounds, "profile": parts})
+    found = {"facts": about, "medians": medians, "rounds": rounds, "profile": parts, "trainings": trainings}
+    write("startup", text, found)
+
+
+def _training(trainings: list[dict[int, dict[str, float]]]) -> list[list[str]]:
+    """A row for each mark, a column for each number of processes."""
+    rows = []
+    for mark, title in TRAINING.items():
+        every = [[one[n][mark] for one in trainings] for n in PROCESSES]
+        rows.append([title, *(f"{median(times):.1f} ({min(times):.1f}-{max(times):.1f})" for times in every)])
+    return rows
 
 
 if __name__ == "__main__":

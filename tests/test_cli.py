@@ -23,7 +23,7 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[TrainOptions] = []
-    monkeypatch.setattr(job, "prepare", told.append)
+    monkeypatch.setattr(job, "prepare", lambda options, world: told.append(options))
     monkeypatch.setattr(job, "run", lambda prepared: None)
     main(["train", "digits", "--partitions", "3", "--remat", "never", "--out", str(tmp_path)])
     assert told == [TrainOptions(partitions=3, remat="never", out=tmp_path)]
@@ -40,6 +40,7 @@ def test_mistakes_end_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture
 def test_a_missing_library_ends_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("gpipe.data.digits.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits"])
@@ -48,7 +49,7 @@ def test_a_missing_library_ends_with_what_to_install(
 
 
 def test_ctrl_c_ends_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "prepare", interrupted)
@@ -65,7 +66,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(job, "prepare", lambda options: None)
+    monkeypatch.setattr(job, "prepare", lambda options, world: None)
     monkeypatch.setattr(job, "run", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(["train", "digits"])

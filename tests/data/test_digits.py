@@ -31,7 +31,16 @@ def test_two_reads_are_equal() -> None:
     assert torch.equal(first.held_out.classes, second.held_out.classes)
 
 
+def test_the_file_is_read_as_scikit_learn_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = load_digits(8)
+    monkeypatch.setattr("gpipe.data.digits.find_spec", lambda name: None)
+    theirs = load_digits(8)
+    assert torch.equal(own.train.images, theirs.train.images)
+    assert torch.equal(own.held_out.classes, theirs.held_out.classes)
+
+
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe.data.digits.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'gpipe\[digits\]'"):
         load_digits()

@@ -14,7 +14,9 @@ from gpipe.models import amoebanet_d
 from gpipe.train import digits as job
 from gpipe.train.options import TrainOptions
 from gpipe.train.plain import measure_plain_step
+from gpipe.train.progress import Epoch, Progress
 from gpipe.train.recipe import Recipe
+from gpipe.train.world import World
 
 OPTIONS = TrainOptions(filters=16, micro_batches=2, epochs=1)
 
@@ -25,7 +27,7 @@ def few() -> Digits:
     return Digits(train=digits.train[:18], held_out=digits.held_out[:6])
 
 
-def train(options: TrainOptions, digits: Digits, *, terminal: bool = False) -> tuple[list[job.Epoch], str]:
+def train(options: TrainOptions, digits: Digits, *, terminal: bool = False) -> tuple[list[Epoch], str]:
     file = io.StringIO()
     prepared = job.prepare(options, Recipe(batch_size=8), digits, costs=[1.0] * 9)
     return job.run(prepared, Console(file=file, width=80, force_terminal=terminal)), file.getvalue()
@@ -94,3 +96,35 @@ def test_options_that_cannot_be_leave_no_folder(few: Digits, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="--partitions is 0"):
         job.prepare(replace(OPTIONS, partitions=0, out=tmp_path / "out"), digits=few)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_torchrun_starts_anew_begins_where_nothing_was_saved(few: Digits, tmp_path: Path) -> None:
+    prepared = job.prepare(
+        replace(OPTIONS, out=tmp_path, resume=True), Recipe(batch_size=8), few, [1.0] * 9, World(restarts=1)
+    )
+    assert prepared.progress == Progress()
+
+
+def test_checkpoints_of_an_earlier_run_are_put_aside(few: Digits, tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path)
+    text = train(options, few)[1]
+    (tmp_path / "checkpoints" / "mark").touch()
+    assert train(replace(options, seed=1), few)[1] != text
+    assert (tmp_path / "checkpoints.old" / "mark").exists()
+    assert not (tmp_path / "checkpoints" / "mark").exists()
+
+
+def test_a_run_that_had_ended_is_gone_on_with_to_the_same_files(few: Digits, tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path)
+    epochs, _ = train(options, few)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    (tmp_path / "model.safetensors").unlink()
+    again, text = train(replace(options, resume=True), few)
+    assert again == epochs
+    assert "goes on after epoch 1, from" in text
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_checkpoint_is_saved_after_every_so_many_epochs_and_two_stay(few: Digits, tmp_path: Path) -> None:
+    train(replace(OPTIONS, out=tmp_path, epochs=3, checkpoint_every=2), few)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_4", "step_6"]

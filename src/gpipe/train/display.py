@@ -38,17 +38,18 @@ class Display:
             TextColumn("left"),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or console.quiet,
         )
         self._task = self._progress.add_task("", total=epochs * steps, start=False)
 
     @contextmanager
-    def training(self, name: str, pipe: gpipe.GPipe) -> Iterator[None]:
-        """Says what is trained, then shows the progress bar until the end."""
+    def training(self, name: str, pipe: gpipe.GPipe, done: int = 0) -> Iterator[None]:
+        """Says what is trained, then shows the progress bar, so many steps on, until the end."""
         self.say(name)
         self.say(pipe.summary())
         with self._progress:
             self._progress.start_task(self._task)
+            self._progress.advance(self._task, done)
             yield
 
     def step_ended(self) -> None:
@@ -65,9 +66,8 @@ class Display:
         whole = fmean(timeline.seconds + sum(timeline.other.values()) for timeline in times.timelines)
         own = median(timeline.seconds for timeline in times.timelines)
         k, m = times.partitions, times.micro_batches
-        self.say(
-            f"\nWhere a step's time went, on {k} ranks, mean of the {len(times.timelines)} steps of the last epoch:"
-        )
+        ranks, steps = times.timelines[0].ranks, len(times.timelines)
+        self.say(f"\nWhere a step's time went, on {ranks} ranks, mean of the {steps} steps of the last epoch:")
         self._console.print(breakdown_table(merge(times.timelines), whole))
         self.say(f"bubble in theory, (K-1)/(M+K-1)    {bubble(k, m):.1%}")
         self.say(f"forward and backward, pipelined    {own * 1000:.1f} ms")

@@ -1,6 +1,7 @@
 """What `gpipe train digits` can be told, and what it refuses."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +16,10 @@ class TrainOptions:
     --epochs is 0: choose 1 or more
     """
 
-    partitions: int = 2
-    """K: how many partitions the layers are cut into, each run by a thread of its own. Losses do not depend on it."""
+    partitions: int | None = None
+    """K: how many partitions the layers are cut into, each run by a thread of its own; by default 2. Under torchrun
+    each is run by a process, by default all; K must divide their number, and then several replicas share each
+    mini-batch. Losses do not depend on K."""
 
     micro_batches: int = 8
     """M: how many micro-batches each mini-batch of 128 images is split into; 4 K or more keep the bubble small."""
@@ -40,7 +43,32 @@ class TrainOptions:
     """Decides the first weights, the order and the jitter of the images, and dropout."""
 
     out: Path = Path("out/digits")
-    """The folder for metrics.jsonl, model.safetensors, timeline.svg and trace.json; older ones are replaced."""
+    """The folder for metrics.jsonl, model.safetensors, timeline.svg and trace.json; older ones are replaced, and
+    checkpoints of an earlier run are put aside as checkpoints.old. Several hosts must share it."""
+
+    checkpoint_every: int = 1
+    """After how many epochs a checkpoint is saved to OUT/checkpoints, which keeps the last two; also at the end, and
+    at the end of a step after SIGTERM, which ends the run with status 143."""
+
+    resume: bool = False
+    """Goes on from the latest checkpoint in OUT/checkpoints, if there is one, to the same numbers as if the run had
+    never ended, also with other partitions. A run that torchrun starts anew always does."""
+
+    def settled(self, processes: int | None = None) -> "TrainOptions":
+        """Fills in the number of partitions, for one process or, under a launcher, for so many.
+
+        Raises:
+            ValueError: One line for each option that cannot be, with what to do.
+
+        >>> TrainOptions().settled(processes=4).partitions
+        4
+        """
+        chosen = self if self.partitions is not None else replace(self, partitions=processes or 2)
+        chosen.check()
+        problems = list(chosen._problems_of_processes(processes or 1)) if processes else []
+        if problems:
+            raise ValueError("\n".join(problems))
+        return chosen
 
     def check(self) -> None:
         """Refuses options that cannot be.
@@ -48,18 +76,31 @@ class TrainOptions:
         Raises:
             ValueError: One line for each option that cannot be, with what to do.
         """
-        least = {"partitions": 1, "micro_batches": 1, "layers": 3, "filters": 16, "epochs": 1, "seed": 0}
-        problems = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}: choose {minimum} or more"
-            for name, minimum in least.items()
-            if getattr(self, name) < minimum
-        ]
-        if self.layers >= 3 and self.partitions > self.layers + 6:
-            problems.append(
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        least = {"micro_batches": 1, "layers": 3, "filters": 16, "epochs": 1, "seed": 0, "checkpoint_every": 1}
+        for name, minimum in {"partitions": 1, **least}.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                yield f"--{name.replace('_', '-')} is {value}: choose {minimum} or more"
+        if self.layers >= 3 and (self.partitions or 1) > self.layers + 6:
+            yield (
                 f"--partitions is {self.partitions}, but --layers {self.layers} makes {self.layers + 6} layers: "
                 f"choose {self.layers + 6} or fewer partitions, or more layers"
             )
         if self.out.exists() and not self.out.is_dir():
-            problems.append(f"--out is {self.out}, a file: choose a folder")
-        if problems:
-            raise ValueError("\n".join(problems))
+            yield f"--out is {self.out}, a file: choose a folder"
+
+    def _problems_of_processes(self, processes: int) -> Iterator[str]:
+        assert self.partitions is not None
+        if processes % self.partitions:
+            fitting = ", ".join(str(k) for k in range(1, processes + 1) if processes % k == 0)
+            yield f"--partitions is {self.partitions}, but there are {processes} processes: choose one of {fitting}"
+        elif self.micro_batches % (processes // self.partitions):
+            yield (
+                f"--micro-batches is {self.micro_batches}, but {processes} processes of {self.partitions} partitions "
+                f"are {processes // self.partitions} replicas, which share them evenly: choose a multiple"
+            )

@@ -1,0 +1,116 @@
+"""The processes that train together, as torchrun says, and how they meet."""
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, or another launcher, sets in the environment of each process."""
+TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # Linux's question for the address of an interface
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among those that train together.
+
+    Attributes:
+        rank: Its number; rank 0 writes files and talks.
+        size: How many there are.
+        launched: Whether a launcher started them; else there is one, of as many threads as partitions.
+        one_host: Whether all are on this host.
+        restarts: How often torchrun has started all of them anew after a failure.
+        address: Of the meeting place.
+        port: Of the meeting place.
+        hosted: Whether torchrun keeps the meeting place; else rank 0 does.
+    """
+
+    rank: int = 0
+    size: int = 1
+    launched: bool = False
+    one_host: bool = True
+    restarts: int = 0
+    address: str = LOOPBACK
+    port: int = 0
+    hosted: bool = False
+
+
+def find_world(environment: Mapping[str, str]) -> World:
+    """Reads what a launcher said.
+
+    >>> find_world({}).launched
+    False
+    """
+    if any(name not in environment for name in LAUNCHED):
+        return World()
+    size = int(environment["WORLD_SIZE"])
+    return World(
+        int(environment["RANK"]),
+        size,
+        launched=True,
+        one_host=environment.get("LOCAL_WORLD_SIZE") == str(size),
+        restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        address=environment["MASTER_ADDR"],
+        port=int(environment["MASTER_PORT"]),
+        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+@contextmanager
+def joined(world: World) -> Iterator[None]:
+    """Has the processes meet, and part in the end. On one host nothing listens but on the loopback device."""
+    if not world.launched:
+        yield
+        return
+    if world.rank:
+        _be_quiet()
+    interface = _find_interface(LOOPBACK if world.one_host else world.address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # torchrun's meeting place still knows the addresses of processes that it has replaced
+    store = PrefixStore(f"gpipe/{world.restarts}", _enter(world))
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _find_interface(address: str) -> str | None:
+    """The interface by which an address is reached; gloo takes that of the host's name, which is often another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing, but chooses the way
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address, or this is not Linux
+                asked = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]) == own:
+                    return name
+    return None
+
+
+def _enter(world: World) -> TCPStore:
+    """Enters the meeting place; on one host, if it is ours to open, no other host can."""
+    if world.hosted or not world.one_host:
+        return TCPStore(world.address, world.port, world.size, not (world.hosted or world.rank), TIMEOUT)
+    listener = None if world.rank else socket.create_server((LOOPBACK, world.port)).detach()
+    return TCPStore(LOOPBACK, world.port, world.size, not world.rank, TIMEOUT, master_listen_fd=listener)
+
+
+def _be_quiet() -> None:
+    """Leaves all talking but of errors to rank 0."""
+    logging.getLogger("gpipe").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")

@@ -1,0 +1,56 @@
+import pytest
+
+from gpipe.train.options import TrainOptions
+from gpipe.train.progress import Epoch, Progress, from_extra, to_extra
+from gpipe.train.world import World, find_world
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a.host",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_what_torchrun_says_is_read() -> None:
+    expected = World(3, 4, launched=True, restarts=2, address="a.host", port=29500, hosted=True)
+    assert find_world(TORCHRUN) == expected
+    assert not find_world(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}).one_host
+    assert not find_world(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).hosted
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_whoever_is_not_launched_is_alone(missing: str) -> None:
+    assert find_world({name: value for name, value in TORCHRUN.items() if name != missing}) == World()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "processes", "partitions"), [(None, None, 2), (None, 4, 4), (2, 4, 2), (3, None, 3)]
+)
+def test_partitions_are_processes_by_default(chosen: int | None, processes: int | None, partitions: int) -> None:
+    assert TrainOptions(partitions=chosen).settled(processes).partitions == partitions
+
+
+def test_processes_that_are_no_whole_replicas_are_refused() -> None:
+    with pytest.raises(ValueError, match="--partitions is 4, but there are 6 processes: choose one of 1, 2, 3, 6"):
+        TrainOptions(partitions=4).settled(6)
+    with pytest.raises(ValueError, match="6 processes of 2 partitions are 3 replicas, which share them evenly"):
+        TrainOptions(partitions=2, micro_batches=8).settled(6)
+    with pytest.raises(ValueError, match="--partitions is 0"):
+        TrainOptions(partitions=0).settled(6)
+
+
+def test_progress_is_kept_whole() -> None:
+    progress = Progress([Epoch(1, 0.1 + 0.2, 0.5, 3.0)], [1 / 3], 2.0)
+    assert from_extra(to_extra(progress, TrainOptions()), TrainOptions(partitions=5)) == progress
+    assert str(progress) == "epoch 1, step 1 of the next"
+
+
+def test_the_checkpoint_of_another_training_is_refused() -> None:
+    extra = to_extra(Progress(), TrainOptions())
+    with pytest.raises(ValueError, match="--filters is 16, and the checkpoint is of a training with 32") as refusal:
+        from_extra(extra, TrainOptions(filters=16, epochs=3))
+    assert len(str(refusal.value).splitlines()) == 2
