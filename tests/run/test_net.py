@@ -1,6 +1,7 @@
 """Nets: every program runs, however little may be under way, and what is not wanted does no harm."""
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -136,6 +137,27 @@ def test_a_message_that_comes_just_before_the_wait_is_seen(
 
         monkeypatch.setattr(second, "_wait", late)
         receive(second, 0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_room_that_comes_just_before_the_wait_is_seen(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hung: `_wait` heard that messages had left while it looked for others, and then waited to hear it."""
+    with nets(2, kind, limit=5) as (first, second):
+        sent: list[int] = []
+        wait, ended = first._wait, threading.Event()
+
+        def late(*given: Any, **how: Any) -> None:
+            monkeypatch.undo()
+            for number in sent:
+                receive(second, 0, number, BIG)
+            time.sleep(0.1)  # until the thread that writes has said so
+            wait(*given, **how)
+            ended.set()
+
+        monkeypatch.setattr(first, "_wait", late)
+        while not ended.is_set():
+            send(first, 1, len(sent), BIG)
+            sent.append(len(sent))
 
 
 @pytest.mark.parametrize("kind", KINDS)
