@@ -49,7 +49,7 @@ def lockstep(part: Part, workers: Sequence[Worker], recorder: Recorder | None = 
             with worker.lane.enter():
                 _do(worker, step, recorder)
         except BaseException as error:
-            error.add_note(describe(worker, part.program, step.at, error))
+            _add_note(error, worker, part.program, step.at)
             raise
 
 
@@ -64,10 +64,11 @@ def walk(worker: Worker, part: Part, transport: Transport, recorder: Recorder | 
                     raise Cancelled
                 transport.reach(at)
                 _do(worker, step, recorder)
-    except (Cancelled, RemoteError):
+    except Cancelled:
         raise
     except BaseException as error:
-        error.add_note(describe(worker, part.program, at, error))
+        if not (isinstance(error, RemoteError) and error.heard):
+            _add_note(error, worker, part.program, at)
         raise
 
 
@@ -80,10 +81,17 @@ def _do(worker: Worker, step: Step, recorder: Recorder | None) -> None:
     step.work(worker, step)
 
 
+def _add_note(error: BaseException, worker: Worker, program: Program, at: int) -> None:
+    if not isinstance(getattr(error, "__notes__", []), list):
+        del error.__notes__  # something of the user's own, where Python wants a list
+    error.add_note(describe(worker, program, at, error))
+
+
 def describe(worker: Worker, program: Program, at: int, error: BaseException) -> str:
     """The note on an exception: where in the pipeline it happened."""
     layer = worker.layer_of(program.rows[worker.rank][at], error)
-    advice = TOO_FEW_VALUES if str(error).startswith(ONE_VALUE) else ""
+    said = error.args[0] if error.args else ""  # an exception's own text may be code that raises
+    advice = TOO_FEW_VALUES if isinstance(said, str) and said.startswith(ONE_VALUE) else ""
     return f"{in_words(program, worker.rank, at, layer, worker.name)}{advice}"
 
 

@@ -204,7 +204,7 @@ class Net:
         if gone:
             gone += [peer for peer, link in self.links.items() if peer not in gone and link.silent > SILENCE]
             last = [f"rank {peer} is gone; {self._last_seen(peer)}" for peer in gone]
-            raise RemoteError("\n".join(last), gone[0])
+            raise _heard("\n".join(last), gone[0])
 
     def _ignore(self, connection: socket.socket) -> None:
         with suppress(KeyError):  # done before
@@ -217,7 +217,7 @@ class Net:
         news.register(self.links[peer].news.connection, select.POLLIN)
         news.poll(SOON * 1000)
         self._heed()
-        raise RemoteError(f"rank {peer} is gone; {self._last_seen(peer)}", peer)
+        raise _heard(f"rank {peer} is gone; {self._last_seen(peer)}", peer)
 
     def _tire(self, peer: int) -> None:
         """Gives up waiting; names who keeps all waiting, as far as that can be seen."""
@@ -225,7 +225,7 @@ class Net:
         silent = [rank for rank, link in self.links.items() if link.silent > SILENCE]
         stuck = silent or [rank for rank, at in seen.items() if not at.waits] or [peer]
         where = [f"rank {rank}: {self._last_seen(rank)}" for rank in stuck]
-        raise RemoteError(
+        raise _heard(
             "\n".join([f"nothing came for {self.limit:g} s, the timeout of the process group", *where]), stuck[0]
         )
 
@@ -241,16 +241,16 @@ class Net:
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""
-        if isinstance(error, RemoteError):  # passed on, so that all tell of the same failure
+        if isinstance(error, RemoteError) and error.heard:  # passed on, so that all tell of the same failure
             report = {"run": self.run, "rank": error.rank, "message": str(error), "type": error.type_name}
             report["traceback"] = error.traceback
         else:
-            notes, text = getattr(error, "__notes__", []), str(error)[:TRACEBACK]
+            said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
             report = {
                 "run": self.run,
                 "rank": self.rank,
                 "type": type(error).__name__,
-                "message": "\n".join([f"rank {self.rank} failed: {type(error).__name__}: {text}", *notes]),
+                "message": f"rank {self.rank} failed: {_shortened(said)}",
                 "traceback": "".join(traceback.format_exception(error))[-TRACEBACK:],
             }
         for link in self.links.values():
@@ -324,7 +324,18 @@ def _drop(reference: "weakref.ref[Net]") -> None:
 
 
 def _remote_error(report: Mapping[str, Any]) -> RemoteError:
-    return RemoteError(report["message"], report["rank"], report["type"], report["traceback"])
+    return _heard(report["message"], report["rank"], report["type"], report["traceback"])
+
+
+def _shortened(text: str) -> str:
+    half = TRACEBACK // 2
+    return text if len(text) <= TRACEBACK else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _heard(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
+    error = RemoteError(message, rank, type_name, its_traceback)
+    error.heard = True
+    return error
 
 
 def _in_no_step(peer: int, seen: Seen) -> str:

@@ -24,7 +24,7 @@ from gpipe.run.p2p import P2P
 from gpipe.run.place import Place
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run, intra_op_threads
-from gpipe.run.stage import Trace
+from gpipe.run.stage import Trace, layer_at
 from gpipe.run.status import Seen, Status
 from gpipe.run.steps import Part
 from gpipe.run.syncnorm import LOCKSTEP, Synced, find_norms
@@ -159,8 +159,7 @@ def describe_peer(engine: "Engine", program: Program, peer: int, seen: Seen) -> 
     row = program.rows[stage.index]
     if not 0 <= seen.at < len(row):
         return "in a row of its own"
-    begun = stage.layers[: seen.layers]
-    layer = str(begun[-1]) if begun else f"one of {', '.join(map(str, stage.layers))}"
+    layer = layer_at(stage.layers, seen.layers - 1) or f"one of {', '.join(map(str, stage.layers))}"
     return in_words(program, stage.index, seen.at, layer, f"rank {peer}")
 
 

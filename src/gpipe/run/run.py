@@ -24,7 +24,7 @@ from gpipe.run.skips import version
 from gpipe.run.steps import Part
 from gpipe.run.transport import Transport
 from gpipe.run.wiring import Wiring, wiring
-from gpipe.run.worker import Batch, Output, Worker
+from gpipe.run.worker import Batch, Output, RecomputeError, Worker
 
 if TYPE_CHECKING:
     from gpipe.run.engine import Engine
@@ -129,6 +129,10 @@ class Run:
         if held:
             raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
 
+    def _clear(self) -> None:
+        for worker in self.workers:
+            worker.store.clear()
+
     def _add_up(self) -> None:
         if self.batch.trains:
             self.aliases.add_up()
@@ -148,9 +152,12 @@ class Run:
                 self._drive(part, ambient, recorder, threaded=threaded)
             guard.check([layer for stage in self.engine.own for layer in stage.layers])
             buffers.check()
+        except RecomputeError:
+            self._clear()
+            guard.check([layer for stage in self.engine.own for layer in stage.layers])  # knows more, perhaps
+            raise
         except BaseException:
-            for worker in self.workers:
-                worker.store.clear()
+            self._clear()
             raise
         self.plumbing.pace.note((time.perf_counter() - begun) / max(map(len, part.rows)), threaded=threaded)
         for worker in self.workers:

@@ -68,16 +68,17 @@ class Trace:
 
     def last_of(self, layers: Sequence[Layer]) -> str | None:
         """In words, what was begun last."""
-        return _in_words(layers, len(self.numbers) - 1)
+        return layer_at(layers, len(self.numbers) - 1)
 
     def maker_of(self, number: int | None, layers: Sequence[Layer]) -> str | None:
         """In words, what made the autograd node with this sequence number."""
         if number is None:
             return None
-        return _in_words(layers, bisect_right(self.numbers, number) - 1)
+        return layer_at(layers, bisect_right(self.numbers, number) - 1)
 
 
-def _in_words(layers: Sequence[Layer], at: int) -> str | None:
+def layer_at(layers: Sequence[Layer], at: int) -> str | None:
+    """In words, the layer at a place in a stage, or the loss behind the last."""
     if at < 0:
         return None
     return str(layers[at]) if at < len(layers) else "loss_fn"

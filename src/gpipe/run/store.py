@@ -23,6 +23,7 @@ class Cell:
     roots: list[list[Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
     trace: Trace = field(default_factory=Trace)
+    sums: list[float] = field(default_factory=list)  # of what the forward made: the recompute must make the same
 
 
 Store: TypeAlias = dict[tuple[int, int], Cell]

@@ -39,6 +39,7 @@ class RemoteError(RuntimeError):
         self.rank = rank
         self.type_name = type_name
         self.traceback = traceback
+        self.heard = False  # from another process, not raised by the user's own code
 
 
 class Transport(Protocol):

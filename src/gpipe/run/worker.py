@@ -34,7 +34,16 @@ NO_GRADIENT = (
 )
 
 
+OTHERWISE = (
+    "a recompute gave other values than its forward, and the gradients would be wrong: a layer of this partition "
+    "depends on what no key reaches (numpy's or Python's random, a count of its own, the time); draw by torch's "
+    "functions, keep what changes in buffers, or use remat='never' for this partition"
+)
 NO_METRICS = object()
+
+
+class RecomputeError(RuntimeError):
+    """A recompute gave other values than its forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,7 @@ class Worker:
         elif not again:
             cell.roots.append([self._loss(values[0], m, cell.trace)])
         if again:
+            cell.sums = sums_of(values)
             cell.roots = []  # and with them all that the layers made inside
         if not self.batch.trains:
             del self.store[step.stage, m]
@@ -175,6 +185,8 @@ class Worker:
             cell.snapshot = None
         else:
             values = self._run(stage, wires, cell, m, recomputing=True)
+        if not all(map(_same, sums_of(values), cell.sums)):
+            raise RecomputeError(OTHERWISE)
         if wires.outs:
             cell.roots = [cut(value)[1] for value in values]
         elif self.batch.loss_fn is None:
@@ -274,6 +286,16 @@ class Worker:
         else:
             layer = cell.trace.last_of(stage.layers)
         return layer or f"one of {', '.join(map(str, stage.layers))}"
+
+
+def sums_of(values: Sequence[Tree]) -> list[float]:
+    """A sum of each real tensor on a CPU, which the same values always have; to look at others would halt a GPU."""
+    found = (tensor for value in values for tensor in tensors_in(value))
+    return [float(t.detach().sum()) for t in found if t.is_cpu and t.is_floating_point()]
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (one != one and other != other)  # NaN is not itself
 
 
 def read_loss(returned: object) -> tuple[Tensor, object]:
