@@ -70,8 +70,8 @@ class Together:
     def run(self) -> Iterator["Talk"]:
         """One run in all processes: whoever fails inside tells the others, and they fail too."""
         net = self.engine.net
-        net.begin()
         try:
+            net.begin()
             yield Talk(self, net)
         except BaseException as error:
             net.fail(error)

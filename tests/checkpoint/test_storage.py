@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,13 +150,14 @@ AS_NOBODY = """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_a_folder_that_one_may_not_write_is_told(tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    for folder in (tmp_path.parent.parent, tmp_path.parent, tmp_path, there):
-        folder.chmod(0o755)
-    command = [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(there), str(tmp_path / "new")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_a_folder_that_one_may_not_write_is_told() -> None:
+    with tempfile.TemporaryDirectory() as base:  # pytest's own is closed to others, further up
+        tmp_path, there = Path(base), Path(base) / "there"
+        there.mkdir()
+        for folder in (tmp_path, there):
+            folder.chmod(0o755)
+        command = [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(there), str(tmp_path / "new")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     first, second = done.stdout.splitlines()
     assert first.startswith(f"[Errno 13] Permission denied: '{there}/step_0.tmp-")
     assert second == f"[Errno 13] Permission denied: '{tmp_path / 'new'}'"

@@ -170,8 +170,9 @@ def _sound(fault: Fault, layers: Sequence[nn.Module]) -> Fault:
 
 
 def reference(fault: Fault, runtime: str = "gpipe", length: int = 0) -> Json:
-    """What training gives without a pipeline; only a fault that changes values of a forward or backward is in it."""
-    heard = fault if fault.kind == "nan" else replace(fault, layer=-1, phase="")
+    """What training gives without a pipeline; of faults, only one that is no failure is in it."""
+    is_quiet = fault.kind == "nan" and fault.phase not in {"forward", "recompute"}
+    heard = fault if is_quiet else replace(fault, layer=-1, phase="")
     layers = build(heard, runtime)
     whole = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)

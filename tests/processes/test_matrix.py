@@ -11,8 +11,8 @@ from tests.processes.outcome import Outcome
 INSIDE = (*LAYER_PHASES, "loss")
 LOUD = (*EXCEPTIONS, "SIGINT", "shape")
 
-CAUGHT = [*cases(2, LOUD, INSIDE), *cases(4, ["FaultError"], INSIDE)]
-QUIET = [*cases(2, ["nan"], ["forward", "backward", "loss"])]
+CAUGHT = [*cases(2, LOUD, INSIDE), *cases(2, ["nan"], ["forward", "recompute"]), *cases(4, ["FaultError"], INSIDE)]
+QUIET = [*cases(2, ["nan"], ["backward", "loss"])]
 FATAL = [  # the whole matrix is a benchmark: bench/faults.py
     *cases(2, ["SIGKILL"], ["recompute", "loss", "between"], [1]),
     *cases(2, ["SIGSEGV"], ["forward"], [0]),

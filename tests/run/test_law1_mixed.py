@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.law1_mixed import Way, check, differences, generate_task, generate_way, run_pipe
-from gpipe.run import engine
+from gpipe.run import run
 from gpipe.run.boundary import Parcel, replace_tensors, tensors_in
 from gpipe.run.lane import Mark
 from gpipe.run.mailbox import Mailbox
@@ -107,7 +107,7 @@ def poisoned_boundaries() -> Iterator[None]:
 
     own_backward = Worker.backward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Mailbox", Copies)
+        patch.setattr(run, "Mailbox", Copies)
         patch.setattr(Worker, "backward", backward)
         yield
 

@@ -297,8 +297,8 @@ class Net:
         Raises:
             RemoteError: A process failed, or is gone.
         """
-        self.begin()
         try:
+            self.begin()
             return self.agree(told)
         except BaseException as error:
             self.fail(error)

@@ -155,6 +155,7 @@ class Run:
         except RecomputeError:
             self._clear()
             guard.check([layer for stage in self.engine.own for layer in stage.layers])  # knows more, perhaps
+            buffers.check()
             raise
         except BaseException:
             self._clear()
