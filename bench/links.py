@@ -22,8 +22,9 @@ from torch import Tensor
 from bench.machine import facts
 from bench.report import describe, table, write
 from gpipe.run.boundary import Parcel
-from gpipe.run.links import Link, RemoteLink
+from gpipe.run.links import Link
 from gpipe.run.net import Net
+from gpipe.run.remote import RemoteLink
 from gpipe.run.transport import Label
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}

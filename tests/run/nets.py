@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from gpipe.run.boundary import Parcel
-from gpipe.run.links import Link, RemoteLink
+from gpipe.run.links import Link
 from gpipe.run.net import Net
+from gpipe.run.remote import RemoteLink
 from gpipe.run.status import Watched
 from gpipe.run.transport import Label
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import decode, encode
-from gpipe.run.links import INLINE, SLOTS, Frame, Gone, Link, News, RemoteLink
+from gpipe.run.frames import Frame, Gone, News
+from gpipe.run.links import INLINE, SLOTS, Link
+from gpipe.run.remote import RemoteLink
 from gpipe.run.transport import Label
 
 KINDS = (Link, RemoteLink)

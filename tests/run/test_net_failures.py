@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
-from gpipe.run.links import SLOTS, Link, RemoteLink
+from gpipe.run.links import SLOTS, Link
 from gpipe.run.net import Net
+from gpipe.run.remote import RemoteLink
 from gpipe.run.status import Status
 from gpipe.run.transport import RemoteError
 from tests.run.nets import BIG, KINDS, LIMIT, label_of, nets, receive, send, together, wait_until, waits

@@ -25,8 +25,9 @@ from typing import Any
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import decode, encode
+from gpipe.run.frames import Gone
 from gpipe.run.lane import Mark
-from gpipe.run.links import Gone, Link
+from gpipe.run.links import Link
 from gpipe.run.microbatch import Tree
 from gpipe.run.status import Seen, Status
 from gpipe.run.transport import Label, Message, RemoteError

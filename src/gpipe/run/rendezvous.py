@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpipe.run.links import Link, RemoteLink
+from gpipe.run.links import Link
+from gpipe.run.remote import RemoteLink
 
 HELLO = 48  # bytes: a token of 32, a rank, one of the streams
 STREAMS = ("messages", "news")

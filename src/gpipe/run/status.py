@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from gpipe.run.links import Link, RemoteLink
+from gpipe.run.links import Link
+from gpipe.run.remote import RemoteLink
 from gpipe.run.transport import RemoteError
 
 _STATUS = struct.Struct("<IiI?d")
