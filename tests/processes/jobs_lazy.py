@@ -13,14 +13,14 @@ from torch import Tensor, nn
 import gpipe
 from tests.processes.jobs_law1 import digest
 
-WIDTH, LAYERS, SEED = 2048, 12, 9
+WIDTH, LAYERS, SEED = 2048, 24, 9
 LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes
-ROOM = 9 * LAYER  # bytes, of which three layers with their gradients and one gradient more take 7
+ROOM = 20 * LAYER  # bytes: six layers with their gradients and one gradient more take 13; threads' stacks count too
 Json = Any
 
 
 def makers(width: int = WIDTH) -> list[Callable[[], nn.Module]]:
-    """Twelve layers of 16 MiB each."""
+    """24 layers of 16 MiB each."""
     return [lambda: nn.Linear(width, width)] * LAYERS
 
 
@@ -40,7 +40,7 @@ def room(size: int) -> Iterator[None]:
 def build_in_little_memory(rank: int, world: int) -> Json:
     """Builds and trains a model that does not fit; says so, its losses, and the digests of its weights before.
 
-    Each rank needs memory for the weights and the gradients of three layers; the whole model has twelve.
+    Each rank needs memory for the weights and the gradients of six layers; the whole model has 24.
     """
     with gpipe.GPipe(makers(4), world, 2, driver="process") as small:  # whatever torch takes by itself at first
         small.step(torch.ones(2, 4), torch.ones(2, 4), F.mse_loss)
