@@ -1,24 +1,34 @@
-"""What keyed randomness costs: a Transformer with dropout 0.1, with and without the visit around its layers.
+"""What keyed randomness costs: a Transformer with dropout 0.1, and tiny layers with it, with and without keys.
 
     python -m bench.keyed
 
 Eight blocks, d=256, sequence 128, 16 rows, M=8. `loop` runs the plain layers micro-batch by micro-batch, `pipe` two
 partitions in two threads. Without a key the threads draw from torch's one generator, in any order: the numbers are
 then wrong, but it is what keying must be compared with. Variants take turns in one process; medians of the rounds.
+
+The tiny layers, 8 x Linear(32) + Tanh + Dropout(0.1), K=2, M=64, are run by the calling thread alone. `lent` lends
+each layer the default generator; `mode` puts a dispatch mode around it, as where another thread could draw.
 """
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import gpipe
+from bench import profile_cell
 from bench.machine import facts
+from bench.profile_cell import HEADER, Way, plain, take_turns
+from bench.profile_cell import pipe as way_of
 from bench.report import describe, table, write
+from bench.workloads import WORKLOADS, Workload
 from gpipe.models import transformer_lm
 from gpipe.run.guard import RandomGuard
 
@@ -61,17 +71,21 @@ def pipe(dropout: float, *, keyed: bool) -> Callable[[], None]:
         piped.step(tokens, tokens, loss_fn)
         piped.zero_grad()
 
-    def unkeyed() -> None:
-        for stage in piped._engine.stages:
-            for layer in stage.layers:
-                layer.draws = {True: False}
-        check, RandomGuard.check = RandomGuard.check, lambda self, layers: None  # type: ignore[method-assign]
-        try:
+    def unkeyed_step() -> None:
+        with unkeyed(piped):
             step()
-        finally:
-            RandomGuard.check = check  # type: ignore[method-assign]
 
-    return step if keyed else unkeyed
+    return step if keyed else unkeyed_step
+
+
+@contextmanager
+def unkeyed(piped: gpipe.GPipe) -> Iterator[None]:
+    """Makes a pipe believe that nothing draws, and nobody look."""
+    for stage in piped._engine.stages:
+        for layer in stage.layers:
+            layer.draws = {True: False}
+    with patch.object(RandomGuard, "check", lambda self, layers: None):
+        yield
 
 
 def measure() -> dict[str, float]:
@@ -95,21 +109,80 @@ def measure() -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def tiny() -> Iterator[Way]:
+    """Tiny layers that draw: the plain loop, and the calling thread alone in all ways, with remat too."""
+    base = WORKLOADS["tiny"]
+
+    def build() -> list[nn.Module]:
+        return [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)]
+
+    work = Workload("drawing", "", build, base.batch, base.loss_fn, 2, 64)
+    yield plain(work)
+    yield plain(work, keyed=True)
+    lend = "gpipe.run.run.nobody_else_draws"
+    for partitions in ([4, 4], [8]):
+        arounds: dict[str, Callable[[gpipe.GPipe], AbstractContextManager[object]]] = {
+            "torch's generator": unkeyed,
+            "lent": lambda piped: patch(lend, lambda lanes: True),
+            "mode": lambda piped: patch(lend, lambda lanes: False),
+            "lent, with the recorder": lambda piped: _both(patch(lend, lambda lanes: True), gpipe.record(piped)),
+        }
+        for name, around in arounds.items():
+            yield _around(
+                way_of(work, f"K={len(partitions)}, {name}", partitions=partitions, driver="lockstep"), around
+            )
+    for name, lends in (("lent", True), ("mode", False)):
+        way = way_of(work, f"K=2, remat, {name}", remat="always", driver="lockstep")
+        yield _around(way, lambda piped, lends=lends: patch(lend, lambda lanes: lends))  # type: ignore[misc]
+
+
+def _around(way: Way, around: Callable[[gpipe.GPipe], AbstractContextManager[object]]) -> Way:
+    way.around = partial(around, profile_cell._pipe_of(way))
+    return way
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.keyed", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=40, help="for the tiny layers")
+    options = parser.parse_args()
     medians = measure()
+    found = take_turns(list(tiny()), options.seconds)
     overhead = {
         who: medians[f"{who}, dropout, keyed"] / medians[f"{who}, dropout, torch's generator"] - 1
         for who in ("loop", "pipe")
     }
+    about = facts()
     text = [
         "# What keyed randomness costs",
-        describe(facts()),
+        describe(about),
         f"Transformer of {BLOCKS} blocks, d={WIDTH}, {ROWS} rows of {LENGTH} tokens, M={MICRO_BATCHES}, dropout 0.1 "
         f"on attention and residuals; medians of {ROUNDS} rounds in turn, one process, K=2 in two threads.",
         table(["variant", "ms a step"], [[name, f"{value * 1e3:.0f}"] for name, value in medians.items()]),
         "\n".join(f"Keyed against torch's generator, {who}: {value:+.1%}." for who, value in overhead.items()),
+        "## Tiny layers: Linear(32) + Tanh + Dropout(0.1), run by one thread",
+        table(HEADER, [way.cells(found[0]) for way in found]),
+        "\n".join(costs(found)),
     ]
-    write("keyed", "\n\n".join(text), {"facts": facts(), "seconds": medians, "overhead": overhead})
+    cells = {way.name: way.figures() for way in found}
+    write("keyed", "\n\n".join(text), {"facts": about, "seconds": medians, "overhead": overhead, "tiny": cells})
+
+
+def costs(found: list[Way]) -> Iterator[str]:
+    """In words, what keys and the recorder add to a step of tiny layers."""
+    seconds = {way.name: way.figures() for way in found}
+    for partitions in ("K=2", "K=1"):
+        base = seconds[f"{partitions}, torch's generator"]
+        for name in ("lent", "lent, with the recorder", "mode"):
+            more = [mine / its - 1 for mine, its in zip(seconds[f"{partitions}, {name}"], base, strict=True)]
+            yield f"{partitions}, {name}, against torch's generator: {more[2]:+.1%}, at the least {more[0]:+.1%}."
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class _Careless:
 WITHOUT: dict[str, tuple[str, object]] = {
     "error notes: which layer": ("gpipe.run.stage._sequence_number", int),
     "strides of gradients": ("gpipe.run.worker.KeptGradients", _Bare),
-    "watch on torch's generator": ("gpipe.run.engine.RandomGuard", _Careless),
+    "watch on torch's generator": ("gpipe.run.run.RandomGuard", _Careless),
 }
 """What can be taken away: where the library has it, and what stands in for it."""
 

@@ -180,9 +180,9 @@ def test_autocast_keeps_the_casts_of_weights_though_another_rank_ends_its_own(dr
     first, twice = layers()
     if driver == "threads":
         used_once, ended = threading.Event(), threading.Event()
-        first.at_second = lambda: used_once.wait(5)
+        first.at_second = lambda: used_once.wait(60)
         first.at_third = ended.set
-        twice.meanwhile = lambda: used_once.set() or ended.wait(5)  # type: ignore[func-returns-value]
+        twice.meanwhile = lambda: used_once.set() or ended.wait(60)  # type: ignore[func-returns-value]
     with piped(driver, remat, [first, twice]) as pipe:
         assert same_bits(run(pipe, "step", bfloat16), expected)
         assert_same_bits(pipe, reference)

@@ -16,6 +16,7 @@ from gpipe.plan.rules import BACKWARDS
 from gpipe.run.ambient import Ambient
 from gpipe.run.drivers import lockstep, walk
 from gpipe.run.guard import RandomGuard
+from gpipe.run.lend import nobody_else_draws
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.pace import Pace
 from gpipe.run.recorder import Recorder
@@ -143,8 +144,12 @@ class Run:
             lane.begin()
         if recorder is not None:
             recorder.begin(self.engine.lanes)
+        here = Ambient.here()  # for a backward, not what its forward had around it
         if self.engine.threaded is not False:
-            Ambient.here().refuse_strangers()  # for a backward, not those that its forward had around it
+            here.refuse_strangers()
+        one_thread = self.engine.place is not None or not threaded
+        for stage in self.engine.own:
+            stage.alone = one_thread and not here.strangers and nobody_else_draws(lanes)
         guard, buffers = RandomGuard(lanes), BufferGuard(self.engine.exposed)
         begun = time.perf_counter()
         try:

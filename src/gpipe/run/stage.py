@@ -3,15 +3,17 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gpipe.run.buffers import Buffers
+from gpipe.run.lend import Trial, lend
 from gpipe.run.loans import Loans
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import Kept, Pop, alias, unpack
-from gpipe.run.visit import visit
+from gpipe.run.visit import visit, visit_key
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -36,6 +38,7 @@ class Layer:
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
     draws: dict[bool, bool] = field(default_factory=dict)  # by training mode: whether it was seen to draw
+    lends: dict[bool, bool] = field(default_factory=dict)  # likewise: whether it may be lent the default generator
     stand_in: nn.Module | None = None  # runs in its place during a run (see shared.py)
 
     def __str__(self) -> str:
@@ -45,14 +48,24 @@ class Layer:
         """Whether the layer must be run under a visit: it drew before, or was never seen in this mode."""
         return self.draws.get(self.module.training, True)
 
-    def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment) -> object:
-        """Runs the module, its randomness keyed."""
+    def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment, *, alone: bool = False) -> object:
+        """Runs the module, its randomness keyed; `alone` where no other thread draws meanwhile."""
         module = self.module if self.stand_in is None else self.stand_in
         if not self.may_draw():
             return module(value, **popped)
-        with visit(moment.seed, moment.step, self.index, moment.micro_batch) as keyed:
-            result = module(value, **popped)
-        self.draws[self.module.training] = keyed.drew or self.draws.get(self.module.training, False)
+        training, call = self.module.training, partial(module, value, **popped)
+        key = moment.seed, moment.step, self.index, moment.micro_batch
+        if not alone:
+            with visit(*key) as keyed:
+                result = call()
+        elif self.lends.get(training):
+            return lend(visit_key(*key), call)
+        else:
+            keyed = Trial(*key)
+            result = keyed.run(call)
+            if keyed.drew:
+                self.lends[training] = keyed.lends
+        self.draws[training] = keyed.drew or self.draws.get(training, False)
         return result
 
 
@@ -94,6 +107,7 @@ class Stage:
         self.buffers = Buffers([layer.module for layer in layers])
         self.loans = Loans()
         self.first = self.layers[0].index
+        self.alone = False  # whether no other thread draws while it is run
         self.begin()
 
     def begin(self) -> None:
@@ -146,7 +160,7 @@ class Stage:
             if layer.pop or layer.stash:
                 value = self._run_with_skips(layer, value, arrived, held, moment)
             else:
-                value = layer.run(value, {}, moment)
+                value = layer.run(value, {}, moment, alone=self.alone)
         return value
 
     def __str__(self) -> str:
@@ -159,7 +173,7 @@ class Stage:
             pop.name: held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
             for pop in layer.pop
         }
-        result = layer.run(value, popped, moment)
+        result = layer.run(value, popped, moment, alone=self.alone)
         if not layer.stash:
             return result
         result, tensors = unpack(result, layer.stash)

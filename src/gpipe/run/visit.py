@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,14 +19,22 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+Op = OpOverload[..., Any]
 
 CHECKPOINTED = (
     "something random is drawn inside torch.utils.checkpoint, which would draw other numbers when it runs the layer "
     "again for the backward; let the pipeline recompute instead, with remat='always', or draw outside of it"
 )
 
-_borrowing = threading.Lock()  # whoever holds it may set the state of a default generator
+CPU = torch.device("cpu")
+borrowing = threading.RLock()  # whoever holds it may set the state of a default generator
 
 
 def visit_key(seed: int, step: int, layer: int, micro_batch: int) -> int:
@@ -54,6 +62,7 @@ class visit(TorchDispatchMode):  # noqa: N801  # it reads as a function at every
         self.key = visit_key(seed, step, layer, micro_batch)
         self.generators: dict[torch.device, torch.Generator] = {}
         self.drew = False  # whether anything random was drawn
+        self.rests = False  # while a visit inside of it borrows the default generator
 
     def __enter__(self) -> Self:
         _push_mode(self)  # not by super(), which keeps flags for the whole process that rank threads would mix up
@@ -82,27 +91,30 @@ class visit(TorchDispatchMode):  # noqa: N801  # it reads as a function at every
 
     def __torch_dispatch__(
         self,
-        func: OpOverload[..., Any],
+        func: Op,
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Hands random operations the visit's generator; passes all others on."""
-        keywords = dict(kwargs or {})
-        if not is_random(func):
+        known = _KNOWN.get(id(func)) or _look_up(func)
+        if not known.random:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        keywords = kwargs or {}
+        if self.rests or given_generator(args, keywords):  # the user's own generator is the user's own business
             return func(*args, **keywords)
-        if given_generator(func, args, keywords):
-            return func(*args, **keywords)  # the user's own generator is the user's own business
-        generator = self.generator(_device_of(func, args, keywords))
-        keyed = _with_generator(func)
-        if keyed is None:
-            result, drew = _borrow(generator, lambda: func(*args, **keywords))
-        else:
-            result, drew = keyed(*args, **{**keywords, "generator": generator}), True
+        drew, result = self.draw(known, args, keywords)
         self.drew |= drew
         if drew and _is_checkpointed():
             raise RuntimeError(CHECKPOINTED)
         return result
+
+    def draw(self, known: "Known", args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[bool, object]:
+        """Does a random operation with the visit's generator; says if anything was drawn."""
+        generator = self.generator(_device_of(args, kwargs))
+        if known.keyed is None:
+            return _borrow(generator, lambda: known.func(*args, **kwargs))
+        return True, known.keyed(*args, **{**kwargs, "generator": generator})
 
 
 # Dynamo would trace the method whenever a module that it leaves alone runs within a compiled call.
@@ -119,26 +131,24 @@ def _is_checkpointed() -> bool:
     return False
 
 
-def is_random(func: OpOverload[..., Any]) -> bool:
-    """Whether an operation draws from a generator."""
-    found = _IS_RANDOM.get(func)
-    if found is None:
-        found = _IS_RANDOM[func] = torch.Tag.nondeterministic_seeded in func.tags
-    return found
+class Known(NamedTuple):
+    """What an operation says of itself: whether it draws, and its overload that takes a generator, if it has one."""
+
+    func: Op
+    random: bool
+    keyed: Op | None
 
 
-_IS_RANDOM: dict[OpOverload[..., Any], bool] = {}  # a memo of what the operations themselves say
-_KEYED: dict[OpOverload[..., Any], OpOverload[..., Any] | None] = {}  # likewise
+_KNOWN: dict[int, Known] = {}  # by id, since an operation's own hash is slow; it lives on in its entry
 
 
-def _with_generator(func: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
-    """The overload of an operation that takes a generator, if it has one."""
-    if func not in _KEYED:
-        _KEYED[func] = _find_with_generator(func)
-    return _KEYED[func]
+def _look_up(func: Op) -> Known:
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    known = _KNOWN[id(func)] = Known(func, random, _find_with_generator(func) if random else None)
+    return known
 
 
-def _find_with_generator(func: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
+def _find_with_generator(func: Op) -> Op | None:
     if _takes_generator(func):
         return func
     ours = [argument.name for argument in func._schema.arguments]
@@ -150,44 +160,51 @@ def _find_with_generator(func: OpOverload[..., Any]) -> OpOverload[..., Any] | N
     return None
 
 
-def _takes_generator(func: OpOverload[..., Any]) -> bool:
+def _takes_generator(func: Op) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-def given_generator(func: OpOverload[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+def given_generator(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether the caller passed a generator of its own."""
     return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
 
 
-def _device_of(func: OpOverload[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:
+def _device_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:
+    if args and isinstance(args[0], Tensor):
+        return args[0].device
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             return leaf.device
     device = kwargs.get("device")
     if device is None:
-        return torch.device("cpu")
+        return CPU
     found = torch.device(device)  # type: ignore[call-overload]  # whatever the operation itself accepts
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(found)
 
 
-def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> tuple[object, bool]:
+def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> tuple[bool, object]:
     """Draws from a default generator that meanwhile stands where `generator` does; says if anything was drawn.
 
     Attention may draw and mostly does not: with no dropout its layers then need no visit.
     """
-    with _borrowing:
-        default = default_generator(generator.device)
-        own, before = default.get_state(), generator.get_state()
-        default.set_state(before)
+    outer = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, visit)]
+    default, before = default_generator(generator.device), generator.get_state()
+    with borrowing:
+        own = default.get_state()
         try:
+            for mode in outer:
+                mode.rests = True
+            default.set_state(before)
             result = draw()
             after = default.get_state()
         finally:
             default.set_state(own)
-        generator.set_state(after)
-        return result, not torch.equal(before, after)
+            for mode in outer:
+                mode.rests = False
+    generator.set_state(after)
+    return not torch.equal(before, after), result
 
 
 def default_generator(device: torch.device) -> torch.Generator:
