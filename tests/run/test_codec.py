@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gpipe.run.boundary import Parcel
-from gpipe.run.codec import decode, encode
+from gpipe.run.codec import KEPT, Views, decode, encode
 from gpipe.run.microbatch import Tree
 from gpipe.run.transport import Message
 
@@ -181,6 +181,32 @@ def test_a_tree_comes_as_it_left(tree: Tree, gap: int) -> None:
 
 
 @settings(LAW, max_examples=100)
+@given(st.lists(st.tuples(tensors(), st.integers(0, 2)), max_size=8))
+def test_memory_through_which_messages_keep_coming_gives_each_of_them(sent: Sequence[tuple[Tensor, int]]) -> None:
+    memory = bytearray(2**16)
+    views: Views = {}
+    came = []
+    for tensor, gap in sent:
+        encoded = encode(Parcel(tensor, []))
+        memory[:] = b"\xff" * len(memory)
+        memory[gap : gap + encoded.size] = b"".join(map(bytes, encoded.pieces()))
+        came.append(decode(encoded.layout, memory, gap, views))
+    memory[:] = b"\xff" * len(memory)
+    for (tensor, _), back in zip(sent, came, strict=True):
+        assert_same(back, Parcel(tensor, []))
+
+
+def test_views_are_not_kept_without_end() -> None:
+    memory = bytearray(2**16)
+    views: Views = {}
+    for size in range(1, 2 * KEPT):
+        encoded = encode(Parcel(torch.arange(size), []))
+        memory[: encoded.size] = encoded.pieces()[0]
+        decode(encoded.layout, memory, 0, views)
+        assert len(views) <= KEPT
+
+
+@settings(LAW, max_examples=100)
 @given(st.lists(st.none() | tensors(), max_size=4))
 def test_gradients_come_as_they_left(found: list[Tensor | None]) -> None:
     gradients = [None if tensor is None else tensor.detach() for tensor in found]
@@ -205,6 +231,15 @@ def test_a_size_stays_a_size_and_a_key_that_is_an_enum_itself() -> None:
         back = there_and_back(Parcel(value, []))
         assert isinstance(back, Parcel)
         assert back.value == value
+
+
+def test_keys_stay_what_they_are_also_where_they_are_equal() -> None:
+    """The layout that is kept for one is not the other's."""
+    for key in (1, True, "1", 1, Colour.RED, True):
+        back = there_and_back(Parcel({key: torch.ones(1)}, []))
+        assert isinstance(back, Parcel)
+        assert isinstance(back.value, dict)
+        assert [(found, type(found)) for found in back.value] == [(key, type(key))]
 
 
 def test_complex_numbers_of_16_bytes_may_lie_at_any_address() -> None:

@@ -1,5 +1,6 @@
 """Links: whatever is sent arrives whole and in order, within a host and between hosts, and nothing is left behind."""
 
+import gc
 import os
 import socket
 import time
@@ -15,14 +16,14 @@ from torch import Tensor
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import decode, encode
-from gpipe.run.frames import Frame, Gone, News
+from gpipe.run.frames import CHUNK, Frame, Gone, News
 from gpipe.run.links import INLINE, SLOTS, Link
 from gpipe.run.remote import RemoteLink
 from gpipe.run.transport import Label
 
 KINDS = (Link, RemoteLink)
 SIZES = (0, 4, 1000, INLINE - 4, INLINE, INLINE + 4, 2**17, 2**17 + 4, 2**20)
-LIMIT = 20.0  # seconds that anything here may take
+LIMIT = 60.0  # seconds that anything here may take
 RUN = 7
 
 
@@ -158,7 +159,9 @@ def test_messages_arrive_whole_and_in_order(
 @pytest.mark.parametrize("size", [INLINE, 2**23])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_receiver_that_takes_nothing_bounds_what_is_under_way(kind: type[Link], size: int) -> None:
-    with linked(kind) as (one, other):
+    with linked(kind, 2**17) as (one, other):
+        for link in (one, other):  # else some systems have the network hold 32 MiB
+            link._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
         number = 0
         end = time.monotonic() + 0.3
         while time.monotonic() < end and number < 10_000:
@@ -186,6 +189,22 @@ def test_both_ends_may_send_at_once(kind: type[Link]) -> None:
 
 
 # Examples.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_may_be_longer_than_the_memory_that_it_comes_through(kind: type[Link]) -> None:
+    with linked(kind, 2**14) as (one, other):
+        for length in (1, CHUNK, 1, 3 * CHUNK, CHUNK // 2, 1):
+            text = "ab" * length
+            one.put(RUN, Label(0, 0, gradient=False), encode(Parcel((text, torch.ones(3)), [])), 1.5)
+            until(lambda: one.has_left() & (other.head() is not None))
+            head = other.head()
+            assert head is not None
+            found = decode(*other.message(head))
+            assert isinstance(found, Parcel)
+            assert found.value[0] == text  # type: ignore[index]
+            other.done(head)
+        assert other.head() is None
 
 
 def test_a_slot_that_is_too_small_makes_way_for_a_larger_one() -> None:
@@ -249,8 +268,9 @@ def test_reports_and_the_end_come_by_the_news(kind: type[Link]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_stays_open_after_close(kind: type[Link]) -> None:
-    def handles() -> list[str]:
-        return sorted(os.listdir("/proc/self/fd"))
+    def handles() -> set[str]:
+        gc.collect()  # of tests before
+        return set(os.listdir("/proc/self/fd"))
 
     with linked(kind):
         pass  # what Python opens once
@@ -259,10 +279,10 @@ def test_nothing_stays_open_after_close(kind: type[Link]) -> None:
         for number in range(SLOTS):
             put(one, number, 2**20)
         until(lambda: other.head() is not None)
-        assert handles() != before
-    assert handles() == before
+        assert handles() - before
+    assert handles() <= before
     if isinstance(one, RemoteLink):
-        assert not any(thread.is_alive() for thread in one._threads)
+        until(lambda: not any(thread.is_alive() for thread in one._threads))
 
 
 def test_who_reads_no_news_for_long_gets_all_that_were_told() -> None:

@@ -125,7 +125,7 @@ def test_a_message_that_comes_just_before_the_wait_is_seen(
     as_source: bool, kind: type[Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hung: `_wait` took what was wanted from the stream, and then waited for the stream."""
-    with nets(2, kind, limit=5) as (first, second):
+    with nets(2, kind, limit=30) as (first, second):
         if as_source:
             second.expect({label_of(0): 0}, {0}, lambda peer, seen: "")
         wait = second._wait
@@ -142,7 +142,7 @@ def test_a_message_that_comes_just_before_the_wait_is_seen(
 @pytest.mark.parametrize("kind", KINDS)
 def test_room_that_comes_just_before_the_wait_is_seen(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
     """It hung: `_wait` heard that messages had left while it looked for others, and then waited to hear it."""
-    with nets(2, kind, limit=5) as (first, second):
+    with nets(2, kind, limit=30) as (first, second):
         sent: list[int] = []
         wait, ended = first._wait, threading.Event()
 

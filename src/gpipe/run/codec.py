@@ -6,7 +6,6 @@ layout is written and read once for as long as shapes stay the same: both ends k
 
 import json
 import mmap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gpipe.run.boundary import Gradients, Parcel
+from gpipe.run.text import At, read_leaf, write_leaf, write_tree
 from gpipe.run.transport import Message
 
 ALIGNMENT = 64  # bytes, as torch allocates: kernels may compute other bits on other alignments
@@ -29,6 +29,8 @@ NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, tor
 Buffer: TypeAlias = bytearray | mmap.mmap
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool]
 """What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient."""
+Views: TypeAlias = dict[tuple[torch.dtype, tuple[int, ...], int], Tensor]
+"""Tensors over memory through which messages keep coming, by where they begin: making one takes as long as a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,13 @@ class Place:
 
     `size` leaves out what is only repeated: dimensions of stride 0 have size 1, and are expanded at the end.
     `dense` elements travel in the order of memory, others in the order of their indices. `plain` ones lie in both.
+    `units` are what torch reads them as, and how many.
     """
 
     shape: Shape
     start: int
     end: int
+    units: tuple[torch.dtype, int]
     size: tuple[int, ...]
     strides: tuple[int, ...]
     dense: bool
@@ -62,16 +66,12 @@ class Layout:
 
 
 class Encoded(NamedTuple):
-    """A message as it is sent: its layout in bytes, and its tensors, each to be put at its place."""
+    """A message as it is sent: its layout in bytes, and its tensors, each with the place to put it at."""
 
     layout: bytes
-    tensors: list[Tensor]
     places: tuple[Place, ...]
-
-    @property
-    def size(self) -> int:
-        """How many bytes the tensors take, with what aligns them."""
-        return self.places[-1].end if self.places else 0
+    size: int  # bytes that the tensors take, with what aligns them
+    tensors: list[Tensor]
 
     def write(self, memory: Tensor) -> None:
         """Puts the tensors into `size` bytes."""
@@ -80,21 +80,14 @@ class Encoded(NamedTuple):
                 if place.end > place.start:
                     memory[place.start : place.end].view(tensor.dtype).copy_(_flat(tensor, place))
 
-    def pieces(self) -> list[bytes | bytearray | memoryview]:
-        """The bytes, one after another."""
-        if len(self.places) == 1 and self.places[0].plain and _is_plain(self.tensors[0]):
-            return [self.tensors[0].detach().resolve_neg().numpy().data]  # no copy
+    def pieces(self) -> list[bytearray | memoryview]:
+        """The `size` bytes, one after another."""
+        if len(self.places) == 1 and self.places[0].plain and self.tensors[0].is_contiguous():
+            return [self.tensors[0].numpy(force=True).data]  # no copy
         memory = bytearray(self.size)
         if memory:
             self.write(torch.frombuffer(memory, dtype=torch.uint8))
         return [memory]
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """A leaf of a tree that is a tensor: its number among the tensors of the message."""
-
-    number: int
 
 
 def encode(message: Message) -> Encoded:
@@ -107,34 +100,36 @@ def encode(message: Message) -> Encoded:
         return _encode_gradients(message)
     tree = message.value
     if type(tree) is Tensor:
-        layout, places = _of_one(True, tree.dtype, tree.shape, tree.stride(), tree.requires_grad, tree.layout)
-        return Encoded(layout, [tree], places)
+        known = _of_one(True, tree.dtype, tree.shape, tree.stride(), tree.requires_grad, tree.layout)
+        return Encoded(*known, [tree])
     items, spec = pytree.tree_flatten(tree)
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
     leaves: list[object] = []
     for item in items:
         if not isinstance(item, Tensor):
-            leaves.append(_plain(item))
+            leaves.append(write_leaf(item))
             continue
         if id(item) not in numbers:
             numbers[id(item)] = len(tensors)
             tensors.append(item)
         leaves.append(["tensor", numbers[id(item)]])
-    shapes = tuple(map(_shape, tensors))
-    return Encoded(_write(True, _spec_text(spec), json.dumps(leaves), shapes), tensors, _places(shapes))
+    return _encoded(True, write_tree(spec), leaves, tensors)
 
 
 def _encode_gradients(gradients: Gradients) -> Encoded:
     tensors = [gradient for gradient in gradients if gradient is not None]
     if len(tensors) == len(gradients) == 1:
         (one,) = tensors
-        layout, places = _of_one(False, one.dtype, one.shape, one.stride(), False, one.layout)
-        return Encoded(layout, tensors, places)
+        return Encoded(*_of_one(False, one.dtype, one.shape, one.stride(), False, one.layout), tensors)
     numbers = iter(range(len(tensors)))
     leaves = [["value", None] if gradient is None else ["tensor", next(numbers)] for gradient in gradients]
+    return _encoded(False, None, leaves, tensors)
+
+
+def _encoded(is_parcel: bool, spec: str | None, leaves: list[Any], tensors: list[Tensor]) -> Encoded:
     shapes = tuple(map(_shape, tensors))
-    return Encoded(_write(False, None, json.dumps(leaves), shapes), tensors, _places(shapes))
+    return Encoded(*_of_many(is_parcel, spec, json.dumps(leaves), shapes), tensors)
 
 
 @lru_cache(KEPT)
@@ -145,18 +140,28 @@ def _of_one(
     strides: tuple[int, ...],
     wants_gradient: bool,
     layout: torch.layout,
-) -> tuple[bytes, tuple[Place, ...]]:
+) -> tuple[bytes, tuple[Place, ...], int]:
     """How a message of one tensor is written: the usual one, so it must be quick."""
     if layout != torch.strided:
         raise TypeError(NOT_DENSE.format(name="Tensor", layout=layout))
-    shapes: tuple[Shape, ...] = ((dtype, tuple(size), strides, wants_gradient),)
-    return _write(is_parcel, None, "null", shapes), _places(shapes)
+    return _of_many(is_parcel, None, "null", ((dtype, tuple(size), strides, wants_gradient),))
 
 
-def decode(layout: bytes, memory: Buffer, offset: int = 0) -> Message:
-    """The message of a layout and the bytes behind it, which may be used again afterwards."""
+@lru_cache(KEPT)
+def _of_many(
+    is_parcel: bool, spec: str | None, leaves: str, shapes: tuple[Shape, ...]
+) -> tuple[bytes, tuple[Place, ...], int]:
+    named = [[str(dtype).removeprefix("torch."), size, strides, wants] for dtype, size, strides, wants in shapes]
+    head, tail = json.dumps([is_parcel, spec]), json.dumps(named)
+    places = _places(shapes)
+    return f"{head[:-1]}, {leaves}, {tail}]".encode(), places, places[-1].end if places else 0
+
+
+def decode(layout: bytes, memory: Buffer, offset: int = 0, views: Views | None = None) -> Message:
+    """The message of a layout and the bytes behind it, which may be used again afterwards, with the same `views`."""
     read = _read(layout)
-    tensors = [_take(place, memory, offset) for place in read.places]
+    views = {} if views is None else views
+    tensors = [_take(place, memory, offset, views) for place in read.places]
     if read.leaves is None:
         return Parcel(tensors[0], [tensors[0]] if tensors[0].requires_grad else []) if read.is_parcel else tensors  # type: ignore[return-value]
     items = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
@@ -193,7 +198,9 @@ def _places(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
             count = torch.Size(own).numel()
         at = start + count * dtype.itemsize
         plain = own == size and strides == _contiguous(size) and dtype in NUMPY and count > 0
-        places.append(Place(shape, start, at, own, strides, dense, plain))
+        wide = dtype.itemsize > 8  # torch reads complex128 from aligned addresses alone, or dies
+        units = (torch.uint8, at - start) if wide else (dtype, count)
+        places.append(Place(shape, start, at, units, own, strides, dense, plain))
     return tuple(places)
 
 
@@ -215,42 +222,35 @@ def _flat(tensor: Tensor, place: Place) -> Tensor:
     return tensor.as_strided(place.size, place.strides).contiguous().view(-1)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.is_cpu
-
-
 def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(size, device="meta").stride()
 
 
-def _take(place: Place, memory: Buffer, offset: int) -> Tensor:
+def _take(place: Place, memory: Buffer, offset: int, views: Views) -> Tensor:
     dtype, size, strides, wants_gradient = place.shape
-    count = (place.end - place.start) // dtype.itemsize
-    if not count:
+    if place.plain:
+        tensor = _view(place, memory, offset, views).clone()
+    elif place.end == place.start:
         tensor = torch.empty_strided(size, strides, dtype=dtype)
     else:
-        found = _at(memory, dtype, count, offset + place.start)
-        if place.plain:
-            tensor = found.clone().view(size)
-        elif place.dense:
-            tensor = found.clone().as_strided(size, strides)
-        else:
-            tensor = torch.empty_strided(place.size, place.strides, dtype=dtype)
-            tensor = tensor.copy_(found.view(place.size)).as_strided(size, strides)
+        unit, count = place.units
+        tensor = torch.frombuffer(memory, dtype=unit, count=count, offset=offset + place.start).clone()
+        if unit is not dtype:
+            tensor = tensor.view(dtype)
+        if not place.dense:
+            tensor = torch.empty_strided(place.size, place.strides, dtype=dtype).copy_(tensor.view(place.size))
+        tensor = tensor.as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
 
 
-def _at(memory: Buffer, dtype: torch.dtype, count: int, start: int) -> Tensor:
-    if dtype.itemsize <= 8:
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
-    size = count * dtype.itemsize  # torch reads complex128 from aligned addresses alone, or dies
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).clone().view(dtype)
-
-
-@lru_cache(KEPT)
-def _write(is_parcel: bool, spec: str | None, leaves: str, shapes: tuple[Shape, ...]) -> bytes:
-    named = [[str(dtype).removeprefix("torch."), size, strides, wants] for dtype, size, strides, wants in shapes]
-    return json.dumps([is_parcel, spec, json.loads(leaves), named]).encode()
+def _view(place: Place, memory: Buffer, offset: int, views: Views) -> Tensor:
+    unit, count = place.units
+    at = unit, place.size, offset + place.start
+    if at not in views:
+        if len(views) == KEPT:
+            views.clear()
+        views[at] = torch.frombuffer(memory, dtype=unit, count=count, offset=at[-1]).view(place.size)
+    return views[at]
 
 
 @lru_cache(KEPT)
@@ -260,59 +260,4 @@ def _read(layout: bytes) -> Layout:
         (getattr(torch, dtype), tuple(size), tuple(strides), wants) for dtype, size, strides, wants in named
     )
     tree = None if spec is None else pytree.treespec_loads(spec)
-    return Layout(is_parcel, tree, None if leaves is None else tuple(map(_unplain, leaves)), _places(shapes))
-
-
-def _spec_text(spec: pytree.TreeSpec) -> str:
-    try:
-        text = pytree.treespec_dumps(spec)
-        _rebuild(text)
-        return text
-    except (NotImplementedError, ValueError, TypeError) as error:
-        raise TypeError(
-            f"{spec} cannot go to another process: {error}; return tensors, tuples, lists and dicts, or register the "
-            f"class with torch.utils._pytree under a serialized_type_name"
-        ) from error
-
-
-@lru_cache(KEPT)
-def _rebuild(spec: str) -> None:
-    """Builds such a tree, as the other end will: not every key of a dict is the same when it comes from JSON."""
-    read = pytree.treespec_loads(spec)
-    pytree.tree_unflatten([None] * read.num_leaves, read)
-
-
-def _plain(leaf: object) -> list[Any]:
-    """A leaf that is no tensor, in words of JSON: its type, and what it is."""
-    match leaf:
-        case None | bool() | int() | float() | str() if type(leaf) in (type(None), bool, int, float, str):
-            return ["value", leaf]
-        case complex():
-            return ["complex", leaf.real, leaf.imag]
-        case bytes():
-            return ["bytes", leaf.hex()]
-        case torch.Size():
-            return ["size", *leaf]
-        case torch.dtype():
-            return ["dtype", str(leaf).removeprefix("torch.")]
-    raise TypeError(
-        f"a {type(leaf).__name__} cannot go to another process; return tensors, numbers, strings, None, or tuples, "
-        f"lists and dicts of them"
-    )
-
-
-def _unplain(written: Sequence[Any]) -> object:
-    kind, *parts = written
-    match kind:
-        case "tensor":
-            return At(parts[0])
-        case "complex":
-            return complex(*parts)
-        case "bytes":
-            return bytes.fromhex(parts[0])
-        case "size":
-            return torch.Size(parts)
-        case "dtype":
-            return getattr(torch, parts[0])
-        case _:
-            return parts[0]
+    return Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), _places(shapes))

@@ -3,16 +3,20 @@
 import mmap
 import socket
 import struct
+from array import array
+from collections import deque
 from typing import NamedTuple
 
+from gpipe.run.codec import Views
 from gpipe.run.transport import Label
 
 IN_SLOT = 64  # where in a slot the message begins
 CHUNK = 2**16
 FREE, FAILED = b"S", b"F"
 
-HEADER = struct.Struct("<IiIBhIQQd")
+HEADER = struct.Struct("<IiI?hIQQd")
 _NEWS = struct.Struct("<cI")
+_HANDLES = socket.CMSG_SPACE(64)  # bytes, room for the handles that come at once
 
 
 class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
@@ -34,18 +38,75 @@ class Frame(NamedTuple):
     capacity: int
     sent: float
 
-    def to_bytes(self) -> bytes:
-        """What stands in the stream."""
-        route, micro_batch, gradient = self.label
-        return HEADER.pack(
-            self.run, route, micro_batch, gradient, self.slot, self.layout, self.size, self.capacity, self.sent
-        )
-
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray) -> "Frame":
-        """Reads what `to_bytes` wrote."""
-        run, route, micro_batch, gradient, *rest = HEADER.unpack_from(data)
-        return cls(run, Label(route, micro_batch, bool(gradient)), *rest)
+    def read(cls, memory: bytes | bytearray, start: int = 0) -> "Frame":
+        """Reads what `header` wrote."""
+        run, route, micro_batch, gradient, *rest = HEADER.unpack_from(memory, start)
+        return cls(run, Label(route, micro_batch, gradient), *rest)
+
+
+def header(run: int, label: Label, slot: int, layout: int, size: int, capacity: int, sent: float) -> bytes:
+    """What stands in the stream ahead of a message."""
+    return HEADER.pack(run, *label, slot, layout, size, capacity, sent)
+
+
+class Arrived:
+    """What came by a stream and is not taken yet.
+
+    The bytes lie in `memory` from `start` to `end`. The memory is kept, and with it the `views` of what came through
+    it; only for a message that needs more there is a larger one.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.memory = bytearray(CHUNK)
+        self.views: Views = {}
+        self.start = self.end = 0
+        self.handles: deque[int] = deque()
+        self._stream = stream
+        self._length = 0  # of the first message
+
+    def first(self) -> Frame | None:
+        """The header of the first message, once all of it is here."""
+        needed = HEADER.size
+        while True:
+            have = self.end - self.start
+            if have >= HEADER.size:
+                frame = Frame.read(self.memory, self.start)
+                needed = HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0)
+                if have >= needed:
+                    self._length = needed
+                    return frame
+            if not self._read(needed):
+                return None
+
+    def drop(self) -> None:
+        """Lets go of the first message."""
+        self.start += self._length
+        if self.start == self.end:
+            self.start = self.end = 0
+
+    def _read(self, needed: int) -> bool:
+        """Reads what the stream has, as far as there is room, for a first message of so many bytes."""
+        if self.start + needed > len(self.memory):
+            self._make_room(needed)
+        try:
+            count, ancillary, _, _ = self._stream.recvmsg_into([memoryview(self.memory)[self.end :]], _HANDLES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise Gone(str(error)) from error
+        if not count:
+            raise Gone("its process has ended")
+        self.end += count
+        for _, _, data in ancillary:
+            self.handles.extend(array("i", data))
+        return True
+
+    def _make_room(self, needed: int) -> None:
+        arrived, size = self.memory[self.start : self.end], self.end - self.start
+        memory, views = (self.memory, self.views) if needed <= len(self.memory) else (bytearray(needed), {})
+        memory[:size] = arrived  # and no interrupt comes between this and the next line, which calls nothing
+        self.memory, self.views, self.start, self.end = memory, views, 0, size
 
 
 class Slot:

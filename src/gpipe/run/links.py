@@ -12,14 +12,13 @@ import json
 import os
 import select
 import socket
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from gpipe.run.codec import Buffer, Encoded
-from gpipe.run.frames import CHUNK, FAILED, FREE, HEADER, IN_SLOT, Frame, Gone, News, Slot
+from gpipe.run.codec import Buffer, Encoded, Views
+from gpipe.run.frames import FAILED, FREE, HEADER, IN_SLOT, Arrived, Frame, Gone, News, Slot, header
 from gpipe.run.transport import Label
 
 INLINE = 2**15
@@ -41,9 +40,8 @@ class Link:
         self._stream = stream
         self.news = News(news)
         self.reports: list[Mapping[str, Any]] = []
-        self._arrived = bytearray()
+        self._arrived = Arrived(stream)
         self._head: Frame | None = None
-        self._handles: deque[int] = deque()
         self._leaving = b""
         self._handle: int | None = None
         self._own: list[Slot] = []
@@ -65,7 +63,7 @@ class Link:
 
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be put on its way now."""
-        if self._leaving:
+        if self._leaving and not self.flush():
             return False
         return size <= INLINE or len(self._own) < SLOTS or not all(slot.taken for slot in self._own)
 
@@ -74,21 +72,24 @@ class Link:
         for slot in self._own:
             slot.want()
 
-    def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
-        """Puts a message on its way, for which there must be room; `flush` sends what the stream does not take."""
+    def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
+        """Puts a message on its way, for which there must be room; what the stream does not take is for `flush`.
+
+        Returns:
+            Whether the stream took all of it.
+        """
         layout, size = message.layout, message.size
         if size <= INLINE or not hasattr(os, "memfd_create"):
-            head = Frame(run, label, -1, len(layout), size, 0, sent).to_bytes()
-            self._send([head, layout, *message.pieces()], len(head) + len(layout) + size)
-            return
+            head = header(run, label, -1, len(layout), size, 0, sent)
+            return self._send([head, layout, *message.pieces()], len(head) + len(layout) + size)
         at = self._slot_of(size)
         slot = self._own[at]
         message.write(torch.frombuffer(slot.memory, dtype=torch.uint8, offset=IN_SLOT))
         slot.take()
         handle, slot.untold = slot.untold, None
         capacity = slot.capacity if handle is not None else 0
-        head = Frame(run, label, at, len(layout), size, capacity, sent).to_bytes()
-        self._send([head, layout], len(head) + len(layout), handle)
+        head = header(run, label, at, len(layout), size, capacity, sent)
+        return self._send([head, layout], len(head) + len(layout), handle)
 
     def _slot_of(self, size: int) -> int:
         """A free slot that is large enough; made, if there is none."""
@@ -109,26 +110,25 @@ class Link:
             os.close(old.untold)
         return free[0]
 
-    def _send(self, pieces: Sequence[Piece], size: int, handle: int | None = None) -> None:
+    def _send(self, pieces: Sequence[Piece], size: int, handle: int | None = None) -> bool:
         """Gives the stream what it takes, a handle with the first byte; the rest is left for `flush`."""
         try:
             handles = [] if handle is None else [handle]
             sent = socket.send_fds(self._stream, pieces, handles) if handles else self._stream.sendmsg(pieces)
         except BlockingIOError:
             self._leaving, self._handle = b"".join(pieces), handle
-            return
+            return False
         except OSError as error:
             raise Gone(str(error)) from error
         if handle is not None:
             os.close(handle)
         self._leaving = b"" if sent == size else b"".join(pieces)[sent:]
         self._handle = None
+        return not self._leaving
 
     def flush(self) -> bool:
         """Sends what is left of a message; whether nothing is."""
-        if self._leaving:
-            self._send([self._leaving], len(self._leaving), self._handle)
-        return not self._leaving
+        return not self._leaving or self._send([self._leaving], len(self._leaving), self._handle)
 
     def has_left(self) -> bool:
         """Whether all messages are on their way, and would arrive also if this process ended now."""
@@ -141,49 +141,29 @@ class Link:
 
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
-        if self._head is None and not self._is_whole():
-            self._read()
-            self._is_whole()
+        if self._head is None:
+            frame = self._arrived.first()
+            if frame is not None and frame.capacity:
+                handle = self._arrived.handles.popleft()
+                self._theirs[frame.slot] = Slot(handle, frame.capacity)
+                os.close(handle)
+            self._head = frame
         return self._head
 
-    def _is_whole(self) -> bool:
-        have = len(self._arrived)
-        if have < HEADER.size:
-            return False
-        frame = Frame.from_bytes(self._arrived)
-        if have < HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0):
-            return False
-        if frame.capacity:
-            handle = self._handles.popleft()
-            self._theirs[frame.slot] = Slot(handle, frame.capacity)
-            os.close(handle)
-        self._head = frame
-        return True
-
-    def _read(self) -> None:
-        try:
-            data, handles, _, _ = socket.recv_fds(self._stream, CHUNK, SLOTS)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise Gone(str(error)) from error
-        if not data:
-            raise Gone("its process has ended")
-        self._handles.extend(handles)
-        self._arrived += data
-
-    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int, Views]:
         """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
-        start = HEADER.size + frame.layout
-        layout = bytes(self._arrived[HEADER.size : start])
+        arrived = self._arrived
+        start = arrived.start + HEADER.size
+        behind = start + frame.layout
+        layout = bytes(arrived.memory[start:behind])
         if frame.slot < 0:
-            return layout, self._arrived, start
-        return layout, self._theirs[frame.slot].memory, IN_SLOT
+            return layout, arrived.memory, behind, arrived.views
+        return layout, self._theirs[frame.slot].memory, IN_SLOT, {}
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message, and lets the other end use the memory of this one again."""
         self._head = None
-        del self._arrived[: HEADER.size + frame.layout + (frame.size if frame.slot < 0 else 0)]
+        self._arrived.drop()
         if frame.slot >= 0 and self._theirs[frame.slot].free():
             self.news.tell(FREE, b"")
 
@@ -200,9 +180,9 @@ class Link:
         self._stream.close()
         self.news.connection.close()
         untold = [self._handle, *(slot.untold for slot in self._own)]
-        for handle in (*self._handles, *untold):
+        for handle in (*self._arrived.handles, *untold):
             if handle is not None:
                 os.close(handle)
         self._handle = None
-        for held in (self._handles, self._own, self._theirs):
+        for held in (self._arrived.handles, self._own, self._theirs):
             held.clear()

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from gpipe.run.boundary import Parcel
-from gpipe.run.codec import decode, encode
+from gpipe.run.codec import Encoded, decode, encode
 from gpipe.run.frames import Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
@@ -101,15 +101,18 @@ class Net:
         Raises:
             RemoteError: A process failed, or is gone.
         """
+        self._send(peer, label, encode(message))
+
+    def _send(self, peer: int, label: Label, message: Encoded) -> None:
         link = self.links[peer]
-        encoded = encode(message)
         try:
-            while not (link.flush() and link.has_room(encoded.size)):
+            while not link.has_room(message.size):
                 link.want_room()
-                self._wait(peer, room=encoded.size)
-            link.put(self.run, label, encoded, time.perf_counter())
-            while not link.flush():
+                self._wait(peer, room=message.size)
+            left = link.put(self.run, label, message, time.perf_counter())
+            while not left:
                 self._wait(peer, room=0)
+                left = link.flush()
         except Gone:
             self._lost(peer)
 
@@ -133,17 +136,16 @@ class Net:
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
         link = self.links[peer]
-        head = link.head()
+        head = link.head()  # of those that are thrown away, too: new slots come with them
         if head is None:
             return None
         if head.run > self.run:  # the peer has failed, and gone on; the news will say so
             return False
-        if head.run == self.run and head.label != wanted and self.due.get(head.label, -1) > self._at:
-            return False
-        found = link.message(head)  # also if it is thrown away: new slots come with it
         if head.run == self.run:
-            self._early[peer, head.label] = (decode(*found), head.sent or None)
-        del found
+            label = head.label
+            if label != wanted and self.due.get(label, -1) > self._at:
+                return False
+            self._early[peer, label] = (decode(*link.message(head)), head.sent or None)
         link.done(head)
         return True
 
@@ -165,7 +167,7 @@ class Net:
         for other in [other for other, events in self._watched.items() if events]:
             if other != peer and other not in self._sources:  # left from an earlier wait
                 self._watch(other, reading=False)
-        if room is not None and self.links[peer].flush() and self.links[peer].has_room(room):
+        if room is not None and self.links[peer].has_room(room):
             return  # came meanwhile, and was not told or is not told again
         asked = time.perf_counter()
         self.status.wait(True)
@@ -269,9 +271,10 @@ class Net:
             with self._at_parting():
                 return list(_told(self.receive(0, label)[0]))  # type: ignore[call-overload,no-any-return]  # of rank 0
         every = [told, *(_told(self.receive(peer, label)[0]) for peer in range(1, self.size))]
+        message = encode(Parcel(every, []))
         with self._at_parting():
             for peer in range(1, self.size):
-                self.send(peer, label, Parcel(every, []))
+                self._send(peer, label, message)
             for peer in range(1, self.size):
                 self._see_off(peer)
         return every

@@ -8,8 +8,8 @@ from collections import deque
 from contextlib import suppress
 from queue import SimpleQueue
 
-from gpipe.run.codec import Buffer, Encoded
-from gpipe.run.frames import CHUNK, HEADER, Frame, Gone
+from gpipe.run.codec import Buffer, Encoded, Views
+from gpipe.run.frames import CHUNK, HEADER, Frame, Gone, header
 from gpipe.run.links import SLOTS, Link
 from gpipe.run.transport import Label
 
@@ -52,9 +52,9 @@ class RemoteLink(Link):
     def want_room(self) -> None:
         """The thread that writes always tells."""
 
-    def put(self, run: int, label: Label, message: Encoded, sent: float) -> None:
-        """Puts a message on its way, for which there must be room."""
-        head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).to_bytes()
+    def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
+        """Puts a message on its way, for which there must be room; it leaves by itself."""
+        head = header(run, label, -1, len(message.layout), message.size, 0, 0.0)
         data = memoryview(b"".join([head, message.layout, *message.pieces()]))
         if not self._unsent:  # nobody else writes, and what the network takes at once needs no thread
             try:
@@ -66,6 +66,7 @@ class RemoteLink(Link):
         if data.nbytes:
             self._unsent += 1
             self._outbox.put(data)
+        return True
 
     def flush(self) -> bool:
         """Everything leaves by itself."""
@@ -101,10 +102,10 @@ class RemoteLink(Link):
             return
         self._unsent -= rung.count(b"w")
 
-    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int, Views]:
         """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
         _, layout, memory = self._inbox[0]
-        return layout, memory, 0
+        return layout, memory, 0, {}
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message."""
@@ -114,7 +115,7 @@ class RemoteLink(Link):
     def _keep_reading(self) -> None:
         try:
             while True:
-                frame = Frame.from_bytes(_receive(self._stream, HEADER.size))
+                frame = Frame.read(_receive(self._stream, HEADER.size))
                 layout = bytes(_receive(self._stream, frame.layout))
                 self._inbox.append((frame, layout, _receive(self._stream, frame.size)))
                 self._ring.send(b"r")
