@@ -4,6 +4,8 @@ What JSON has no word for is an object with one key that begins with `$`.
 """
 
 import math
+import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -35,7 +37,7 @@ class Encoder:
             case int():
                 return int(value)
             case float():
-                return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+                return float(value) if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
             case Tensor():
                 return self._tensor(value, where)
             case list():
@@ -76,7 +78,7 @@ def decode(value: Json, read: Callable[[str], Tensor]) -> object:
     Raises:
         ValueError: No encoder makes that.
 
-    >>> decode({"betas": {"$tuple": [0.9, 0.999]}, "best": {"$float": "inf"}}, read=None)
+    >>> decode({"betas": {"$tuple": [0.9, 0.999]}, "best": {"$float": "7ff0000000000000"}}, read=None)
     {'betas': (0.9, 0.999), 'best': inf}
     """
     match value:
@@ -86,8 +88,8 @@ def decode(value: Json, read: Callable[[str], Tensor]) -> object:
             return read(name)
         case {"$scalar": [str(dtype), bool() | int() | float() as number]} if dtype in DTYPES:
             return torch.tensor(number, dtype=DTYPES[dtype], device="cpu")
-        case {"$float": "inf" | "-inf" | "nan" as text}:
-            return float(text)
+        case {"$float": str(bits)} if re.fullmatch("[0-9a-f]{16}", bits):
+            return struct.unpack(">d", bytes.fromhex(bits))[0]
         case {"$tuple": list(items)}:
             return tuple(decode(item, read) for item in items)
         case {"$counter": list(pairs)}:
