@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gpipe.arguments import Settings
@@ -155,14 +156,17 @@ class Talk:
     def finish(self, run: Run, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
         """Waits until all processes have come to the end of the run; gives what each tells."""
         busy = time.perf_counter() - self._began - (self.net.waited - self._waited)
-        every = self.net.agree((told, busy, None if recorder is None else _timeline_text(recorder)))
+        seconds = torch.tensor(
+            busy, dtype=torch.float64
+        )  # a number would be part of the layout, which is written once
+        every = self.net.agree((told, seconds, None if recorder is None else _timeline_text(recorder)))
         assert isinstance(run, ProcessRun)
         run.settle()
         texts = [text for _, _, text in every]
         if recorder is not None and None not in texts:
             recorder.join([_read_timeline(rank, text) for rank, text in enumerate(texts)])
         if trains and not self.net.rank:
-            for finding in self.together.stragglers.note([seconds for _, seconds, _ in every]):
+            for finding in self.together.stragglers.note([float(theirs) for _, theirs, _ in every]):
                 logger.warning(finding)
         return [theirs for theirs, _, _ in every]
 

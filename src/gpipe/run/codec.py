@@ -78,7 +78,7 @@ class Encoded(NamedTuple):
         with torch.no_grad():
             for tensor, place in zip(self.tensors, self.places, strict=True):
                 if place.end > place.start:
-                    memory[place.start : place.end].view(tensor.dtype).copy_(_flat(tensor, place))
+                    memory[place.start : place.end].view(tensor.dtype).copy_(flat(tensor, place))
 
     def pieces(self) -> list[bytearray | memoryview]:
         """The `size` bytes, one after another."""
@@ -128,7 +128,7 @@ def _encode_gradients(gradients: Gradients) -> Encoded:
 
 
 def _encoded(is_parcel: bool, spec: str | None, leaves: list[Any], tensors: list[Tensor]) -> Encoded:
-    shapes = tuple(map(_shape, tensors))
+    shapes = tuple(map(shape_of, tensors))
     return Encoded(*_of_many(is_parcel, spec, json.dumps(leaves), shapes), tensors)
 
 
@@ -153,7 +153,7 @@ def _of_many(
 ) -> tuple[bytes, tuple[Place, ...], int]:
     named = [[str(dtype).removeprefix("torch."), size, strides, wants] for dtype, size, strides, wants in shapes]
     head, tail = json.dumps([is_parcel, spec]), json.dumps(named)
-    places = _places(shapes)
+    places = places_of(shapes)
     return f"{head[:-1]}, {leaves}, {tail}]".encode(), places, places[-1].end if places else 0
 
 
@@ -171,14 +171,20 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, views: Views | None =
     return Parcel(value, [tensor for tensor in tensors if tensor.requires_grad])
 
 
-def _shape(tensor: Tensor) -> Shape:
+def shape_of(tensor: Tensor) -> Shape:
+    """What is told of a tensor before it comes.
+
+    Raises:
+        TypeError: It is not dense, or more than a tensor.
+    """
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
 
 
 @lru_cache(KEPT)
-def _places(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
+def places_of(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
+    """Where tensors of these shapes are in a message."""
     places: list[Place] = []
     at = 0
     for shape in shapes:
@@ -204,7 +210,8 @@ def _places(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
     return tuple(places)
 
 
-def _flat(tensor: Tensor, place: Place) -> Tensor:
+def flat(tensor: Tensor, place: Place) -> Tensor:
+    """The elements of a tensor in one dimension, as they travel."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         for axis, count in enumerate(place.size):  # without repetitions, which the copy would write out
@@ -227,19 +234,27 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _take(place: Place, memory: Buffer, offset: int, views: Views) -> Tensor:
-    dtype, size, strides, wants_gradient = place.shape
+    dtype, _, _, wants_gradient = place.shape
     if place.plain:
         tensor = _view(place, memory, offset, views).clone()
-    elif place.end == place.start:
-        tensor = torch.empty_strided(size, strides, dtype=dtype)
+        return tensor.requires_grad_() if wants_gradient else tensor
+    if place.end == place.start:
+        return lay(torch.empty(0, dtype=dtype), place)
+    unit, count = place.units
+    found = torch.frombuffer(memory, dtype=unit, count=count, offset=offset + place.start).clone()
+    return lay(found if unit is dtype else found.view(dtype), place)
+
+
+def lay(elements: Tensor, place: Place) -> Tensor:
+    """The tensor of these elements, laid as it left: in their own memory if they are dense."""
+    dtype, size, strides, wants_gradient = place.shape
+    if not elements.numel():
+        tensor = torch.empty_strided(size, strides, dtype=dtype, device=elements.device)
     else:
-        unit, count = place.units
-        tensor = torch.frombuffer(memory, dtype=unit, count=count, offset=offset + place.start).clone()
-        if unit is not dtype:
-            tensor = tensor.view(dtype)
         if not place.dense:
-            tensor = torch.empty_strided(place.size, place.strides, dtype=dtype).copy_(tensor.view(place.size))
-        tensor = tensor.as_strided(size, strides)
+            room = torch.empty_strided(place.size, place.strides, dtype=dtype, device=elements.device)
+            elements = room.copy_(elements.view(place.size))
+        tensor = elements.as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
 
 
@@ -260,4 +275,4 @@ def _read(layout: bytes) -> Layout:
         (getattr(torch, dtype), tuple(size), tuple(strides), wants) for dtype, size, strides, wants in named
     )
     tree = None if spec is None else pytree.treespec_loads(spec)
-    return Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), _places(shapes))
+    return Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), places_of(shapes))

@@ -1,6 +1,7 @@
 """Makes the program of a mini-batch and has it run: everything of a pipe that is not its face."""
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 from gpipe.plan.action import Route
@@ -19,6 +20,7 @@ from gpipe.run.run import Plumbing, Run
 from gpipe.run.shared import Tied, find_exposed, find_race, find_shared
 from gpipe.run.stage import Stage
 from gpipe.run.syncnorm import find_norms
+from gpipe.run.wires import wires_for
 from gpipe.run.worker import Batch, Worker
 
 
@@ -94,7 +96,8 @@ class Engine:
         place = self.place
         assert place is not None
         if self._net is None:
-            self._net = Net(place.rank, connect(place.members, place.device, place.silence), place.timeout)
+            links = connect(place.members, place.device, place.silence)
+            self._net = Net(place.rank, links, place.timeout, wires_for(place, self._crossings()))
         return self._net
 
     def close(self) -> None:
@@ -124,6 +127,12 @@ class Engine:
                 program = place_reduces(program, range(stages))
         check(program)
         return program
+
+    def _crossings(self) -> set[tuple[int, int]]:
+        """The pairs of stages that send each other values, or gradients of what they share."""
+        found = {(stage - 1, stage) for stage in range(1, len(self.stages))}
+        found |= {(route.source, route.target) for route in self._skip_routes()}
+        return found | set(combinations(self._stages_that_share(), 2))
 
     def _skip_routes(self) -> list[Route]:
         stage_of = [stage.index for stage in self.stages for _ in stage.layers]

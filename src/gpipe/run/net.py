@@ -25,12 +25,13 @@ from typing import Any
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import Encoded, decode, encode
-from gpipe.run.frames import Gone
+from gpipe.run.frames import Frame, Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
 from gpipe.run.microbatch import Tree
 from gpipe.run.status import Seen, Status
 from gpipe.run.transport import Label, Message, RemoteError
+from gpipe.run.wires import Coming, Wires
 
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
@@ -50,11 +51,12 @@ class Net:
         sees: Says in words what a peer was last seen at.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, Link], limit: float) -> None:
+    def __init__(self, rank: int, links: Mapping[int, Link], limit: float, wires: Wires | None = None) -> None:
         self.rank = rank
         self.size = len(links) + 1
         self.links = dict(links)
         self.limit = limit
+        self._wires = wires
         self.run = 0
         self.due: Mapping[Label, int] = {}
         self.sees: Callable[[int, Seen], str] = _in_no_step
@@ -62,7 +64,7 @@ class Net:
         self.status = Status()
         self._at = 0
         self._parting = False
-        self._early: dict[tuple[int, Label], tuple[Message, Mark]] = {}
+        self._early: dict[tuple[int, Label], tuple[Message | Coming, Mark]] = {}
         self._sources: Collection[int] = ()
         self._poll = select.poll()
         for link in self.links.values():
@@ -101,7 +103,7 @@ class Net:
         Raises:
             RemoteError: A process failed, or is gone.
         """
-        self._send(peer, label, encode(message))
+        self._send(peer, label, encode(message if self._wires is None else self._wires.send(peer, message)))
 
     def _send(self, peer: int, label: Label, message: Encoded) -> None:
         link = self.links[peer]
@@ -131,7 +133,10 @@ class Net:
             if not taken:
                 self._watch(peer, reading=taken is None)
                 self._wait(peer)
-        return self._early.pop(key)
+        message, mark = self._early.pop(key)
+        if isinstance(message, Coming):
+            return message.finish(), mark
+        return message, mark
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
@@ -145,9 +150,15 @@ class Net:
             label = head.label
             if label != wanted and self.due.get(label, -1) > self._at:
                 return False
-            self._early[peer, label] = (decode(*link.message(head)), head.sent or None)
+            self._early[peer, label] = (self._open(peer, link, head), head.sent or None)
+        elif self._wires is not None:  # what follows comes all the same
+            self._open(peer, link, head)
         link.done(head)
         return True
+
+    def _open(self, peer: int, link: Link, head: Frame) -> Message | Coming:
+        message = decode(*link.message(head))
+        return message if self._wires is None else self._wires.expect(peer, message)
 
     def _wait(self, peer: int, *, room: int | None = None) -> None:
         """Waits until something happens that may help; takes what is due meanwhile (note "Room").
@@ -244,6 +255,8 @@ class Net:
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""
+        if self._wires is not None and any(link.news.gone for link in self.links.values()):
+            self._wires.end()
         if isinstance(error, RemoteError) and error.heard:  # passed on, so that all tell of the same failure
             report = {"run": self.run, "rank": error.rank, "message": str(error), "type": error.type_name}
             report["traceback"] = error.traceback
@@ -271,10 +284,14 @@ class Net:
             with self._at_parting():
                 return list(_told(self.receive(0, label)[0]))  # type: ignore[call-overload,no-any-return]  # of rank 0
         every = [told, *(_told(self.receive(peer, label)[0]) for peer in range(1, self.size))]
-        message = encode(Parcel(every, []))
+        message = Parcel(every, [])
+        encoded = encode(message) if self._wires is None else None  # once for all
         with self._at_parting():
             for peer in range(1, self.size):
-                self._send(peer, label, message)
+                if encoded is None:
+                    self.send(peer, label, message)
+                else:
+                    self._send(peer, label, encoded)
             for peer in range(1, self.size):
                 self._see_off(peer)
         return every
