@@ -11,13 +11,14 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
 from rich.progress import track
 
 from bench import machine, report
-from tests.laws import Case, Fork, OnFirst, check_case, random_case
+from tests.odd_layers import Fork, OnFirst
+from tests.random_cases import Case, check_case, random_case
 
 
 def kinds_of(case: Case) -> Iterator[str]:
@@ -52,6 +53,25 @@ def differs(case: Case) -> str | None:
     return None
 
 
+def keep(
+    name: str, title: str, what: str, how: str, began: float, count: Mapping[str, int], bad: Sequence[object]
+) -> None:
+    """Keeps what came of the configurations since `began`, and ends with 1 if some of them were `bad`.
+
+    What is counted `with ` something is the content of a model, everything else the way in which it was run.
+    """
+    facts = {**machine.facts(), "seconds": f"{time.monotonic() - began:.0f}"}
+    rows = [(kind, str(count[kind])) for kind in sorted(count) if not kind.startswith("with ")]
+    contents = [(kind.removeprefix("with "), str(count[kind])) for kind in sorted(count) if kind.startswith("with ")]
+    text = (
+        f"# {title}\n\n{report.describe(facts)}\n\n"
+        f"{what}, **{len(bad)} mismatches**, in {facts['seconds']} s. {how}\n\n"
+        f"{report.table(('configurations', 'count'), rows)}\n\n{report.table(('models with', 'count'), contents)}"
+    )
+    report.write(name, text, {"facts": facts, "counts": dict(sorted(count.items())), "mismatches": bad})
+    sys.exit(bool(bad))
+
+
 def main(configurations: int = 2000, first: int = 0) -> None:
     logging.getLogger("gpipe").setLevel(logging.ERROR)  # random models earn much advice
     began = time.monotonic()
@@ -63,18 +83,16 @@ def main(configurations: int = 2000, first: int = 0) -> None:
         if wrong := differs(case):
             bad.append({"seed": seed, "differs": wrong, "case": repr(case)})
             print(f"seed {seed}: {wrong}")
-    facts = {**machine.facts(), "seconds": f"{time.monotonic() - began:.0f}"}
-    runs = [(name, str(count[name])) for name in sorted(count) if not name.startswith("with ")]
-    layers = [(name.removeprefix("with "), str(count[name])) for name in sorted(count) if name.startswith("with ")]
-    text = (
-        f"# Law 1 over models of plain layers\n\n{report.describe(facts)}\n\n"
-        f"{configurations} configurations (seeds {first} to {first + configurations - 1}), **{len(bad)} "
-        f"mismatches**, in {facts['seconds']} s. Each is two mini-batches, compared to the last bit with the plain "
-        f"loop: losses, gradients of parameters and inputs, parameters after SGD with momentum, buffers.\n\n"
-        f"{report.table(('configurations', 'count'), runs)}\n\n{report.table(('models with', 'count'), layers)}"
+    keep(
+        "law1",
+        "Law 1 over models of plain layers",
+        f"{configurations} configurations (seeds {first} to {first + configurations - 1})",
+        "Each is two mini-batches, compared to the last bit with the plain loop: losses, gradients of parameters and "
+        "inputs, parameters after SGD with momentum, buffers.",
+        began,
+        count,
+        bad,
     )
-    report.write("law1", text, {"facts": facts, "counts": dict(sorted(count.items())), "mismatches": bad})
-    sys.exit(bool(bad))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,54 @@
-"""Reads what the user gave to `GPipe`, and refuses what cannot be, all mistakes at once."""
+"""What the user gave to `GPipe`, and what it comes to once all is checked and the defaults are filled in."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
-from gpipe.plan.lower import REMATS, Remat
+from gpipe.checks import Mistakes, check_layers, count_stages, is_count, read_devices, read_remat, read_seed
+from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Balance, Partition, given, partition
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.run.layers import Layers, Outline, find_scripted, named_layers
+from gpipe.run.layers import Layers, Outline, named_layers
 from gpipe.run.measure import as_in_training, count_flops, measure_by, measure_seconds
 from gpipe.run.microbatch import Tree, count_rows, split
 from gpipe.run.place import Place
-from gpipe.run.shared import Tied, find_ties, tie
-from gpipe.run.skips import find_pops
+from gpipe.run.shared import Tied, tie
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Driver: TypeAlias = Literal["threads", "lockstep", "process"]
 Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """What the user gave to `GPipe`, as it was given; see there."""
+
+    layers: Layers
+    partitions: int | Sequence[int]
+    micro_batches: int
+    costs: Costs
+    sample: Tree
+    balance: Balance
+    devices: object
+    schedule: str
+    remat: object
+    deferred_batch_norm: bool
+    sync_batch_norm: bool
+    ties: Sequence[Sequence[str]]
+    seed: int | None
+    intra_op_threads: int
+    driver: str | None
+    mesh: "DeviceMesh | None"
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether costs are to be measured as time."""
+        return self.costs == "time" or (self.costs is None and self.sample is not None)
 
 
 @dataclass(frozen=True)
@@ -35,6 +65,8 @@ class Settings:
     driver: Driver | None
     seed: int
     intra_op_threads: int
+    deferred_batch_norm: bool
+    sync_batch_norm: bool
     place: Place | None = None  # of this process, if there are several
     tied: Tied = ()  # over processes: where identity cannot show it
 
@@ -49,46 +81,7 @@ class Settings:
         return self.partition.chain.costs
 
 
-class Mistakes:
-    """Collects mistakes, to raise them together."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def check(self, condition: bool, text: str) -> bool:
-        """Notes a mistake unless the condition holds."""
-        if not condition:
-            self.found.append(text)
-        return condition
-
-    def raise_all(self) -> None:
-        """Raises what was found, if anything.
-
-        Raises:
-            ValueError: Lists every mistake.
-        """
-        if self.found:
-            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in self.found))
-
-
-def settle(
-    layers: Layers,
-    partitions: int | Sequence[int],
-    micro_batches: int,
-    *,
-    costs: Costs,
-    sample: Tree,
-    balance: Balance,
-    devices: object,
-    schedule: str,
-    remat: object,
-    driver: str | None,
-    ties: Sequence[Sequence[str]],
-    seed: int | None,
-    intra_op_threads: int,
-    place: Place | None = None,
-    sketch: Outline | None = None,
-) -> Settings:
+def settle(asked: Arguments, place: Place | None = None, sketch: Outline | None = None) -> Settings:
     """Checks everything and fills in the defaults.
 
     With the sketch of one of several processes, layers that are given as callables stay on the meta device.
@@ -97,104 +90,51 @@ def settle(
         ValueError: Lists every mistake, each with what to do.
     """
     mistakes = Mistakes()
-    seed = _read_seed(seed, mistakes)
-    named, wrong = named_layers(layers, seed) if sketch is None else (sketch.layers, sketch.mistakes)
-    in_seconds = costs == "time" or (costs is None and sample is not None)
-    mistakes.check(
-        sketch is None or not sketch.makers or not (in_seconds or callable(costs)),
-        "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
-    )
-    mistakes.found += wrong
-    mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
-    mistakes.found += find_scripted(named)
-    _check_skips(named, mistakes)
-    tied, wrong_ties = find_ties(named, ties)
-    mistakes.found += wrong_ties
-    mistakes.check(_is_count(micro_batches), f"micro_batches={micro_batches!r}; give M, a whole number of at least 1")
-    mistakes.check(
-        _is_count(intra_op_threads), f"intra_op_threads={intra_op_threads!r}; give a whole number of at least 1"
-    )
-    known = isinstance(schedule, str) and schedule in SCHEDULES
-    mistakes.check(known, f"schedule={schedule!r}; known are {', '.join(map(repr, SCHEDULES))}")
-    drivers = get_args(Driver)
-    mistakes.check(driver in (None, *drivers), f"driver={driver!r}; known are {', '.join(map(repr, drivers))}")
-    mistakes.check(
-        balance in get_args(Balance), f"balance={balance!r}; known are {', '.join(map(repr, get_args(Balance)))}"
-    )
-    _check_costs(costs, sample, 0 if wrong else len(named), mistakes)
-    stages = _count_stages(partitions, 0 if wrong else len(named), mistakes)
-    remats = _read_remat(remat, stages, mistakes)
-    places = _read_devices(devices, stages, mistakes) if place is None else (place.device,) * stages
-    mistakes.check(
-        place is None or devices is None,
-        "devices is for one process; each of several has the device of the mesh, and of LOCAL_RANK",
-    )
+    seed = read_seed(asked.seed, mistakes)
+    named, wrong = named_layers(asked.layers, seed) if sketch is None else (sketch.layers, sketch.mistakes)
+    known = 0 if wrong else len(named)
+    _check_measurable(asked, sketch, mistakes)
+    tied = check_layers(named, wrong, asked.ties, mistakes)
+    _check_numbers_and_names(asked, mistakes)
+    _check_costs(asked.costs, asked.sample, known, mistakes)
+    stages = count_stages(asked.partitions, known, mistakes)
+    remats = read_remat(asked.remat, stages, mistakes)
+    devices = read_devices(asked.devices, stages, place, mistakes)
     mistakes.raise_all()
     if place is None:
         tie(tied)
-    part = _first_micro_batch(sample, micro_batches)
-    with as_in_training(places[0], intra_op_threads):
-        numbers = _find_costs("time" if in_seconds else costs, list(named.values()), part, places[0], remats)
-    if isinstance(partitions, int):
-        cuts = partition(numbers, partitions, balance=balance)
-    else:
-        cuts = given(partitions, numbers)
     return Settings(
-        named,
-        cuts,
-        in_seconds,
-        micro_batches,
-        remats,
-        places,
-        schedule,
-        driver,  # type: ignore[arg-type]  # checked above
-        seed,
-        intra_op_threads,
-        place,
+        layers=named,
+        partition=_cut(asked, list(named.values()), remats, devices[0]),
+        in_seconds=asked.in_seconds,
+        micro_batches=asked.micro_batches,
+        remat=remats,
+        devices=devices,
+        schedule=asked.schedule,
+        driver=asked.driver,  # type: ignore[arg-type]  # checked above
+        seed=seed,
+        intra_op_threads=asked.intra_op_threads,
+        deferred_batch_norm=asked.deferred_batch_norm,
+        sync_batch_norm=asked.sync_batch_norm,
+        place=place,
     )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistakes) -> None:
+    mistakes.check(
+        sketch is None or not sketch.makers or not (asked.in_seconds or callable(asked.costs)),
+        "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
+    )
 
 
-def _read_seed(seed: int | None, mistakes: Mistakes) -> int:
-    if seed is None:
-        return int(torch.randint(2**62, (), device="cpu").item())
-    fits = isinstance(seed, int) and -(2**63) <= seed < 2**63
-    mistakes.check(fits, f"seed={seed!r}; give a whole number of 64 bits, or None to draw one from torch")
-    return seed if fits else 0
-
-
-def _check_skips(named: dict[str, nn.Module], mistakes: Mistakes) -> None:
-    try:
-        find_pops(list(named.values()))
-    except ValueError as error:
-        mistakes.found += str(error).splitlines()
-
-
-def _count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistakes) -> int:
-    if isinstance(partitions, Sequence) and not isinstance(partitions, str) and partitions:
-        if mistakes.check(
-            all(map(_is_count, partitions)),
-            f"partitions={list(partitions)}; each partition needs at least 1 layer",
-        ):
-            mistakes.check(
-                not layers or sum(partitions) == layers,
-                f"partitions={list(partitions)} adds up to {sum(partitions)} layers, but there are {layers}",
-            )
-        return len(partitions)
-    if not mistakes.check(
-        _is_count(partitions), f"partitions={partitions!r}; give K, at least 1, or the layers of each partition"
-    ):
-        return 0
-    assert isinstance(partitions, int)
-    if not mistakes.check(
-        not layers or partitions <= layers,
-        f"partitions={partitions}, but there are only {layers} layers; give at most that, or cut the layers finer",
-    ):
-        return 0
-    return partitions
+def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
+    m, threads = asked.micro_batches, asked.intra_op_threads
+    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1")
+    mistakes.check(is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1")
+    mistakes.check_known("schedule", asked.schedule, SCHEDULES)
+    if asked.driver is not None:
+        mistakes.check_known("driver", asked.driver, get_args(Driver))
+    mistakes.check_known("balance", asked.balance, get_args(Balance))
 
 
 def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
@@ -215,6 +155,16 @@ def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) ->
             costs is None or (by_name and costs == "params"),
             f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None",
         )
+
+
+def _cut(asked: Arguments, layers: Sequence[nn.Module], remats: Sequence[Remat], device: torch.device) -> Partition:
+    """Which layers go together: as the user says, or by what they cost."""
+    sample = _first_micro_batch(asked.sample, asked.micro_batches)
+    with as_in_training(device, asked.intra_op_threads):
+        costs = _find_costs("time" if asked.in_seconds else asked.costs, layers, sample, device, remats)
+    if isinstance(asked.partitions, int):
+        return partition(costs, asked.partitions, balance=asked.balance)
+    return given(asked.partitions, costs)
 
 
 def _find_costs(
@@ -238,39 +188,3 @@ def _first_micro_batch(sample: Tree, micro_batches: int) -> Tree:
         return None
     rows = count_rows(sample)
     return split(sample, rows, min(micro_batches, rows), "sample")[0]
-
-
-def _read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
-    known = ", ".join(map(repr, REMATS))
-    each = [remat] * max(stages, 1) if isinstance(remat, str) or not isinstance(remat, Sequence) else list(remat)
-    mistakes.check(
-        not stages or len(each) == stages, f"remat has {len(each)} entries for {stages} partitions; give one for each"
-    )
-    wrong = [item for item in each if item not in REMATS]
-    mistakes.check(not wrong, f"remat={remat!r}; known are {known}, or one of them for each partition")
-    return tuple(each)  # type: ignore[arg-type]  # checked above
-
-
-def _read_devices(devices: object, stages: int, mistakes: Mistakes) -> tuple[torch.device, ...]:
-    if devices is None:
-        there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
-        return tuple(there[stage % len(there)] for stage in range(stages))
-    each: list[Any] = [devices] * max(stages, 1)
-    if isinstance(devices, Iterable) and not isinstance(devices, str):
-        each = list(devices)
-    mistakes.check(
-        not stages or len(each) == stages,
-        f"devices has {len(each)} entries for {stages} partitions; give one for each",
-    )
-    found = []
-    for item in each:
-        try:
-            device = torch.device(item)
-            torch.empty(0, device=device)
-        except (RuntimeError, TypeError, AssertionError) as error:
-            mistakes.found.append(f"device {item!r} cannot be used: {str(error).splitlines()[0]}")
-            continue
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        found.append(device)
-    return tuple(found)

@@ -1,72 +1,110 @@
-"""A pipe is put together in several processes: the same everywhere, each with its own layers."""
+"""A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.arguments import Settings, settle
-from gpipe.run.council import Council
-from gpipe.run.layers import Layers, Outline, outline, realize
-from gpipe.run.place import Place
+from gpipe.arguments import Arguments, Settings, settle
+from gpipe.checks import Mistakes, draw_seed
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.run.council import Council, give_up
+from gpipe.run.engine import Engine
+from gpipe.run.layers import Outline, cut_into_stages, outline, realize
+from gpipe.run.place import Place, find_place
 from gpipe.run.shared import Place as ParameterPlace
 from gpipe.run.shared import find_ties, tie
 
 
-def settle_together(
-    place: Place,
-    also: Mapping[str, object],
-    layers: Layers,
-    partitions: int | Sequence[int],
-    micro_batches: int,
-    **given: Any,
-) -> Settings:
-    """Settles what the pipe is made of, the same in all processes, and builds this one's layers.
-
-    What else must be the same is in `also`.
+def assemble(asked: Arguments) -> tuple[Settings, Engine]:
+    """Settles what the pipe is made of, and puts its layers into stages on their devices.
 
     Raises:
         ValueError: Something cannot be, or differs between the processes.
         RemoteError: Another process failed.
     """
+    place = _find_place(asked)
+    settings = settle(asked) if place is None else _settle_together(asked, place)
+    own = range(len(settings.devices)) if place is None else [place.stage]
+    stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices, own)
+    return settings, Engine(
+        stages,
+        SCHEDULES[settings.schedule],
+        settings.remat,
+        threaded=None if settings.driver is None and place is None else settings.driver == "threads",
+        intra_op_threads=settings.intra_op_threads,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        sync_batch_norm=settings.sync_batch_norm,
+        place=place,
+        tied=settings.tied,
+    )
+
+
+def _find_place(asked: Arguments) -> Place | None:
+    """Where this process stands, if there are to be several."""
+    if asked.driver != "process" and asked.mesh is None:
+        return None
+    mistakes = Mistakes()
+    place, mistakes.found = find_place(asked.mesh, asked.partitions)
+    mistakes.check(
+        asked.driver in ("process", None),
+        f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
+    )
+    try:
+        mistakes.raise_all()
+    except ValueError as error:
+        give_up(error)
+        raise
+    return place
+
+
+def _settle_together(asked: Arguments, place: Place) -> Settings:
+    """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
     council = Council(place)
-    drawn = int(torch.randint(2**62, (), device="cpu").item()) if given["seed"] is None else None
-    first = council.tell_world(drawn=drawn)[0]["drawn"]
-    seed = first if given["seed"] is None else given["seed"]
-    costs = given["costs"]
+    drawn = council.tell_world(drawn=draw_seed() if asked.seed is None else None)[0]["drawn"]
+    seed = drawn if asked.seed is None else asked.seed
+    costs: Any = asked.costs
     if place.rank:
         costs = council.tell()[0]["costs"]  # who measures by himself would cut elsewhere
     with council.speaking():
-        sketch = outline(layers, seed if isinstance(seed, int) else 0)
+        sketch = outline(asked.layers, seed if isinstance(seed, int) else 0)
         if place.rank and len(costs) != len(sketch.layers):
             raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {place.rank}")
-        settings = settle(
-            layers, partitions, micro_batches, **{**given, "seed": seed, "costs": costs}, place=place, sketch=sketch
-        )
+        settings = settle(replace(asked, seed=seed, costs=costs), place, sketch)
     if not place.rank:
         council.tell(costs=list(settings.costs))
     with council.speaking():
-        counts = settings.layers_per_partition
-        begin = sum(counts[: place.stage])
-        own = range(begin, begin + counts[place.stage])
-        named, mistakes = realize(sketch, own)
-        if mistakes:
-            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
-        tied = _tie(named, given["ties"], sketch, own)
+        settings = _with_own_layers(settings, place, sketch, asked.ties)
+    _compare(council, settings, asked.ties)
+    return settings
+
+
+def _with_own_layers(settings: Settings, place: Place, sketch: Outline, ties: Sequence[Sequence[str]]) -> Settings:
+    counts = settings.layers_per_partition
+    begin = sum(counts[: place.stage])
+    own = range(begin, begin + counts[place.stage])
+    mistakes = Mistakes()
+    named, mistakes.found = realize(sketch, own)
+    mistakes.raise_all()
+    return replace(settings, layers=named, tied=_tie(named, ties, sketch, own))
+
+
+def _compare(council: Council, settings: Settings, ties: Sequence[Sequence[str]]) -> None:
+    """Checks that all processes have settled for the same."""
     council.compare(
-        partitions=counts,
-        micro_batches=micro_batches,
+        partitions=settings.layers_per_partition,
+        micro_batches=settings.micro_batches,
         remat=settings.remat,
         schedule=settings.schedule,
-        seed=seed,
+        seed=settings.seed,
         intra_op_threads=settings.intra_op_threads,
-        **also,
-        ties=[list(group) for group in given["ties"]],
-        **{f"layer {name}": _words(layer) for name, layer in named.items()},
+        deferred_batch_norm=settings.deferred_batch_norm,
+        sync_batch_norm=settings.sync_batch_norm,
+        ties=[list(group) for group in ties],
+        **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
-    return replace(settings, layers=named, tied=tied)
 
 
 def _words(layer: nn.Module) -> str:

@@ -3,31 +3,27 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.arguments import Costs, settle
-from gpipe.assembly import settle_together
+from gpipe.arguments import Arguments, Costs
+from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
 from gpipe.doctor import Draws, draws, examine, examine_draws, examine_gradients, examine_rows
+from gpipe.given import Given, refuse_gradients_of_inputs, split_alike
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
-from gpipe.plan.schedules import SCHEDULES
 from gpipe.processes import Together
 from gpipe.run.ambient import Ambient, untraced
-from gpipe.run.boundary import Parcel, cut, tensors_in
+from gpipe.run.boundary import Parcel, cut
 from gpipe.run.collectives import local, whole
-from gpipe.run.council import give_up
-from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header
-from gpipe.run.layers import Layers, cut_into_stages
-from gpipe.run.microbatch import Reduction, Tree, count_rows, merge, rows_of_parts, split, weights
-from gpipe.run.place import Place, find_place
+from gpipe.run.layers import Layers
+from gpipe.run.microbatch import Reduction, Tree, merge, weights
 from gpipe.run.recorder import Recorder
 from gpipe.run.team import Alone, Team
 from gpipe.run.worker import NO_METRICS, Batch
@@ -113,47 +109,36 @@ class GPipe(nn.Module):
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__()
-        place = _find_place(driver, mesh, partitions)
-        norms = {"deferred_batch_norm": deferred_batch_norm, "sync_batch_norm": sync_batch_norm}
-        self._settings = settings = (settle if place is None else partial(settle_together, place, norms))(
-            layers,
-            partitions,
-            micro_batches,
-            costs=costs,
-            sample=sample,
-            balance=balance,
-            devices=devices,
-            schedule=schedule,
-            remat=remat,
-            driver=driver,
-            ties=ties,
-            seed=seed,
-            intra_op_threads=intra_op_threads,
+        self._settings, self._engine = assemble(
+            Arguments(
+                layers,
+                partitions,
+                micro_batches,
+                costs=costs,
+                sample=sample,
+                balance=balance,
+                devices=devices,
+                schedule=schedule,
+                remat=remat,
+                deferred_batch_norm=deferred_batch_norm,
+                sync_batch_norm=sync_batch_norm,
+                ties=ties,
+                seed=seed,
+                intra_op_threads=intra_op_threads,
+                driver=driver,
+                mesh=mesh,
+            )
         )
-        own = range(len(settings.devices)) if place is None else [place.stage]
-        stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices, own)
-        self._engine = Engine(
-            stages,
-            SCHEDULES[settings.schedule],
-            settings.remat,
-            threaded=None if settings.driver is None and place is None else settings.driver == "threads",
-            intra_op_threads=settings.intra_op_threads,
-            deferred_batch_norm=deferred_batch_norm,
-            sync_batch_norm=sync_batch_norm,
-            place=place,
-            tied=settings.tied,
-        )
-        self._together = None if place is None else Together(self._engine, settings)
+        self._together = None if self._engine.place is None else Together(self._engine, self._settings)
         self.step_number = 0
-        self.findings = [*examine(settings), *self._engine.findings()]
+        self.findings = [*examine(self._settings), *self._engine.findings()]
         self._unexamined = True  # until the first step has shown rows and gradients
         for finding in self.findings:
             logger.info(finding)
         self.recorder: Recorder | None = None
+        # At last, and not by add_module: a layer may be named like any of these.
         held = [layer.name for stage in self._engine.own for layer in stage.layers]
-        self._modules.update(
-            {name: settings.layers[name] for name in held}
-        )  # at last, and not by add_module: a layer may be named like any of these
+        self._modules.update({name: self._settings.layers[name] for name in held})
 
     @property
     def partitions(self) -> int:
@@ -240,65 +225,34 @@ class GPipe(nn.Module):
         Raises:
             ValueError: The rows of inputs and targets differ, or there are none.
         """
-        ambient = Ambient.here()
-        examines = self._unexamined and self.training and ambient.grad
+        given = Given(inputs, targets, loss_fn, reduction, scale, Ambient.here())
+        examines = self._unexamined and self.training and given.ambient.grad
         before = draws() if examines else {}
-        run = self._step_here if self._together is None else self._step_together
-        rows, loss, metrics = run(inputs, targets, loss_fn, reduction, scale, ambient)
+        together = self._together
+        rows, loss, metrics = self._step_here(given) if together is None else self._step_together(together, given)
         self._count_step()
         if examines:
             self._examine_first_step(rows, before)
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
-    def _step_here(
-        self,
-        inputs: Tree,
-        targets: Tree,
-        loss_fn: Callable[..., object],
-        reduction: Reduction,
-        scale: float,
-        ambient: Ambient,
-    ) -> tuple[int, Tensor | int, list[object]]:
-        rows, (values, goals) = self._split(inputs=inputs, targets=targets)
-        if ambient.grad:
-            _refuse_gradients_of_inputs(values)
-        shares = weights(reduction, rows, goals)
-        batch = self._batch([Parcel(value, []) for value in values], ambient)
-        batch.loss_fn, batch.targets = loss_fn, goals
-        batch.seeds = [share * scale if share else None for share in shares]
-        self._engine.start(len(values), batch).go(ambient, self.recorder)
+    def _step_here(self, given: Given) -> tuple[int, Tensor | int, list[object]]:
+        """Runs a step in this process; gives the rows of the last micro-batch, the loss and the metrics."""
+        rows, (values, targets) = split_alike(self.micro_batches, inputs=given.inputs, targets=given.targets)
+        batch = self._batch_of_step(values, given)
+        shares = weights(given.reduction, rows, targets)
+        batch.targets = targets
+        batch.seeds = [share * given.scale if share else None for share in shares]
+        self._engine.start(len(values), batch).go(given.ambient, self.recorder)
         loss = sum(batch.losses[m] * share for m, share in enumerate(shares) if share)
         return rows[-1], loss, [batch.metrics[m] for m in range(len(values))]
 
-    def _step_together(
-        self,
-        inputs: Tree,
-        targets: Tree,
-        loss_fn: Callable[..., object],
-        reduction: Reduction,
-        scale: float,
-        ambient: Ambient,
-    ) -> tuple[int, Tensor | int, list[object]]:
-        assert self._together is not None
-        with self._together.run() as talk:
-            rows, values = self._read_inputs(inputs)
-            if ambient.grad:
-                _refuse_gradients_of_inputs(values)
-            batch = self._batch([Parcel(value, []) for value in values], ambient)
-            batch.loss_fn = loss_fn
-            header = self._header(Asked.STEP, ambient, rows, len(values))
-            return talk.step(header, batch, targets, reduction, scale, ambient, self.recorder)
-
-    def _read_inputs(self, inputs: Tree) -> tuple[int, list[Tree]]:
-        """The number of rows and the micro-batches, which only the first stage knows."""
-        assert self._together is not None
-        if not self._together.is_first:
-            return 0, []
-        rows, (values,) = self._split(inputs=inputs)
-        return sum(rows), values
-
-    def _header(self, asked: Asked, ambient: Ambient, rows: int, parts: int, *, gathers: bool = False) -> Header:
-        return Header(asked, self.step_number, ambient.grad, self.training, gathers, 0, 0, rows, parts)
+    def _step_together(self, together: Together, given: Given) -> tuple[int, Tensor | int, list[object]]:
+        """Likewise in all processes."""
+        with together.run() as talk:
+            rows, values = self._read_inputs(together, given.inputs)
+            batch = self._batch_of_step(values, given)
+            header = self._header(Asked.STEP, given.ambient, rows, len(values))
+            return talk.step(header, batch, given.targets, given.reduction, given.scale, given.ambient, self.recorder)
 
     @untraced
     def forward(self, inputs: Tree, *, gather: bool = False) -> Any:
@@ -318,11 +272,10 @@ class GPipe(nn.Module):
         """
         ambient = Ambient.here()
         if self._together is not None:
-            return self._forward_together(inputs, ambient, gather)
-        _, (values,) = self._split(inputs=inputs)
+            return self._call_together(self._together, inputs, ambient, gather=gather)
+        _, (values,) = split_alike(self.micro_batches, inputs=inputs)
         cuts = [cut(value) for value in values]
-        batch = self._batch([parcel for parcel, _ in cuts], ambient)
-        run = self._engine.start(len(values), batch)
+        run = self._engine.start(len(values), self._batch([parcel for parcel, _ in cuts], ambient))
         if ambient.grad:
             outputs = pipelined(Call(run, ambient, self.recorder), [leaves for _, leaves in cuts])
         else:
@@ -331,15 +284,14 @@ class GPipe(nn.Module):
         self._count_step()
         return merge(outputs)
 
-    def _forward_together(self, inputs: Tree, ambient: Ambient, gather: bool) -> Any:
-        assert self._together is not None
-        with self._together.run() as talk:
+    def _call_together(self, together: Together, inputs: Tree, ambient: Ambient, *, gather: bool) -> Any:
+        with together.run() as talk:
             if ambient.grad and not gather:
                 raise ValueError(
                     "under grad every process needs the output, to call backward(): use pipe(inputs, gather=True), "
                     "or torch.no_grad()"
                 )
-            rows, values = self._read_inputs(inputs)
+            rows, values = self._read_inputs(together, inputs)
             cuts = [cut(value) for value in values]
             batch = self._batch([parcel for parcel, _ in cuts], ambient)
             header = self._header(Asked.CALL, ambient, rows, len(values), gathers=gather)
@@ -347,19 +299,22 @@ class GPipe(nn.Module):
         self._count_step()
         return output
 
-    def _split(self, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
-        """The rows of each micro-batch, and each tree in as many parts."""
-        rows = count_rows(trees["inputs"])
-        parts = min(self.micro_batches, rows)
-        found, mistakes = [], []
-        for what, tree in trees.items():
-            try:
-                found.append(split(tree, rows, parts, what))
-            except ValueError as error:
-                mistakes.append(str(error))
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
-        return rows_of_parts(rows, parts), found
+    def _read_inputs(self, together: Together, inputs: Tree) -> tuple[int, list[Tree]]:
+        """The number of rows and the micro-batches, which only the first stage knows."""
+        if not together.is_first:
+            return 0, []
+        rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
+        return sum(rows), values
+
+    def _header(self, asked: Asked, ambient: Ambient, rows: int, parts: int, *, gathers: bool = False) -> Header:
+        return Header(asked, self.step_number, ambient.grad, self.training, gathers, 0, 0, rows, parts)
+
+    def _batch_of_step(self, values: Sequence[Tree], given: Given) -> Batch:
+        if given.ambient.grad:
+            refuse_gradients_of_inputs(values)
+        batch = self._batch([Parcel(value, []) for value in values], given.ambient)
+        batch.loss_fn = given.loss_fn
+        return batch
 
     def _batch(self, inputs: Sequence[Parcel], ambient: Ambient) -> Batch:
         return Batch(
@@ -461,11 +416,11 @@ class GPipe(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves nothing to other devices: partitions stay where `devices` put them. Other changes are fine."""
-        for device in dict.fromkeys(self.devices):
+        devices = dict.fromkeys(self.devices)
+        for device in devices:
             if fn(torch.empty(0, device=device)).device != device:
                 raise ValueError(
-                    f"the partitions are on {', '.join(map(str, dict.fromkeys(self.devices)))}; a pipe cannot be "
-                    f"moved as a whole, "
+                    f"the partitions are on {', '.join(map(str, devices))}; a pipe cannot be moved as a whole, "
                     f"make a new one with devices=..."
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -477,30 +432,4 @@ class GPipe(nn.Module):
         raise TypeError(
             "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
             "itself, M times a step; average .grad over the replicas after step(), before the optimizer's"
-        )
-
-
-def _find_place(driver: str | None, mesh: "DeviceMesh | None", partitions: object) -> Place | None:
-    """Where this process stands, if there are to be several.
-
-    Raises:
-        ValueError: It cannot be found.
-    """
-    if driver != "process" and mesh is None:
-        return None
-    place, mistakes = find_place(mesh, partitions)
-    if driver not in ("process", None):
-        mistakes.append(f"driver={driver!r} is for one process, and mesh= for several; leave one of them out")
-    if mistakes:
-        error = ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
-        give_up(error)
-        raise error
-    return place
-
-
-def _refuse_gradients_of_inputs(inputs: Tree) -> None:
-    if any(tensor.requires_grad for tensor in tensors_in(inputs)):
-        raise ValueError(
-            "an input requires a gradient, and step() gives none to its inputs; "
-            "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
         )

@@ -7,13 +7,13 @@ digests. Every rank has those of its own parameters, and all ranks together thos
 from collections.abc import Callable, Sequence
 
 import pytest
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from bench.law1_mixed import Task, Way, run_pipe, run_plain
+from tests.mixed_tasks import Task, is_statistic, run_pipe, run_plain, whole
 from tests.processes import jobs_law1
-from tests.processes.jobs_law1 import STORIES, Digests, Plain, case_of, digests, locally, plain_case, task_of
+from tests.processes.digests import Digests, digests
+from tests.processes.jobs_law1 import Plain, case_of, locally, plain_case, task_of
 from tests.processes.launch import Crew
+from tests.processes.law1_stories import STORIES
 from tests.processes.outcome import answers
 
 WORLDS = [1, 2, 3, 4]
@@ -38,24 +38,13 @@ def by_model(outcomes: list[list[Digests | None]]) -> list[list[Digests]]:
     return [[own for own in model if own is not None] for model in zip(*outcomes, strict=True)]
 
 
-def is_statistic(task: Task) -> Callable[[str], bool]:
-    """Whether something depends on what deferred BatchNorm gathers, which the plain loop does not do."""
-    statistics = {
-        f"{path}.{name}"
-        for path, module in nn.Sequential(*task.model.layers).named_modules()
-        if task.deferred and isinstance(module, _BatchNorm)
-        for name in module._buffers
-    }
-    return lambda name: bool(statistics) and (name.partition(" buffer ")[2] in statistics or name == "evaluation")
-
-
 @pytest.fixture(scope="module")
 def mixed() -> list[tuple[Task, Digests, Digests]]:
     """Models, and what their local runs and the plain loop leave."""
     found = []
     for seed in MIXED:
         task = task_of(seed)
-        local = run_pipe(task, Way((len(task.model.layers),), ("never",), "lockstep"))
+        local = run_pipe(task, whole(task.model))
         found.append((task, digests(local), digests(run_plain(task))))
     return found
 

@@ -1,10 +1,31 @@
 """What the ranks tell each other: JSON, and whether any of them failed. Alone in a process, a rank hears itself."""
 
 import json
+from types import TracebackType
 from typing import Any
 
 from gpipe.run.team import Team
 from gpipe.run.transport import RemoteError
+
+
+class Trouble:
+    """The first error in any of the blocks that were run `with` it: kept until all ranks are told, by `agree`.
+
+    So a rank on which something fails does not leave the others waiting.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False  # nothing is wrong, or it is an interrupt, which goes on
+        self.error = self.error or error
+        return True
 
 
 def agree(team: Team, told: Any = None, error: Exception | None = None) -> list[Any]:

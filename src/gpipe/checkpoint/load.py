@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe.checkpoint.agree import agree, agree_on
+from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, put, read_optimizer, read_state
 from gpipe.checkpoint.folder import Found, find, others
 from gpipe.checkpoint.manifest import CheckpointError, Manifest
@@ -91,15 +91,12 @@ def load(
     if found is None:
         raise CheckpointError(root, [_why_none(root)])
     manifest = _agree_whole(found, team)
-    ready, extra, error = Ready(), None, None
-    try:
-        with torch.inference_mode(False), torch.no_grad():  # what is read will be trained, whatever the caller is at
-            extra = decoded(manifest.extra, _shelf(found.path, manifest, EXTRA), "extra", ready)
-            if pipe is not None:
-                _read(found.path, manifest, pipe, optimizer, ready)
-    except Exception as problem:
-        error = problem
-    _agree_fit(found.path, manifest, team, ready, error)
+    ready, extra, trouble = Ready(), None, Trouble()
+    with trouble, torch.inference_mode(False), torch.no_grad():  # it will be trained, whatever the caller is at
+        extra = decoded(manifest.extra, _shelf(found.path, manifest, EXTRA), "extra", ready)
+        if pipe is not None:
+            _read(found.path, manifest, pipe, optimizer, ready)
+    _agree_fit(found.path, manifest, team, ready, trouble)
     if pipe is not None:
         put(ready, pipe, optimizer)
         _resume(pipe, manifest)
@@ -127,15 +124,14 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
 def _agree_which(folder: Path, team: Team) -> Found | None:
     """The checkpoint that all ranks load: rank 0 says which, since one host may see a newer `latest` than another."""
     findings: list[str] = []
-    found, error = None, None
-    try:
-        found = find(folder) if team.rank == 0 else None
-    except CheckpointError as wrong:
-        findings = wrong.findings
-    except Exception as problem:
-        error = problem
+    found, trouble = None, Trouble()
+    with trouble:
+        try:
+            found = find(folder) if team.rank == 0 else None
+        except CheckpointError as wrong:
+            findings = wrong.findings
     place = None if found is None else os.path.relpath(found.path, folder)
-    told = agree_on(team, {"folder": str(folder)}, [place, found and found.sha256, findings], error)
+    told = agree_on(team, {"folder": str(folder)}, [place, found and found.sha256, findings], trouble.error)
     place, sha256, findings = told[0]
     if findings:
         raise CheckpointError(folder, findings)
@@ -151,15 +147,14 @@ def _why_none(folder: Path) -> str:
 def _agree_whole(found: Found, team: Team) -> Manifest:
     """The manifest, when all ranks have looked through the files, each its share."""
     findings: list[str] = []
-    manifest, error = None, None
-    try:
-        manifest = read_manifest(found)
-        findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
-    except ValueError as wrong:
-        findings = [str(wrong)]
-    except Exception as problem:
-        error = problem
-    findings = _all_of(agree(team, findings, error))
+    manifest, trouble = None, Trouble()
+    with trouble:
+        try:
+            manifest = read_manifest(found)
+            findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
+        except ValueError as wrong:
+            findings = [str(wrong)]
+    findings = _all_of(agree(team, findings, trouble.error))
     if manifest is None or findings:
         beside = others(found.path)
         advice = f"Restore what is damaged from a copy, or load another: {', '.join(beside)}" if beside else ""
@@ -172,9 +167,9 @@ def _all_of(told: Sequence[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(finding for findings in told for finding in findings))
 
 
-def _agree_fit(path: Path, manifest: Manifest, team: Team, ready: Ready, error: Exception | None) -> None:
+def _agree_fit(path: Path, manifest: Manifest, team: Team, ready: Ready, trouble: Trouble) -> None:
     """Has all ranks know whether everything fits."""
-    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error)
+    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], trouble.error)
     findings = _all_of([each[0] for each in told])
     names, trained = ({name for each in told for name in each[at]} for at in (1, 2))
     if not findings:

@@ -11,7 +11,6 @@ threads exchange with other ranks; writing threads meet in the folder.
 import logging
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from gpipe.checkpoint.agree import agree, agree_on
+from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.folder import Draft, begin
 from gpipe.checkpoint.gather import Part, copied, gather
 from gpipe.checkpoint.write import Job, await_parts, finish, note_failure, write_part
@@ -43,7 +42,7 @@ class Saving:
         self._draft = draft  # of rank 0 alone
         self._thread: threading.Thread | None = None
         self._name: str | None = None
-        self._error: Exception | None = None
+        self._trouble = Trouble()
         self._settled = False
 
     def wait(self) -> Path:
@@ -77,9 +76,11 @@ class Saving:
         """Writes it now."""
         self._settled = True
         try:
-            self._attempt(lambda: write_part(self._job))
-            agree(self._team, None, self._error)
-            self._attempt(self._finish)
+            with self._trouble:
+                write_part(self._job)
+            agree(self._team, None, self._trouble.error)
+            with self._trouble:
+                self._finish()
             self._settle()
         except BaseException:
             self._discard()
@@ -91,31 +92,26 @@ class Saving:
         self._thread.start()
 
     def _write(self) -> None:
-        self._attempt(lambda: write_part(self._job))
-        if self._error is None and self._draft is not None:
-            self._attempt(lambda: await_parts(self._job))
-        if self._error is None:
-            self._attempt(self._finish)
-        if self._error is not None:
-            logger.error("a checkpoint could not be saved: %s: %s", type(self._error).__name__, self._error)
+        with self._trouble:
+            write_part(self._job)
+            if self._draft is not None:
+                await_parts(self._job)
+            self._finish()
+        error = self._trouble.error
+        if error is not None:
+            logger.error("a checkpoint could not be saved: %s: %s", type(error).__name__, error)
             if self._draft is None:
                 with suppress(OSError):  # rank 0 will notice all the same, by its limit
-                    note_failure(self._job, self._error)
+                    note_failure(self._job, error)
 
     def _finish(self) -> None:
         if self._draft is not None:
             self._name = finish(self._job, self._draft)
 
-    def _attempt(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:
-            self._error = self._error or error
-
     def _settle(self) -> None:
         """Has all ranks know whether all went well."""
         try:
-            self._name = agree(self._team, self._name, self._error)[0]
+            self._name = agree(self._team, self._name, self._trouble.error)[0]
         except BaseException:
             self._name = None
             self._discard()
@@ -173,24 +169,17 @@ def save(
     """
     settle(pipe)
     team, root = team_of(pipe), Path(os.path.abspath(folder))
-    part, draft, error = Part(), None, None
-    try:
+    part, draft, trouble = Part(), None, Trouble()
+    with trouble:
         part = _checked(pipe, optimizer, extra, keep, team.rank)
         if background:
             part.files = copied(part.files)
         if team.rank == 0:
             draft = begin(root, pipe.step_number)
-    except Exception as problem:
-        error = problem
-    try:
-        same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-        name = agree_on(team, same, None if draft is None else draft.path.name, error)[0]
-        writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
-        saving = Saving(Job(team.rank, writers, root / name, part, _numbers(pipe, team), keep, limit), team, draft)
-    except BaseException:
-        if draft is not None:
-            draft.discard()
-        raise
+    same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
+    path = root / _agree_where(team, same, draft, trouble)
+    writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
+    saving = Saving(Job(team.rank, writers, path, part, _numbers(pipe, team), keep, limit), team, draft)
     if background:
         _under_way[pipe] = saving
         saving.in_background()
@@ -209,6 +198,17 @@ def settle(pipe: nn.Module | None) -> None:
     before = None if pipe is None else _under_way.pop(pipe, None)
     if before is not None:
         before.wait_once()
+
+
+def _agree_where(team: Team, same: dict[str, Any], draft: Draft | None, trouble: Trouble) -> str:
+    """The name of the draft's folder, which rank 0 tells; if any rank failed, nothing stays of it."""
+    try:
+        name: str = agree_on(team, same, None if draft is None else draft.path.name, trouble.error)[0]
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+    return name
 
 
 def _checked(

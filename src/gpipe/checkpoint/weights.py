@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gpipe.checkpoint.agree import agree, agree_on
+from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.files import make_folder, put_file, sync_folder, write_file
 from gpipe.checkpoint.fit import Ready, listed, put, read_weights
 from gpipe.checkpoint.gather import first_names
@@ -53,15 +53,13 @@ def load_weights(
     """
     settle(pipe)
     team, path = team_of(pipe), Path(os.path.abspath(folder))
-    ready, there, error = Ready(), list[str](), None
-    try:
+    ready, there, trouble = Ready(), list[str](), Trouble()
+    with trouble:
         shelf = _open(path, ready)
         if not ready.findings:
             there = list(shelf.home)
             _read(pipe, shelf, rename, ready)
-    except Exception as problem:
-        error = problem
-    told = agree_on(team, {"folder": str(path)}, [ready.findings, sorted(ready.names)], error)
+    told = agree_on(team, {"folder": str(path)}, [ready.findings, sorted(ready.names)], trouble.error)
     findings = list(dict.fromkeys(finding for each in told for finding in each[0]))
     known = {name for each in told for name in each[1]}
     odd = [name for name in there if name not in known]
@@ -160,31 +158,25 @@ def save_weights(
     """
     settle(pipe)
     team, path = team_of(pipe), Path(os.path.abspath(folder))
-    shards, error = list[dict[str, Tensor]](), None
-    try:
+    shards, trouble = list[dict[str, Tensor]](), Trouble()
+    with trouble:
         own = _own(pipe, rename)
         if team.rank < getattr(pipe, "partitions", 1):
             shards = _shards(own, max_shard_bytes)
         if team.rank == 0:
             make_folder(path)
-    except Exception as problem:
-        error = problem
     token = secrets.token_hex(4)
-    told = agree_on(team, {"folder": str(path)}, [token, [list(shard) for shard in shards]], error)
+    told = agree_on(team, {"folder": str(path)}, [token, [list(shard) for shard in shards]], trouble.error)
     token, files = told[0][0], _files([names for _, lists in told for names in lists])
     first = sum(len(lists) for _, lists in told[: team.rank])
-    try:
+    with trouble:
         for name, shard in zip(list(files)[first:], shards, strict=False):
             write_file(path / f"{name}.tmp-{token}", encoded(shard))
-    except Exception as problem:
-        error = problem
-    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error)
-    try:
+    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), trouble.error)
+    with trouble:
         if team.rank == 0:
             _put_in_place(path, files, token, sum(sizes))
-    except Exception as problem:
-        error = problem
-    agree(team, None, error)
+    agree(team, None, trouble.error)
 
 
 def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
