@@ -16,7 +16,6 @@ import os
 import select
 import socket
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,13 +28,13 @@ from gpipe.run.frames import Frame, Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
 from gpipe.run.microbatch import Tree
+from gpipe.run.reports import error_of, heard, report_of
 from gpipe.run.status import Seen, Status
-from gpipe.run.transport import Label, Message, RemoteError
+from gpipe.run.transport import Label, Message
 from gpipe.run.wires import Coming, Wires
 
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
-TRACEBACK = 20_000  # characters of a report, and of an exception's text
 SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
 SOON = 1.0  # seconds between the ends of the two streams from a process, at most
 
@@ -214,11 +213,11 @@ class Net:
         for link in self.links.values():
             for report in link.reports:
                 if report["run"] == self.run:
-                    raise _remote_error(report)
+                    raise error_of(report)
         if gone:
             gone += [peer for peer, link in self.links.items() if peer not in gone and link.silent > SILENCE]
             last = [f"rank {peer} is gone; {self._last_seen(peer)}" for peer in gone]
-            raise _heard("\n".join(last), gone[0])
+            raise heard("\n".join(last), gone[0])
 
     def _ignore(self, connection: socket.socket) -> None:
         with suppress(KeyError):  # done before
@@ -231,7 +230,7 @@ class Net:
         news.register(self.links[peer].news.connection, select.POLLIN)
         news.poll(SOON * 1000)
         self._heed()
-        raise _heard(f"rank {peer} is gone; {self._last_seen(peer)}", peer)
+        raise heard(f"rank {peer} is gone; {self._last_seen(peer)}", peer)
 
     def _tire(self, peer: int) -> None:
         """Gives up waiting; names who keeps all waiting, as far as that can be seen."""
@@ -239,7 +238,7 @@ class Net:
         silent = [rank for rank, link in self.links.items() if link.silent > SILENCE]
         stuck = silent or [rank for rank, at in seen.items() if not at.waits] or [peer]
         where = [f"rank {rank}: {self._last_seen(rank)}" for rank in stuck]
-        raise _heard(
+        raise heard(
             "\n".join([f"nothing came for {self.limit:g} s, the timeout of the process group", *where]), stuck[0]
         )
 
@@ -257,18 +256,7 @@ class Net:
         """Tells all others that this process failed in this run."""
         if self._wires is not None and any(link.news.gone for link in self.links.values()):
             self._wires.end()
-        if isinstance(error, RemoteError) and error.heard:  # passed on, so that all tell of the same failure
-            report = {"run": self.run, "rank": error.rank, "message": str(error), "type": error.type_name}
-            report["traceback"] = error.traceback
-        else:
-            said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
-            report = {
-                "run": self.run,
-                "rank": self.rank,
-                "type": type(error).__name__,
-                "message": f"rank {self.rank} failed: {_shortened(said)}",
-                "traceback": "".join(traceback.format_exception(error))[-TRACEBACK:],
-            }
+        report = report_of(error, self.run, self.rank)
         for link in self.links.values():
             link.report(report)
 
@@ -342,21 +330,6 @@ def _drop(reference: "weakref.ref[Net]") -> None:
     if net is not None:
         for link in net.links.values():
             link.drop()
-
-
-def _remote_error(report: Mapping[str, Any]) -> RemoteError:
-    return _heard(report["message"], report["rank"], report["type"], report["traceback"])
-
-
-def _shortened(text: str) -> str:
-    half = TRACEBACK // 2
-    return text if len(text) <= TRACEBACK else f"{text[:half]} [...] {text[-half:]}"
-
-
-def _heard(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
-    error = RemoteError(message, rank, type_name, its_traceback)
-    error.heard = True
-    return error
 
 
 def _in_no_step(peer: int, seen: Seen) -> str:
