@@ -74,6 +74,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_module_is_the_command() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "gpipe", "train", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "gpipe", "train", "--help"], capture_output=True, text=True, check=True, timeout=170
     )
     assert "usage: gpipe train" in ended.stdout

@@ -12,7 +12,7 @@ import gpipe
 def run_python(source: str) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -21,7 +21,7 @@ from tests.checkpoint.networks import trained
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(case: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.killed", case, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     steps = found["steps"]

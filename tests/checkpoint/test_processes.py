@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gpipe
 from tests.checkpoint.networks import M, X, Y, build_tied, differences, make, remembered, train, trained
 
-LIMIT = 90  # seconds
+LIMIT = 170  # seconds
 
 
 def run_processes(job: str, size: int, folder: Path) -> list[Any]:

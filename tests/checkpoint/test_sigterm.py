@@ -36,7 +36,7 @@ SCRIPT = """
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_first_sigterm_saves_and_the_second_quits(times: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), str(times)]
-    done = subprocess.run(command, timeout=120)
+    done = subprocess.run(command, timeout=170)
     if times == 1:
         assert done.returncode == TERMINATED == 143
         assert gpipe.load(tmp_path).step_number == 3

@@ -27,11 +27,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = shutil.which("mount")
     if os.geteuid() or not mount:
         pytest.skip("mounting a small file system needs root")
-    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=300k", "none", folder], capture_output=True, timeout=20)
+    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=300k", "none", folder], capture_output=True, timeout=60)
     if made.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
     yield folder
-    subprocess.run(["umount", "-l", folder], check=True, timeout=20)
+    subprocess.run(["umount", "-l", folder], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -58,7 +58,7 @@ def test_a_read_only_file_system_is_told(small_disk: Path) -> None:
     pipe, optimizer = trained()
     folder = small_disk / "run"
     gpipe.save(folder, pipe, optimizer)
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True, timeout=20)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True, timeout=60)
     train(pipe, optimizer, 1)
     with pytest.raises(OSError, match=r"Read-only file system: '.*/run/step_3\.tmp-") as raised:
         gpipe.save(folder, pipe, optimizer)
@@ -140,7 +140,10 @@ AS_NOBODY = """
     import os, sys, torch, gpipe
     pipe = gpipe.GPipe([torch.nn.Linear(2, 2)], 1, 1)
     gpipe.save, gpipe.load  # resolved while all may be read
-    os.setuid(65534)
+    try:
+        os.setuid(65534)
+    except OSError as error:
+        sys.exit(f"nobody cannot be: {error}")
     for folder in sys.argv[1:]:
         try:
             gpipe.save(folder, pipe)
@@ -151,13 +154,15 @@ AS_NOBODY = """
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_a_folder_that_one_may_not_write_is_told() -> None:
-    with tempfile.TemporaryDirectory() as base:  # pytest's own is closed to others, further up
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:  # pytest's own is closed to others, further up
         tmp_path, there = Path(base), Path(base) / "there"
         there.mkdir()
         for folder in (tmp_path, there):
             folder.chmod(0o755)
         command = [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(there), str(tmp_path / "new")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    if done.stderr.startswith("nobody cannot be"):  # in a container that has one user alone
+        pytest.skip(done.stderr)
     first, second = done.stdout.splitlines()
     assert first.startswith(f"[Errno 13] Permission denied: '{there}/step_0.tmp-")
     assert second == f"[Errno 13] Permission denied: '{tmp_path / 'new'}'"

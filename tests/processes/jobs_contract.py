@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import gpipe
-from tests.processes.jobs_law1 import WIDTH, WORDS, data, network, squared, weights_of, with_metrics, words
+from tests.laws import weights_of
 from tests.processes.listening import listening_sockets
+from tests.processes.networks import WIDTH, WORDS, data, network, squared, with_metrics, words
 
 SEED, MICRO_BATCHES = 3, 4
 Json = Any
@@ -307,5 +308,5 @@ def _internet_sockets() -> set[str]:
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             found.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6", "udp", "udp6")]
-    return found & {line.split()[9] for table in tables for line in table}
+    tables = [path for name in ("tcp", "tcp6", "udp", "udp6") if (path := Path(f"/proc/self/net/{name}")).exists()]
+    return found & {line.split()[9] for table in tables for line in table.read_text().splitlines()[1:]}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.processes.jobs_law1 import digest
+from tests.processes.digests import digest
 
 WIDTH, LAYERS, SEED = 2048, 24, 9
 LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import gpipe
 from tests.processes.faults import FaultError, strike
 from tests.processes.jobs_faults import Json, squares
-from tests.processes.marks import mark
+from tests.processes.marks import FOLDER, mark
 
 FEATURES, MICRO_BATCHES, ROWS = 4, 3, 7
 BIG = 5000
@@ -152,14 +153,14 @@ def ctrl_c(rank: int, world: int) -> Json:
     pipe, failures = pipe_of(world), list[BaseException]()
 
     def press() -> None:
+        while len(list(Path(os.environ[FOLDER]).glob("rank_*.mark"))) < world:
+            time.sleep(0.001)
         threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
-        time.sleep(0.5)
+        time.sleep(60)
 
-    own(pipe, rank).arm(1, press)
+    own(pipe, rank).arm(world - 1 - rank, press)  # each as far ahead of the next as it can be
     with caught(failures):
         pipe.step(*data(0), squares)
-    with caught(failures):
-        time.sleep(1)  # one that comes late
     return go_on(pipe, failures[0] if failures else None)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-SECONDS = 0.004
+SECONDS = 0.03  # far more than the rest of a step takes, also on a busy machine
 
 
 class Sleeping(nn.Linear):

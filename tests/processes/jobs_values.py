@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from tests.laws import Tree
-from tests.processes.jobs_law1 import Digests, Make, Outcome, digest, digests, note, own_inputs, weights_of
+from tests.laws import Tree, weights_of
+from tests.outcomes import Outcome, noted
+from tests.processes.digests import Digests, digest, digests, own_inputs
+from tests.processes.law1_stories import Make
 
 WIDTH, SEED, MICRO_BATCHES = 6, 5, 3
 Json = Any
@@ -120,7 +122,7 @@ def run_value(make: Make, kind: str) -> tuple[list[nn.Module], Outcome]:
     layers = layers_of(kind)
     pipe = make(layers)
     found: Outcome = {"loss": pipe.step(inputs(), inputs().cos(), loss_of)}
-    note(found, pipe, "end")
+    found |= noted(pipe, "end")
     return layers, found
 
 
@@ -169,7 +171,7 @@ def whole(make: Make) -> Outcome:
     pipe = make(layers)
     x, y = (inputs(7), gpipe.Whole(table)), (inputs(7).cos(), gpipe.Whole(table))
     found: Outcome = {"loss": pipe.step(x, y, loss_with_table)}
-    note(found, pipe, "end")
+    found |= noted(pipe, "end")
     return found
 
 
@@ -180,7 +182,7 @@ def grow_and_shrink(make: Make) -> Outcome:
     pipe, found = make(layers), {}
     for step, rows in enumerate([1, 5000, 30, 20_000, 9, 60_000, 3, 40_000, 4000, 5000, 1]):
         found[f"{step} loss"] = pipe.step(inputs(rows), inputs(rows).cos(), F.mse_loss)
-        note(found, pipe, step)
+        found |= noted(pipe, step)
     return found
 
 
@@ -252,7 +254,7 @@ def refuse(rank: int, world: int, kind: str) -> Json:
     pipe.zero_grad()
     losses.append(pipe.step(inputs(), inputs().cos(), F.mse_loss))
     found: Outcome = {f"{step} loss": loss for step, loss in enumerate(losses)}
-    note(found, pipe, "end")
+    found |= noted(pipe, "end")
     return [raised, digests(found)]
 
 
@@ -264,7 +266,7 @@ def unrefused() -> Digests:
     found: Outcome = {"0 loss": pipe.step(inputs(), inputs().cos(), F.mse_loss)}
     pipe.zero_grad()
     found["1 loss"] = pipe.step(inputs(), inputs().cos(), F.mse_loss)
-    note(found, pipe, "end")
+    found |= noted(pipe, "end")
     return digests(found)
 
 

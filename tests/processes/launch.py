@@ -27,7 +27,8 @@ ROOT = Path(__file__).parent.parent.parent
 ONE_THREAD = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS"], "1")
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 TICK = 0.01
-GRACE, STUCK = 2.0, 0.5
+GRACE, STUCK, HEARD = 2.0, 0.5, 10.0
+START = 150.0  # seconds until processes have imported torch, at most, on a busy machine with cold disks
 
 Job: TypeAlias = str | Callable[..., object]
 """A function of (rank, world, *args) at the top of a module, or its `module:name`."""
@@ -84,8 +85,8 @@ class Crew:
         job: Job,
         *args: Any,
         world: int | None = None,
-        limit: float = 60,
-        timeout: float = 30,
+        limit: float = 180,
+        timeout: float = 120,
         join: bool = True,
         stuck: Collection[int] = (),
         last: bool = False,
@@ -96,7 +97,7 @@ class Crew:
             job: What to do.
             args: JSON values for it.
             world: How many ranks; all by default.
-            limit: Seconds after which every rank is killed.
+            limit: Seconds after which every rank is killed; how long processes take to start does not count.
             timeout: Seconds that the process group waits for a message.
             join: Whether the ranks find a process group made; else the environment says how to make one.
             stuck: Ranks that are meant to hang: they are killed half a second after the others have ended.
@@ -129,6 +130,7 @@ class Crew:
             self._end(0)
         if not self._processes:
             self._processes = [_start(rank, Path(self._folder.name)) for rank in range(self.size)]
+        _await_start(self._processes)
         return self._processes
 
     def _end(self, grace: float) -> None:
@@ -167,7 +169,7 @@ def _start(rank: int, folder: Path) -> _Process:
     log = folder / f"rank_{rank}.log"
     with log.open("w") as stream:
         popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes.rank", str(rank), str(os.getpid())],
+            [sys.executable, "-m", "tests.processes.rank", str(rank), str(os.getpid()), str(folder)],
             stdin=subprocess.PIPE,
             stdout=stream,
             stderr=stream,
@@ -177,6 +179,19 @@ def _start(rank: int, folder: Path) -> _Process:
             start_new_session=True,
         )
     return _Process(popen, log)
+
+
+def _await_start(processes: Sequence[_Process]) -> None:
+    """Waits until all can do a job; one that ends before is an outcome of the job that it never does."""
+    until = time.monotonic() + START
+    while not all(_is_ready(process) or process.popen.poll() is not None for process in processes):
+        if time.monotonic() > until:
+            raise TimeoutError(f"after {START:g} s not all of {len(processes)} ranks have started")
+        time.sleep(TICK)
+
+
+def _is_ready(process: _Process) -> bool:
+    return process.log.with_name(f"ready_{process.popen.pid}").exists()
 
 
 def _tell(ranks: Sequence[_Process], order: Order) -> None:
@@ -195,15 +210,33 @@ def _await(ranks: Sequence[_Process], folder: Path, limit: float, stuck: Collect
     _wait_for(ranks, range(len(ranks)), folder, STUCK if in_time else 0, last=last)
     for process in ranks:
         process.hung = process.ended is None
-        if process.hung:
-            process.signal(signal.SIGUSR1)
-    time.sleep(0.3 * any(process.hung for process in ranks))  # while they write down where they are
+    _ask_where([process for process in ranks if process.hung])
     if last:
         _wait_for_families(ranks)
     for process in ranks:
         if process.hung or process.left:
             process.signal(signal.SIGKILL)
     return in_time
+
+
+def _ask_where(hung: Sequence[_Process]) -> None:
+    """Has ranks that hang write down where they are, unless they are stopped and say nothing."""
+    sizes = [process.log.stat().st_size for process in hung]
+    for process in hung:
+        process.signal(signal.SIGUSR1)
+    until = time.monotonic() + HEARD
+    for process, size in zip(hung, sizes, strict=True):
+        while process.log.stat().st_size == size and not _is_stopped(process) and time.monotonic() < until:
+            time.sleep(TICK)
+    time.sleep(0.3 * bool(hung))  # while they write the rest
+
+
+def _is_stopped(process: _Process) -> bool:
+    try:
+        stat = Path(f"/proc/{process.popen.pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "TZ"
 
 
 def _wait_for(ranks: Sequence[_Process], due: Collection[int], folder: Path, limit: float, *, last: bool) -> bool:

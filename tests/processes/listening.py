@@ -32,19 +32,24 @@ def listening_sockets(pids: Iterable[int]) -> list[Listening]:
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError):
             held = set(_sockets_held(pid))
-            tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-            rows = [row for table in tables for row in _rows(table)]
+            tables = [path for name in ("tcp", "tcp6") if (path := Path(f"/proc/{pid}/net/{name}")).exists()]
+            rows = [row for table in tables for row in _rows(table.read_text())]
             found += [Listening(pid, address, port) for inode, address, port in rows if inode in held]
     return sorted(found)
 
 
 def family(pid: int) -> list[int]:
     """A process, its children, and theirs."""
-    children: list[int] = []
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            children += map(int, (task / "children").read_text().split())
-    return [pid, *(one for child in children for one in family(child))]
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():  # not every kernel lists children
+        if entry.name.isdecimal():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += sorted(children.get(one, []))
+    return found
 
 
 def _sockets_held(pid: int) -> Iterator[str]:

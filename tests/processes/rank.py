@@ -1,6 +1,8 @@
 """One rank of `launch`: a fresh process that does what it is told, and writes down how that ended.
 
-python -m tests.processes.rank RANK PID_OF_PARENT < orders, a line of JSON each
+python -m tests.processes.rank RANK PID_OF_PARENT FOLDER < orders, a line of JSON each
+
+It leaves `ready_<pid>` in FOLDER once it can do a job.
 """
 
 import ctypes
@@ -12,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -54,7 +56,7 @@ class Order:
 
 def main() -> None:
     """Serves until told to end, or until whoever gives the orders is gone."""
-    rank, parent = map(int, sys.argv[1:])
+    rank, parent = map(int, sys.argv[1:3])
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         return
@@ -63,6 +65,7 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # whoever hangs can be asked where
     torch.set_num_threads(1)
+    Path(sys.argv[3], f"ready_{os.getpid()}").touch()
     for line in sys.stdin:
         order = Order(**json.loads(line))
         try:
@@ -79,9 +82,11 @@ def perform(rank: int, order: Order) -> None:
     _settle_in(rank, order)
     record: dict[str, object] = {}
     try:
+        job = _find(order.job)  # takes its time, and nobody waits yet
         if order.join:
             _join(rank, order)
-        answer = _call(rank, order)
+        answer = job(rank, order.world, *order.args)
+        json.dumps(answer)  # what cannot be said is the job's mistake
         _leave()
         record = {"answered": True, "answer": answer}
     except BaseException as error:
@@ -102,7 +107,10 @@ def _settle_in(rank: int, order: Order) -> None:
 
 
 def _join(rank: int, order: Order) -> None:
-    """Meets the others at a file, in a folder that only this user may enter: no port is opened for it."""
+    """Meets the others at a file, in a folder that only this user may enter: no port is opened for it.
+
+    Gloo lets a rank go on, and leave, while another is still connecting to it; so here each waits for all.
+    """
     dist.init_process_group(
         "gloo",
         init_method=f"file://{order.folder}/meeting",
@@ -110,6 +118,11 @@ def _join(rank: int, order: Order) -> None:
         world_size=order.world,
         timeout=timedelta(seconds=order.timeout),
     )
+    joined = [Path(order.folder, f"joined_{number}") for number in range(order.world)]
+    joined[rank].touch()
+    until = time.monotonic() + order.timeout
+    while not all(file.exists() for file in joined) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def _leave() -> None:
@@ -117,11 +130,10 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _call(rank: int, order: Order) -> object:
-    module, _, name = order.job.partition(":")
-    answer = getattr(import_module(module), name)(rank, order.world, *order.args)
-    json.dumps(answer)  # what cannot be said is the job's mistake
-    return answer
+def _find(job: str) -> Callable[..., object]:
+    module, _, name = job.partition(":")
+    found: Callable[..., object] = getattr(import_module(module), name)
+    return found
 
 
 def _describe(error: BaseException) -> dict[str, str]:

@@ -23,8 +23,8 @@ def alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within seconds."""
-    until = time.monotonic() + 5
+    """Whether a process ends soon."""
+    until = time.monotonic() + 60
     while alive(pid) and time.monotonic() < until:
         time.sleep(0.01)
     return not alive(pid)
@@ -100,8 +100,8 @@ def test_a_rank_of_a_crew_that_ends_early_is_told_and_replaced(how: str, code: i
 def test_a_rank_that_hangs_is_killed_at_the_limit_and_its_place_is_told(how: str) -> None:
     with Crew(2) as crew:
         pids = [answer[4] for answer in answers(crew.run(jobs_harness.add_up, 1))]
-        with pytest.raises(HungError, match="after 1 s, of 2 ranks, still at it: 1") as raised:
-            crew.run(jobs_harness.ends, 1, how, limit=1)
+        with pytest.raises(HungError, match="after 5 s, of 2 ranks, still at it: 1") as raised:
+            crew.run(jobs_harness.ends, 1, how, limit=5)
         first, second = raised.value.outcomes
         assert first.answer == "fine"
         assert second.hung
@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_is_killed_at_the_limit_and_its_place_is_told(how: str
 
 
 def test_a_rank_that_is_meant_to_hang_is_waited_for_no_longer_than_the_others() -> None:
-    first, second = run_ranks(2, jobs_harness.ends, 1, "SIGSTOP", stuck=[1], limit=60)
+    first, second = run_ranks(2, jobs_harness.ends, 1, "SIGSTOP", stuck=[1], limit=150)
     assert (first.answer, first.code, first.hung) == ("fine", 0, False)
     assert second.hung
 
@@ -148,7 +148,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_ranks_die_with_whoever_started_them(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # which it cannot tidy up
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert gone(int(done.stdout))
 

@@ -8,7 +8,7 @@ from torch import nn
 from gpipe.run.layers import build
 from tests.laws import one_thread, run_layers
 from tests.processes import jobs_lazy
-from tests.processes.jobs_law1 import digest
+from tests.processes.digests import digest
 from tests.processes.jobs_lazy import LAYER, LAYERS, ROOM, SEED, WIDTH, makers
 from tests.processes.launch import Crew
 from tests.processes.outcome import answers, told_by

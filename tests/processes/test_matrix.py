@@ -8,6 +8,7 @@ from tests.processes.launch import Crew
 from tests.processes.matrix import Case, cases, find, run, shortfalls
 from tests.processes.outcome import Outcome
 
+TIMEOUT, SOON = 90.0, 30.0  # seconds: whoever raises soon does not raise by the timeout
 INSIDE = (*LAYER_PHASES, "loss")
 LOUD = (*EXCEPTIONS, "SIGINT", "shape")
 
@@ -31,34 +32,32 @@ STUCK = [
 
 @pytest.mark.parametrize("case", CAUGHT, ids=str)
 def test_an_exception_is_told_on_every_rank_and_the_next_step_works(case: Case, crew: Crew) -> None:
-    findings = run(case, crew, timeout=30)
+    findings = run(case, crew, timeout=TIMEOUT)
     assert shortfalls(findings) == []
-    assert all(one.seconds is not None and one.seconds < 10 for one in findings)  # not by the timeout
+    assert all(one.seconds is not None and one.seconds < SOON for one in findings)
 
 
 @pytest.mark.parametrize("case", [*cases(2, ["FaultError"], INSIDE)], ids=str)
 def test_so_it_is_with_messages_in_shared_memory(case: Case, crew: Crew) -> None:
-    assert shortfalls(run(case, crew, timeout=30, length=1500)) == []
+    assert shortfalls(run(case, crew, timeout=TIMEOUT, length=1500)) == []
 
 
 @pytest.mark.parametrize("case", QUIET, ids=str)
 def test_a_nan_goes_the_way_that_it_goes_without_a_pipeline(case: Case, crew: Crew) -> None:
-    assert shortfalls(run(case, crew, timeout=30)) == []
+    assert shortfalls(run(case, crew, timeout=TIMEOUT)) == []
 
 
 @pytest.mark.parametrize("case", FATAL, ids=str)
 def test_a_rank_that_ends_is_told_on_every_other(case: Case, crew: Crew) -> None:
-    findings = run(case, crew, timeout=30)
+    findings = run(case, crew, timeout=TIMEOUT)
     assert shortfalls(findings) == []
-    late = [
-        one for one in findings if one.rank in case.must_raise and not (one.seconds is not None and one.seconds < 10)
-    ]
-    assert late == []
+    told = [one for one in findings if one.rank in case.must_raise]
+    assert all(one.seconds is not None and one.seconds < SOON for one in told)
 
 
 @pytest.mark.parametrize("case", STUCK, ids=str)
 def test_a_rank_that_stands_still_is_told_after_the_timeout(case: Case, crew: Crew) -> None:
-    assert shortfalls(run(case, crew, timeout=3)) == []
+    assert shortfalls(run(case, crew, timeout=4)) == []
 
 
 CASE = Case(2, 1, Fault("FaultError", "backward", layer=7))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,13 +20,13 @@ from gpipe.train.options import TrainOptions
 from gpipe.train.recipe import Recipe
 from tests.processes.launch import ONE_THREAD, ROOT, TICK
 from tests.processes.listening import family, listening_sockets
-from tests.processes.small_digits import BATCH_SIZE, STEPS, few
+from tests.processes.small_digits import BATCH_SIZE, EPOCHS, GO, few
 from tests.processes.torchrun import Launched, torchrun, wait_for
 
-EPOCHS = 6
 OPTIONS = TrainOptions(filters=16, epochs=EPOCHS)
 ARGUMENTS = ("train", "digits", "--filters", "16")
-LIMIT = 120.0
+LIMIT = 250.0
+PASSED_ON = 0.5  # seconds until a signal has come to all, if they should be at the last epoch already
 
 
 def train(options: TrainOptions) -> str:
@@ -40,6 +41,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What one process that nobody disturbed showed and wrote."""
     out = tmp_path_factory.mktemp("alone")
     return train(replace(OPTIONS, out=out)), out
+
+
+@pytest.fixture
+def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file without which no process begins its last epoch."""
+    monkeypatch.setenv(GO, str(tmp_path / "go"))
+    return tmp_path / "go"
 
 
 def ended(launched: Launched) -> str:
@@ -103,24 +111,25 @@ def test_two_replicas_have_the_same_losses_within_rounding(tmp_path: Path) -> No
 
 
 def test_a_rank_is_killed_and_torchrun_goes_on_from_the_latest_checkpoint(
-    alone: tuple[str, Path], tmp_path: Path
+    alone: tuple[str, Path], go: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
     options = ("--max-restarts", "1")  # one must do
     with torchrun(2, "tests.processes.small_digits", *arguments, folder=tmp_path, options=options) as launched:
-        wait_for(launched, [out / "checkpoints" / f"step_{2 * STEPS}"], LIMIT)
+        wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
         subprocess.run(["kill", "-KILL", str(workers_of(launched)[1])], check=True)
+        go.touch()
         log = ended(launched)
     assert launched.popen.returncode == 0, log
     assert "rank 1 is gone" in log
-    assert re.search(r"goes on after epoch [2-5]", log)
+    assert re.search(r"goes on after epoch [1-5]", log)
     assert weights(out) == weights(alone[1])
     assert metrics(out) == metrics(alone[1])
 
 
 def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_processes_ended(
-    alone: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: tuple[str, Path], go: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And meanwhile no other host can connect to any of the processes, torchrun's own included (R12)."""
     out = tmp_path / "out"
@@ -128,9 +137,11 @@ def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_pr
     options = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", "")
     arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
     with torchrun(2, "tests.processes.small_digits", *arguments, folder=tmp_path, options=options) as launched:
-        wait_for(launched, [out / "checkpoints" / f"step_{STEPS}"], LIMIT)
+        wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
         open_ports = listening_sockets(family(launched.popen.pid))
         launched.popen.terminate()
+        time.sleep(PASSED_ON)
+        go.touch()
         log = ended(launched)
     assert open_ports
     assert [port for port in open_ports if not port.is_loopback] == []
@@ -141,18 +152,22 @@ def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_pr
     assert metrics(out) == metrics(alone[1])
 
 
-def test_one_process_ends_with_status_143_after_sigterm_and_goes_on(alone: tuple[str, Path], tmp_path: Path) -> None:
+def test_one_process_ends_with_status_143_after_sigterm_and_goes_on(
+    alone: tuple[str, Path], go: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tests.processes.small_digits", *ARGUMENTS, "--epochs", str(EPOCHS)]
     with (tmp_path / "log").open("wb") as log:
         popen = subprocess.Popen(
-            [*command, "--out", str(out)], cwd=ROOT, env={**ONE_THREAD, "PATH": ""}, stdout=log, stderr=log
+            [*command, "--out", str(out)], cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdout=log, stderr=log
         )
     try:
         until = time.monotonic() + LIMIT
-        while not (out / "checkpoints" / f"step_{STEPS}").exists() and time.monotonic() < until:
+        while not (out / "checkpoints" / "latest").exists() and time.monotonic() < until:
             time.sleep(TICK)
         popen.send_signal(signal.SIGTERM)
+        time.sleep(PASSED_ON)
+        go.touch()
         assert popen.wait(LIMIT) == 143, (tmp_path / "log").read_text()
     finally:
         popen.kill()

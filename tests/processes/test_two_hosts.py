@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 PORT = 29_400
 TIMEOUT = 4.0  # of the process group, in seconds
-MARGIN = 2.0  # seconds more, until all have raised
-START = 90.0  # seconds until the middle of the step is reached, at most
+MARGIN = 20.0  # seconds more, until all have raised: on a busy machine; what it takes else is in bench
+START = 120.0  # seconds until the middle of the step is reached, at most
 Record = dict[str, Any]
 
 
@@ -91,7 +91,7 @@ def test_a_cut_link_ends_the_step_on_both_hosts(tmp_path: Path) -> None:
         hosts.cut()
         cut = time.monotonic()
         (tmp_path / "cut").touch()
-        found = records(tmp_path, range(4), TIMEOUT + 10)
+        found = records(tmp_path, range(4), TIMEOUT + MARGIN)
         check_sound_steps(found, workers)
         for rank, record in enumerate(found):
             assert record["error"] == "RemoteError", record

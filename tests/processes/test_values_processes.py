@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.processes import jobs_values
-from tests.processes.jobs_law1 import digests
+from tests.processes.digests import digests
 from tests.processes.jobs_values import REFUSED, SCRIPTS, VALUES, locally, run_value, unrefused
 from tests.processes.launch import Crew
 from tests.processes.outcome import answers

@@ -19,7 +19,7 @@ from gpipe.run.transport import Label
 
 KINDS = (Link, RemoteLink)
 BIG = 2**20  # bytes: more than the stream takes
-LIMIT = 20.0  # seconds, the timeout of nets that shall not need one
+LIMIT = 60.0  # seconds, the timeout of nets that shall not need one
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def together(*works: Callable[[], Any]) -> list[Any]:
     """Does all at once, a thread each; gives what each returned or raised."""
     with ThreadPoolExecutor(len(works)) as pool:
         futures = [pool.submit(work) for work in works]
-        return [future.exception(3 * LIMIT) or future.result() for future in futures]
+        return [future.exception(2 * LIMIT) or future.result() for future in futures]
 
 
 def label_of(number: int) -> Label:

@@ -18,21 +18,16 @@ from gpipe.run import steps
 from gpipe.run.microbatch import Reduction
 from tests.laws import (
     REMATS,
-    Case,
     Tree,
     assert_same_bits,
-    cases,
-    check_case,
-    count_valid,
-    mean_of_valid,
     one_thread,
     plain_call,
     plain_loop,
-    run,
     run_layers,
     same_bits,
     tensors_in,
 )
+from tests.random_cases import Case, cases, check_case, count_valid, mean_of_valid, run
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -45,12 +40,10 @@ def test_any_model_run_in_any_way_gives_the_bits_of_the_plain_loop(case: Case) -
 
 def trained(case: Case) -> list[nn.Module]:
     """A copy of a case's layers after one mini-batch."""
-    layers = copy.deepcopy(case.layers)
-    with gpipe.GPipe(
-        layers, case.partitions, case.micro_batches, remat=case.remat, driver=case.driver, seed=case.seed
-    ) as pipe:
+    case = replace(case, layers=copy.deepcopy(case.layers))
+    with case.pipe() as pipe:
         run(case, pipe, case.inputs(0), 0)
-    return layers
+    return case.layers
 
 
 @settings(LAW, max_examples=40)

@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.law1_mixed import Way, check, differences, generate_task, generate_way, run_pipe
 from gpipe.run import run
 from gpipe.run.boundary import Parcel, replace_tensors, tensors_in
 from gpipe.run.lane import Mark
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.transport import Label, Message
 from gpipe.run.worker import Step, Worker
+from tests.mixed_tasks import Way, check, generate_task, generate_way, run_pipe
+from tests.outcomes import differences
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 draws = st.randoms(use_true_random=True)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.laws import Drift, Tree, Turned, assert_same_bits, one_thread, plain_call, plain_loop, same_bits
+from tests.laws import Tree, assert_same_bits, one_thread, plain_call, plain_loop, same_bits
+from tests.odd_layers import Drift, Turned
 
 Cut = int | list[int]
 

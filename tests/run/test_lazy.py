@@ -18,7 +18,8 @@ from gpipe.run.layers import Outline, cut_into_stages, find_scripted, named_laye
 from gpipe.run.measure import count_flops
 from gpipe.run.shared import find_shared, find_ties
 from gpipe.run.skips import find_pops
-from tests.laws import Pop, Stash, same_bits
+from tests.laws import same_bits
+from tests.odd_layers import Pop, Stash
 
 LAW = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 W = 4

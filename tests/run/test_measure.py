@@ -15,7 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 import gpipe
 from gpipe.arguments import Costs
 from gpipe.run import measure
-from tests.laws import Drift, Fork, Join, Noise, Pop, Stash, assert_same_bits, plain_loop, same_bits
+from tests.laws import assert_same_bits, plain_loop, same_bits
+from tests.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
 
 SAMPLE = torch.linspace(-1, 1, 40).reshape(8, 5)
 TARGET = torch.linspace(1, -1, 24).reshape(8, 3)

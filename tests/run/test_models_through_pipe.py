@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from bench.law1_mixed import Lent, add_up, own_leaves
 from gpipe import models
-from tests.laws import REMATS, assert_same_bits, plain_call, plain_loop, same_bits
+from tests import laws
+from tests.laws import REMATS, assert_same_bits, same_bits
+from tests.shared_weights import lent
 
 Tree = object
 
@@ -82,13 +83,10 @@ def made(name: str) -> tuple[Example, list[nn.Module], Tensor, Tensor]:
 
 
 def train_plainly(example: Example, layers: list[nn.Module], x: Tensor, y: Tensor, way: str, step: int) -> Tensor:
-    leaves = own_leaves(layers)
-    lent = [Lent(layer, of_layer) for layer, of_layer in zip(layers, leaves, strict=True)]
-    loss = (plain_loop if way == "step" else plain_call)(
-        lent, x, y, example.loss_fn, micro_batches=example.micro_batches, seed=2, step=step
-    )
-    add_up(leaves)
-    return loss
+    with lent(layers) as own:
+        return laws.train_plainly(
+            own, x, y, example.loss_fn, way, micro_batches=example.micro_batches, seed=2, step=step
+        )
 
 
 @pytest.mark.parametrize("way", ["step", "call"])

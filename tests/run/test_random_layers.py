@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from tests.laws import REMATS, assert_same_bits, plain_call, plain_loop, same_bits
+from tests import laws
+from tests.laws import REMATS, assert_same_bits, plain_loop, same_bits
 
 M = 3
 WIDTH = 6
@@ -158,13 +159,11 @@ def data(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def run(pipe: gpipe.GPipe, way: str = "step") -> Tensor:
-    x, y = data()
-    if way == "step":
-        loss: Tensor = pipe.step(x, y, F.mse_loss)
-        return loss
-    loss = F.mse_loss(pipe(x), y)
-    loss.backward()
-    return loss.detach()
+    return laws.train(pipe, *data(), F.mse_loss, way)
+
+
+def run_plainly(layers: Sequence[nn.Module], way: str = "step", step: int = 0) -> Tensor:
+    return laws.train_plainly(layers, *data(), F.mse_loss, way, micro_batches=M, seed=7, step=step)
 
 
 @pytest.mark.parametrize("kind", RANDOM)
@@ -182,10 +181,7 @@ def test_a_random_layer_gives_the_bits_of_the_plain_loop_for_every_cut_remat_and
         with gpipe.GPipe(layers, cut, M, remat=remat, driver=driver, seed=7) as pipe:
             untouched = torch.get_rng_state()
             for step in (0, 1):
-                loss = run(pipe, way)
-                reference = plain_loop if way == "step" else plain_call
-                expected = reference(plain, *data(), F.mse_loss, micro_batches=M, seed=7, step=step)
-                assert same_bits(loss, expected)
+                assert same_bits(run(pipe, way), run_plainly(plain, way, step))
                 assert_same_bits(pipe, plain)
             assert torch.equal(untouched, torch.get_rng_state())
 
@@ -316,8 +312,7 @@ def test_a_layer_that_begins_to_draw_is_reported_by_name_and_then_watched(
         run(pipe, way)
     pipe.zero_grad()
     pipe.step_number = 0
-    reference = plain_loop if way == "step" else plain_call
-    assert same_bits(run(pipe, way), reference(plain, *data(), F.mse_loss, micro_batches=M, seed=7, step=0))
+    assert same_bits(run(pipe, way), run_plainly(plain, way))
     assert_same_bits(pipe, plain)
 
 
@@ -370,7 +365,7 @@ def test_checkpoint_inside_a_layer_works_if_nothing_is_drawn_in_it(remat: str, u
     layers = [nn.Linear(WIDTH, WIDTH), Checkpointed(use_reentrant=use_reentrant, dropout=0), nn.Linear(WIDTH, 2)]
     plain = copy.deepcopy(layers)
     pipe = gpipe.GPipe(layers, 3, M, remat=remat, seed=7)
-    assert same_bits(run(pipe), plain_loop(plain, *data(), F.mse_loss, micro_batches=M, seed=7))
+    assert same_bits(run(pipe), run_plainly(plain))
     assert_same_bits(pipe, plain)
 
 

@@ -88,9 +88,11 @@ def test_a_call_gives_one_timeline_and_its_backward_another(driver: str) -> None
 
 
 def test_waiting_is_not_counted() -> None:
+    seconds = 0.2  # far more than the others take on a busy machine
+
     class Sleeps(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.03)
+            time.sleep(seconds)
             return super().forward(x)
 
     layers = [Sleeps(3, 3), *build()[1:]]
@@ -100,7 +102,7 @@ def test_waiting_is_not_counted() -> None:
             pipe.step(X, Y, squares)
     (timeline,) = recording.timelines
     check(timeline)
-    assert timeline.busy(0) >= M * 0.03
+    assert timeline.busy(0) >= M * seconds
     for rank in (1, 2):
         occupied = sum(span.seconds for span in timeline.spans if span.rank == rank)
         assert occupied < timeline.seconds / 2  # the other ranks wait most of the time

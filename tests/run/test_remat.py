@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import gpipe
-from tests.laws import REMATS, Drift, assert_same_bits, plain_call, plain_loop, same_bits
+from tests.laws import REMATS, assert_same_bits, plain_call, plain_loop, same_bits
+from tests.odd_layers import Drift
 
 M = 4
 FORWARDS = {"never": M, "except_last": 2 * M - 1, "always": 2 * M}

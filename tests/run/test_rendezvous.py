@@ -16,7 +16,8 @@ from gpipe.run import rendezvous
 from gpipe.run.rendezvous import HELLO, _call, _Listening
 from tests.processes.listening import listening_sockets
 
-SILENCE = 4.0
+SILENCE = 60.0
+LIMIT = 60.0
 Stranger = Callable[[socket.socket, _Listening], None]
 
 
@@ -24,7 +25,7 @@ Stranger = Callable[[socket.socket, _Listening], None]
 def listening(monkeypatch: pytest.MonkeyPatch, *, crosses_hosts: bool) -> Iterator[_Listening]:
     """A process that can be reached; other hosts would reach it by the loopback device."""
     monkeypatch.setattr(rendezvous, "_own_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(rendezvous, "PATIENCE", 20.0)
+    monkeypatch.setattr(rendezvous, "PATIENCE", LIMIT)
     with _Listening(crosses_hosts=crosses_hosts) as own:
         yield own
 
@@ -34,14 +35,14 @@ def check_linked(own: _Listening, peers: range, *, local: bool) -> None:
     with ThreadPoolExecutor(len(peers) + 1) as pool, ExitStack() as ends:
         welcome = pool.submit(own.welcome, peers, SILENCE)
         calls = {peer: pool.submit(_call, own.door, peer, SILENCE, local=local) for peer in peers}
-        found = welcome.result(30)
+        found = welcome.result(LIMIT)
         assert sorted(found) == list(peers)
         for peer, call in calls.items():
-            for number, (theirs, ours) in enumerate(zip(call.result(30), found[peer], strict=True)):
+            for number, (theirs, ours) in enumerate(zip(call.result(LIMIT), found[peer], strict=True)):
                 ends.enter_context(theirs)
                 ends.enter_context(ours)
                 theirs.sendall(b"%d %d" % (peer, number))
-                ours.settimeout(10)
+                ours.settimeout(LIMIT)
                 assert ours.recv(100) == b"%d %d" % (peer, number)
 
 
@@ -97,7 +98,7 @@ def test_strangers_are_sent_away(stranger: Stranger, monkeypatch: pytest.MonkeyP
         stranger(connection, own)
         check_linked(own, range(1, 2), local=True)
         if connection.fileno() >= 0:
-            connection.settimeout(10)
+            connection.settimeout(LIMIT)
             with suppress(ConnectionError):
                 assert connection.recv(1) == b""
 

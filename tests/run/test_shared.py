@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import gpipe
-from bench.law1_mixed import Lent, add_up, own_leaves
 from gpipe import models
-from tests.laws import REMATS, Drift, assert_same_bits, plain_call, plain_loop, same_bits
+from tests import laws
+from tests.laws import REMATS, assert_same_bits, plain_loop, same_bits
+from tests.odd_layers import Drift
+from tests.shared_weights import lent
 
 M = 3
 W = 4
@@ -136,24 +138,13 @@ def data(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def train(pipe: gpipe.GPipe, way: str = "step") -> Tensor:
-    x, y = data()
-    if way == "step":
-        loss: Tensor = pipe.step(x, y, F.mse_loss)
-        return loss
-    loss = F.mse_loss(pipe(x), y)
-    loss.backward()
-    return loss.detach()
+    return laws.train(pipe, *data(), F.mse_loss, way)
 
 
 def train_plainly(layers: Sequence[nn.Module], way: str = "step", step: int = 0) -> Tensor:
     """The plain loop, each layer on leaves of its own of what it shares; their sums are added in layer order."""
-    leaves = own_leaves(layers)
-    lent = [Lent(layer, of_layer) for layer, of_layer in zip(layers, leaves, strict=True)]
-    loss = (plain_loop if way == "step" else plain_call)(
-        lent, *data(), F.mse_loss, micro_batches=M, seed=5, step=step
-    )
-    add_up(leaves)
-    return loss
+    with lent(layers) as own:
+        return laws.train_plainly(own, *data(), F.mse_loss, way, micro_batches=M, seed=5, step=step)
 
 
 @pytest.mark.parametrize("way", ["step", "call"])

@@ -13,7 +13,9 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import gpipe
-from tests.laws import REMATS, assert_same_bits, one_thread, plain_call, plain_loop, run_layers, same_bits
+from tests import laws
+from tests.laws import REMATS, assert_same_bits, one_thread, run_layers, same_bits
+from tests.odd_layers import LowRank
 
 M = 3
 W = 4
@@ -96,20 +98,6 @@ class Remembers(nn.Module):
         return out
 
 
-class LowRank(nn.Module):
-    """A frozen layer, and a small trained one beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(W, W).requires_grad_(False)
-        self.down = nn.Linear(W, 1, bias=False)
-        self.up = nn.Linear(1, W, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.frozen(x) + self.up(self.down(x))
-        return out
-
-
 class Experts(nn.Module):
     """Each micro-batch uses one parameter of three."""
 
@@ -141,7 +129,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "no buffer": Remembers,
     "batch norm inside": lambda: norms(nn.BatchNorm1d(W), nn.Linear(W, W), nn.BatchNorm1d(W, momentum=None)),
     "frozen": lambda: nn.Linear(W, W).requires_grad_(False),
-    "low rank": LowRank,
+    "low rank": lambda: LowRank(W),
     "experts": Experts,
     "no parameters": lambda: norms(nn.Tanh(), nn.Hardtanh()),
     "embedding with a norm": lambda: norms(nn.Linear(W, W, bias=False), nn.LayerNorm(W, elementwise_affine=False)),
@@ -159,19 +147,11 @@ def data(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def train(pipe: gpipe.GPipe, way: str = "step") -> Tensor:
-    x, y = data()
-    if way == "step":
-        loss: Tensor = pipe.step(x, y, F.mse_loss)
-        return loss
-    loss = F.mse_loss(pipe(x), y)
-    loss.backward()
-    return loss.detach()
+    return laws.train(pipe, *data(), F.mse_loss, way)
 
 
 def train_plainly(layers: Sequence[nn.Module], way: str = "step", step: int = 0) -> Tensor:
-    return (plain_loop if way == "step" else plain_call)(
-        layers, *data(), F.mse_loss, micro_batches=M, seed=5, step=step
-    )
+    return laws.train_plainly(layers, *data(), F.mse_loss, way, micro_batches=M, seed=5, step=step)
 
 
 @pytest.mark.parametrize("way", ["step", "call"])

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from bench.law1_mixed import Lent, add_up, own_leaves
 from tests.laws import REMATS, assert_same_bits, plain_loop, same_bits
+from tests.shared_weights import lent
 
 M = 2
 W = 4
@@ -332,10 +332,8 @@ def test_compiled_layers_may_share_weights(compile_layer: Compile) -> None:
         ]
 
     plain = make()
-    leaves = own_leaves(plain)
-    lent = [Lent(layer, of_layer) for layer, of_layer in zip(plain, leaves, strict=True)]
-    expected = plain_loop(lent, *data(), F.mse_loss, micro_batches=M, seed=3)
-    add_up(leaves)
+    with lent(plain) as own:
+        expected = plain_loop(own, *data(), F.mse_loss, micro_batches=M, seed=3)
     for cut, remat in (([4], "never"), ([2, 2], "always")):
         pipe = gpipe.GPipe(make(), cut, M, remat=remat, seed=3)
         assert same_bits(pipe.step(*data(), F.mse_loss), expected)

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import Encoded, decode, encode
@@ -102,7 +102,11 @@ class Net:
         Raises:
             RemoteError: A process failed, or is gone.
         """
-        self._send(peer, label, encode(message if self._wires is None else self._wires.send(peer, message)))
+        try:
+            packed = message if self._wires is None else self._wires.send(peer, message)
+        except Gone:
+            self._lost(peer)
+        self._send(peer, label, encode(packed))
 
     def _send(self, peer: int, label: Label, message: Encoded) -> None:
         link = self.links[peer]
@@ -133,9 +137,10 @@ class Net:
                 self._watch(peer, reading=taken is None)
                 self._wait(peer)
         message, mark = self._early.pop(key)
-        if isinstance(message, Coming):
-            return message.finish(), mark
-        return message, mark
+        try:
+            return (message.finish() if isinstance(message, Coming) else message), mark
+        except Gone:
+            self._lost(peer)
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
@@ -223,7 +228,7 @@ class Net:
         with suppress(KeyError):  # done before
             self._poll.unregister(connection)
 
-    def _lost(self, peer: int) -> None:
+    def _lost(self, peer: int) -> NoReturn:
         """What to do when a stream ends: the news say why, or soon will."""
         self._heed()
         news = select.poll()

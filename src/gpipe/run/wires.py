@@ -13,8 +13,8 @@ What a failed run has left on its way is received by the next, and thrown away, 
 process is gone, the groups end with it: what waits in a queue for it would keep the device busy for ever.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from gpipe.run import codec
 from gpipe.run.boundary import Parcel
+from gpipe.run.frames import Gone
 from gpipe.run.microbatch import Tree
 from gpipe.run.place import Place
 from gpipe.run.transport import Message
@@ -67,11 +68,16 @@ class Coming:
     tensors: Sequence[tuple[list[int], codec.Place, Tensor, dist.Work | None]]
 
     def finish(self) -> Message:
-        """The whole message, for what is queued on the current stream from now on."""
+        """The whole message, for what is queued on the current stream from now on.
+
+        Raises:
+            Gone: The other end broke off.
+        """
         leaves, spec = pytree.tree_flatten(self.tree)
         for positions, place, elements, work in self.tensors:
             if work is not None:
-                work.wait()
+                with _breaking_off():
+                    work.wait()
                 if elements.is_cuda:
                     elements.record_stream(torch.cuda.current_stream(elements.device))
             tensor = codec.lay(elements.view(place.shape[0]), place)
@@ -100,7 +106,11 @@ class Wires:
         self._arriving = _stream(place.device)
 
     def send(self, peer: int, message: Message) -> Parcel:
-        """Puts the tensors of a message on their way; gives what else there is of it, for the link."""
+        """Puts the tensors of a message on their way; gives what else there is of it, for the link.
+
+        Raises:
+            Gone: The other end broke off.
+        """
         is_parcel = isinstance(message, Parcel)
         leaves, spec = pytree.tree_flatten(message.value if isinstance(message, Parcel) else message)
         found: dict[int, tuple[Tensor, list[int]]] = {}
@@ -118,7 +128,8 @@ class Wires:
         group = self._groups.get((self._rank, peer))
         if group is not None and elements is not None:
             sent = elements.view(torch.uint8)
-            self._keep(_begun(dist.isend(sent, self._members[peer], group)), sent)
+            with _breaking_off():
+                self._keep(_begun(dist.isend(sent, self._members[peer], group)), sent)
             elements = None
         return positions, dtype, torch.Size(size), strides, wants_gradient, elements
 
@@ -128,7 +139,11 @@ class Wires:
         self._under_way.append((work, tensor))
 
     def expect(self, peer: int, packed: Message) -> Coming:
-        """Has room for what follows a message that the link brought: for each in its order, as soon as it is here."""
+        """Has room for what follows a message that the link brought: for each in its order, as soon as it is here.
+
+        Raises:
+            Gone: The other end broke off.
+        """
         assert isinstance(packed, Parcel)
         sent: Any = packed.value
         is_parcel, tree, told = sent  # what `send` gave
@@ -143,7 +158,8 @@ class Wires:
             return positions, place, elements.to(self._device), None
         with self._arriving():
             elements = torch.empty(place.end, dtype=torch.uint8, device=self._device)
-            work = _begun(dist.irecv(elements, self._members[peer], self._groups[peer, self._rank]))
+            with _breaking_off():
+                work = _begun(dist.irecv(elements, self._members[peer], self._groups[peer, self._rank]))
             self._keep(work, elements)
         return positions, place, elements, work
 
@@ -168,6 +184,15 @@ def _groups(numbers: Mapping[tuple[int, int], int], backend: str) -> dict[tuple[
     for (low, high), number in numbers.items():
         found[low, high], found[high, low] = ways[number]
     return found
+
+
+@contextmanager
+def _breaking_off() -> Iterator[None]:
+    """While the backend may learn sooner than the links that the other end is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Gone(str(error)) from error
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
