@@ -4,25 +4,29 @@ Each case of the matrix (kind of fault x phase x rank) trains a small model over
 Exceptions are caught on every rank, the step is done again, and the numbers in the end are compared with those of
 training without a pipeline. See `tests/processes/matrix.py` for what is judged, and how.
 
-    python -m bench.faults --partitions 2 4
+    python -m bench.faults                                     # a quarter of an hour
+    python -m bench.faults --runtimes gpipe torch --ranks all  # an hour: torch's own pipeline too, every rank
+    python -m bench.faults --parts faults --kinds SIGKILL nan --partitions 2
 
-All of it takes three quarters of an hour; `--runtimes gpipe --ranks ends` less than half of that.
+By default each kind of fault happens on the ranks in turn: with two partitions once in each phase, and with four,
+where processes take twice as long to start, in every second phase. Beside these it counts workers that outlive
+torchrun, and runs `bench.resume` and `bench.damage`. What is found is kept after every fault; the order is drawn, so
+that a run cut short has seen some of everything.
 """
 
 import argparse
 import logging
+import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.progress import track
-
+from bench import damage, resume
 from bench.machine import facts
-from bench.report import describe, table, write
+from bench.report import describe, of, table, with_time_left, write
 from tests.processes.faults import KINDS, PHASES
 from tests.processes.launch import Crew
 from tests.processes.matrix import Case, Finding, cases, run, shortfalls
@@ -32,8 +36,12 @@ WAIT = 5.0
 """Seconds after the launcher's death at which a worker that still runs is an orphan."""
 LATE = 2.0
 """Seconds in which every rank of one host has to know, beyond the timeout if a rank stands still."""
-ELSEWHERE = {"resumes that differ": "bench.resume", "damaged checkpoints accepted": "bench.damage"}
-"""Figures of other modules, each by a function `count() -> (how many, of how many)`; see `from_elsewhere`."""
+PARTS = ("faults", "orphans", "resume", "damage")
+ELSEWHERE = {
+    "resume": ("resumes that differ from the run that was never killed", resume.count),
+    "damage": ("damaged checkpoints that were loaded", damage.count),
+}
+"""Figures of other modules: how many, of how many; they keep results of their own."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +69,6 @@ def worst(results: Iterable[Result], timeout: float) -> str:
     return f"{max(known):.2f}" if known else "-"
 
 
-def of(count: int, total: int) -> str:
-    """So many of so many."""
-    return f"{count} of {total}" if total else "-"
-
-
 def percent(count: int, total: int) -> str:
     """A share, with the numbers that it is made of."""
     return f"{100 * count / total:.1f} % ({of(count, total)})" if total else "-"
@@ -85,11 +88,23 @@ def count_orphans(runtime: str, worlds: Sequence[int]) -> tuple[int, int]:
     return found, total
 
 
-def from_elsewhere() -> Iterator[tuple[str, str]]:
-    """Figures that other modules count, where they are there."""
-    for title, module in ELSEWHERE.items():
-        found = find_spec(module) is not None
-        yield title, of(*import_module(module).count()) if found else f"not measured: `{module}.count()` is missing"
+@dataclass
+class Found:
+    """All that is known so far.
+
+    Attributes:
+        about: Where the figures come from.
+        due: How many faults there shall be, of each runtime.
+        results: What came of those that there were.
+        orphans: Workers that outlived their launcher, of how many.
+        elsewhere: Figures of other modules, by title.
+    """
+
+    about: dict[str, str] = field(default_factory=facts)
+    due: dict[str, int] = field(default_factory=dict)
+    results: dict[str, list[Result]] = field(default_factory=dict)
+    orphans: dict[str, tuple[int, int]] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)
 
 
 def figures(results: Sequence[Result], orphans: tuple[int, int], timeout: float) -> dict[str, str]:
@@ -148,63 +163,97 @@ def complaints(results: Sequence[Result], timeout: float) -> str:
     return "\n".join([*lines[:COMPLAINTS], *more]) or "Nothing."
 
 
-def collect(options: argparse.Namespace, runtime: str) -> list[Result]:
-    """Has every case happen."""
+def choose(options: argparse.Namespace, runtime: str) -> list[Case]:
+    """The faults that shall be, in an order that is drawn."""
     due: list[Case] = []
-    for world in options.partitions:
-        ranks = range(world) if options.ranks == "all" else sorted({0, world - 1})
+    for at, world in enumerate(options.partitions, 1):
+        ranks = sorted({0, world - 1}) if options.ranks == "ends" else range(world)
         phases = [phase for phase in options.phases if runtime == "gpipe" or phase != "recompute"]
-        due += cases(world, options.kinds, phases, ranks)
+        every = list(cases(world, options.kinds, phases, ranks))
+        due += in_turn(every, at) if options.ranks == "turns" else every
+    random.Random(0).shuffle(due)
+    return due
+
+
+def in_turn(every: Iterable[Case], each: int) -> Iterator[Case]:
+    """One case of each phase and kind, on the ranks in turn; of these one of each so many, others in each phase."""
+    for phase_at, (_, of_phase) in enumerate(groupby(every, lambda case: case.fault.phase)):
+        for kind_at, (_, of_kind) in enumerate(groupby(of_phase, lambda case: case.fault.kind)):
+            ranks, turn = list(of_kind), phase_at + kind_at
+            if turn % each == 0:
+                yield ranks[turn // each % len(ranks)]
+
+
+def collect(options: argparse.Namespace, runtime: str, found: Found) -> None:
+    """Has every fault happen."""
+    due = choose(options, runtime)
+    found.due[runtime], results = len(due), found.results[runtime]
     with Crew(max(options.partitions)) as crew:
-        return [
-            Result(case, run(case, crew, runtime=runtime, timeout=options.timeout))
-            for case in track(due, description=runtime)
-        ]
+        for case in with_time_left(due, f"faults, {runtime}"):
+            results.append(Result(case, run(case, crew, runtime=runtime, timeout=options.timeout)))
+            report(options, found)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
-    parser.add_argument("--runtimes", nargs="+", default=["gpipe", "torch"], choices=["gpipe", "torch"])
+    usage = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__, formatter_class=usage)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what is measured; by default all")
+    parser.add_argument("--runtimes", nargs="+", default=["gpipe"], choices=["gpipe", "torch"])
     parser.add_argument("--partitions", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
-    parser.add_argument("--ranks", default="all", choices=["all", "ends"], help="on which ranks faults happen")
+    parser.add_argument(
+        "--ranks", default="turns", choices=["turns", "ends", "all"],
+        help="where each kind of fault happens in each phase: on one, in turn (for the second of --partitions in "
+        "every second phase, and so on); on the first and the last; on all",
+    )  # fmt: skip
     parser.add_argument("--timeout", type=float, default=3.0, help="of the process group, in seconds")
-    parser.add_argument("--no-orphans", action="store_true", help="leave torchrun alone")
     parser.add_argument("--name", default="faults", help="of the result")
     return parser.parse_args()
 
 
 def main() -> None:
     logging.getLogger("gpipe").setLevel(logging.ERROR)
-    options = read_options()
-    found = {runtime: collect(options, runtime) for runtime in options.runtimes}
-    orphans = dict.fromkeys(found, (0, 0))
-    if not options.no_orphans:
-        orphans = {runtime: count_orphans(runtime, options.partitions) for runtime in found}
-    report(options, found, orphans)
+    options, found = read_options(), Found()
+    for runtime in options.runtimes:
+        found.results[runtime], found.orphans[runtime] = [], (0, 0)
+    for runtime in options.runtimes:
+        if "faults" in options.parts:
+            collect(options, runtime, found)
+        if "orphans" in options.parts:
+            found.orphans[runtime] = count_orphans(runtime, options.partitions)
+            report(options, found)
+    for part, (title, count) in ELSEWHERE.items():
+        if part in options.parts:
+            found.elsewhere[title] = of(*count())
+            report(options, found)
+    report(options, found, aloud=True)
 
 
-def report(options: argparse.Namespace, found: dict[str, list[Result]], orphans: dict[str, tuple[int, int]]) -> None:
-    """Writes and prints what was found."""
-    about = facts()
-    columns = {runtime: figures(results, orphans[runtime], options.timeout) for runtime, results in found.items()}
+def report(options: argparse.Namespace, found: Found, *, aloud: bool = False) -> None:
+    """Keeps what is known so far."""
+    columns = {
+        runtime: figures(results, found.orphans[runtime], options.timeout)
+        for runtime, results in found.results.items()
+    }
     titles = next(iter(columns.values()))
     rows = [
         [title, target, *(column[title] for column in columns.values())]
         for title, target in zip(titles, TARGETS, strict=True)
     ]
-    rows += [[title, "0", figure, *[""] * (len(columns) - 1)] for title, figure in from_elsewhere()]
-    text = (
-        f"# Faults\n\n{describe(about)}\n\nK = {', '.join(map(str, options.partitions))}; {__doc__.splitlines()[0]}"
-    )
-    text += f"\n\n{table(['', 'wanted', *columns], rows)}\n"
-    for runtime, results in found.items():
+    rows += [[title, "0", figure, *[""] * (len(columns) - 1)] for title, figure in found.elsewhere.items()]
+    partitions = ", ".join(map(str, options.partitions))
+    text = f"# Faults\n\n{describe(found.about)}\n\nK = {partitions}; {__doc__.splitlines()[0]}\n"
+    for runtime, due in found.due.items():
+        if len(found.results[runtime]) < due:
+            text += f"\nCut short: {of(len(found.results[runtime]), due)} faults of {runtime}.\n"
+    text += f"\n{table(['', 'wanted', *columns], rows)}\n"
+    for runtime, results in found.results.items():
         text += f"\n## {runtime}\n\n{LEGEND}\n\n{by_kind(results, options.timeout)}\n\nWhat falls short:\n\n"
         text += f"{complaints(results, options.timeout)}\n"
-    data: dict[str, Any] = {"facts": about, "figures": columns}
-    data["cases"] = {runtime: [asdict(result) for result in results] for runtime, results in found.items()}
-    write(options.name, text, data)
+    data: dict[str, Any] = {"facts": found.about, "figures": columns, "elsewhere": found.elsewhere}
+    data["cases"] = {runtime: [asdict(result) for result in results] for runtime, results in found.results.items()}
+    write(options.name, text, data, aloud=aloud)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from bench.worker import Answer, serve
 T = TypeVar("T")
 
 TURN_SECONDS = 0.7
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 300  # others may keep the machine busy while all begin at once
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["bench.worker"])

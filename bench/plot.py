@@ -125,7 +125,9 @@ def slow_link(wires: list[dict[str, Any]], rows: int) -> Figure:
     delays = sorted({wire["delay"] for wire in wires})
     figure, panels = plt.subplots(1, len(delays), figsize=(7, 3), layout="constrained", squeeze=False, sharey=True)
     for axes, delay in zip(panels.flat, delays, strict=True):
-        own = sorted((wire for wire in wires if wire["delay"] == delay), key=lambda wire: wire["megabits"])
+        own = sorted(
+            (wire for wire in wires if wire["rows"] and wire["delay"] == delay), key=lambda wire: wire["megabits"]
+        )
         for name in dict.fromkeys(name for wire in own for name in ("plain", *wire["rows"])):
             there = [wire for wire in own if name in wire["rows"]]
             speeds = [[rows / seconds for seconds in wire["rows"][name]["seconds"]] for wire in there]

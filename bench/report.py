@@ -1,11 +1,15 @@
 """Results as they are kept: JSON with all that was measured, Markdown to read."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 RESULTS = Path(__file__).parent / "results"
+
+Item = TypeVar("Item")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -30,9 +34,30 @@ def describe(facts: Mapping[str, str]) -> str:
     )
 
 
-def write(name: str, markdown: str, data: object) -> None:
-    """Keeps a result."""
+def of(count: int, total: int) -> str:
+    """So many of so many: `0 of 30`."""
+    return f"{count} of {total}" if total else "-"
+
+
+def with_time_left(items: Sequence[Item], title: str) -> Iterator[Item]:
+    """Goes through items, and says after each how many there are, and how long the rest will take at this pace."""
+    start = time.monotonic()
+    for done, item in enumerate(items, 1):
+        before = time.monotonic()
+        yield item
+        now = time.monotonic()
+        left = (now - start) / done * (len(items) - done)
+        print(
+            f"{title}: {done} of {len(items)}, {left / 60:.1f} minutes left; {now - before:.1f} s: {item}", flush=True
+        )
+
+
+def write(name: str, markdown: str, data: object, *, aloud: bool = True) -> None:
+    """Keeps a result, in place of the one before: a run cut short leaves what it had last."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(markdown.rstrip() + "\n")
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    print(markdown)
+    for suffix, text in (("md", markdown.rstrip()), ("json", json.dumps(data, indent=1))):
+        part = RESULTS / f"{name}.{suffix}.part"
+        part.write_text(text + "\n")
+        part.replace(RESULTS / f"{name}.{suffix}")
+    if aloud:
+        print(markdown)
