@@ -226,7 +226,7 @@ def test_no_checkpoint_is_told(tmp_path: Path, victim: Victim) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         assert gpipe.find_checkpoint(folder) is None
         (finding,) = refused(folder, victim)
-        assert finding.startswith("there is no checkpoint here; save one")
+        assert finding.startswith("there is no checkpoint here, neither manifest.json nor latest; save one")
 
 
 def test_a_link_to_a_file_is_refused_though_the_bytes_are_right(run: Path, victim: Victim) -> None:

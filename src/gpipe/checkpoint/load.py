@@ -12,8 +12,8 @@ from torch import nn
 
 from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, put, read_optimizer, read_state
-from gpipe.checkpoint.folder import Found, find, others
-from gpipe.checkpoint.manifest import CheckpointError, Manifest
+from gpipe.checkpoint.folder import LATEST, Found, find, others
+from gpipe.checkpoint.manifest import NAME, CheckpointError, Manifest
 from gpipe.checkpoint.save import settle, team_of
 from gpipe.checkpoint.tensors import Shelf
 from gpipe.checkpoint.verify import find_damage, read_manifest
@@ -141,7 +141,10 @@ def _agree_which(folder: Path, team: Team) -> Found | None:
 def _why_none(folder: Path) -> str:
     if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
         return "these are weights alone; use gpipe.load_weights"
-    return "there is no checkpoint here; save one, or give the folder that one was saved to"
+    return (
+        f"there is no checkpoint here, neither {NAME} nor {LATEST}; save one, or give the folder that one was "
+        f"saved to"
+    )
 
 
 def _agree_whole(found: Found, team: Team) -> Manifest:

@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
     ...         gpipe.load(folder)
     ...     except gpipe.CheckpointError as error:
     ...         print(*error.findings)
-    there is no checkpoint here; save one, or give the folder that one was saved to
+    there is no checkpoint here, neither manifest.json nor latest; save one, or give the folder that one was saved to
     """
 
     def __init__(self, path: Path, findings: Sequence[str], advice: str = "") -> None:
