@@ -252,7 +252,7 @@ class GPipe(nn.Module):
             rows, values = self._read_inputs(together, given.inputs)
             batch = self._batch_of_step(values, given)
             header = self._header(Asked.STEP, given.ambient, rows, len(values))
-            return talk.step(header, batch, given.targets, given.reduction, given.scale, given.ambient, self.recorder)
+            return talk.step(header, batch, given, self.recorder)
 
     @untraced
     def forward(self, inputs: Tree, *, gather: bool = False) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gpipe.arguments import Settings
 from gpipe.call import Call, pipelined
+from gpipe.given import Given
 from gpipe.plan.action import parse_action
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.run.ambient import Ambient
@@ -20,7 +21,7 @@ from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header, compare, hear, tell
 from gpipe.run.launcher import end_with_launcher
-from gpipe.run.microbatch import Reduction, Tree, merge, rows_of_parts, split, weights
+from gpipe.run.microbatch import Tree, merge, rows_of_parts, split, weights
 from gpipe.run.net import Net
 from gpipe.run.place import Place
 from gpipe.run.process import ProcessRun
@@ -171,14 +172,7 @@ class Talk:
         return [theirs for theirs, _, _ in every]
 
     def step(
-        self,
-        own: Header,
-        batch: Batch,
-        targets: Tree,
-        reduction: Reduction,
-        scale: float,
-        ambient: Ambient,
-        recorder: Recorder | None,
+        self, own: Header, batch: Batch, given: Given, recorder: Recorder | None
     ) -> tuple[int, Tensor, list[object]]:
         """Runs a step; gives the rows of the last micro-batch, the loss and the metrics of all replicas."""
         told = self.head(own)
@@ -186,12 +180,12 @@ class Talk:
         batch.first = self.place.replica * self.together.micro_batches
         shares: list[float] = []
         if self.together.is_last:
-            batch.targets = split(targets, told.rows, told.micro_batches, "targets")
-            shares = weights(reduction, rows, batch.targets, self._add_over_replicas)
+            batch.targets = split(given.targets, told.rows, told.micro_batches, "targets")
+            shares = weights(given.reduction, rows, batch.targets, self._add_over_replicas)
             always = self.together.engine.sync_batch_norm  # then the other replicas wait for this one's backward
-            batch.seeds = [share * scale if share or always else None for share in shares]
+            batch.seeds = [share * given.scale if share or always else None for share in shares]
         run = self.together.engine.start(told.micro_batches, batch)
-        run.go(ambient, recorder)
+        run.go(given.ambient, recorder)
         losses = [batch.losses[m] * share for m, share in enumerate(shares) if share]
         metrics = [batch.metrics[m] for m in range(len(shares))]
         plain = all(metric is NO_METRICS for metric in metrics)
