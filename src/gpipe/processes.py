@@ -157,9 +157,7 @@ class Talk:
     def finish(self, run: Run, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
         """Waits until all processes have come to the end of the run; gives what each tells."""
         busy = time.perf_counter() - self._began - (self.net.waited - self._waited)
-        seconds = torch.tensor(
-            busy, dtype=torch.float64
-        )  # a number would be part of the layout, which is written once
+        seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
         every = self.net.agree((told, seconds, None if recorder is None else _timeline_text(recorder)))
         assert isinstance(run, ProcessRun)
         run.settle()

@@ -17,7 +17,7 @@ from tests.processes.digests import digests
 from tests.processes.faults import Fault
 from tests.processes.jobs_faults import MICRO_BATCHES, faulty_layer, reference
 from tests.processes.jobs_law1 import locally
-from tests.processes.jobs_values import VALUES
+from tests.processes.jobs_values import REFUSED, VALUES, unrefused
 from tests.processes.launch import Crew, run_ranks
 from tests.processes.law1_stories import STORIES
 from tests.processes.outcome import answers
@@ -97,6 +97,14 @@ def test_after_a_failure_all_go_on_over_the_same_groups_with_the_same_bits(
         assert own["losses"] == right["losses"]
         assert own["parameters"].items() <= right["parameters"].items()
         assert own["failure"]["error"] == ("FaultError" if rank == stage else "RemoteError")
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_travel_leaves_both_ends_in_step(kind: str, crew: Crew) -> None:
+    found: list[Any] = answers(crew.run(jobs_wires.over_wires, True, "jobs_values", "refuse", kind, world=2))
+    for _, text in (raised for raised, _ in found):
+        assert REFUSED[kind][1] in text
+    assert not wrong([own for _, own in found], unrefused())
 
 
 def test_a_rank_that_dies_is_named_by_all_others() -> None:

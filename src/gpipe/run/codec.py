@@ -34,7 +34,7 @@ Views: TypeAlias = dict[tuple[torch.dtype, tuple[int, ...], int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Extent:
     """Where a tensor's elements are in a message, and how they lie in memory.
 
     `size` leaves out what is only repeated: dimensions of stride 0 have size 1, and are expanded at the end.
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a message holds: its tree, with a place in `places` for each tensor and the others themselves.
+    """What a message holds: its tree, with an extent in `extents` for each tensor and the others themselves.
 
     If leaves is None it is one tensor and nothing around it, or one gradient; without a spec, a list of gradients.
     """
@@ -62,27 +62,27 @@ class Layout:
     is_parcel: bool
     spec: pytree.TreeSpec | None
     leaves: tuple[object, ...] | None
-    places: tuple[Place, ...]
+    extents: tuple[Extent, ...]
 
 
 class Encoded(NamedTuple):
-    """A message as it is sent: its layout in bytes, and its tensors, each with the place to put it at."""
+    """A message as it is sent: its layout in bytes, and its tensors, each with the extent where it is put."""
 
     layout: bytes
-    places: tuple[Place, ...]
+    extents: tuple[Extent, ...]
     size: int  # bytes that the tensors take, with what aligns them
     tensors: list[Tensor]
 
     def write(self, memory: Tensor) -> None:
         """Puts the tensors into `size` bytes."""
         with torch.no_grad():
-            for tensor, place in zip(self.tensors, self.places, strict=True):
-                if place.end > place.start:
-                    memory[place.start : place.end].view(tensor.dtype).copy_(flat(tensor, place))
+            for tensor, extent in zip(self.tensors, self.extents, strict=True):
+                if extent.end > extent.start:
+                    memory[extent.start : extent.end].view(tensor.dtype).copy_(flat(tensor, extent))
 
     def pieces(self) -> list[bytearray | memoryview]:
         """The `size` bytes, one after another."""
-        if len(self.places) == 1 and self.places[0].plain and self.tensors[0].is_contiguous():
+        if len(self.extents) == 1 and self.extents[0].plain and self.tensors[0].is_contiguous():
             return [self.tensors[0].numpy(force=True).data]  # no copy
         memory = bytearray(self.size)
         if memory:
@@ -140,7 +140,7 @@ def _of_one(
     strides: tuple[int, ...],
     wants_gradient: bool,
     layout: torch.layout,
-) -> tuple[bytes, tuple[Place, ...], int]:
+) -> tuple[bytes, tuple[Extent, ...], int]:
     """How a message of one tensor is written: the usual one, so it must be quick."""
     if layout != torch.strided:
         raise TypeError(NOT_DENSE.format(name="Tensor", layout=layout))
@@ -150,18 +150,18 @@ def _of_one(
 @lru_cache(KEPT)
 def _of_many(
     is_parcel: bool, spec: str | None, leaves: str, shapes: tuple[Shape, ...]
-) -> tuple[bytes, tuple[Place, ...], int]:
+) -> tuple[bytes, tuple[Extent, ...], int]:
     named = [[str(dtype).removeprefix("torch."), size, strides, wants] for dtype, size, strides, wants in shapes]
     head, tail = json.dumps([is_parcel, spec]), json.dumps(named)
-    places = places_of(shapes)
-    return f"{head[:-1]}, {leaves}, {tail}]".encode(), places, places[-1].end if places else 0
+    extents = extents_of(shapes)
+    return f"{head[:-1]}, {leaves}, {tail}]".encode(), extents, extents[-1].end if extents else 0
 
 
 def decode(layout: bytes, memory: Buffer, offset: int = 0, views: Views | None = None) -> Message:
     """The message of a layout and the bytes behind it, which may be used again afterwards, with the same `views`."""
     read = _read(layout)
     views = {} if views is None else views
-    tensors = [_take(place, memory, offset, views) for place in read.places]
+    tensors = [_take(extent, memory, offset, views) for extent in read.extents]
     if read.leaves is None:
         return Parcel(tensors[0], [tensors[0]] if tensors[0].requires_grad else []) if read.is_parcel else tensors  # type: ignore[return-value]
     items = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
@@ -183,9 +183,9 @@ def shape_of(tensor: Tensor) -> Shape:
 
 
 @lru_cache(KEPT)
-def places_of(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
+def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
     """Where tensors of these shapes are in a message."""
-    places: list[Place] = []
+    extents: list[Extent] = []
     at = 0
     for shape in shapes:
         dtype, size, strides, _ = shape
@@ -206,65 +206,67 @@ def places_of(shapes: tuple[Shape, ...]) -> tuple[Place, ...]:
         plain = own == size and strides == _contiguous(size) and dtype in NUMPY and count > 0
         wide = dtype.itemsize > 8  # torch reads complex128 from aligned addresses alone, or dies
         units = (torch.uint8, at - start) if wide else (dtype, count)
-        places.append(Place(shape, start, at, units, own, strides, dense, plain))
-    return tuple(places)
+        extents.append(Extent(shape, start, at, units, own, strides, dense, plain))
+    return tuple(extents)
 
 
-def flat(tensor: Tensor, place: Place) -> Tensor:
+def flat(tensor: Tensor, extent: Extent) -> Tensor:
     """The elements of a tensor in one dimension, as they travel."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
-        for axis, count in enumerate(place.size):  # without repetitions, which the copy would write out
+        for axis, count in enumerate(extent.size):  # without repetitions, which the copy would write out
             tensor = tensor.narrow(axis, 0, count)
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor.view(-1)
-    count = (place.end - place.start) // tensor.element_size()
-    if tensor.stride() != place.strides:  # resolved just now, or overlapping
-        if not place.dense or place.strides == _contiguous(place.size):
-            return tensor.expand(place.size).contiguous().view(-1)
-        tensor = torch.empty_strided(place.size, place.strides, dtype=tensor.dtype).copy_(tensor)
-    if place.dense:
+    count = (extent.end - extent.start) // tensor.element_size()
+    if tensor.stride() != extent.strides:  # resolved just now, or overlapping
+        if not extent.dense or extent.strides == _contiguous(extent.size):
+            return tensor.expand(extent.size).contiguous().view(-1)
+        tensor = torch.empty_strided(extent.size, extent.strides, dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    if extent.dense:
         return tensor.as_strided((count,), (1,))
-    return tensor.as_strided(place.size, place.strides).contiguous().view(-1)
+    return tensor.as_strided(extent.size, extent.strides).contiguous().view(-1)
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(size, device="meta").stride()
 
 
-def _take(place: Place, memory: Buffer, offset: int, views: Views) -> Tensor:
-    dtype, _, _, wants_gradient = place.shape
-    if place.plain:
-        tensor = _view(place, memory, offset, views).clone()
+def _take(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
+    dtype, _, _, wants_gradient = extent.shape
+    if extent.plain:
+        tensor = _view(extent, memory, offset, views).clone()
         return tensor.requires_grad_() if wants_gradient else tensor
-    if place.end == place.start:
-        return lay(torch.empty(0, dtype=dtype), place)
-    unit, count = place.units
-    found = torch.frombuffer(memory, dtype=unit, count=count, offset=offset + place.start).clone()
-    return lay(found if unit is dtype else found.view(dtype), place)
+    if extent.end == extent.start:
+        return lay(torch.empty(0, dtype=dtype, device="cpu"), extent)
+    unit, count = extent.units
+    found = torch.frombuffer(memory, dtype=unit, count=count, offset=offset + extent.start).clone()
+    return lay(found if unit is dtype else found.view(dtype), extent)
 
 
-def lay(elements: Tensor, place: Place) -> Tensor:
+def lay(elements: Tensor, extent: Extent) -> Tensor:
     """The tensor of these elements, laid as it left: in their own memory if they are dense."""
-    dtype, size, strides, wants_gradient = place.shape
+    dtype, size, strides, wants_gradient = extent.shape
     if not elements.numel():
         tensor = torch.empty_strided(size, strides, dtype=dtype, device=elements.device)
     else:
-        if not place.dense:
-            room = torch.empty_strided(place.size, place.strides, dtype=dtype, device=elements.device)
-            elements = room.copy_(elements.view(place.size))
+        if not extent.dense:
+            room = torch.empty_strided(extent.size, extent.strides, dtype=dtype, device=elements.device)
+            elements = room.copy_(elements.view(extent.size))
         tensor = elements.as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
 
 
-def _view(place: Place, memory: Buffer, offset: int, views: Views) -> Tensor:
-    unit, count = place.units
-    at = unit, place.size, offset + place.start
+def _view(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
+    unit, count = extent.units
+    at = unit, extent.size, offset + extent.start
     if at not in views:
         if len(views) == KEPT:
             views.clear()
-        views[at] = torch.frombuffer(memory, dtype=unit, count=count, offset=at[-1]).view(place.size)
+        views[at] = torch.frombuffer(memory, dtype=unit, count=count, offset=at[-1]).view(extent.size)
     return views[at]
 
 
@@ -275,4 +277,4 @@ def _read(layout: bytes) -> Layout:
         (getattr(torch, dtype), tuple(size), tuple(strides), wants) for dtype, size, strides, wants in named
     )
     tree = None if spec is None else pytree.treespec_loads(spec)
-    return Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), places_of(shapes))
+    return Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), extents_of(shapes))

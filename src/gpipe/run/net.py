@@ -17,10 +17,12 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import Encoded, decode, encode
@@ -37,6 +39,8 @@ AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
 SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
 SOON = 1.0  # seconds between the ends of the two streams from a process, at most
+
+_NOTHING = nullcontext()
 
 
 class Net:
@@ -102,24 +106,27 @@ class Net:
         Raises:
             RemoteError: A process failed, or is gone.
         """
-        try:
-            packed = message if self._wires is None else self._wires.send(peer, message)
-        except Gone:
-            self._lost(peer)
-        self._send(peer, label, encode(packed))
+        if self._wires is None:
+            self._send(peer, label, encode(message))
+        else:
+            packed, following = self._wires.pack(peer, message)
+            self._send(peer, label, encode(packed), following)
 
-    def _send(self, peer: int, label: Label, message: Encoded) -> None:
+    def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> None:
         link = self.links[peer]
         try:
             while not link.has_room(message.size):
                 link.want_room()
                 self._wait(peer, room=message.size)
-            left = link.put(self.run, label, message, time.perf_counter())
+            with self._wires.all_or_nothing() if following and self._wires else _NOTHING:
+                left = link.put(self.run, label, message, time.perf_counter())
+                if following and self._wires:
+                    self._wires.follow(peer, following)
             while not left:
                 self._wait(peer, room=0)
                 left = link.flush()
-        except Gone:
-            self._lost(peer)
+        except Gone as gone:
+            self._lost(peer, gone)
 
     def receive(self, peer: int, label: Label) -> tuple[Message, Mark]:
         """Waits for a message from a process.
@@ -139,8 +146,8 @@ class Net:
         message, mark = self._early.pop(key)
         try:
             return (message.finish() if isinstance(message, Coming) else message), mark
-        except Gone:
-            self._lost(peer)
+        except Gone as gone:
+            self._lost(peer, gone)
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
@@ -157,12 +164,19 @@ class Net:
             self._early[peer, label] = (self._open(peer, link, head), head.sent or None)
         elif self._wires is not None:  # what follows comes all the same
             self._open(peer, link, head)
-        link.done(head)
+        else:
+            link.done(head)
         return True
 
     def _open(self, peer: int, link: Link, head: Frame) -> Message | Coming:
-        message = decode(*link.message(head))
-        return message if self._wires is None else self._wires.expect(peer, message)
+        if self._wires is None:
+            message = decode(*link.message(head))
+            link.done(head)
+            return message
+        with self._wires.all_or_nothing():
+            coming = self._wires.expect(peer, decode(*link.message(head)))
+            link.done(head)
+            return coming
 
     def _wait(self, peer: int, *, room: int | None = None) -> None:
         """Waits until something happens that may help; takes what is due meanwhile (note "Room").
@@ -228,13 +242,15 @@ class Net:
         with suppress(KeyError):  # done before
             self._poll.unregister(connection)
 
-    def _lost(self, peer: int) -> NoReturn:
-        """What to do when a stream ends: the news say why, or soon will."""
+    def _lost(self, peer: int, gone: Gone | None = None) -> NoReturn:
+        """What to do when a stream ends: the news say why, or soon will; or nobody is gone, and it is this device."""
         self._heed()
         news = select.poll()
         news.register(self.links[peer].news.connection, select.POLLIN)
         news.poll(SOON * 1000)
         self._heed()
+        if gone is not None and isinstance(gone.__cause__, RuntimeError):  # the backend's
+            raise gone.__cause__
         raise heard(f"rank {peer} is gone; {self._last_seen(peer)}", peer)
 
     def _tire(self, peer: int) -> None:
@@ -259,11 +275,11 @@ class Net:
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""
-        if self._wires is not None and any(link.news.gone for link in self.links.values()):
-            self._wires.end()
         report = report_of(error, self.run, self.rank)
         for link in self.links.values():
             link.report(report)
+        if self._wires is not None and (not report["type"] or any(link.news.gone for link in self.links.values())):
+            self._wires.end()  # somebody is gone
 
     def agree(self, told: Tree) -> list[Any]:
         """Tells all processes something, and gives what each told, by rank: nobody has it before all have told.
@@ -275,7 +291,8 @@ class Net:
         if self.rank:
             self.send(0, label, Parcel(told, []))
             with self._at_parting():
-                return list(_told(self.receive(0, label)[0]))  # type: ignore[call-overload,no-any-return]  # of rank 0
+                heard_of_all = list(_told(self.receive(0, label)[0]))  # type: ignore[call-overload]  # of rank 0
+            return self._settled(heard_of_all)
         every = [told, *(_told(self.receive(peer, label)[0]) for peer in range(1, self.size))]
         message = Parcel(every, [])
         encoded = encode(message) if self._wires is None else None  # once for all
@@ -287,6 +304,11 @@ class Net:
                     self._send(peer, label, encoded)
             for peer in range(1, self.size):
                 self._see_off(peer)
+        return self._settled(every)
+
+    def _settled(self, every: list[Any]) -> list[Any]:
+        if self._wires is not None:
+            self._wires.settle()
         return every
 
     def _see_off(self, peer: int) -> None:

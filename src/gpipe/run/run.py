@@ -148,8 +148,9 @@ class Run:
         if self.engine.threaded is not False:
             here.refuse_strangers()
         one_thread = self.engine.place is not None or not threaded
+        alone = one_thread and not here.strangers and nobody_else_draws(lanes)
         for stage in self.engine.own:
-            stage.alone = one_thread and not here.strangers and nobody_else_draws(lanes)
+            stage.alone = alone
         guard, buffers = RandomGuard(lanes), BufferGuard(self.engine.exposed)
         begun = time.perf_counter()
         try:

@@ -25,7 +25,8 @@ def write_tree(spec: pytree.TreeSpec) -> str:
     Raises:
         TypeError: It cannot be read again as what it is.
     """
-    return _text_of(_Outlined(_outline(spec), spec))
+    outline = _outline(spec)
+    return _text(spec) if outline is None else _text_of(_Outlined(outline, spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +38,29 @@ class _Outlined:
 
 
 def _outline(spec: pytree.TreeSpec) -> Hashable:
-    """What two specs share only if they are the same: as dicts 1 and True are one key, in text they are two."""
+    """What two specs share only if they are the same, or None: as dicts 1 and True are one key, in text two."""
     if spec.type is None:
-        return None
+        return "leaf"
     keys = spec.context or ()
     if spec.type in (tuple, list) or (spec.type in (dict, OrderedDict) and all(type(key) is str for key in keys)):
-        return spec.type, tuple(keys), *map(_outline, spec.children())
-    return object()  # is shared with none
+        children = tuple(map(_outline, spec.children()))
+        return None if None in children else (spec.type, tuple(keys), children)
+    return None
 
 
 @lru_cache(KEPT)
 def _text_of(known: _Outlined) -> str:
+    return _text(known.spec)
+
+
+def _text(spec: pytree.TreeSpec) -> str:
     try:
-        text = pytree.treespec_dumps(known.spec)
+        text = pytree.treespec_dumps(spec)
         _rebuild(text)
         return text
     except (NotImplementedError, ValueError, TypeError) as error:
         raise TypeError(
-            f"{known.spec} cannot go to another process: {error}; return tensors, tuples, lists and dicts, or "
+            f"{spec} cannot go to another process: {error}; return tensors, tuples, lists and dicts, or "
             f"register the class with torch.utils._pytree under a serialized_type_name"
         ) from error
 

@@ -9,15 +9,20 @@ each pair a process has one peer: `matchings` says which.
 
          stage 0 --A-- stage 1 --B-- stage 2 --A-- stage 3        A and B: a group down and a group up each
 
-What a failed run has left on its way is received by the next, and thrown away, so that both ends stay in step. If a
-process is gone, the groups end with it: what waits in a queue for it would keep the device busy for ever.
+What a failed run has left on its way is received by the next, and thrown away, so that both ends stay in step. Where
+they may not be, or if a process is gone, the groups end: what waits in a queue for it would keep the device busy for
+ever, and the next tensor could be taken for another.
+
+Assumed, since no two GPUs were at hand: that NCCL's queues of several groups go on independently of each other. How
+many tensors are under way is not bounded here. The groups last as long as the world's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +35,6 @@ from gpipe.run.frames import Gone
 from gpipe.run.microbatch import Tree
 from gpipe.run.place import Place
 from gpipe.run.transport import Message
-
-Told: TypeAlias = tuple[list[int], torch.dtype, torch.Size, tuple[int, ...], bool, Tensor | None]
-"""Of a tensor: where in the tree it stands, its shape (`codec.Shape`), and its elements if they come by the link."""
 
 
 def matchings(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
@@ -65,7 +67,7 @@ class Coming:
 
     is_parcel: bool
     tree: Tree
-    tensors: Sequence[tuple[list[int], codec.Place, Tensor, dist.Work | None]]
+    tensors: Sequence[tuple[list[int], codec.Extent, Tensor, dist.Work | None]]
 
     def finish(self) -> Message:
         """The whole message, for what is queued on the current stream from now on.
@@ -74,13 +76,13 @@ class Coming:
             Gone: The other end broke off.
         """
         leaves, spec = pytree.tree_flatten(self.tree)
-        for positions, place, elements, work in self.tensors:
+        for positions, extent, elements, work in self.tensors:
             if work is not None:
                 with _breaking_off():
                     work.wait()
                 if elements.is_cuda:
                     elements.record_stream(torch.cuda.current_stream(elements.device))
-            tensor = codec.lay(elements.view(place.shape[0]), place)
+            tensor = codec.lay(elements.view(extent.shape[0]), extent)
             for at in positions:
                 leaves[at] = tensor
         value = pytree.tree_unflatten(leaves, spec)
@@ -99,44 +101,54 @@ class Wires:
 
     def __init__(self, place: Place, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
         self._rank, self._members, self._device = place.rank, place.members, place.device
-        self._groups = (
-            _groups(matchings(pairs_of(place.stages, place.replicas, crossings)), backend) if backend else {}
-        )
+        numbers = matchings(pairs_of(place.stages, place.replicas, crossings)) if backend else {}
+        self._groups = _groups(numbers, backend, place.timeout)
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._arriving = _stream(place.device)
+        self._ended = False
+        for (low, high), _ in sorted(numbers.items(), key=lambda item: item[1]):
+            if self._rank in (low, high):
+                self._meet(low, high)
+                self._meet(high, low)
 
-    def send(self, peer: int, message: Message) -> Parcel:
-        """Puts the tensors of a message on their way; gives what else there is of it, for the link.
+    def _meet(self, sender: int, receiver: int) -> None:
+        """Has NCCL connect two processes: at the first message, the sender would wait before it says what comes."""
+        group, byte = self._groups[sender, receiver], torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if self._rank == sender:
+            dist.send(byte, self._members[receiver], group)
+        else:
+            dist.recv(byte, self._members[sender], group)
 
-        Raises:
-            Gone: The other end broke off.
-        """
-        is_parcel = isinstance(message, Parcel)
+    def pack(self, peer: int, message: Message) -> tuple[Parcel, list[Tensor]]:
+        """What of a message the link carries, and the tensors that follow it."""
         leaves, spec = pytree.tree_flatten(message.value if isinstance(message, Parcel) else message)
         found: dict[int, tuple[Tensor, list[int]]] = {}
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device.type:
                 found.setdefault(id(leaf), (leaf, []))[1].append(at)
                 leaves[at] = None
-        told = [self._send(peer, tensor, positions) for tensor, positions in found.values()]
-        return Parcel((is_parcel, pytree.tree_unflatten(leaves, spec), told), [])
+        follow = (self._rank, peer) in self._groups
+        told, following = [], []
+        for tensor, positions in found.values():
+            (extent,) = codec.extents_of((codec.shape_of(tensor),))
+            elements = codec.flat(tensor, extent) if extent.end else None
+            if follow and elements is not None:
+                following.append(elements.view(torch.uint8))
+                elements = None
+            told.append((positions, *extent.shape, elements))
+        return Parcel((isinstance(message, Parcel), pytree.tree_unflatten(leaves, spec), told), []), following
 
-    def _send(self, peer: int, tensor: Tensor, positions: list[int]) -> Told:
-        (place,) = codec.places_of((codec.shape_of(tensor),))
-        dtype, size, strides, wants_gradient = place.shape
-        elements = codec.flat(tensor, place) if place.end else None
-        group = self._groups.get((self._rank, peer))
-        if group is not None and elements is not None:
-            sent = elements.view(torch.uint8)
+    def follow(self, peer: int, following: Sequence[Tensor]) -> None:
+        """Puts tensors on their way, in the order of their messages on the link.
+
+        Raises:
+            Gone: The other end broke off.
+        """
+        self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
+        for tensor in following:
             with _breaking_off():
-                self._keep(_begun(dist.isend(sent, self._members[peer], group)), sent)
-            elements = None
-        return positions, dtype, torch.Size(size), strides, wants_gradient, elements
-
-    def _keep(self, work: dist.Work, tensor: Tensor) -> None:
-        """Holds what a queue still needs, also if the message was thrown away."""
-        self._under_way = [(other, kept) for other, kept in self._under_way if not other.is_completed()]
-        self._under_way.append((work, tensor))
+                work = _begun(dist.isend(tensor, self._members[peer], self._groups[self._rank, peer]))
+            self._under_way.append((work, tensor))
 
     def expect(self, peer: int, packed: Message) -> Coming:
         """Has room for what follows a message that the link brought: for each in its order, as soon as it is here.
@@ -146,25 +158,58 @@ class Wires:
         """
         assert isinstance(packed, Parcel)
         sent: Any = packed.value
-        is_parcel, tree, told = sent  # what `send` gave
-        return Coming(is_parcel, tree, [self._expect(peer, one) for one in told])
+        is_parcel, tree, told = sent  # what `pack` gave
+        return Coming(is_parcel, tree, [self._expect(peer, *one) for one in told])
 
-    def _expect(self, peer: int, told: Told) -> tuple[list[int], codec.Place, Tensor, dist.Work | None]:
-        positions, dtype, size, strides, wants_gradient, elements = told
-        shape: codec.Shape = (dtype, tuple(size), strides, wants_gradient)
-        (place,) = codec.places_of((shape,))
-        if elements is not None or not place.end:
-            elements = torch.empty(0, dtype=dtype) if elements is None else elements
-            return positions, place, elements.to(self._device), None
-        with self._arriving():
-            elements = torch.empty(place.end, dtype=torch.uint8, device=self._device)
-            with _breaking_off():
-                work = _begun(dist.irecv(elements, self._members[peer], self._groups[peer, self._rank]))
-            self._keep(work, elements)
-        return positions, place, elements, work
+    def _expect(
+        self,
+        peer: int,
+        positions: list[int],
+        dtype: torch.dtype,
+        size: Sequence[int],
+        strides: tuple[int, ...],
+        wants_gradient: bool,
+        elements: Tensor | None,
+    ) -> tuple[list[int], codec.Extent, Tensor, dist.Work | None]:
+        (extent,) = codec.extents_of(((dtype, tuple(size), strides, wants_gradient),))
+        if elements is not None or not extent.end:
+            elements = torch.empty(0, dtype=dtype, device="cpu") if elements is None else elements
+            return positions, extent, elements.to(self._device), None
+        with self._arriving(), _breaking_off():
+            elements = torch.empty(extent.end, dtype=torch.uint8, device=self._device)
+            work = _begun(dist.irecv(elements, self._members[peer], self._groups[peer, self._rank]))
+        self._under_way.append((work, elements))  # also if the message is thrown away
+        return positions, extent, elements, work
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What is begun inside is ended, or the groups are: else the ends would take one tensor for another.
+
+        Raises:
+            RuntimeError: They were ended before.
+        """
+        if self._ended:
+            raise RuntimeError(
+                "the process groups of this pipe were ended, because a process was interrupted or gone while tensors "
+                "were under way; make the pipe again"
+            )
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise
+
+    def settle(self) -> None:
+        """Has what is queued on the current stream from now on wait for what is under way: memory may be reused."""
+        for work, _ in self._under_way:
+            with suppress(RuntimeError):  # who had all may be gone
+                if not work.is_completed():  # to wait twice is for ever with gloo
+                    work.wait()
+        self._under_way.clear()
 
     def end(self) -> None:
         """Ends the groups, and with them what waits in their queues."""
+        self._ended = True
         for group in {id(group): group for group in self._groups.values()}.values():
             with suppress(RuntimeError):  # the backend cannot, or has already
                 group.abort()
@@ -177,9 +222,15 @@ def wires_for(place: Place, crossings: Iterable[tuple[int, int]]) -> Wires | Non
     return Wires(place, crossings, "nccl" if "nccl" in str(dist.get_backend_config()) else None)
 
 
-def _groups(numbers: Mapping[tuple[int, int], int], backend: str) -> dict[tuple[int, int], dist.ProcessGroup]:
+def _groups(
+    numbers: Mapping[tuple[int, int], int], backend: str | None, timeout: float
+) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each sender and receiver; two for each number of a pair, of all processes of the world."""
-    ways = {number: [dist.new_group(backend=backend) for _ in range(2)] for number in sorted(set(numbers.values()))}
+    limit = timedelta(seconds=timeout)
+    ways = {
+        number: [dist.new_group(backend=backend, timeout=limit) for _ in range(2)]
+        for number in sorted(set(numbers.values()))
+    }
     found = {}
     for (low, high), number in numbers.items():
         found[low, high], found[high, low] = ways[number]
