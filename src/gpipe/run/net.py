@@ -30,14 +30,13 @@ from gpipe.run.frames import Frame, Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
 from gpipe.run.microbatch import Tree
-from gpipe.run.reports import error_of, heard, report_of
+from gpipe.run.reports import SILENCE, error_of, heard, last_seen, report_of
 from gpipe.run.status import Seen, Status
 from gpipe.run.transport import Label, Message
 from gpipe.run.wires import Coming, Wires
 
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
-SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
 SOON = 1.0  # seconds between the ends of the two streams from a process, at most
 
 _NOTHING = nullcontext()
@@ -265,13 +264,7 @@ class Net:
 
     def _last_seen(self, peer: int) -> str:
         seen = self.theirs[peer].read() if peer in self.theirs else None
-        if seen is None and (silent := self.links[peer].silent) > SILENCE:
-            return f"it cannot be reached: its host has not answered for {silent:.1f} s"
-        if seen is None:
-            return "it is on another host: see its own messages"
-        if seen.run < self.run or seen.at < 0:
-            return f"it was last seen outside of any step, after {seen.run} runs, while this is run {self.run}"
-        return f"it was last seen {self.sees(peer, seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
+        return last_seen(seen, self.links[peer].silent, self.run, partial(self.sees, peer))
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""

@@ -1,14 +1,17 @@
-"""What a process tells the others of its failure, and the exception that they raise of it."""
+"""What a process tells the others of its failure, what they raise of it, and where they last saw who says nothing."""
 
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from gpipe.run.status import Seen
 from gpipe.run.transport import RemoteError
 
 Report: TypeAlias = Mapping[str, Any]
 """In words of JSON: the run, the rank that failed, its exception's type, message and traceback."""
 
+SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
 LONGEST = 20_000  # characters of a traceback, and of an exception's text
 
 
@@ -37,6 +40,17 @@ def heard(message: str, rank: int, type_name: str = "", its_traceback: str = "")
     error = RemoteError(message, rank, type_name, its_traceback)
     error.heard = True
     return error
+
+
+def last_seen(seen: Seen | None, silent: float, run: int, words: Callable[[Seen], str]) -> str:
+    """Where another process was when last seen in this run; None if it is on another host, `silent` for so long."""
+    if seen is None and silent > SILENCE:
+        return f"it cannot be reached: its host has not answered for {silent:.1f} s"
+    if seen is None:
+        return "it is on another host: see its own messages"
+    if seen.run < run or seen.at < 0:
+        return f"it was last seen outside of any step, after {seen.run} runs, while this is run {run}"
+    return f"it was last seen {words(seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
 
 
 def _shortened(text: str) -> str:
