@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,8 @@ class Stage:
 
     def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
         """Runs one mini-batch, given in micro-batches; gives the losses, if this is the last stage."""
-        kept, losses = [], []
+        kept: list[Any] = []
+        losses = []
         for m in range(len(inputs)):
             given = cut(self.values.get()) if self.values else inputs[m]
             made = self.layers(given)
@@ -79,8 +80,8 @@ class Stage:
                 losses.append(made.detach())
             kept.append((given, made))
         seed = (torch.full((), 1 / len(inputs)),)
-        while kept:
-            given, made = kept.pop()
+        for m in range(len(inputs)):
+            (given, made), kept[m] = kept[m], None
             gradients = backward(made, self.next_gradients.get() if self.next_gradients else seed, given)
             if self.gradients:
                 self.gradients.put(gradients)
@@ -88,7 +89,8 @@ class Stage:
 
     def run_with_remat(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
         """Likewise, but keeps only what the stage was given."""
-        kept, losses = [], []
+        kept: list[Any] = []
+        losses = []
         with torch.no_grad():
             for m in range(len(inputs)):
                 kept.append(cut(self.values.get()) if self.values else inputs[m])
@@ -96,11 +98,11 @@ class Stage:
                 if self.next_values:
                     self.next_values.put(made)
         seed = (torch.full((), 1 / len(inputs)),)
-        while kept:
-            given = kept.pop()
+        for m in range(len(inputs)):
+            given, kept[m] = kept[m], None
             made = self.layers(given)
             if not self.next_values:
-                made = self.loss_fn(_one(made), targets[len(kept)])
+                made = self.loss_fn(_one(made), targets[m])
                 losses.append(made.detach())
             gradients = backward(made, self.next_gradients.get() if self.next_gradients else seed, given)
             if self.gradients:

@@ -40,7 +40,7 @@ class _InOneProcess:
 class PlainLoop(_InOneProcess):
     """Gradient accumulation, one thread: micro-batch after micro-batch through the unpartitioned layers."""
 
-    newest_first = True
+    newest_first = False
 
     def build(self) -> None:
         """Makes the gradient of a micro-batch's loss."""
@@ -58,10 +58,10 @@ class PlainLoop(_InOneProcess):
         return output
 
 
-class OldestFirst(PlainLoop):
-    """The plain loop in the order in which torch's own schedules run their backwards."""
+class NewestFirst(PlainLoop):
+    """The plain loop in the order in which torchgpipe runs its backwards: autograd's."""
 
-    newest_first = False
+    newest_first = True
 
 
 class Whole(_InOneProcess):
@@ -151,7 +151,7 @@ class GPipeCall(GPipe):
 
 
 class GPipeExceptLast(GPipe):
-    """This library, the last micro-batch not recomputed."""
+    """This library, the first micro-batch not recomputed."""
 
     remat = "except_last"
 

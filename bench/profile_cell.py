@@ -185,7 +185,7 @@ def drawing() -> Iterator[Way]:
 
 
 def plain(work: Workload, *, keyed: bool = False) -> Way:
-    """The plain loop, newest first; with `keyed`, a visit around each layer."""
+    """The plain loop; with `keyed`, a visit around each layer."""
     layers = work.layers()
     network = nn.Sequential(*layers)
     inputs, targets = (tensor.tensor_split(MICRO_BATCHES) for tensor in work.data())
@@ -201,7 +201,7 @@ def plain(work: Workload, *, keyed: bool = False) -> Way:
         return value
 
     def act() -> None:
-        for m in reversed(range(MICRO_BATCHES)):
+        for m in range(MICRO_BATCHES):
             work.loss_fn(forward(inputs[m], m), targets[m]).backward(seed)
 
     return Way("plain loop, keyed" if keyed else "plain loop", act, list(network.parameters()))

@@ -134,7 +134,7 @@ def measure(
     copies = min(work.partitions, os.cpu_count() or 1)
     with Lab(setups, copies=0 if work.sleeps else copies) as lab:
         gradients = lab.gradients()
-        gradients["oldest"] = _gradients_oldest_first(setups["plain"])
+        gradients["newest"] = _gradients_newest_first(setups["plain"])
         lab.run(rounds, until, rest)
     quiet = {name: quietest(turns, rounds, QUIET) for name, turns in lab.turns.items() if turns}
     steps = {name: [median(turn.seconds) for turn in turns] for name, turns in quiet.items()}
@@ -149,7 +149,7 @@ def measure(
             median(turn.cpu for turn in quiet[name]),
             median(turn.others for turn in quiet[name]),
             lab.teams[name].peaks,
-            _compare(gradients[name], gradients["plain"], gradients["oldest"]),
+            _compare(gradients[name], gradients["plain"], gradients["newest"]),
         )
         for name in ("plain", *names)
         if name not in lab.failures
@@ -171,8 +171,8 @@ def _setup(work: Workload, name: str, *, remat: bool) -> Setup:
     return Setup(work.name, work.partitions, work.micro_batches, _CUTS[work.name, stages], remat=remat)
 
 
-def _gradients_oldest_first(setup: Setup) -> dict[str, Tensor]:
-    team = Team("oldest", setup)
+def _gradients_newest_first(setup: Setup) -> dict[str, Tensor]:
+    team = Team("newest", setup)
     try:
         team.wait_until_ready()
         return team.gradients()
@@ -180,20 +180,20 @@ def _gradients_oldest_first(setup: Setup) -> dict[str, Tensor]:
         team.close()
 
 
-def _compare(found: Mapping[str, Tensor], newest: Mapping[str, Tensor], oldest: Mapping[str, Tensor]) -> str:
+def _compare(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> str:
     """In words, how gradients relate to those of the plain loop in either order."""
-    if found.keys() != newest.keys():
+    if found.keys() != plain.keys():
         return "MISSING"
-    for reference, word in ((newest, "="), (oldest, "= (oldest first)")):
+    for reference, word in ((plain, "="), (newest, "= (newest first)")):
         if all(torch.equal(found[name], reference[name]) for name in found):
             return word
-    largest = max(float((found[n] - newest[n]).norm() / (newest[n].norm() + 1e-30)) for n in found)
+    largest = max(float((found[n] - plain[n]).norm() / (plain[n].norm() + 1e-30)) for n in found)
     return f"{largest:.0e}"
 
 
 def runtimes_for(work: Workload, *, remat: bool) -> list[str]:
     """The runtimes that a table of this workload shows, besides the plain loop."""
-    lacks = {"plain", "oldest", "stages", "ddp"} | (NOT_WITH_REMAT if remat else ONLY_WITH_REMAT)
+    lacks = {"plain", "newest", "stages", "ddp"} | (NOT_WITH_REMAT if remat else ONLY_WITH_REMAT)
     return [name for name in RUNTIMES if name not in lacks and (name in LONG or not work.long)]
 
 

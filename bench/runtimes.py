@@ -20,7 +20,7 @@ class Entry:
 
 RUNTIMES: dict[str, Entry] = {
     "plain": Entry(one_process.PlainLoop, "plain loop, one thread"),
-    "oldest": Entry(one_process.OldestFirst, "plain loop, oldest first"),
+    "newest": Entry(one_process.NewestFirst, "plain loop, newest first"),
     "whole": Entry(one_process.Whole, "whole mini-batch, two threads"),
     "stages": Entry(one_process.Stages, "stage times"),
     "floor": Entry(one_process.BareThreads, "bare threads"),

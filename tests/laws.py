@@ -59,16 +59,16 @@ def plain_loop(
     reduction: Reduction = "mean",
     scale: float = 1.0,
 ) -> Tensor:
-    """What `pipe.step` does, one micro-batch after another: all forwards, then all backwards, newest first."""
+    """What `pipe.step` does: the loop that everybody writes, forward, loss, backward of each micro-batch in turn."""
     losses = []
-    for m, (x, y) in enumerate(zip(parts_of(inputs, micro_batches), parts_of(targets, micro_batches), strict=True)):
+    shares = shares_of(reduction, parts_of(targets, micro_batches))
+    parts = zip(parts_of(inputs, micro_batches), parts_of(targets, micro_batches), shares, strict=True)
+    for m, (x, y, share) in enumerate(parts):
         output = run_layers(layers, x, seed=seed, step=step, micro_batch=m)
         with gpipe.visit(seed, step, len(layers), m):
             losses.append(loss_fn(output, y))
-    shares = shares_of(reduction, parts_of(targets, micro_batches))
-    for loss, share in reversed(list(zip(losses, shares, strict=True))):
         if share and torch.is_grad_enabled():
-            loss.backward(torch.full_like(loss, share * scale))
+            losses[-1].backward(torch.full_like(losses[-1], share * scale))
     total = sum(loss.detach() * share for loss, share in zip(losses, shares, strict=True) if share)
     assert isinstance(total, Tensor)
     return total
@@ -85,7 +85,7 @@ def plain_call(
     seed: int,
     step: int = 0,
 ) -> Tensor:
-    """What `loss_fn(pipe(inputs), targets).backward()` does: one loss, then all backwards, newest first.
+    """What `loss_fn(pipe(inputs), targets).backward()` does: one loss, then all backwards.
 
     One backward of all, without a pipeline, would add up what each use of a parameter gives, not each micro-batch.
     """
@@ -96,7 +96,7 @@ def plain_call(
     loss = loss_fn(joined(map(replaced, outputs, roots, lent)), targets)
     gradients = iter(torch.autograd.grad(loss, [tensor for some in lent for tensor in some], allow_unused=True))
     seeds = [[next(gradients) for _ in some] for some in roots]
-    for some, seed_of in reversed(list(zip(roots, seeds, strict=True))):
+    for some, seed_of in zip(roots, seeds, strict=True):
         known = [(root, gradient) for root, gradient in zip(some, seed_of, strict=True) if gradient is not None]
         torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
     return loss.detach()

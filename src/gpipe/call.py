@@ -41,7 +41,6 @@ class Call:
         self._ambient = ambient
         self._recorder = recorder
         self._wants: list[tuple[bool, ...]] = []
-        self.order = run.backward_order
 
     def forward(self) -> list[Output]:
         """Runs all forwards; gives the outputs of all micro-batches."""
@@ -52,7 +51,7 @@ class Call:
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Runs all backwards; gives the gradients of the inputs' leaves, in the order of `order`."""
+        """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch."""
         run, self._run = self._run, None
         if run is None:
             raise RuntimeError(SECOND_BACKWARD)
@@ -63,8 +62,8 @@ class Call:
         run.go_backward(self._ambient, self._recorder)
         return [
             None if gradient is None else gradient.to(leaf.device)
-            for m in self.order
-            for leaf, gradient in zip(run.batch.inputs[m].leaves, run.batch.input_gradients[m], strict=True)
+            for m, parcel in enumerate(run.batch.inputs)
+            for leaf, gradient in zip(parcel.leaves, run.batch.input_gradients[m], strict=True)
         ]
 
 
@@ -72,9 +71,9 @@ def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     """Runs a call's forward as one autograd node; gives the output of each micro-batch.
 
     `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up what comes back to one
-    tensor in the order of the node's inputs, so they are in the order of the backwards.
+    tensor in the order of the node's inputs: that of the micro-batches.
     """
-    inputs = [leaf for m in call.order for leaf in leaves[m]]
+    inputs = [leaf for found in leaves for leaf in found]
     anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
     outputs: list[Output] = []
     tensors = iter(_Pipelined.apply(call, outputs, anchor, *inputs))  # type: ignore[no-untyped-call]

@@ -55,7 +55,9 @@ class GPipe(nn.Module):
         devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
         schedule: `"gpipe"`: all forwards, then all backwards.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
-            `"always"`, `"except_last"` or `"never"`, or one of these for each partition.
+            `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
+            inside, at the price of one inside more), or `"never"`; or one of these for each partition. Where a
+            backward follows its forward at once, nothing is recomputed.
         deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
             forward of it (paper, section 2.2), also over replicas; by default those of one micro-batch after
             another, of each replica its own. Either way a micro-batch is normalized by its own.

@@ -131,14 +131,14 @@ class Talk:
             ValueError: A process does something else than the first stage.
         """
         plumbing = self.together.engine.plumbing
-        trains = bool(own.trains)
+        trains, halved = bool(own.trains), own.asked != Asked.STEP
         if self.together.is_first:
-            told = replace(own, checksum=plumbing(own.micro_batches, trains=trains).checksum)
+            told = replace(own, checksum=plumbing(own.micro_batches, trains=trains, halved=halved).checksum)
             tell(self.net, self.place, told)
             return told
         told = hear(self.net, self.place)
         if told.asked == own.asked and told.trains == own.trains:
-            own = replace(own, checksum=plumbing(told.micro_batches, trains=trains).checksum)
+            own = replace(own, checksum=plumbing(told.micro_batches, trains=trains, halved=halved).checksum)
         compare(told, own, self.place)
         return told
 

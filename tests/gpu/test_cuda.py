@@ -75,7 +75,7 @@ def plain_loop(
                 value = layer(value)
         losses.append(loss_fn(value, target))
     shares = [len(value) / len(x) for value, _ in parts]
-    for loss, share in reversed(list(zip(losses, shares, strict=True))):
+    for loss, share in zip(losses, shares, strict=True):
         loss.backward(torch.full_like(loss, share))
     return torch.stack([loss.detach() * share for loss, share in zip(losses, shares, strict=True)]).cumsum(0)[-1]
 

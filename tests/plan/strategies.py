@@ -49,8 +49,8 @@ def placements(draw: st.DrawFn, stages: int) -> tuple[int, ...]:
 
 
 def scattered(stages: int, micro_batches: int, kinds: Sequence[Kind], routes: Iterable[Route]) -> Program:
-    """Actions tied by nothing but what they need: each is a row of its own."""
-    rows = [[Action(kind, s, m)] for kind in kinds for s in range(stages) for m in range(micro_batches)]
+    """Actions tied by what they need and the order of the micro-batches alone: a row for each stage and kind."""
+    rows = [[Action(kind, s, m) for m in range(micro_batches)] for kind in kinds for s in range(stages)]
     return Program.of(rows, micro_batches, rank_of=range(stages), skips=routes)
 
 

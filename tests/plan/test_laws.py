@@ -1,6 +1,7 @@
 """The check: what is lowered passes, and whatever is then broken is named."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -154,7 +155,7 @@ def test_all_mistakes_are_named_at_once() -> None:
     text = lowered(3, 2, "never").to_text()
     for old, new in [
         ("row 0F0", "row 0F0 0F0 5F0 0SEND0"),
-        (" 0B0\n", " 0B0 1COMMIT\n"),
+        (" 0B1\n", " 0B1 1COMMIT\n"),
         ("1B1 ", ""),
         ("1RECEIVE0@x:0>1 1RECEIVE1@x:0>1", "1RECEIVE1@x:0>1 1RECEIVE0@x:0>1"),
         ("2F0", "2F7"),
@@ -173,6 +174,22 @@ def test_all_mistakes_are_named_at_once() -> None:
         "1RECEIVE1@x:1>2 has no 2SEND1@x:1>2",
         "ranks 0 and 1 list message 0 differently: 0SEND0@x:0>1 and 0SEND1@x:0>1",
     ]
+
+
+@LAW
+@given(lowered_programs(), st.data())
+def test_a_stage_that_takes_two_micro_batches_out_of_turn_is_named(program: Program, data: st.DataObject) -> None:
+    kinds = {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    pairs = [
+        (a, replace(a, micro_batch=a.micro_batch + 1))
+        for a in listed(program)
+        if a.kind in kinds and a.micro_batch is not None
+    ]
+    pairs = [(a, b) for a, b in pairs if b in program.actions]
+    assume(pairs)
+    first, second = data.draw(st.sampled_from(pairs))
+    found = mistakes(swapped(program, first, second))
+    assert f"{first} stands behind {second}; a stage takes the micro-batches in their order" in found
 
 
 def test_bug_a_deadlock_is_found_when_a_program_is_checked() -> None:

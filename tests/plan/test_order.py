@@ -44,7 +44,7 @@ def test_seeds_reach_different_orders() -> None:
 
 def test_without_a_seed_the_ranks_keep_in_step() -> None:
     order = [action for _, _, action in linearize(Program.of(fill_drain(2, 3), 3))]
-    assert order == parsed("0F0 0F1 1F0 0F2 1F1 1F2 1B2 0B2 1B1 0B1 1B0 0B0")
+    assert order == parsed("0F0 0F1 1F0 0F2 1F1 1F2 1B0 0B0 1B1 0B1 1B2 0B2")
 
 
 def test_no_rows_have_no_order() -> None:

@@ -41,12 +41,12 @@ SMALL = """\
 rank_of 0 1 2
 micro_batches 2
 routes x:0>1 x:1>2 e0:0>2
-row 0F0 0SEND0@x:0>1 0SEND0@e0:0>2 0F1 0SEND1@x:0>1 0SEND1@e0:0>2 0R1 0RECEIVE1@e0:0>2 0RECEIVE1@x:0>1 0B1 \
-0RECEIVE0@e0:0>2 0R0 0RECEIVE0@x:0>1 0B0
-row 1RECEIVE0@x:0>1 1RECEIVE1@x:0>1 1F0 1SEND0@x:1>2 1F1 1SEND1@x:1>2 1R1 1RECEIVE1@x:1>2 1B1 1SEND1@x:0>1 \
-1R0 1RECEIVE0@x:1>2 1B0 1SEND0@x:0>1
-row 2RECEIVE0@e0:0>2 2RECEIVE1@e0:0>2 2RECEIVE0@x:1>2 2RECEIVE1@x:1>2 2F0 2F1 2R1 2B1 2SEND1@x:1>2 \
-2SEND1@e0:0>2 2R0 2B0 2SEND0@x:1>2 2SEND0@e0:0>2"""
+row 0F0 0SEND0@x:0>1 0SEND0@e0:0>2 0F1 0SEND1@x:0>1 0SEND1@e0:0>2 0R0 0RECEIVE0@e0:0>2 0RECEIVE0@x:0>1 0B0 \
+0RECEIVE1@e0:0>2 0R1 0RECEIVE1@x:0>1 0B1
+row 1RECEIVE0@x:0>1 1RECEIVE1@x:0>1 1F0 1SEND0@x:1>2 1F1 1SEND1@x:1>2 1R0 1RECEIVE0@x:1>2 1B0 1SEND0@x:0>1 \
+1R1 1RECEIVE1@x:1>2 1B1 1SEND1@x:0>1
+row 2RECEIVE0@e0:0>2 2RECEIVE1@e0:0>2 2RECEIVE0@x:1>2 2RECEIVE1@x:1>2 2F0 2F1 2R0 2B0 2SEND0@x:1>2 \
+2SEND0@e0:0>2 2R1 2B1 2SEND1@x:1>2 2SEND1@e0:0>2"""
 
 
 def test_a_small_lowered_program_reads_as_it_always_did() -> None:
@@ -76,9 +76,9 @@ def test_a_line_that_cannot_be_read_is_refused(line: str) -> None:
     ("at", "text"),
     [
         (0, ">0F0< 0F1 0F2 ..."),
-        (2, "0F0 0F1 >0F2< 0B2 0B1 ..."),
-        (3, "... 0F1 0F2 >0B2< 0B1 0B0"),
-        (5, "... 0B2 0B1 >0B0<"),
+        (2, "0F0 0F1 >0F2< 0B0 0B1 ..."),
+        (3, "... 0F1 0F2 >0B0< 0B1 0B2"),
+        (5, "... 0B0 0B1 >0B2<"),
     ],
 )
 def test_around_shows_the_place_and_what_is_cut_off(at: int, text: str) -> None:

@@ -33,8 +33,8 @@ def picture(rows: Rows) -> list[str]:
     return [" ".join(map(str, row)) for row in rows]
 
 
-def test_fill_drain_goes_forth_in_order_and_back_newest_first() -> None:
-    assert picture(fill_drain(2, 3)) == ["0F0 0F1 0F2 0B2 0B1 0B0", "1F0 1F1 1F2 1B2 1B1 1B0"]
+def test_fill_drain_goes_forth_in_order_and_back_in_order() -> None:
+    assert picture(fill_drain(2, 3)) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
 
 
 def test_forward_only_goes_forth_in_order() -> None:

@@ -79,7 +79,7 @@ def test_closing_actions_count_as_communication(k: int, m: int, tie: int, reduce
     costs = [StageCost(forward=1, backward=2, tie=tie, reduce=reduce)] * k
     timeline = simulate(closed(lowered(k, m)), costs).timeline
     assert breakdown(timeline)["communication"] * k * timeline.seconds == pytest.approx(k * (tie + reduce))
-    assert [timeline.busy(rank) for rank in range(k)] == [m * (1 + 1 + 2)] * k
+    assert [timeline.busy(rank) for rank in range(k)] == [m * (1 + 2) + (m if m > 1 else 0)] * k
 
 
 def span(rank: int, action: str, start: float, end: float) -> Span:

@@ -52,12 +52,12 @@ def test_a_faulty_layer_knows_each_phase_step_and_micro_batch(layer: int, remat:
     train(pipe)
     faulty = list(pipe.children())[layer]
     assert isinstance(faulty, Faulty)
-    recomputed = {"always": [2, 1, 0], "except_last": [1, 0], "never": []}[remat]
+    recomputed = {"always": [0, 1, 2], "except_last": [1, 2], "never": []}[remat]
     for step in (0, 1):
         seen = [visit for visit in faulty.log if visit.step == step]
         assert [visit for visit in seen if visit.phase == "forward"] == parts(range(M), "forward", step)
         assert [visit for visit in seen if visit.phase == "recompute"] == parts(recomputed, "recompute", step)
-        assert [visit for visit in seen if visit.phase == "backward"] == parts([2, 1, 0], "backward", step)
+        assert [visit for visit in seen if visit.phase == "backward"] == parts(range(M), "backward", step)
 
 
 @pytest.mark.parametrize("phase", LAYER_PHASES)

@@ -91,17 +91,16 @@ def plain_under(layers: list[nn.Module], way: str, around: Callable[[], Abstract
             outputs = [_forward(layers, x, m) for m, x in enumerate(X.tensor_split(M))]
             lent = [output.detach().requires_grad_() for output in outputs]
             loss = squares(torch.cat(lent), Y)
-        for output, gradient in reversed(list(zip(outputs, torch.autograd.grad(loss, lent), strict=True))):
+        for output, gradient in zip(outputs, torch.autograd.grad(loss, lent), strict=True):
             output.backward(gradient)
         return loss.detach()
-    parts = list(zip(X.tensor_split(M), Y.tensor_split(M), strict=True))
-    with around():
-        losses = [squares(_forward(layers, x, m), y) for m, (x, y) in enumerate(parts)]
-    for loss, (x, _) in reversed(list(zip(losses, parts, strict=True))):
+    total = torch.zeros(())
+    for m, (x, y) in enumerate(zip(X.tensor_split(M), Y.tensor_split(M), strict=True)):
+        with around():
+            loss = squares(_forward(layers, x, m), y)
         loss.backward(torch.full_like(loss, len(x) / len(X)))
-    return sum(
-        (loss.detach() * (len(x) / len(X)) for loss, (x, _) in zip(losses, parts, strict=True)), torch.zeros(())
-    )
+        total = total + loss.detach() * (len(x) / len(X))
+    return total
 
 
 def _forward(layers: list[nn.Module], x: Tensor, m: int) -> Tensor:

@@ -192,7 +192,7 @@ class Parent(nn.Module):
 
 
 class ByMicroBatch(nn.Module):
-    """Plain layers, run on one micro-batch after another."""
+    """Plain layers on each micro-batch: the last one first, since autograd goes back the other way round."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -200,9 +200,9 @@ class ByMicroBatch(nn.Module):
             self.add_module(str(index), layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = enumerate(x.tensor_split(M))
+        parts = reversed(list(enumerate(x.tensor_split(M))))
         outputs = [run_layers(list(self.children()), part, seed=4, step=0, micro_batch=m) for m, part in parts]
-        out: Tensor = torch.cat(outputs)  # type: ignore[arg-type]  # tensors
+        out: Tensor = torch.cat(outputs[::-1])  # type: ignore[arg-type]  # tensors
         return out
 
 

@@ -125,7 +125,7 @@ def test_a_layers_own_exception_comes_back_with_a_note_and_the_next_step_works(
 ) -> None:
     pipe = make(driver)
     error = TiredError(7, reason="tired")
-    at = {"forward": 1, "recompute": M + 1, "backward": 1}[phase]  # micro-batches come back newest first
+    at = {"forward": 1, "recompute": M + 1, "backward": 1}[phase]
     fragile(pipe, stage).arm("backward" if phase == "backward" else "forward", at, throw(error))
     start = time.perf_counter()
     with pytest.raises(TiredError) as raised:
@@ -222,7 +222,7 @@ def test_an_error_of_torchs_own_backward_names_the_stage(driver: str) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         pipe.step(X, Y, mse_loss)
     note = raised.value.__notes__[0]
-    assert "in the backward of micro-batch 1, rank 1, stage 1" in note
+    assert "in the backward of micro-batch 0, rank 1, stage 1" in note
     assert "layer 2 (2: Spoils)" in note
 
 

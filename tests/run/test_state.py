@@ -265,16 +265,16 @@ class Heard:
 
 @pytest.mark.parametrize("cut", [[3], [1, 2], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
-def test_without_recompute_hooks_hear_what_they_hear_on_the_plain_layer_in_the_same_order(
-    driver: str, cut: list[int]
-) -> None:
+def test_without_recompute_hooks_hear_what_they_hear_on_the_plain_layer(driver: str, cut: list[int]) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 2)]
     plain = copy.deepcopy(layers)
     heard, expected = Heard(layers[1]), Heard(plain[1])
     train(gpipe.GPipe(layers, cut, M, remat="never", driver=driver, seed=5))
     train_plainly(plain)
-    assert heard.events == expected.events
+    ahead = {"before", "behind"}  # forwards go ahead of backwards, each of them in the order of the micro-batches
+    assert heard.events[: 2 * M] == [event for event in expected.events if event[0] in ahead]
+    assert heard.events[2 * M :] == [event for event in expected.events if event[0] not in ahead]
     assert len(heard.events) == M * 8
 
 
@@ -290,8 +290,7 @@ def test_with_recompute_forward_hooks_are_called_again_and_backward_hooks_are_no
     assert heard.events[: len(forwards)] == forwards
     assert [event for event in heard.events if event[0] not in ("before", "behind")] == backwards
     again = [event for event in heard.events[len(forwards) :] if event[0] in ("before", "behind")]
-    newest_first = [pair for m in reversed(range(M)) for pair in forwards[2 * m : 2 * m + 2]]
-    assert again == newest_first
+    assert again == forwards
 
 
 @pytest.mark.parametrize("remat", REMATS)

@@ -325,9 +325,10 @@ class Together(nn.Linear):
 @pytest.mark.parametrize("way", ["step", "call"])
 def test_layers_of_different_stages_run_at_the_same_time(way: str, phase: str) -> None:
     barrier = threading.Barrier(2, timeout=LIMIT)
-    # stage 0 is one micro-batch ahead in the forward and one behind in the backward, where micro-batches come back
-    # newest first: it is alone with micro-batch 0 in both, and stage 1 with the last one
-    layers = [Together(3, phase, barrier, alone=1), Together(3, phase, barrier, alone=3)]
+    # stage 0 is one micro-batch ahead in the forward, where it is alone with the first and stage 1 with the last one;
+    # in the backward it is one behind, and so the other way round
+    first, last = (1, 3) if phase == "forward" else (3, 1)
+    layers = [Together(3, phase, barrier, alone=first), Together(3, phase, barrier, alone=last)]
     pipe = gpipe.GPipe(layers, 2, 3, remat="never")
     if way == "step":
         pipe.step(X, X, squares)

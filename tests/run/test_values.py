@@ -200,7 +200,7 @@ def test_each_layer_sees_tensors_as_the_plain_layers_do(way: str, driver: str, r
             squares(pipe(X), Y).backward()
     for layer, other in zip(layers, reference, strict=True):
         if isinstance(layer, Look) and isinstance(other, Look):
-            assert layer.seen == other.seen + (other.seen[::-1] if remat == "always" else [])
+            assert layer.seen == other.seen * (2 if remat == "always" else 1)
 
 
 @WAYS

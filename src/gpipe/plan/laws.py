@@ -6,6 +6,8 @@ Law 2. Each (stage, micro-batch) has one forward; in training one backward, or o
 Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent, but for what a TIE brings itself.
 Law 4. Two ranks list the messages between them in one order.
 Law 5. A legal total order exists; in it a closing action comes behind all that it closes.
+Law 6. The forwards of a stage stand in the order of the micro-batches, and so do its backwards, input and weight
+       backwards each: gradients are added up as in the plain loop, whatever the schedule.
 """
 
 from collections import Counter, deque
@@ -35,6 +37,7 @@ def check(program: Program) -> None:
         *_unmatched(usable),
         *_disordered(usable),
         *_deadlocked(usable),
+        *_out_of_turn(usable),
     ]
     if mistakes:
         raise ScheduleError("this program breaks the laws:\n" + "\n".join(f"- {text}" for text in mistakes))
@@ -132,6 +135,22 @@ def _deadlocked(program: Program) -> Iterator[str]:
         deque(linearize(program), maxlen=0)
     except ScheduleError as error:
         yield str(error)
+
+
+def _out_of_turn(program: Program) -> Iterator[str]:
+    for row in program.rows:
+        last: dict[tuple[Kind, int], Action] = {}
+        for action in row:
+            m = action.micro_batch
+            if action.kind not in _IN_TURN or m is None or not _is_micro_batch(m, program):
+                continue
+            before = last.get((action.kind, action.stage))
+            if before is not None and (before.micro_batch or 0) > m:
+                yield f"{action} stands behind {before}; a stage takes the micro-batches in their order"
+            last[action.kind, action.stage] = action
+
+
+_IN_TURN = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
 
 def messages(program: Program, rank: int, peer: int) -> list[Action]:

@@ -1,40 +1,49 @@
 """Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.plan.action import TRANSFERS, Action, Kind
 from gpipe.plan.order import linearize
-from gpipe.plan.program import Program
+from gpipe.plan.program import Program, Row
 from gpipe.plan.rules import BACKWARDS, receiver_of
 
 Remat: TypeAlias = Literal["always", "except_last", "never"]
 REMATS: tuple[str, ...] = get_args(Remat)
 
 
-def place_recompute(program: Program, remat: Sequence[Remat]) -> Program:
-    """Puts R before each backward of a stage, by the stage's `remat`.
+def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
+    """Puts R before each backward of a stage, by the stage's `remat`; for a program without transfers.
 
-    `"except_last"` keeps what the last micro-batch's forward made: its backward follows at once. R stands before
-    the backward and waits for no gradient, so it runs while the gradient is under way.
+    R stands before the backward and waits for no gradient, so it runs while the gradient is under way. Nothing is
+    recomputed where a backward follows its own forward with nothing between: it would keep nothing from growing.
+    `"except_last"` keeps what the forward of micro-batch 0 made, whose backward comes first: one inside more.
+
+    Args:
+        program: Bare rows.
+        remat: Of each stage.
+        halved: The program will be cut by `halves`, and between the two anything may happen.
 
     >>> from gpipe.plan.schedules import fill_drain
     >>> bare = Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2)
     >>> place_recompute(bare, ["except_last"]).around(0, 2)
-    '0F0 0F1 >0B1< 0R0 0B0'
+    '0F0 0F1 >0B0< 0R1 0B1'
     """
 
-    def with_recompute(action: Action) -> tuple[Action, ...]:
-        if action.kind in BACKWARDS and recomputes(remat[action.stage], action.micro_batch, program.micro_batches):
-            return (Action(Kind.RECOMPUTE, action.stage, action.micro_batch), action)
-        return (action,)
+    def with_recompute(row: Row) -> Iterator[Action]:
+        for before, action in zip((None, *row), row, strict=False):
+            again = Action(Kind.RECOMPUTE, action.stage, action.micro_batch)
+            follows = not halved and before == replace(again, kind=Kind.FORWARD)
+            if action.kind in BACKWARDS and not follows and _recomputes(remat[action.stage], action.micro_batch):
+                yield again
+            yield action
 
-    return program.with_rows((a for action in row for a in with_recompute(action)) for row in program.rows)
+    return program.with_rows(map(with_recompute, program.rows))
 
 
-def recomputes(remat: Remat, micro_batch: int | None, micro_batches: int) -> bool:
-    """Whether a micro-batch's forward is run again before its backward."""
-    return remat == "always" or (remat == "except_last" and micro_batch != micro_batches - 1)
+def _recomputes(remat: Remat, micro_batch: int | None) -> bool:
+    return remat == "always" or (remat == "except_last" and micro_batch != 0)
 
 
 def place_transfers(program: Program) -> Program:

@@ -20,7 +20,7 @@ def linearize(program: Program, rng: Random | None = None) -> Iterator[tuple[int
     >>> from gpipe.plan.schedules import fill_drain
     >>> program = Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2)
     >>> " ".join(str(action) for _, _, action in linearize(program))
-    '0F0 0F1 1F0 1F1 1B1 0B1 1B0 0B0'
+    '0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1'
     """
     at = [0] * program.ranks
     done: set[Action] = set()

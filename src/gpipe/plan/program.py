@@ -29,8 +29,8 @@ class Program:
     rank_of 0 1
     micro_batches 2
     routes x:0>1
-    row 0F0 0F1 0B1 0B0
-    row 1F0 1F1 1B1 1B0
+    row 0F0 0F1 0B0 0B1
+    row 1F0 1F1 1B0 1B1
     """
 
     rank_of: tuple[int, ...]

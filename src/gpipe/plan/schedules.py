@@ -7,18 +7,16 @@ from gpipe.plan.program import Rows
 
 
 def fill_drain(stages: int, micro_batches: int) -> Rows:
-    """GPipe: all forwards, then all backwards, newest first (paper, Figure 2c).
+    """GPipe: all forwards, then all backwards (paper, Figure 2c), both in the order of the plain loop.
 
     ```text
-    stage 0  F0 F1 F2 .. .. .. .. B2 B1 B0
-    stage 1  .. F0 F1 F2 .. .. B2 B1 B0 ..
-    stage 2  .. .. F0 F1 F2 B2 B1 B0 .. ..
+    stage 0  F0 F1 F2 .. .. .. .. B0 B1 B2
+    stage 1  .. F0 F1 F2 .. .. B0 B1 B2 ..
+    stage 2  .. .. F0 F1 F2 B0 B1 B2 .. ..
     ```
     """
-    ahead = range(micro_batches)
-    return tuple(
-        (*(_forward(s, m) for m in ahead), *(_backward(s, m) for m in reversed(ahead))) for s in range(stages)
-    )
+    each = range(micro_batches)
+    return tuple((*(_forward(s, m) for m in each), *(_backward(s, m) for m in each)) for s in range(stages))
 
 
 def forward_only(stages: int, micro_batches: int) -> Rows:

@@ -67,7 +67,7 @@ class Engine:
         self.threads = RankThreads(self.intra_op_threads)
         self._net: Net | None = None
         self._lanes: dict[int, Lane] | None = None
-        self._plumbings: dict[tuple[int, bool], Plumbing] = {}
+        self._plumbings: dict[tuple[int, bool, bool], Plumbing] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves threads, streams and what can be made again behind."""
@@ -107,18 +107,18 @@ class Engine:
             self._net.close()
             self._net = None
 
-    def plumbing(self, micro_batches: int, *, trains: bool) -> Plumbing:
-        """The checked program for so many micro-batches, with backwards or without."""
-        key = (micro_batches, trains)
+    def plumbing(self, micro_batches: int, *, trains: bool, halved: bool = False) -> Plumbing:
+        """The checked program for so many micro-batches, with backwards or without; `halved` for a loss outside."""
+        key = (micro_batches, trains, halved)
         if key not in self._plumbings:
-            self._plumbings[key] = Plumbing.of(self._make_program(micro_batches, trains=trains))
+            self._plumbings[key] = Plumbing.of(self._make_program(*key))
         return self._plumbings[key]
 
-    def _make_program(self, micro_batches: int, *, trains: bool) -> Program:
+    def _make_program(self, micro_batches: int, trains: bool, halved: bool) -> Program:
         stages = len(self.stages)
         rows = (self.schedule if trains else forward_only)(stages, micro_batches)
         program = Program.of(rows, micro_batches, skips=self._skip_routes())
-        program = place_transfers(place_recompute(program, self.remat))
+        program = place_transfers(place_recompute(program, self.remat, halved=halved))
         if self.deferred_batch_norm:
             program = place_commits(program, range(stages))
         if self.place is not None and trains:
@@ -149,7 +149,7 @@ class Engine:
 
     def start(self, micro_batches: int, batch: Batch) -> Run:
         """Prepares the run of one mini-batch."""
-        plumbing = self.plumbing(micro_batches, trains=batch.trains)
+        plumbing = self.plumbing(micro_batches, trains=batch.trains, halved=batch.loss_fn is None)
         run = (Run if self.place is None else ProcessRun)(self, plumbing, batch)
         for rank, lane in self.lanes.items():
             held = [stage for stage in self.own if plumbing.program.rank_of[stage.index] == rank]

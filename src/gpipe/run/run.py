@@ -12,7 +12,6 @@ import torch
 
 from gpipe.plan.lower import halves
 from gpipe.plan.program import Program
-from gpipe.plan.rules import BACKWARDS
 from gpipe.run.ambient import Ambient
 from gpipe.run.drivers import lockstep, walk
 from gpipe.run.guard import RandomGuard
@@ -101,16 +100,6 @@ class Run:
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes.values())
         self._go(self.plumbing.backward, ambient, recorder, threaded=self.threaded and not on_cuda)
         self._finish()
-
-    @property
-    def backward_order(self) -> list[int]:
-        """The micro-batches in the order in which their gradients come back to the inputs."""
-        program = self.plumbing.program
-        return [
-            action.micro_batch
-            for action in program.rows[program.rank_of[0]]
-            if action.stage == 0 and action.kind in BACKWARDS and action.micro_batch is not None
-        ]
 
     def take_outputs(self) -> list[Output]:
         """The outputs of all micro-batches, which the run then forgets."""
