@@ -193,7 +193,7 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
     extents: list[Extent] = []
     at = 0
     for shape in shapes:
-        dtype, size, strides, *others = shape
+        dtype, size, strides, wants_gradient, aligned = shape
         start = -(-at // APART) * APART
         own = tuple(1 if stride == 0 and n else n for n, stride in zip(size, strides, strict=True))
         ranked = sorted((stride, n) for n, stride in zip(own, strides, strict=True) if n != 1)
@@ -205,7 +205,7 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
         count = torch.Size(own).numel()
         if not apart and count:  # elements that overlap in another way
             own, strides, dense = size, _contiguous(size), True
-            shape = (dtype, size, strides, *others)
+            shape = (dtype, size, strides, wants_gradient, aligned)
             count = torch.Size(own).numel()
         at = start + count * dtype.itemsize
         plain = own == size and strides == _contiguous(size) and dtype in NUMPY and count > 0

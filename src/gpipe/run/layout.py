@@ -42,7 +42,7 @@ def room(
         whole = torch.empty(ahead + reach, dtype=dtype, device=device)
         return whole.as_strided(size, strides, ahead).detach()  # no view: autograd need not know the whole
     memory = torch.empty(aligned + reach * dtype.itemsize, dtype=torch.uint8, device=device).untyped_storage()
-    return torch.empty(0, dtype=dtype, device=device).set_(memory[aligned:], 0, size, strides)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=dtype, device=device).set_(memory[aligned:], 0, size, strides)
 
 
 def like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
