@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from tests.addresses import AddressedBuffer, Behind, ByAddress, ByAddressInPlace, Third, misplaced
 from tests.laws import weights_of
 from tests.odd_layers import (
     Attention,
@@ -70,6 +71,13 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "low rank": LowRank,
     "experts": Experts,
     "unused": lambda w: Unused(),
+    "by address": lambda w: ByAddress(),
+    "by address, again": lambda w: ByAddress(),
+    "by address in place": lambda w: ByAddressInPlace(),
+    "third": Third,
+    "behind": Behind,
+    "buffer by address": AddressedBuffer,
+    "misplaced": lambda w: misplaced(nn.Linear(w, w)),
     "batch norm": lambda w: nn.BatchNorm1d(w),
     "batch norm, cumulative": lambda w: nn.BatchNorm1d(w, momentum=None),
     "batch norm of images": lambda w: Images(w, norm=True),
@@ -112,7 +120,7 @@ class Model:
 
 def generate(draw: Random) -> Model:
     """A model of three to nine layers."""
-    width = draw.choice([2, 3, 4, 8])
+    width = draw.choice([2, 3, 4, 5, 7, 8, 13, 33])
     with weights_of(draw.randrange(2**31)):
         model = Model([], width, [])
         if draw.random() < 0.15:

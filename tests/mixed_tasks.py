@@ -1,8 +1,7 @@
 """Law 1: what is done with models that mix everything, and what comes of it by a pipe and in plain PyTorch."""
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from random import Random
 from typing import TypedDict
@@ -15,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import gpipe
 from gpipe.run.microbatch import Reduction
 from tests import laws
+from tests.addresses import by_address, factor_of, twins
 from tests.laws import Tree
 from tests.mixed_models import Model, generate
 from tests.outcomes import Outcome, differences, train_twice
@@ -45,20 +45,22 @@ class Task:
     draws_in_loss: bool
     wanting: bool
     adds: bool
+    ahead: int
     seed: int
 
     def inputs(self, step: int) -> Tree:
         """The inputs of a mini-batch."""
         generator = torch.Generator().manual_seed(self.seed + step)
-        x = torch.randn(self.rows[step], self.model.width, generator=generator)
+        x = torch.randn(self.ahead + self.rows[step], self.model.width, generator=generator)[self.ahead :]
         x.requires_grad_(self.wanting)
         if not self.model.whole:
             return x
-        return x, gpipe.Whole(torch.randn(5, self.model.width, generator=generator))
+        return x, gpipe.Whole(torch.randn(6, self.model.width, generator=generator)[1:])
 
     def targets(self, step: int) -> Tensor:
         """The targets of a mini-batch."""
-        return torch.randn(self.rows[step], generator=torch.Generator().manual_seed(~self.seed + step))
+        generator = torch.Generator().manual_seed(~self.seed + step)
+        return torch.randn(self.ahead + self.rows[step], generator=generator)[self.ahead :]
 
     def keys(self, step: int) -> Keys:
         """What the plain loop is told of a mini-batch."""
@@ -70,7 +72,7 @@ class Task:
         assert isinstance(output, Tensor)
         if self.draws_in_loss:
             output = F.dropout(output, 0.2)
-        return F.smooth_l1_loss(output.mean(1), target)
+        return F.smooth_l1_loss(by_address(output).mean(1), target * factor_of(target))
 
 
 def root_of_rows(target: Tree) -> float:
@@ -98,6 +100,7 @@ def generate_task(draw: Random) -> Task:
         draws_in_loss=stepping and draw.random() < 0.3,
         wanting=wanting,
         adds=draw.random() < 0.3,
+        ahead=draw.choice([0, 1, 3]),
         seed=draw.randrange(2**31),
     )
 
@@ -126,9 +129,14 @@ def whole(model: Model) -> Way:
     return Way((len(model.layers),), ("never",), "lockstep")
 
 
+def twin(model: Model) -> Model:
+    """A copy of a model."""
+    return replace(model, layers=twins(model.layers))
+
+
 def run_pipe(task: Task, way: Way) -> Outcome:
     """A run through a pipe."""
-    with make(copy.deepcopy(task.model), task, way) as pipe:
+    with make(twin(task.model), task, way) as pipe:
         return run(task, pipe)
 
 
@@ -158,7 +166,7 @@ def run(task: Task, pipe: gpipe.GPipe) -> Outcome:
 
 def run_plain(task: Task) -> Outcome:
     """The same in plain PyTorch."""
-    model = copy.deepcopy(task.model)
+    model = twin(task.model)
     root = nn.Sequential(*model.layers)
     for first, *others in model.ties:
         for name in others:

@@ -263,7 +263,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = int(x.detach().abs().sum() * 1000) % 3
+        chosen = int(x.detach().abs().sum().nan_to_num(0.0, 0.0, 0.0) * 1000) % 3  # a model may have come to NaN
         out: Tensor = self.experts[chosen](x)
         return out
 

@@ -1,6 +1,5 @@
 """Law 1: random models of plain layers, cut and run in any way."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,12 +13,14 @@ from torch.utils import _pytree as pytree
 
 import gpipe
 from gpipe.run.microbatch import Reduction
+from tests.addresses import AddressedBuffer, Behind, ByAddress, Third, by_address, factor_of, misplaced, twins
 from tests.laws import REMATS, Tree, assert_same_bits, same_bits, tensors_in, train, train_plainly, weights_of
 from tests.odd_layers import Drift, EverySecond, Fork, Join, Noise, OnFirst, Pop, Stash, Turned, Unused
 
 PLAIN = ("linear", "linear", "relu", "tanh", "gelu", "sigmoid", "layer_norm", "identity", "drift", "unused", "frozen")
 RANDOM = ("dropout", "dropout_in_place", "alpha_dropout", "rrelu", "noise")
 SHAPES = ("turned", "every_second", "spectral", "relu_in_place", "relu_in_place")
+ADDRESSES = ("by_address", "by_address", "third", "behind", "addressed_buffer", "misplaced")
 FORKS = ("skip", "same", "chunks", "turned", "keyed")
 
 
@@ -77,7 +78,7 @@ def grow_pop(end: End, names: Sequence[str]) -> nn.Module:
 
 
 def grow_plain(draw: Random, end: End, *, batch_norm: bool) -> nn.Module:
-    kinds = [*PLAIN, *RANDOM, *SHAPES, *(["batch_norm"] * 3 if batch_norm else [])]
+    kinds = [*PLAIN, *RANDOM, *SHAPES, *ADDRESSES, *(["batch_norm"] * 3 if batch_norm else [])]
     kind = draw.choice([k for k in kinds if end.spare or not k.endswith("in_place")])
     width, spare = end.width, end.spare
     end.spare = kind not in ("relu", "relu_in_place", "tanh", "sigmoid", "turned", "every_second", "rrelu")
@@ -96,13 +97,17 @@ def grow_plain(draw: Random, end: End, *, batch_norm: bool) -> nn.Module:
             return EverySecond()
         case "drift":
             return Drift(width, in_place=draw.random() < 0.5)
+        case "third" | "behind" | "misplaced":
+            end.trains = True
         case "dropout" | "alpha_dropout" | "identity" | "unused" | "dropout_in_place":
             end.spare = spare  # it may be the very tensor that it is given
     simple: dict[str, Callable[[], nn.Module]] = {
         "relu": nn.ReLU, "relu_in_place": lambda: nn.ReLU(inplace=True), "tanh": nn.Tanh, "gelu": nn.GELU,
         "sigmoid": nn.Sigmoid, "identity": nn.Identity, "unused": Unused, "turned": Turned, "noise": Noise,
         "dropout": lambda: nn.Dropout(0.4), "dropout_in_place": lambda: nn.Dropout(0.4, inplace=True),
-        "alpha_dropout": lambda: nn.AlphaDropout(0.4), "rrelu": nn.RReLU,
+        "alpha_dropout": lambda: nn.AlphaDropout(0.4), "rrelu": nn.RReLU, "by_address": ByAddress,
+        "third": lambda: Third(width), "behind": lambda: Behind(width),
+        "addressed_buffer": lambda: AddressedBuffer(width), "misplaced": lambda: misplaced(nn.Linear(width, width)),
     }  # fmt: skip
     return simple[kind]()
 
@@ -138,6 +143,7 @@ class Case:
     adds: bool  # the second mini-batch's gradients are added to the first's
     given: str  # "tensor", "wanting" a gradient, "numbers" or "keyed"
     width: int
+    ahead: int  # rows of a data set that the mini-batches are slices of
     seed: int
 
     @property
@@ -152,7 +158,7 @@ class Case:
 
     def inputs(self, step: int) -> Tree:
         generator, rows = torch.Generator().manual_seed(self.seed + step), self.rows[step]
-        x = torch.randn(rows, self.width, generator=generator)
+        x = torch.randn(self.ahead + rows, self.width, generator=generator)[self.ahead :]
         if self.given == "numbers":
             return torch.randint(11, (rows,), generator=generator)
         if self.given == "keyed":
@@ -164,7 +170,7 @@ class Case:
         generator, rows = torch.Generator().manual_seed(~self.seed + step), self.rows[step]
         valid = torch.rand(rows, generator=generator) < 0.5 if callable(self.reduction) else torch.ones(rows).bool()
         valid[-1] = True
-        return {"y": torch.randn(rows, generator=generator), "valid": valid}
+        return {"y": torch.randn(self.ahead + rows, generator=generator)[self.ahead :], "valid": valid}
 
 
 def count_valid(target: Tree) -> Tensor:
@@ -178,7 +184,7 @@ def mean_of_valid(output: Tree, target: Tree) -> Tensor:
     """A loss that is NaN for a micro-batch without valid rows."""
     assert isinstance(target, dict)
     leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    error = (sum(leaf.mean(1) for leaf in leaves) - target["y"]) ** 2
+    error = (sum(by_address(leaf).mean(1) for leaf in leaves) - target["y"] * factor_of(target["y"])) ** 2
     loss: Tensor = (error * target["valid"]).sum() / target["valid"].sum()
     return loss
 
@@ -211,6 +217,7 @@ def random_case(draw: Random) -> Case:
         adds=way == "step" and draw.random() < 0.3,
         given=given,
         width=width,
+        ahead=draw.choice([0, 1, 3]),
         seed=draw.randrange(2**31),
     )
 
@@ -220,7 +227,7 @@ cases = st.randoms(use_true_random=True).map(random_case)  # wide, where shrinki
 
 def check_case(case: Case) -> None:
     """Two steps of training, with SGD and its momentum behind each, leave the bits of the plain loop."""
-    reference = copy.deepcopy(case.layers)
+    reference = twins(case.layers)
     with case.pipe() as pipe:
         models = (pipe, nn.Sequential(*reference))
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9) for model in models]

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe.run.ambient import Ambient
 from gpipe.run.boundary import Gradients, replace_tensors, tensors_in
+from gpipe.run.layout import moved
 from gpipe.run.microbatch import Tree
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run
@@ -61,7 +62,7 @@ class Call:
         ]
         run.go_backward(self._ambient, self._recorder)
         return [
-            None if gradient is None else gradient.to(leaf.device)
+            None if gradient is None else moved(gradient, leaf.device)
             for m, parcel in enumerate(run.batch.inputs)
             for leaf, gradient in zip(parcel.leaves, run.batch.input_gradients[m], strict=True)
         ]

@@ -1,6 +1,5 @@
 """Jobs of law 1: random models, and stories, through a pipe over processes; what they leave, as digests."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests import mixed_tasks
+from tests.addresses import twins
 from tests.laws import REMATS, Tree, plain_loop, plain_outputs
 from tests.mixed_tasks import Task, generate_task, generate_way
 from tests.outcomes import Outcome, train_twice
@@ -62,7 +62,7 @@ def run_case(case: Case, draw: Random, rank: int, world: int) -> Digests | None:
 
 def plain_case(case: Case) -> Outcome:
     """What the plain loop leaves."""
-    layers = copy.deepcopy(case.layers)
+    layers = twins(case.layers)
 
     def train(inputs: Tree, step: int) -> Tensor:
         return run_plain(case, layers, inputs, step)

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.run.boundary import Parcel, replace_tensors, tensors_in
 from gpipe.run.lane import Lane
-from tests.laws import assert_same_bits, one_thread, plain_call, run_layers, same_bits
+from tests.laws import assert_same_bits, copied, one_thread, plain_call, run_layers, same_bits
 
 M = 3
 X, Y = torch.randn(7, 5), torch.randn(7, 3)
@@ -252,7 +252,7 @@ def test_gradients_of_inputs_come_back_from_another_device(
 ) -> None:
     def moved(lane: Lane, parcel: Parcel, mark: object) -> Parcel:
         """What crosses to another device has other leaves there."""
-        there = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in(parcel.value)}
+        there = {id(t): copied(t.detach()).requires_grad_(t.requires_grad) for t in tensors_in(parcel.value)}
         value = replace_tensors(parcel.value, lambda tensor: there[id(tensor)])
         return Parcel(value, [there[id(leaf)] for leaf in parcel.leaves])
 

@@ -16,6 +16,7 @@ import gpipe
 from gpipe.plan.order import linearize
 from gpipe.run import steps
 from gpipe.run.microbatch import Reduction
+from tests.addresses import twins
 from tests.laws import (
     REMATS,
     Tree,
@@ -40,7 +41,7 @@ def test_any_model_run_in_any_way_gives_the_bits_of_the_plain_loop(case: Case) -
 
 def trained(case: Case) -> list[nn.Module]:
     """A copy of a case's layers after one mini-batch."""
-    case = replace(case, layers=copy.deepcopy(case.layers))
+    case = replace(case, layers=twins(case.layers))
     with case.pipe() as pipe:
         run(case, pipe, case.inputs(0), 0)
     return case.layers

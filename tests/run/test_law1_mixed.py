@@ -17,6 +17,7 @@ from gpipe.run.lane import Mark
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.transport import Label, Message
 from gpipe.run.worker import Step, Worker
+from tests.laws import copied
 from tests.mixed_tasks import Way, check, generate_task, generate_way, run_pipe
 from tests.outcomes import differences
 
@@ -83,11 +84,11 @@ class Copies(Mailbox):
 
 def _copy_of(message: Message) -> Message:
     if not isinstance(message, Parcel):
-        return [None if gradient is None else gradient.clone() for gradient in message]
+        return [None if gradient is None else copied(gradient) for gradient in message]
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        copies[id(tensor)] = copied(tensor.detach()).requires_grad_(tensor.requires_grad)
         return copies[id(tensor)]
 
     value = replace_tensors(message.value, copy)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe.run.layout import like
 from gpipe.run.shared import is_compiled
 
 LENT = ("running_mean", "running_var", "num_batches_tracked")
@@ -148,12 +149,12 @@ class _Loan:
         assert mean is not None
         assert variance is not None
         given = args[0] if args else kwargs["input"]
-        self.lent.append((torch.zeros_like(mean), torch.zeros_like(variance)))
+        self.lent.append((like(mean).zero_(), like(variance).zero_()))
         self.counts.append(given.numel() // given.shape[1])
         self.momenta.setdefault(norm, norm.momentum)
         norm.__dict__["momentum"] = 1.0
         tracked = self.own["num_batches_tracked"]
-        norm._buffers["num_batches_tracked"] = None if tracked is None else torch.zeros_like(tracked)
+        norm._buffers["num_batches_tracked"] = None if tracked is None else like(tracked).zero_()
         norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
 
     def end(self) -> None:

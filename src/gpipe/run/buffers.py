@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from gpipe.run.layout import copy_of
+
 Place = tuple[nn.Module, str]
 Snapshot = list[tuple[Place, Tensor | None]]
 """What changed buffers were before a forward."""
@@ -49,7 +51,7 @@ class Buffers:
         if tensor is None:
             return _Before(None, 0, None)
         copied = self.changing is None or place in self.changing or _writes_unseen(module)
-        return _Before(tensor, tensor._version, tensor.clone() if copied else None)
+        return _Before(tensor, tensor._version, copy_of(tensor) if copied else None)
 
     def after(self, before: Sequence[_Before]) -> Snapshot:
         """What a recompute must see: the earlier values of the buffers that the forward changed.

@@ -1,6 +1,6 @@
 """Messages as bytes: a layout that says what there is, and the bytes of the tensors behind it. No pickle.
 
-A tensor arrives with the strides that it left with, because the bits of what is computed from it depend on them. A
+A tensor arrives as it lay when it left (layout.py), because the bits of what is computed from it depend on that. A
 layout is written and read once for as long as shapes stay the same: both ends keep those that they have seen.
 """
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gpipe.run.boundary import Gradients, Parcel
+from gpipe.run.layout import alignment, room
 from gpipe.run.text import At, read_leaf, write_leaf, write_tree
 from gpipe.run.transport import Message
 
-ALIGNMENT = 64  # bytes, as torch allocates: kernels may compute other bits on other alignments
+APART = 64  # bytes: where in a message tensors begin
 KEPT = 1024  # layouts
 NOT_DENSE = (
     "a {name} of layout {layout} cannot go to another process; return a dense torch.Tensor (of a DTensor, its "
@@ -27,8 +28,8 @@ NOT_DENSE = (
 NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
 
 Buffer: TypeAlias = bytearray | mmap.mmap
-Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool]
-"""What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient."""
+Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
+"""What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient, alignment."""
 Views: TypeAlias = dict[tuple[torch.dtype, tuple[int, ...], int], Tensor]
 """Tensors over memory through which messages keep coming, by where they begin: making one takes as long as a copy."""
 
@@ -100,7 +101,7 @@ def encode(message: Message) -> Encoded:
         return _encode_gradients(message)
     tree = message.value
     if type(tree) is Tensor:
-        known = _of_one(True, tree.dtype, tree.shape, tree.stride(), tree.requires_grad, tree.layout)
+        known = _of_one(True, *_key_of(tree), tree.requires_grad)
         return Encoded(*known, [tree])
     items, spec = pytree.tree_flatten(tree)
     numbers: dict[int, int] = {}
@@ -117,11 +118,17 @@ def encode(message: Message) -> Encoded:
     return _encoded(True, write_tree(spec), leaves, tensors)
 
 
+def _key_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int]:
+    if tensor.layout is not torch.strided:
+        raise TypeError(NOT_DENSE.format(name="Tensor", layout=tensor.layout))
+    return tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor)
+
+
 def _encode_gradients(gradients: Gradients) -> Encoded:
     tensors = [gradient for gradient in gradients if gradient is not None]
     if len(tensors) == len(gradients) == 1:
         (one,) = tensors
-        return Encoded(*_of_one(False, one.dtype, one.shape, one.stride(), False, one.layout), tensors)
+        return Encoded(*_of_one(False, *_key_of(one), False), tensors)
     numbers = iter(range(len(tensors)))
     leaves = [["value", None] if gradient is None else ["tensor", next(numbers)] for gradient in gradients]
     return _encoded(False, None, leaves, tensors)
@@ -138,20 +145,18 @@ def _of_one(
     dtype: torch.dtype,
     size: torch.Size,
     strides: tuple[int, ...],
+    aligned: int,
     wants_gradient: bool,
-    layout: torch.layout,
 ) -> tuple[bytes, tuple[Extent, ...], int]:
     """How a message of one tensor is written: the usual one, so it must be quick."""
-    if layout != torch.strided:
-        raise TypeError(NOT_DENSE.format(name="Tensor", layout=layout))
-    return _of_many(is_parcel, None, "null", ((dtype, tuple(size), strides, wants_gradient),))
+    return _of_many(is_parcel, None, "null", ((dtype, tuple(size), strides, wants_gradient, aligned),))
 
 
 @lru_cache(KEPT)
 def _of_many(
     is_parcel: bool, spec: str | None, leaves: str, shapes: tuple[Shape, ...]
 ) -> tuple[bytes, tuple[Extent, ...], int]:
-    named = [[str(dtype).removeprefix("torch."), size, strides, wants] for dtype, size, strides, wants in shapes]
+    named = [[str(dtype).removeprefix("torch."), *others] for dtype, *others in shapes]
     head, tail = json.dumps([is_parcel, spec]), json.dumps(named)
     extents = extents_of(shapes)
     return f"{head[:-1]}, {leaves}, {tail}]".encode(), extents, extents[-1].end if extents else 0
@@ -179,7 +184,7 @@ def shape_of(tensor: Tensor) -> Shape:
     """
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
-    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, alignment(tensor)
 
 
 @lru_cache(KEPT)
@@ -188,8 +193,8 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
     extents: list[Extent] = []
     at = 0
     for shape in shapes:
-        dtype, size, strides, _ = shape
-        start = -(-at // ALIGNMENT) * ALIGNMENT
+        dtype, size, strides, wants_gradient, aligned = shape
+        start = -(-at // APART) * APART
         own = tuple(1 if stride == 0 and n else n for n, stride in zip(size, strides, strict=True))
         ranked = sorted((stride, n) for n, stride in zip(own, strides, strict=True) if n != 1)
         dense = apart = True
@@ -200,7 +205,7 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
         count = torch.Size(own).numel()
         if not apart and count:  # elements that overlap in another way
             own, strides, dense = size, _contiguous(size), True
-            shape = (dtype, size, strides, shape[3])
+            shape = (dtype, size, strides, wants_gradient, aligned)
             count = torch.Size(own).numel()
         at = start + count * dtype.itemsize
         plain = own == size and strides == _contiguous(size) and dtype in NUMPY and count > 0
@@ -236,9 +241,10 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _take(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
-    dtype, _, _, wants_gradient = extent.shape
+    dtype, size, strides, wants_gradient, aligned = extent.shape
     if extent.plain:
-        tensor = _view(extent, memory, offset, views).clone()
+        view = _view(extent, memory, offset, views)
+        tensor = room(dtype, size, strides, aligned, view.device).copy_(view) if aligned else view.clone()
         return tensor.requires_grad_() if wants_gradient else tensor
     if extent.end == extent.start:
         return lay(torch.empty(0, dtype=dtype, device="cpu"), extent)
@@ -248,14 +254,14 @@ def _take(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
 
 
 def lay(elements: Tensor, extent: Extent) -> Tensor:
-    """The tensor of these elements, laid as it left: in their own memory if they are dense."""
-    dtype, size, strides, wants_gradient = extent.shape
+    """The tensor of these elements, laid as it left: in their own memory if it can be."""
+    dtype, size, strides, wants_gradient, aligned = extent.shape
     if not elements.numel():
         tensor = torch.empty_strided(size, strides, dtype=dtype, device=elements.device)
     else:
-        if not extent.dense:
-            room = torch.empty_strided(extent.size, extent.strides, dtype=dtype, device=elements.device)
-            elements = room.copy_(elements.view(extent.size))
+        if not extent.dense or aligned != alignment(elements):
+            found = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
+            elements = room(dtype, extent.size, extent.strides, aligned, elements.device).copy_(found)
         tensor = elements.as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
 
@@ -274,7 +280,8 @@ def _view(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
 def _read(layout: bytes) -> Layout:
     is_parcel, spec, leaves, named = json.loads(layout)
     shapes = tuple(
-        (getattr(torch, dtype), tuple(size), tuple(strides), wants) for dtype, size, strides, wants in named
+        (getattr(torch, dtype), tuple(size), tuple(strides), wants, aligned)
+        for dtype, size, strides, wants, aligned in named
     )
     tree = None if spec is None else pytree.treespec_loads(spec)
     return Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), extents_of(shapes))

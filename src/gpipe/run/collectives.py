@@ -71,7 +71,9 @@ def add_over_replicas(net: Net, place: Place, parameters: Sequence[Tensor]) -> N
         ValueError: A gradient is sparse.
     """
     peers = peers_of(place)
-    buckets = _buckets(_pieces(_all_gradients(net, peers, parameters)))
+    gradients = list(_all_gradients(net, peers, parameters))
+    staged = [gradient.contiguous() for gradient in gradients]  # mostly the same memory
+    buckets = _buckets(_pieces(staged))
     rounds = [range(at, min(at + len(peers), len(buckets))) for at in range(0, len(buckets), len(peers))]
     flat: dict[int, Tensor] = {}  # of the buckets under way
     for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
@@ -84,6 +86,9 @@ def add_over_replicas(net: Net, place: Place, parameters: Sequence[Tensor]) -> N
                 _tell(net, peers, REDUCED, at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             _put_back(buckets[at], flat.pop(at) if owner == net.rank else _hear(net, owner, REDUCED, at))
+    for gradient, summed in zip(gradients, staged, strict=True):
+        if summed is not gradient:
+            gradient.copy_(summed)
 
 
 def _flat(bucket: Bucket) -> Tensor:
@@ -137,8 +142,6 @@ def _all_gradients(net: Net, peers: Sequence[int], parameters: Sequence[Tensor])
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and cannot be added "
                     f"up over replicas; use sparse=False"
                 )
-            elif not parameter.grad.is_contiguous():
-                parameter.grad = parameter.grad.contiguous()
             yield local(parameter.grad)
 
 

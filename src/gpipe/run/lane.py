@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpipe.run.boundary import Gradients, Parcel, replace_tensors, tensors_in
+from gpipe.run.layout import moved
 
 Mark: TypeAlias = torch.cuda.Event | float | None
 """When a tensor that crosses is whole: an event on its maker's stream, or on a CPU the time, for the recorder."""
@@ -86,7 +87,7 @@ class Lane:
         """One tensor on this device, whole by the time it is used here."""
         if isinstance(mark, torch.cuda.Event):
             mark.synchronize()
-        return tensor.to(self.device)
+        return moved(tensor, self.device)
 
 
 class CudaLane(Lane):
@@ -142,7 +143,7 @@ class CudaLane(Lane):
         if isinstance(mark, torch.cuda.Event):
             self.copy.wait_event(mark)
         with torch.cuda.stream(self.copy):
-            copied = tensor.to(self.device, non_blocking=True)
+            copied = moved(tensor, self.device, non_blocking=True)
         if tensor.is_cuda:
             tensor.record_stream(self.copy)
         self.compute.wait_stream(self.copy)

@@ -7,10 +7,10 @@ was changed in place would be wrong for a recompute, and for the graph of the st
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gpipe.run.boundary import replace_tensors, tensors_in
+from gpipe.run.layout import copy_of
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import version
 
@@ -81,13 +81,10 @@ def _copies(value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[s
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, so that later runs without a copy give the same bits."""
+    """A copy that lies like the tensor, so that later runs without a copy give the same bits."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return tensor  # expanded: torch itself refuses to work on it in place
-    copied = tensor.clone()
-    if copied.stride() == tensor.stride():
-        return copied
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return copy_of(tensor)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from gpipe.run.boundary import cut, replace_tensors, run_backward, tensors_in
+from gpipe.run.layout import copy_of, moved
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import names, unpack
 from gpipe.run.visit import visit
@@ -57,7 +58,7 @@ def measure_seconds(
             rounds.append(run.seconds(device, draws=draws, recomputes=recomputes))
         return sorted(rounds)[(len(rounds) - 1) // 2]
 
-    return _each(layers, replace_tensors(sample, lambda tensor: tensor.to(device)), seconds)
+    return _each(layers, replace_tensors(sample, lambda tensor: moved(tensor, device)), seconds)
 
 
 def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:
@@ -177,7 +178,7 @@ def _backward_of(made: Made) -> Callable[[], None]:
 
 def _copy(tensor: Tensor) -> Tensor:
     """A tensor that wants a gradient if the other does, and is no leaf, so that it may be changed in place."""
-    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+    return copy_of(tensor.detach().requires_grad_(tensor.requires_grad))
 
 
 def _now(device: torch.device) -> float:
@@ -192,7 +193,7 @@ def untouched(layer: nn.Module) -> Iterator[None]:
     attributes = [(module, dict(vars(module))) for module in layer.modules()]
     insides = [(inside, dict(inside)) for _, own in attributes for inside in own.values() if isinstance(inside, dict)]
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in layer.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    buffers = [(buffer, copy_of(buffer)) for buffer in layer.buffers()]
     for parameter, _, _ in parameters:
         parameter.grad = None
     try:

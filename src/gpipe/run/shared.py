@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe.run.boundary import run_backward
+from gpipe.run.layout import moved
 from gpipe.run.skips import version
 from gpipe.run.stage import Layer, Stage
 
@@ -206,7 +207,7 @@ class Aliases:
             total: Tensor | None = None
             for _, gradient in sorted(gradients.items()):
                 if gradient is not None:
-                    gradient = gradient.to(parameter.device)
+                    gradient = moved(gradient, parameter.device)
                     total = gradient if total is None else total + gradient
             if total is not None:
                 run_backward([parameter], [total])  # as autograd would, hooks and all
@@ -215,7 +216,7 @@ class Aliases:
 
 
 def _alias(parameter: Tensor, device: torch.device) -> Tensor:
-    return parameter.detach().to(device).requires_grad_(parameter.requires_grad)
+    return moved(parameter.detach(), device).requires_grad_(parameter.requires_grad)
 
 
 def _put(module: nn.Module, name: str, parameter: Tensor | None) -> None:

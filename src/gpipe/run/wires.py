@@ -169,9 +169,10 @@ class Wires:
         size: Sequence[int],
         strides: tuple[int, ...],
         wants_gradient: bool,
+        aligned: int,
         elements: Tensor | None,
     ) -> tuple[list[int], codec.Extent, Tensor, dist.Work | None]:
-        (extent,) = codec.extents_of(((dtype, tuple(size), strides, wants_gradient),))
+        (extent,) = codec.extents_of(((dtype, tuple(size), strides, wants_gradient, aligned),))
         if elements is not None or not extent.end:
             elements = torch.empty(0, dtype=dtype, device="cpu") if elements is None else elements
             return positions, extent, elements.to(self._device), None

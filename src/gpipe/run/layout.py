@@ -1,0 +1,106 @@
+"""How a tensor lies in memory: strides, and where it begins modulo the unit in which kernels look at addresses.
+
+Kernels choose their arithmetic by both, as by shape and dtype: on AMD processors the last bit of MKL's small products
+depends on where operands lie modulo 64 bytes. So whatever is copied, sent, received or moved keeps both, and all that
+does so does it by what is here. Fresh memory of torch lies at 0; that of `bytearray` and `mmap` may lie anywhere.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+UNITS = {"cpu": 64, "cuda": 512}
+"""Bytes by which torch aligns what it allocates; nothing chooses by more of an address than this."""
+PLAIN = (Tensor, nn.Parameter)
+
+
+def alignment(tensor: Tensor) -> int:
+    """The address of a tensor modulo its device's unit; 0 where there is no address to look at.
+
+    >>> alignment(torch.zeros(8)), alignment(torch.zeros(8)[3:]), alignment(torch.zeros(8, device="meta")[3:])
+    (0, 12, 0)
+    """
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, 1))
+
+
+def room(
+    dtype: torch.dtype, size: Sequence[int], strides: Sequence[int], aligned: int, device: torch.device
+) -> Tensor:
+    """Memory for a tensor that lies like this.
+
+    >>> alignment(room(torch.float32, (2, 3), (5, 1), 20, torch.device("cpu")))
+    20
+    """
+    if not aligned:
+        return torch.empty_strided(size, strides, dtype=dtype, device=device)
+    reach = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
+    ahead, odd = divmod(aligned, dtype.itemsize)
+    if not odd:
+        whole = torch.empty(ahead + reach, dtype=dtype, device=device)
+        return whole.as_strided(size, strides, ahead).detach()  # no view: autograd need not know the whole
+    memory = torch.empty(aligned + reach * dtype.itemsize, dtype=torch.uint8, device=device).untyped_storage()
+    return torch.empty(0, dtype=dtype, device=device).set_(memory[aligned:], 0, size, strides)
+
+
+def like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Memory for another tensor that lies like this one, here or on another device of the kind.
+
+    >>> tensor = torch.zeros(4, 6)[1:, ::2]
+    >>> other = like(tensor)
+    >>> other.stride(), alignment(other), alignment(tensor)
+    ((6, 2), 24, 24)
+    """
+    return room(tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor), device or tensor.device)
+
+
+def lies_like(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a shape lie alike."""
+    return one.stride() == other.stride() and alignment(one) == alignment(other)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy that lies like the tensor, in its graph if it has one.
+
+    >>> tensor = torch.arange(8.0)[3:]
+    >>> copy_of(tensor), alignment(copy_of(tensor))
+    (tensor([3., 4., 5., 6., 7.]), 12)
+    """
+    if not alignment(tensor):
+        copied = tensor.clone()
+        if not _can_lie(tensor) or copied.stride() == tensor.stride():
+            return copied
+    copied = like(tensor)
+    _once(copied).copy_(_once(tensor))
+    return copied
+
+
+def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
+    """The tensor on a device: itself if it is there, else a copy.
+
+    On a device of the same kind it lies like the tensor. On one of another kind it is what `Tensor.to` makes of it,
+    as in everybody's own loop.
+    """
+    if tensor.device == device:
+        return tensor
+    copied = tensor.to(device, non_blocking=non_blocking)
+    if tensor.device.type != device.type or not _can_lie(tensor) or lies_like(tensor, copied):
+        return copied
+    copied = like(tensor, device)
+    _once(copied).copy_(_once(tensor), non_blocking=non_blocking)
+    return copied
+
+
+def _can_lie(tensor: Tensor) -> bool:
+    """Whether it is plain elements in memory: others copy themselves."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """A tensor without what is only repeated, into which torch does not write."""
+    for axis, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
