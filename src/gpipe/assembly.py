@@ -33,7 +33,7 @@ def assemble(asked: Arguments) -> tuple[Settings, Engine]:
         stages,
         SCHEDULES[settings.schedule],
         settings.remat,
-        threaded=None if settings.driver is None and place is None else settings.driver == "threads",
+        threaded=place is None and settings.driver != "lockstep",
         intra_op_threads=settings.intra_op_threads,
         deferred_batch_norm=settings.deferred_batch_norm,
         sync_batch_norm=settings.sync_batch_norm,

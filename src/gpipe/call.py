@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe.run.ambient import Ambient
-from gpipe.run.boundary import Gradients, replace_tensors, tensors_in
+from gpipe.run.boundary import UNDEFINED, Gradients, replace_tensors, tensors_in
 from gpipe.run.layout import moved
 from gpipe.run.microbatch import Tree
 from gpipe.run.recorder import Recorder
@@ -56,15 +56,22 @@ class Call:
         run, self._run = self._run, None
         if run is None:
             raise RuntimeError(SECOND_BACKWARD)
-        remaining = iter(gradients)
-        run.batch.output_gradients = [
-            [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
-        ]
+        if all(gradient is None for gradient in gradients):  # autograd came here, and so they are undefined
+            run.batch.output_gradients = [[UNDEFINED] * sum(wants) for wants in self._wants]
+        else:
+            run.batch.output_gradients = self._parted(gradients)
         run.go_backward(self._ambient, self._recorder)
         return [
-            None if gradient is None else moved(gradient, leaf.device)
+            moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
             for m, parcel in enumerate(run.batch.inputs)
             for leaf, gradient in zip(parcel.leaves, run.batch.input_gradients[m], strict=True)
+        ]
+
+    def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """The gradients of those tensors of each output that want one."""
+        remaining = iter(gradients)
+        return [
+            [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
         ]
 
 

@@ -21,10 +21,12 @@ from gpipe.processes import Together
 from gpipe.run.ambient import Ambient, untraced
 from gpipe.run.boundary import Parcel, cut
 from gpipe.run.collectives import local, whole
+from gpipe.run.engine import Wanted
 from gpipe.run.header import Asked, Header
 from gpipe.run.layers import Layers
 from gpipe.run.microbatch import Reduction, Tree, merge, weights
 from gpipe.run.recorder import Recorder
+from gpipe.run.skips import find_loss_pops, names, refuse_unused
 from gpipe.run.team import Alone, Team
 from gpipe.run.worker import NO_METRICS, Batch
 from gpipe.summary import summary
@@ -134,6 +136,7 @@ class GPipe(nn.Module):
         self._together = None if self._engine.place is None else Together(self._engine, self._settings)
         self.step_number = 0
         self.findings = [*examine(self._settings), *self._engine.findings()]
+        self._told: list[str] = []  # by the ranks, in the first step
         self._unexamined = True  # until the first step has shown rows and gradients
         for finding in self.findings:
             logger.info(finding)
@@ -179,7 +182,7 @@ class GPipe(nn.Module):
     @property
     def program(self) -> Program:
         """The table that a training step of M micro-batches runs."""
-        return self._engine.plumbing(self.micro_batches, trains=True).program
+        return self._engine.plumbing(Wanted(self.micro_batches, trains=True)).program
 
     @property
     def plan(self) -> Plan:
@@ -316,6 +319,11 @@ class GPipe(nn.Module):
             refuse_gradients_of_inputs(values)
         batch = self._batch([Parcel(value, []) for value in values], given.ambient)
         batch.loss_fn = given.loss_fn
+        layers, popped = self._engine.layers, names(given.loss_fn, "pop")
+        refuse_unused(layers, popped)
+        batch.loss_pops = find_loss_pops(layers, popped)
+        batch.examines = self._unexamined and self.training and batch.trains
+        self._told = batch.findings
         return batch
 
     def _batch(self, inputs: Sequence[Parcel], ambient: Ambient) -> Batch:
@@ -358,6 +366,7 @@ class GPipe(nn.Module):
             *examine_draws(layers, before),
             *examine_rows(list(layers.values()), rows, self._engine.deferred_batch_norm),
             *examine_gradients(self),
+            *dict.fromkeys(self._told),
         ]
         self.findings += found
         for finding in found:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.arguments import Settings
-from gpipe.call import Call, pipelined
+from gpipe.call import SECOND_BACKWARD, Call, pipelined
 from gpipe.given import Given
 from gpipe.plan.action import parse_action
 from gpipe.plan.timeline import Span, Timeline
@@ -124,21 +124,24 @@ class Talk:
         self.net = net
         self._began, self._waited = time.perf_counter(), net.waited
 
-    def head(self, own: Header) -> Header:
+    def head(self, own: Header, batch: Batch) -> Header:
         """Has all stages know the rows and the number of micro-batches, which the first one knows.
 
         Raises:
             ValueError: A process does something else than the first stage.
         """
-        plumbing = self.together.engine.plumbing
-        trains, halved = bool(own.trains), own.asked != Asked.STEP
+        engine = self.together.engine
+
+        def checksum(micro_batches: int) -> int:
+            return engine.plumbing(engine.wanted(micro_batches, batch)).checksum
+
         if self.together.is_first:
-            told = replace(own, checksum=plumbing(own.micro_batches, trains=trains, halved=halved).checksum)
+            told = replace(own, checksum=checksum(own.micro_batches))
             tell(self.net, self.place, told)
             return told
         told = hear(self.net, self.place)
         if told.asked == own.asked and told.trains == own.trains:
-            own = replace(own, checksum=plumbing(told.micro_batches, trains=trains, halved=halved).checksum)
+            own = replace(own, checksum=checksum(told.micro_batches))
         compare(told, own, self.place)
         return told
 
@@ -173,7 +176,7 @@ class Talk:
         self, own: Header, batch: Batch, given: Given, recorder: Recorder | None
     ) -> tuple[int, Tensor, list[object]]:
         """Runs a step; gives the rows of the last micro-batch, the loss and the metrics of all replicas."""
-        told = self.head(own)
+        told = self.head(own, batch)
         rows = rows_of_parts(told.rows, told.micro_batches)
         batch.first = self.place.replica * self.together.micro_batches
         shares: list[float] = []
@@ -212,7 +215,7 @@ class Talk:
     ) -> Any:
         """Runs the pipelined forward; gives the output where it is wanted, else None."""
         self.together.calls += 1
-        told = self.head(replace(own, call=self.together.calls))
+        told = self.head(replace(own, call=self.together.calls), batch)
         batch.first = self.place.replica * self.together.micro_batches
         if not self.together.is_first:
             batch.inputs = [Parcel(None, [])] * told.micro_batches
@@ -266,10 +269,11 @@ class CallTogether(Call):
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Runs all backwards: the gradients of the last stage count; the first stage has those of the inputs."""
         with self._talk.together.run() as talk:
-            talk.head(replace(self._head, asked=Asked.BACKWARD))
             run = self._run
+            if run is None:
+                raise RuntimeError(SECOND_BACKWARD)
+            talk.head(replace(self._head, asked=Asked.BACKWARD), run.batch)
             found = super().backward(gradients)
-            assert run is not None
             talk.finish(run, self._recorder, None)
         return found
 

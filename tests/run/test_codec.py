@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gpipe.run.boundary import Parcel
+from gpipe.run.boundary import UNDEFINED, Gradients, Parcel
 from gpipe.run.codec import KEPT, Views, decode, encode
 from gpipe.run.microbatch import Tree
 from gpipe.run.transport import Message
@@ -207,9 +207,9 @@ def test_views_are_not_kept_without_end() -> None:
 
 
 @settings(LAW, max_examples=100)
-@given(st.lists(st.none() | tensors(), max_size=4))
-def test_gradients_come_as_they_left(found: list[Tensor | None]) -> None:
-    gradients = [None if tensor is None else tensor.detach() for tensor in found]
+@given(st.lists(st.none() | st.just(UNDEFINED) | tensors(), max_size=4))
+def test_gradients_come_as_they_left(found: Gradients) -> None:
+    gradients: Gradients = [one.detach() if isinstance(one, Tensor) else one for one in found]
     assert_same(there_and_back(gradients), gradients)
 
 

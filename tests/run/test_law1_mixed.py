@@ -84,7 +84,7 @@ class Copies(Mailbox):
 
 def _copy_of(message: Message) -> Message:
     if not isinstance(message, Parcel):
-        return [None if gradient is None else copied(gradient) for gradient in message]
+        return [copied(found) if isinstance(found, Tensor) else found for found in message]
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def poisoned_boundaries() -> Iterator[None]:
     def backward(worker: Worker, step: Step) -> None:
         cell = worker.store[step.stage, step.micro_batch]
         came = [tensor for parcel in cell.given for tensor in tensors_in(parcel.value)] if step.stage else []
-        came += [g for gradients in worker.taken for g in gradients if g is not None]  # type: ignore[union-attr]
+        came += [g for gradients in worker.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
         own_backward(worker, step)
         for tensor in came:
             with torch.no_grad():

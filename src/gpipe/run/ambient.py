@@ -27,13 +27,14 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 @dataclass(frozen=True)
 class Ambient:
-    """The caller's modes: grad and inference mode, autocast, default device, saved-tensor hooks."""
+    """The caller's modes: grad and inference mode, autocast, default device, saved-tensor hooks, denormal numbers."""
 
     grad: bool
     inference: bool
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     device: torch.device | None
     hooks: Hooks | None
+    flushes: bool
     strangers: tuple[str, ...]
 
     @classmethod
@@ -48,6 +49,7 @@ class Ambient:
             tuple(_autocasts()),
             devices[-1] if devices else None,
             torch._C._autograd._top_saved_tensors_default_hooks(False),
+            flushes_denormals(),
             (*(type(mode).__name__ for mode in strangers), *["gpipe.visit"] * is_lent()),
         )
 
@@ -72,6 +74,9 @@ class Ambient:
                 stack.callback(torch.autocast_decrement_nesting)
             for kind, _, _ in _autocasts():  # the calling thread's
                 stack.enter_context(torch.autocast(kind, enabled=False))
+            if (own := flushes_denormals()) != self.flushes:
+                torch.set_flush_denormal(self.flushes)
+                stack.callback(torch.set_flush_denormal, own)
             yield
 
     @contextmanager
@@ -119,6 +124,14 @@ def untraced(function: Callable[Given, Made]) -> Callable[Given, Made]:
         return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return guarded
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes numbers too small to be normal for 0, as `torch.set_flush_denormal` has it."""
+    return _SMALLEST * 1.0 == 0.0
+
+
+_SMALLEST = 5e-324
 
 
 def _autocasts() -> Iterator[tuple[str, torch.dtype, bool]]:

@@ -5,18 +5,29 @@ on what it is given gets a copy (see `Stage`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gpipe.run.hidden import hides_tensors, refuse_hidden_tensors
 from gpipe.run.microbatch import Tree
 
-Gradients: TypeAlias = list[Tensor | None]
-"""What comes back for the leaves of a parcel."""
+
+class Undefined(Enum):
+    """What autograd brings where a backward gave None: the node behind it runs all the same."""
+
+    UNDEFINED = "undefined"
+
+
+UNDEFINED = Undefined.UNDEFINED
+
+Gradients: TypeAlias = list[Tensor | Undefined | None]
+"""What comes back for the leaves of a parcel; None where nothing did, because nothing depends on the leaf."""
 
 
 @dataclass(slots=True)
@@ -31,9 +42,14 @@ class Parcel:
 
     @property
     def tensor(self) -> Tensor:
-        """The value of a skip route, which is always one tensor."""
+        """The value, where it is one tensor."""
         assert isinstance(self.value, Tensor)
         return self.value
+
+    @property
+    def stashed(self) -> Tensor | None:
+        """The value of a skip route, which is one tensor, or None in its place."""
+        return None if self.value is None else self.tensor
 
 
 def cut(value: Tree) -> tuple[Parcel, list[Tensor]]:
@@ -48,12 +64,12 @@ def cut(value: Tree) -> tuple[Parcel, list[Tensor]]:
     if type(value) is Tensor:
         leaf = _leaf(value)
         return (Parcel(leaf, [leaf]), [value]) if value.requires_grad else (Parcel(leaf, []), [])
+    refuse_hidden_tensors(value)
     flat, spec = pytree.tree_flatten(value)
     known: dict[int, Tensor] = {}
     roots, leaves = [], []
     for at, item in enumerate(flat):
         if not isinstance(item, Tensor):
-            _refuse_hidden_tensors(item)
             continue
         if id(item) not in known:
             known[id(item)] = leaf = _leaf(item)
@@ -70,30 +86,55 @@ def detached(value: Tree) -> Tree:
     Raises:
         TypeError: Something in the value hides tensors.
     """
-    for item in pytree.tree_leaves(value):
-        if not isinstance(item, Tensor):
-            _refuse_hidden_tensors(item)
-    return replace_tensors(value, Tensor.detach)
+    refuse_hidden_tensors(value)
+    return replace_tensors(value, lambda tensor: carry_attributes(tensor, tensor.detach()))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    leaf = tensor.detach()
+    leaf = carry_attributes(tensor, tensor.detach())
     return leaf.requires_grad_() if tensor.requires_grad else leaf
 
 
-def _refuse_hidden_tensors(item: object) -> None:
-    if item is None or isinstance(item, (bool, int, float, complex, str, bytes)):
-        return
-    held = (
-        [getattr(item, f.name) for f in fields(item)]
-        if is_dataclass(item)
-        else list(getattr(item, "__dict__", {}).values())
-    )
-    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(held)):
-        raise TypeError(
-            f"a {type(item).__name__} that holds tensors cannot cross to another stage, its gradients would be lost; "
-            f"return tensors, tuples, lists or dicts, or register the class with torch.utils._pytree"
-        )
+def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
+    """Gives another tensor the attributes that somebody's code has put on this one.
+
+    Raises:
+        TypeError: One holds tensors, whose gradients would be lost.
+    """
+    for name, attribute in vars(tensor).items():
+        if isinstance(attribute, Tensor) or hides_tensors(attribute):
+            raise TypeError(
+                f"the attribute {name!r} of a tensor holds tensors, whose gradients would be lost behind the cut; "
+                f"return a tuple or a dict of both"
+            )
+        setattr(other, name, attribute)
+    return other
+
+
+def enter(parcel: Parcel) -> tuple[Tree, Gradients]:
+    """A value as one run of a stage is given it, and where the gradients of its leaves will be.
+
+    Each leaf has an alias with a node of its own: for the layers it is a tensor that others made, the hooks that they
+    put on it are of this run alone, and what comes back is kept as autograd brings it, with its strides and
+    alignment (autograd would lay it out anew as `.grad` of a leaf).
+    """
+    gradients: Gradients = [None] * len(parcel.leaves)
+    if not gradients:
+        return parcel.value, gradients
+    aliases = {id(leaf): _alias(leaf, gradients, at) for at, leaf in enumerate(parcel.leaves)}
+    return replace_tensors(parcel.value, lambda tensor: aliases.get(id(tensor), tensor)), gradients
+
+
+def _alias(leaf: Tensor, gradients: Gradients, at: int) -> Tensor:
+    alias = leaf.view_as(leaf)
+    if alias.grad_fn is not None:  # under no_grad there is nothing to come back
+        alias.grad_fn.register_hook(partial(_keep, gradients, at))
+    return carry_attributes(leaf, alias)
+
+
+def _keep(gradients: Gradients, at: int, passed: object, came: tuple[Tensor | None, ...]) -> tuple[None]:
+    gradients[at] = UNDEFINED if came[0] is None else came[0]
+    return (None,)  # nothing for `.grad`
 
 
 def tensors_in(value: Tree) -> list[Tensor]:
@@ -117,37 +158,16 @@ def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     return pytree.tree_map_only(Tensor, changed, value)
 
 
-class KeptGradients:
-    """Watches for the gradients of leaves during their backward, to keep the strides that they come with.
+def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
+    """Adds to `.grad` of all leaves, as `torch.autograd.backward` does, 29 us sooner.
 
-    Autograd lays a gradient out as its leaf is, and further back, where nothing was cut, sums over other strides end
-    in other bits. So where the two differ, the gradient is kept as it came.
+    A root whose gradient is None is left out; one whose gradient is undefined has its node run all the same.
     """
-
-    __slots__ = ("leaves", "strange")
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self.leaves = leaves
-        self.strange: dict[int, Tensor] = {}
-        for at, leaf in enumerate(leaves):
-            leaf._backward_hooks = {0: partial(self._look, at)}  # register_hook without its 4 us
-
-    def _look(self, at: int, gradient: Tensor | None) -> None:
-        if gradient is not None and not (gradient.is_contiguous() and self.leaves[at].is_contiguous()):
-            self.strange[at] = gradient
-
-    def gradients(self) -> Gradients:
-        """The gradient of each leaf, None where none came."""
-        for leaf in self.leaves:
-            leaf._backward_hooks = None  # it refers to this object, and this object to the leaf
-        if not self.strange:
-            return [leaf.grad for leaf in self.leaves]
-        return [self.strange.get(at, leaf.grad) for at, leaf in enumerate(self.leaves)]
-
-
-def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Adds to `.grad` of all leaves, as `torch.autograd.backward` does, 29 us sooner."""
-    known = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
+    known = [
+        _without_value(root) if gradient is UNDEFINED else (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if gradient is not None
+    ]
     if known:
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(root for root, _ in known),
@@ -158,3 +178,20 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
             allow_unreachable=True,
             accumulate_grad=True,
         )
+
+
+def _without_value(root: Tensor) -> tuple[Tensor, Tensor]:
+    """A root behind this one, and its gradient, which make autograd run this one's node without a gradient."""
+    with torch.enable_grad():
+        behind: Tensor = _Nothing.apply(root)  # type: ignore[no-untyped-call]
+    return behind, torch.zeros_like(behind)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, root: Tensor) -> Tensor:
+        return root.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None

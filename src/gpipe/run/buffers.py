@@ -1,29 +1,39 @@
 """Buffers that a forward changes: a recompute sees what the forward saw, and leaves them as it found them.
 
-Most buffers never change. The first forward finds out which ones do, and from then on only these are copied before a
-forward that will be recomputed; the recompute works on the copies.
+A copy of each buffer is kept, taken anew when the buffer has changed, so that forwards between two changes share one.
+What has changed is found by comparing with the copies, since not every write raises a version (`.data`, fused
+observers, torch's own normalizations). On a GPU to compare would halt it: there small buffers count as changed by
+every forward, and larger ones by their version alone. A recompute works on the copy of what differs by then; of the
+forwards that share a copy only the last can have changed the buffer, and it is recomputed last.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe.run.layout import copy_of
+from gpipe.run.skips import version
 
-Place = tuple[nn.Module, str]
-Snapshot = list[tuple[Place, Tensor | None]]
-"""What changed buffers were before a forward."""
+Place: TypeAlias = tuple[nn.Module, str]
+SMALL = 2**20
+"""Bytes up to which a buffer on a GPU is copied for every forward."""
 
 
-@dataclass(slots=True)
-class _Before:
+class Before(NamedTuple):
+    """A buffer, and its value, before a forward; `there` is whether there was one of that name."""
+
     tensor: Tensor | None
-    version: int
-    copy: Tensor | None
+    version: int = 0
+    copy: Tensor | None = None
+    there: bool = True
+
+
+Snapshot: TypeAlias = dict[Place, Before]
+"""All buffers before a forward."""
+_NONE, _ABSENT = Before(None), Before(None, there=False)
 
 
 class Buffers:
@@ -32,76 +42,81 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
         self.places: list[Place] = []
-        self.changing: set[Place] | None = None  # None until the first forward has shown them
+        self._parts: list[nn.Module] = []
+        self._kept: dict[Place, Before] = {}
 
     def find(self) -> None:
         """Looks the buffers up anew; modules may have come or gone since the last step."""
-        found = {
-            (module, name): None for root in self.modules for module in root.modules() for name in module._buffers
-        }
-        self.places = list(found)
+        self._kept.clear()
+        self._parts = list({part: None for root in self.modules for part in root.modules()})
+        self.places = [(part, name) for part in self._parts for name in part._buffers]
 
-    def before(self) -> list[_Before]:
-        """Notes the state of the buffers before a forward, and copies those that are known to change."""
-        return [self._note(place) for place in self.places]
+    def forget(self) -> None:
+        """Lets go of the copies, behind a forward that nobody compared with them."""
+        self._kept.clear()
 
-    def _note(self, place: Place) -> _Before:
+    def before(self) -> Snapshot:
+        """The buffers before a forward."""
+        if self._are_others():
+            self.find()
+        return {place: self._keep(place) for place in self.places}
+
+    def _are_others(self) -> bool:
+        return sum(len(part._buffers) for part in self._parts) != len(self.places)
+
+    def _keep(self, place: Place) -> Before:
         module, name = place
-        tensor = module._buffers[name]
+        tensor = module._buffers.get(name)
         if tensor is None:
-            return _Before(None, 0, None)
-        copied = self.changing is None or place in self.changing or _writes_unseen(module)
-        return _Before(tensor, tensor._version, copy_of(tensor) if copied else None)
+            return _NONE
+        kept = self._kept.get(place)
+        if kept is None or kept.tensor is not tensor or kept.version != version(tensor):
+            kept = self._kept[place] = Before(tensor, version(tensor), copy_of(tensor.detach()))
+        return kept
 
-    def after(self, before: Sequence[_Before]) -> Snapshot:
-        """What a recompute must see: the earlier values of the buffers that the forward changed.
-
-        Raises:
-            RuntimeError: A buffer changed in place for the first time, and its earlier value is gone.
-        """
-        snapshot: Snapshot = []
-        lost = []
-        for place, was in zip(self.places, before, strict=True):
-            module, name = place
-            now = module._buffers.get(name)
-            replaced = now is not was.tensor
-            if not replaced and not _is_changed(module, was):
-                continue
-            if not replaced and was.copy is None:
-                lost.append(f"{type(module).__name__}.{name}")
-            snapshot.append((place, was.tensor if replaced else was.copy))
-        self.changing = {place for place, _ in snapshot} | (self.changing or set())
-        if lost:
-            raise RuntimeError(
-                f"{', '.join(lost)} changed in a forward for the first time after earlier ones had left it alone, so "
-                f"a recompute would not see what the forward saw; run the step again, now that it is known, or use "
-                f"remat='never'"
-            )
-        return snapshot
+    def after(self, before: Snapshot) -> list[Place]:
+        """The buffers that are not what they were; those that are new join the snapshot."""
+        changed = [place for place, was in before.items() if _is_changed(place, was)]
+        for place in changed:
+            self._kept.pop(place, None)
+        if self._are_others():
+            self.find()
+            new = [place for place in self.places if place not in before]
+            before.update(dict.fromkeys(new, _ABSENT))
+            changed += new
+        return changed
 
     @contextmanager
     def as_before(self, snapshot: Snapshot) -> Iterator[None]:
         """Shows modules their buffers as they were, and puts the real ones back."""
-        real = [(module, name, module._buffers.get(name)) for (module, name), _ in snapshot]
-        for place, was in snapshot:
-            module, name = place
-            module._buffers[name] = was
+        apart = [(place, was) for place, was in snapshot.items() if _is_changed(place, was)]
+        real = [(place, place[0]._buffers.get(place[1]), place[1] in place[0]._buffers) for place, _ in apart]
+        for place, was in apart:
+            _put(place, was.tensor if was.copy is None else was.copy, there=was.there)
         try:
             yield
         finally:
-            for module, name, tensor in real:
-                module._buffers[name] = tensor
+            for place, tensor, there in real:
+                _put(place, tensor, there=there)
 
 
-def _is_changed(module: nn.Module, was: _Before) -> bool:
-    """Whether a buffer was written to."""
-    if was.tensor is None:
-        return False
-    if _writes_unseen(module) or was.tensor._version != was.version:
+def _put(place: Place, tensor: Tensor | None, *, there: bool) -> None:
+    module, name = place
+    if there:
+        module._buffers[name] = tensor
+    else:
+        module._buffers.pop(name, None)
+
+
+def _is_changed(place: Place, was: Before) -> bool:
+    module, name = place
+    now = module._buffers.get(name)
+    if now is not was.tensor or (name in module._buffers) != was.there:
         return True
-    return was.copy is not None and not torch.equal(was.copy, was.tensor)
-
-
-def _writes_unseen(module: nn.Module) -> bool:
-    """Whether a module writes to its buffers without raising their version, as torch's normalizations do."""
-    return isinstance(module, _NormBase) and module.training
+    if now is None or was.copy is None:
+        return False
+    if version(now) != was.version or now.shape != was.copy.shape or now.dtype != was.copy.dtype:
+        return True
+    if now.is_cpu:
+        return not torch.equal(now, was.copy)
+    return now.nbytes <= SMALL and not now.is_meta

@@ -125,12 +125,12 @@ def _key_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], i
 
 
 def _encode_gradients(gradients: Gradients) -> Encoded:
-    tensors = [gradient for gradient in gradients if gradient is not None]
+    tensors = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
     if len(tensors) == len(gradients) == 1:
         (one,) = tensors
         return Encoded(*_of_one(False, *_key_of(one), False), tensors)
     numbers = iter(range(len(tensors)))
-    leaves = [["value", None] if gradient is None else ["tensor", next(numbers)] for gradient in gradients]
+    leaves = [["tensor", next(numbers)] if isinstance(found, Tensor) else write_leaf(found) for found in gradients]
     return _encoded(False, None, leaves, tensors)
 
 

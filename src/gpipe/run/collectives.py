@@ -121,7 +121,7 @@ def _tell(net: Net, peers: Sequence[int], route: int, at: int, told: Tensor) -> 
 
 def _hear(net: Net, peer: int, route: int, at: int) -> Tensor:
     (found,) = _gradients(net.receive(peer, Label(route, at, gradient=True))[0])
-    assert found is not None
+    assert isinstance(found, Tensor)
     return found
 
 
@@ -212,6 +212,7 @@ def local(gradient: Tensor) -> Tensor:
     return found
 
 
-def _gradients(message: Message) -> Gradients:
+def _gradients(message: Message) -> list[Tensor | None]:
+    """Gradients of weights, which are never undefined."""
     assert isinstance(message, list)
-    return message
+    return [found if isinstance(found, Tensor) else None for found in message]

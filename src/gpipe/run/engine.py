@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
@@ -11,6 +13,7 @@ from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
 from gpipe.run.batchnorm import find_drift
 from gpipe.run.drivers import RankThreads
+from gpipe.run.graph import Owners
 from gpipe.run.lane import Lane, lanes_on
 from gpipe.run.net import Net
 from gpipe.run.place import Place
@@ -18,10 +21,20 @@ from gpipe.run.process import ProcessRun
 from gpipe.run.rendezvous import connect
 from gpipe.run.run import Plumbing, Run
 from gpipe.run.shared import Tied, find_exposed, find_race, find_shared
+from gpipe.run.skips import Pop, find_loss_pops
 from gpipe.run.stage import Stage
 from gpipe.run.syncnorm import find_norms
 from gpipe.run.wires import wires_for
 from gpipe.run.worker import Batch, Worker
+
+
+class Wanted(NamedTuple):
+    """What a program is made for: `halved` for a loss that is computed outside."""
+
+    micro_batches: int
+    trains: bool
+    halved: bool = False
+    loss_pops: tuple[Pop, ...] = ()
 
 
 class Engine:
@@ -33,7 +46,7 @@ class Engine:
         schedule: Callable[[int, int], Rows],
         remat: Sequence[Remat],
         *,
-        threaded: bool | None,
+        threaded: bool,
         intra_op_threads: int,
         deferred_batch_norm: bool,
         sync_batch_norm: bool = False,
@@ -67,7 +80,7 @@ class Engine:
         self.threads = RankThreads(self.intra_op_threads)
         self._net: Net | None = None
         self._lanes: dict[int, Lane] | None = None
-        self._plumbings: dict[tuple[int, bool, bool], Plumbing] = {}
+        self._plumbings: dict[Wanted, Plumbing] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves threads, streams and what can be made again behind."""
@@ -107,18 +120,21 @@ class Engine:
             self._net.close()
             self._net = None
 
-    def plumbing(self, micro_batches: int, *, trains: bool, halved: bool = False) -> Plumbing:
-        """The checked program for so many micro-batches, with backwards or without; `halved` for a loss outside."""
-        key = (micro_batches, trains, halved)
-        if key not in self._plumbings:
-            self._plumbings[key] = Plumbing.of(self._make_program(*key))
-        return self._plumbings[key]
+    def plumbing(self, wanted: Wanted) -> Plumbing:
+        """The checked program of a run."""
+        if wanted not in self._plumbings:
+            self._plumbings[wanted] = Plumbing.of(self._make_program(wanted))
+        return self._plumbings[wanted]
 
-    def _make_program(self, micro_batches: int, trains: bool, halved: bool) -> Program:
-        stages = len(self.stages)
+    def wanted(self, micro_batches: int, batch: Batch) -> Wanted:
+        """What is asked for the run of a mini-batch."""
+        return Wanted(micro_batches, batch.trains, batch.loss_fn is None, tuple(batch.loss_pops))
+
+    def _make_program(self, wanted: Wanted) -> Program:
+        stages, micro_batches, trains = len(self.stages), wanted.micro_batches, wanted.trains
         rows = (self.schedule if trains else forward_only)(stages, micro_batches)
-        program = Program.of(rows, micro_batches, skips=self._skip_routes())
-        program = place_transfers(place_recompute(program, self.remat, halved=halved))
+        program = Program.of(rows, micro_batches, skips=self._skip_routes(wanted.loss_pops))
+        program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))
         if self.deferred_batch_norm:
             program = place_commits(program, range(stages))
         if self.place is not None and trains:
@@ -131,17 +147,30 @@ class Engine:
     def _crossings(self) -> set[tuple[int, int]]:
         """The pairs of stages that send each other values, or gradients of what they share."""
         found = {(stage - 1, stage) for stage in range(1, len(self.stages))}
-        found |= {(route.source, route.target) for route in self._skip_routes()}
+        every = find_loss_pops(self.layers, self.stashes)  # a loss may pop any of them
+        found |= {(route.source, route.target) for route in self._skip_routes(every)}
         return found | set(combinations(self._stages_that_share(), 2))
 
-    def _skip_routes(self) -> list[Route]:
+    def _skip_routes(self, loss_pops: Sequence[Pop]) -> list[Route]:
+        """The routes of stashes between stages; the loss is behind the last layer, and in its stage."""
         stage_of = [stage.index for stage in self.stages for _ in stage.layers]
-        pops = [pop for stage in self.stages for layer in stage.layers for pop in layer.pop]
+        stage_of.append(stage_of[-1])
+        pops = [*(pop for stage in self.stages for layer in stage.layers for pop in layer.pop), *loss_pops]
         return [
             Route(stage_of[pop.source], stage_of[pop.target], pop.route_name)
             for pop in pops
             if stage_of[pop.source] != stage_of[pop.target]
         ]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The user's layers, all in their order."""
+        return [layer.module for stage in self.stages for layer in stage.layers]
+
+    @property
+    def stashes(self) -> tuple[str, ...]:
+        """The names of all stashes."""
+        return tuple(name for stage in self.stages for layer in stage.layers for name in layer.stash)
 
     def _stages_that_share(self) -> list[int]:
         stage_of = [stage.index for stage in self.stages for _ in stage.layers]
@@ -149,10 +178,15 @@ class Engine:
 
     def start(self, micro_batches: int, batch: Batch) -> Run:
         """Prepares the run of one mini-batch."""
-        plumbing = self.plumbing(micro_batches, trains=batch.trains, halved=batch.loss_fn is None)
+        plumbing = self.plumbing(self.wanted(micro_batches, batch))
         run = (Run if self.place is None else ProcessRun)(self, plumbing, batch)
         for rank, lane in self.lanes.items():
             held = [stage for stage in self.own if plumbing.program.rank_of[stage.index] == rank]
             own = {stage.index: (stage, plumbing.wirings[stage.index]) for stage in held}
             run.workers.append(Worker(rank, own, lane, batch, run.transport))
+        weights = run.aliases.sources.values()
+        if batch.trains and (len(self.own) > 1 or weights):
+            owners = Owners(self.own, weights)
+            for worker in run.workers:
+                worker.owners = owners
         return run

@@ -81,7 +81,7 @@ class Lane:
 
     def take_gradients(self, gradients: Gradients, mark: Mark) -> Gradients:
         """Brings gradients that another rank made to this device."""
-        return [None if gradient is None else self.bring(gradient, mark) for gradient in gradients]
+        return [self.bring(found, mark) if isinstance(found, Tensor) else found for found in gradients]
 
     def bring(self, tensor: Tensor, mark: Mark) -> Tensor:
         """One tensor on this device, whole by the time it is used here."""

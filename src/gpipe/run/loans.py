@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpipe.run.boundary import replace_tensors, tensors_in
+from gpipe.run.boundary import carry_attributes, replace_tensors, tensors_in
 from gpipe.run.layout import copy_of
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import version
@@ -31,7 +31,8 @@ class Loan:
     """What a stage works on in one run: what it was given, or copies."""
 
     value: Tree
-    arrived: Mapping[str, Tensor]
+    arrived: Mapping[str, Tensor | None]
+    main: Tree
     given: Sequence[Tensor]
     lent: Sequence[Tensor]
     versions: Sequence[int]
@@ -44,16 +45,17 @@ class Loans:
     def __init__(self) -> None:
         self.works_in_place: dict[Modes, bool] = {}
 
-    def lend(self, value: Tree, arrived: Mapping[str, Tensor], modes: Modes) -> Loan:
+    def lend(self, value: Tree, arrived: Mapping[str, Tensor | None], modes: Modes) -> Loan:
         """Gives the stage what it may work on."""
-        copied = self.works_in_place.get(modes, True)
-        given = lent = (*tensors_in(value), *arrived.values())
+        copied, main = self.works_in_place.get(modes, True), value
+        given = lent = _tensors(value, arrived)
         if copied:
-            value, arrived = _copies(value, arrived)
-            lent = (*tensors_in(value), *arrived.values())
+            value = replace_tensors(value, _copy)
+            arrived = {name: None if tensor is None else _copy(tensor) for name, tensor in arrived.items()}
+            lent = _tensors(value, arrived)
         elif type(value) is not Tensor:
             value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
-        return Loan(value, arrived, given, lent, [version(tensor) for tensor in lent], copied)
+        return Loan(value, arrived, main, given, lent, [version(tensor) for tensor in lent], copied)
 
     def settle(self, loan: Loan, modes: Modes, stage: object) -> None:
         """Looks at what the stage did to what it was lent.
@@ -67,8 +69,7 @@ class Loans:
         self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not loan.copied:
             raise RuntimeError(f"{stage} has {BEGUN_IN_PLACE}")
-        main = loan.given[: len(loan.given) - len(loan.arrived)]
-        if any(_share_memory(loan.given[at], other) for at in changed for other in main):
+        if any(_share_memory(loan.given[at], other) for at in changed for other in tensors_in(loan.main)):
             raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
 
     def forget(self, modes: Modes) -> None:
@@ -76,15 +77,15 @@ class Loans:
         self.works_in_place.pop(modes, None)
 
 
-def _copies(value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[str, Tensor]]:
-    return replace_tensors(value, _copy), {name: _copy(tensor) for name, tensor in arrived.items()}
+def _tensors(value: Tree, arrived: Mapping[str, Tensor | None]) -> list[Tensor]:
+    return [*tensors_in(value), *(tensor for tensor in arrived.values() if tensor is not None)]
 
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy that lies like the tensor, so that later runs without a copy give the same bits."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return tensor  # expanded: torch itself refuses to work on it in place
-    return copy_of(tensor)
+    return carry_attributes(tensor, copy_of(tensor))
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -1,10 +1,10 @@
 """One mini-batch on its way through the stages of a process."""
 
-import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import Context, copy_context
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from gpipe.run.drivers import lockstep, walk
 from gpipe.run.guard import RandomGuard
 from gpipe.run.lend import nobody_else_draws
 from gpipe.run.mailbox import Mailbox
-from gpipe.run.pace import Pace
 from gpipe.run.recorder import Recorder
 from gpipe.run.shared import Aliases, BufferGuard
 from gpipe.run.skips import version
@@ -38,7 +37,6 @@ class Plumbing:
     forward: Part
     backward: Part
     wirings: tuple[Wiring, ...]
-    pace: Pace = field(default_factory=Pace)
 
     @property
     def program(self) -> Program:
@@ -68,20 +66,19 @@ class Run:
         self.aliases = Aliases(engine.shared, engine.own)
         self.transport = self._make_transport()
         self.workers: list[Worker] = []
-        self.threaded = plumbing.pace.threaded if engine.threaded is None else engine.threaded
 
     def _make_transport(self) -> Transport:
         return Mailbox(self.plumbing.program.ranks)
 
     def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the whole program."""
-        self._go(self.plumbing.whole, ambient, recorder, threaded=self.threaded)
+        self._go(self.plumbing.whole, ambient, recorder, threaded=self.engine.threaded)
         self._finish()
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the forward half; what the backward half needs is kept."""
         self._weights = self._find_weights()
-        self._go(self.plumbing.forward, ambient, recorder, threaded=self.threaded)
+        self._go(self.plumbing.forward, ambient, recorder, threaded=self.engine.threaded)
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the backward half.
@@ -98,7 +95,7 @@ class Run:
                 "backward, which would recompute with the new value; call backward first, or use remat='never'"
             )
         on_cuda = any(lane.device.type == "cuda" for lane in self.engine.lanes.values())
-        self._go(self.plumbing.backward, ambient, recorder, threaded=self.threaded and not on_cuda)
+        self._go(self.plumbing.backward, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
         self._finish()
 
     def take_outputs(self) -> list[Output]:
@@ -134,14 +131,13 @@ class Run:
         if recorder is not None:
             recorder.begin(self.engine.lanes)
         here = Ambient.here()  # for a backward, not what its forward had around it
-        if self.engine.threaded is not False:
+        if threaded:
             here.refuse_strangers()
         one_thread = self.engine.place is not None or not threaded
         alone = one_thread and not here.strangers and nobody_else_draws(lanes)
         for stage in self.engine.own:
             stage.alone = alone
         guard, buffers = RandomGuard(lanes), BufferGuard(self.engine.exposed)
-        begun = time.perf_counter()
         try:
             with ambient.fresh_casts(), self.aliases.in_place():
                 self._drive(part, ambient, recorder, threaded=threaded)
@@ -155,7 +151,6 @@ class Run:
         except BaseException:
             self._clear()
             raise
-        self.plumbing.pace.note((time.perf_counter() - begun) / max(map(len, part.rows)), threaded=threaded)
         for worker in self.workers:
             worker.settle()
         for lane in lanes:
@@ -166,11 +161,36 @@ class Run:
     def _drive(self, part: Part, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
         with intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
             if threaded:
-                jobs = [partial(_row, worker, part, self.transport, ambient, recorder) for worker in self.workers]
+                contexts = [copy_context() for _ in self.workers]
+                jobs = [
+                    partial(context.run, _row, worker, part, self.transport, ambient, recorder)
+                    for context, worker in zip(contexts, self.workers, strict=True)
+                ]
                 self.engine.threads.run(jobs, self.transport.cancel)
+                self._tell_of_variables(contexts)
             else:
                 with ambient.rank_thread():
                     lockstep(part, self.workers, recorder)
+
+    def _tell_of_variables(self, contexts: Sequence[Context]) -> None:
+        """Notes the context variables that layers have set."""
+        own = copy_context()
+        names = {
+            variable.name: None
+            for context in contexts
+            for variable, value in context.items()
+            if own.get(variable, ABSENT) is not value and variable.name not in OF_PYTHON
+        }
+        if names and self.batch.examines:
+            self.batch.findings.append(
+                f"layers set the context variables {', '.join(names)}, and layers of other partitions do not see "
+                f"that, nor which micro-batch it was for; hand it on as part of the value instead"
+            )
+
+
+ABSENT = object()
+OF_PYTHON = {"decimal_context"}
+"""What Python sets by itself."""
 
 
 def _row(worker: Worker, part: Part, transport: Transport, ambient: Ambient, recorder: Recorder | None) -> None:

@@ -2,12 +2,13 @@
 
 Each layer that uses it works on an alias, a leaf of its own, so that gradients are added up by layer, micro-batch
 after micro-batch, and then over the layers in their order: the same sum for every cut, also for none. Aliases stand
-in the modules only while a run is under way. A module that itself belongs to several layers may run in several
-threads at once, so each of its layers but the first runs a copy of it that shares all but the aliased parameters.
+in the modules only while a run is under way; in a module that itself belongs to several layers, only while one of
+them runs its forward, and the others wait for it: whatever the module refers to is then the layer's own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -119,6 +120,15 @@ def find_exposed(stages: Sequence[Stage]) -> dict[Place, str]:
     return found
 
 
+PAST_ITS_LAYERS = (
+    "a gradient came to a weight of shape {shape}, which several layers share, past those layers: it is used "
+    "elsewhere (in loss_fn, or by a reference that is no parameter), or by a module that is several layers itself "
+    "and runs again in the backward (torch.utils.checkpoint: give it use_reentrant=False). Let whoever uses it have "
+    "it as a parameter"
+)
+_OWN = nullcontext()
+
+
 class BufferGuard:
     """Watches the buffers that several partitions see: a change would depend on which of them comes first."""
 
@@ -160,7 +170,10 @@ class Aliases:
             for index, places in item.places.items():
                 for module, _ in places:
                     owners.setdefault(module, set()).add(index)
-        self._copied = {max_index for indices in owners.values() for max_index in sorted(indices)[1:]}
+        self._in_turn = {index for indices in owners.values() if len(indices) > 1 for index in indices}
+        self._turn = threading.RLock()
+        self._adds = False
+        _refuse_compiled(module for module, indices in owners.items() if len(indices) > 1)
         self._layers: dict[int, Layer] = {
             index: layers[index][0] for item in self.shared.values() for index in item.places
         }
@@ -173,25 +186,29 @@ class Aliases:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Has the layers see their aliases."""
-        by_layer: dict[int, dict[tuple[nn.Module, str], Tensor]] = {}
+        by_layer: dict[int, dict[Place, Tensor]] = {}
         for at, item in self.shared.items():
             for index, places in item.places.items():
                 by_layer.setdefault(index, {}).update(dict.fromkeys(places, self.leaves[at][index]))
-        swapped = []
-        try:
+        with ExitStack() as stack:
+            for parameter in self.sources.values():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_hook(self._refuse).remove)
             for index, aliases in by_layer.items():
-                if index in self._copied:
-                    self._layers[index].stand_in = _copy_with(self._layers[index].module, aliases, {})
+                if index in self._in_turn:
+                    self._layers[index].weights = _InTurn(self._turn, aliases)
                 else:
-                    for (module, name), leaf in aliases.items():
-                        swapped.append((module, name, module._parameters[name]))
-                        _put(module, name, leaf)
-            yield
-        finally:
-            for module, name, parameter in swapped:
-                _put(module, name, parameter)
-            for index in self._copied:
-                self._layers[index].stand_in = None
+                    stack.enter_context(_Aliased(aliases))
+            try:
+                yield
+            finally:
+                for index in self._in_turn:
+                    self._layers[index].weights = _OWN
+
+    def _refuse(self, gradient: Tensor) -> None:
+        """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
+        if not self._adds:
+            raise RuntimeError(PAST_ITS_LAYERS.format(shape=tuple(gradient.shape)))
 
     def gradients(self, at: int) -> dict[int, Tensor | None]:
         """What the layers here add to the gradient of a shared parameter, by layer."""
@@ -208,9 +225,11 @@ class Aliases:
             for _, gradient in sorted(gradients.items()):
                 if gradient is not None:
                     gradient = moved(gradient, parameter.device)
-                    total = gradient if total is None else total + gradient
+                    total = gradient if total is None else _plus(total, gradient)
             if total is not None:
+                self._adds = True
                 run_backward([parameter], [total])  # as autograd would, hooks and all
+                self._adds = False
             for leaf in self.leaves[at].values():
                 leaf.grad = None
 
@@ -230,28 +249,53 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
 
 
-def _copy_with(
-    module: nn.Module, aliases: dict[tuple[nn.Module, str], Tensor], known: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    """A copy of a module that shares everything with it but the aliased parameters.
+def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
+    """Refuses compiled modules that are several layers.
 
     Raises:
-        ValueError: It is compiled, and its code would go on with the parameters of the original.
+        ValueError: Their code would go on with the parameters of the first.
     """
-    if module in known:
-        return known[module]
-    if is_compiled(module):
-        raise ValueError(
-            f"a compiled {type(module).__name__} is several layers, which would need its code once for each; give "
-            f"each layer a module of its own, and share their parameters, perhaps by ties=..."
-        )
-    copied = known[module] = module.__new__(type(module))
-    copied.__dict__ = dict(module.__dict__)
-    copied.__dict__["_parameters"] = dict(module._parameters)
-    copied.__dict__["_modules"] = {
-        name: None if child is None else _copy_with(child, aliases, known) for name, child in module._modules.items()
-    }
-    for (owner, name), leaf in aliases.items():
-        if owner is module:
-            _put(copied, name, leaf)
-    return copied
+    for module in modules:
+        if is_compiled(module):
+            raise ValueError(
+                f"a compiled {type(module).__name__} is several layers, which would need its code once for each; "
+                f"give each layer a module of its own, and share their parameters, perhaps by ties=..."
+            )
+
+
+def _plus(one: Tensor, other: Tensor) -> Tensor:
+    return other + one if one.is_sparse and not other.is_sparse else one + other
+
+
+class _Aliased:
+    """While entered, modules have aliases in the places of parameters."""
+
+    def __init__(self, aliases: Mapping[Place, Tensor]) -> None:
+        self._aliases = aliases
+        self._own: list[tuple[Place, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        for (module, name), leaf in self._aliases.items():
+            self._own.append(((module, name), module._parameters[name]))
+            _put(module, name, leaf)
+
+    def __exit__(self, *_: object) -> None:
+        while self._own:
+            (module, name), parameter = self._own.pop()
+            _put(module, name, parameter)
+
+
+class _InTurn(_Aliased):
+    """Likewise, one layer at a time."""
+
+    def __init__(self, turn: threading.RLock, aliases: Mapping[Place, Tensor]) -> None:
+        super().__init__(aliases)
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._turn.release()

@@ -1,6 +1,7 @@
 """Skip connections: layers that stash a tensor, and layers further on that pop it.
 
 A layer with `stash = ("e0",)` returns `(out, {"e0": tensor})`; one with `pop = ("e0",)` takes it as a keyword.
+None may stand for the tensor.
 
 Note "Sums". Autograd adds up the gradients of a tensor's uses from the last use to the first. A cut must not change
 which are added first, so a stash and each pop get a node of their own (`alias`): the uses of a popped tensor are
@@ -28,7 +29,7 @@ class Pop:
         return f"{self.name}/{self.target}"
 
 
-def names(layer: nn.Module, attribute: str) -> tuple[str, ...]:
+def names(layer: object, attribute: str) -> tuple[str, ...]:
     """The names that a layer stashes or pops."""
     found = getattr(layer, attribute, ())
     if isinstance(found, str):
@@ -40,7 +41,7 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
     """All uses of all stashes, in layer order.
 
     Raises:
-        ValueError: Unknown, unused and duplicate names, all at once.
+        ValueError: Unknown and duplicate names, all at once.
     """
     stashed: dict[str, int] = {}
     pops: list[Pop] = []
@@ -57,16 +58,44 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
             if not name or set(name) & set("@:/, "):
                 mistakes.append(f"layer {at} stashes {name!r}; a name has no spaces and none of @ : / ,")
             stashed.setdefault(name, at)
-    used = {pop.name for pop in pops}
-    mistakes += [
-        f"layer {at} stashes {name!r}, which no later layer pops" for name, at in stashed.items() if name not in used
-    ]
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return pops
 
 
-def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor]]:
+def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[Pop]:
+    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names.
+
+    Raises:
+        ValueError: No layer stashes one of them.
+    """
+    stashed = {name: at for at, layer in enumerate(layers) for name in names(layer, "stash")}
+    mistakes = [f"loss_fn pops {name!r}, which no layer stashes" for name in popped if name not in stashed]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return [Pop(name, stashed[name], len(layers)) for name in popped]
+
+
+def refuse_unused(layers: Sequence[nn.Module], popped: Sequence[str]) -> None:
+    """Refuses a step whose stashes neither a layer nor the loss, which pops these names, makes use of.
+
+    Raises:
+        ValueError: Names them.
+    """
+    used = {*popped, *(name for layer in layers for name in names(layer, "pop"))}
+    unused = [(at, name) for at, layer in enumerate(layers) for name in names(layer, "stash") if name not in used]
+    if unused:
+        raise ValueError(
+            "\n".join(
+                f"layer {at} ({type(layers[at]).__name__}) stashes {name!r}, which neither a later layer nor loss_fn "
+                f"pops: its gradient would be lost; give the loss pop = ({name!r},) and an argument of that name, or "
+                f"leave the stash out"
+                for at, name in unused
+            )
+        )
+
+
+def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor | None]]:
     """Takes apart what a layer that stashes returned.
 
     Raises:
@@ -75,30 +104,41 @@ def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str,
     match result:
         case (out, dict() as tensors) if set(tensors) == set(stash) and _all_tensors(tensors):
             return out, tensors
-    raise TypeError(f"a layer with stash = {stash!r} must return (out, {{name: tensor}}) with exactly these names")
+    raise TypeError(
+        f"a layer with stash = {stash!r} must return (out, {{name: tensor}}) with exactly these names, each "
+        f"a tensor or None; it returned {_in_words(result)}"
+    )
 
 
 def _all_tensors(tensors: Mapping[str, object]) -> bool:
-    return all(isinstance(tensor, Tensor) for tensor in tensors.values())
+    return all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors.values())
+
+
+def _in_words(value: object) -> str:
+    match value:
+        case (out, dict() as tensors):
+            held = ", ".join(f"{name!r}: {type(tensor).__name__}" for name, tensor in tensors.items())
+            return f"({type(out).__name__}, {{{held}}})"
+    return f"a {type(value).__name__}"
 
 
 class Kept(NamedTuple):
     """A stash that waits for its pops."""
 
-    tensor: Tensor
+    tensor: Tensor | None
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Kept":
+    def of(cls, tensor: Tensor | None) -> "Kept":
         """Keeps a tensor that was stashed."""
         kept = alias(tensor)
         return cls(kept, version(kept))
 
-    def pop(self, name: str) -> Tensor:
+    def pop(self, name: str) -> Tensor | None:
         """The tensor for one use, as it was stashed."""
         return alias(self.unchanged(name))
 
-    def unchanged(self, name: str) -> Tensor:
+    def unchanged(self, name: str) -> Tensor | None:
         """The tensor, as it was stashed.
 
         Raises:
@@ -112,14 +152,14 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-def version(tensor: Tensor) -> int:
+def version(tensor: Tensor | None) -> int:
     """How often a tensor was changed in place, as far as torch counts it."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def alias(tensor: Tensor) -> Tensor:
+def alias(tensor: Tensor | None) -> Tensor | None:
     """The same tensor behind an autograd node of its own (note "Sums")."""
-    return tensor.view_as(tensor)
+    return None if tensor is None else tensor.view_as(tensor)
 
 
 class Sequential(nn.Sequential):

@@ -2,13 +2,18 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gpipe.run.boundary import replace_tensors
 from gpipe.run.buffers import Buffers
+from gpipe.run.digest import differ, digest
+from gpipe.run.layout import copy_of
 from gpipe.run.lend import Trial, lend
 from gpipe.run.loans import Loans
 from gpipe.run.microbatch import Tree
@@ -16,6 +21,9 @@ from gpipe.run.skips import Kept, Pop, alias, unpack
 from gpipe.run.visit import visit, visit_key
 
 _sequence_number = torch._C._autograd._get_sequence_nr
+_OWN: AbstractContextManager[object] = nullcontext()
+TRIES = 4
+"""Times that a layer is run twice to see whether it gives the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class Layer:
     pop: tuple[Pop, ...] = ()
     draws: dict[bool, bool] = field(default_factory=dict)  # by training mode: whether it was seen to draw
     lends: dict[bool, bool] = field(default_factory=dict)  # likewise: whether it may be lent the default generator
-    stand_in: nn.Module | None = None  # runs in its place during a run (see shared.py)
+    weights: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see shared.py)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
@@ -48,9 +56,13 @@ class Layer:
         """Whether the layer must be run under a visit: it drew before, or was never seen in this mode."""
         return self.draws.get(self.module.training, True)
 
-    def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment, *, alone: bool = False) -> object:
+    def run(self, value: Tree, popped: Mapping[str, Tensor | None], moment: Moment, *, alone: bool = False) -> object:
         """Runs the module, its randomness keyed; `alone` where no other thread draws meanwhile."""
-        module = self.module if self.stand_in is None else self.stand_in
+        with self.weights:
+            return self._run(value, popped, moment, alone=alone)
+
+    def _run(self, value: Tree, popped: Mapping[str, Tensor | None], moment: Moment, *, alone: bool) -> object:
+        module = self.module
         if not self.may_draw():
             return module(value, **popped)
         training, call = self.module.training, partial(module, value, **popped)
@@ -74,14 +86,20 @@ class Trace:
     """How far a run through a stage got: autograd's sequence number before each layer, and before the loss."""
 
     numbers: list[int] = field(default_factory=list)
+    found: str = ""
 
     def enter(self) -> None:
         """Notes that the next layer begins, or behind the last layer the loss."""
         self.numbers.append(_sequence_number())
 
+    def point_at(self, layer: "Layer | None") -> None:
+        """Has a layer that was found out be the last that began."""
+        if layer is not None:
+            self.found = str(layer)
+
     def last_of(self, layers: Sequence[Layer]) -> str | None:
         """In words, what was begun last."""
-        return layer_at(layers, len(self.numbers) - 1)
+        return self.found or layer_at(layers, len(self.numbers) - 1)
 
     def maker_of(self, number: int | None, layers: Sequence[Layer]) -> str | None:
         """In words, what made the autograd node with this sequence number."""
@@ -95,6 +113,13 @@ def layer_at(layers: Sequence[Layer], at: int) -> str | None:
     if at < 0:
         return None
     return str(layers[at]) if at < len(layers) else "loss_fn"
+
+
+class Made(NamedTuple):
+    """What a stage made of a micro-batch: a value for each route out, the main one last, and what the loss pops."""
+
+    values: list[Tree]
+    for_loss: Mapping[str, Tensor | None]
 
 
 class Stage:
@@ -118,22 +143,21 @@ class Stage:
     def forward(
         self,
         value: Tree,
-        arrived: Mapping[str, Tensor],
+        arrived: Mapping[str, Tensor | None],
         departing: Sequence[tuple[str, str]],
+        for_loss: Sequence[Pop],
         moment: Moment,
         trace: Trace,
-    ) -> list[Tree]:
+    ) -> Made:
         """Runs the layers.
 
         Args:
             value: What the main line brings.
             arrived: What skip routes bring, by route name.
             departing: The routes to send stashes by: name of the route, name of the stash.
+            for_loss: What the loss pops, if this is the last stage.
             moment: When this is.
             trace: Is told how far the run got.
-
-        Returns:
-            What each route of `departing` takes on, and last what the main line does.
         """
         modes = self.modes
         loan = self.loans.lend(value, arrived, modes)
@@ -144,16 +168,18 @@ class Stage:
             self.loans.forget(modes)
             raise
         self.loans.settle(loan, modes, self)
-        return [*(held[stash].unchanged(stash) for _, stash in departing), made]
+        values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
+        return Made(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
 
     def _run(
-        self, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment, trace: Trace
+        self, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], moment: Moment, trace: Trace
     ) -> Tree:
         begun = trace.numbers
         if self.simple:
             for layer in self.layers:
                 begun.append(_sequence_number())
-                value = (layer.module if layer.stand_in is None else layer.stand_in)(value)
+                with layer.weights:
+                    value = layer.module(value)
             return value
         for layer in self.layers:
             begun.append(_sequence_number())
@@ -167,15 +193,33 @@ class Stage:
         return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_with_skips(
-        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment
+        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], moment: Moment
     ) -> Tree:
-        popped = {
-            pop.name: held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
-            for pop in layer.pop
-        }
+        popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
         result = layer.run(value, popped, moment, alone=self.alone)
         if not layer.stash:
             return result
         result, tensors = unpack(result, layer.stash)
         held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
         return result
+
+    def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Kept]) -> Tensor | None:
+        """A stash for one use, of this stage or of an earlier one."""
+        return held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
+
+    def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], moment: Moment) -> Layer | None:
+        """A layer that gives something else when it is given the same; None if none does so now."""
+        held: dict[str, Kept] = {}
+        for layer in self.layers:
+            popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
+            made = [
+                layer.run(replace_tensors(value, copy_of), popped, moment, alone=self.alone) for _ in range(TRIES)
+            ]
+            first, *others = map(digest, ([one] for one in made))
+            if any(differ(first, other) is True for other in others):
+                return layer
+            value = made[0]
+            if layer.stash:
+                value, tensors = unpack(value, layer.stash)
+                held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+        return None

@@ -5,8 +5,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from gpipe.run.boundary import Parcel
+from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.buffers import Snapshot
+from gpipe.run.digest import Digest
 from gpipe.run.stage import Trace
 
 
@@ -14,16 +15,17 @@ from gpipe.run.stage import Trace
 class Cell:
     """What a stage keeps of one micro-batch between its forward and its backward.
 
-    `given` is what came by each wire into the stage; `roots`, for each wire out of it (at the last stage, for the
-    loss or the output), the tensors of the graph whose gradients will come back. With rematerialization `roots` is
-    empty until the recompute: only what crossed the boundary is kept.
+    `given` is what came by each wire into the stage, `gradients` where those of its leaves will be; `roots`, for each
+    wire out of the stage (at the last one, for the loss or the output), the tensors of the graph whose gradients will
+    come back. With rematerialization the last two are of the recompute: only what crossed the boundary is kept.
     """
 
     given: list[Parcel]
+    gradients: list[Gradients] = field(default_factory=list)
     roots: list[list[Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
     trace: Trace = field(default_factory=Trace)
-    sums: list[float] = field(default_factory=list)  # of what the forward made: the recompute must make the same
+    digest: Digest | None = None  # of what the forward made: the recompute must make the same
 
 
 Store: TypeAlias = dict[tuple[int, int], Cell]

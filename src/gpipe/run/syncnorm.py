@@ -102,8 +102,7 @@ def find_norms(layers: Sequence[Layer]) -> list[_BatchNorm]:
     Raises:
         ValueError: One cannot be reached, or does something of its own.
     """
-    roots = [layer.module if layer.stand_in is None else layer.stand_in for layer in layers]
-    modules = {module: None for root in roots for module in root.modules()}
+    modules = {module: None for layer in layers for module in layer.module.modules()}
     norms = [module for module in modules if isinstance(module, _BatchNorm)]
     inside = {part for whole in modules if is_compiled(whole) for part in whole.modules()}
     for norm in norms:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gpipe.run.boundary import UNDEFINED, Undefined
+
 KEPT = 1024  # trees
 
 
@@ -89,6 +91,8 @@ def write_leaf(leaf: object) -> list[Any]:
             return ["size", *leaf]
         case torch.dtype():
             return ["dtype", str(leaf).removeprefix("torch.")]
+        case Undefined():
+            return ["undefined"]
     raise TypeError(
         f"a {type(leaf).__name__} cannot go to another process; return tensors, numbers, strings, None, or tuples, "
         f"lists and dicts of them"
@@ -109,5 +113,7 @@ def read_leaf(written: Sequence[Any]) -> object:
             return torch.Size(parts)
         case "dtype":
             return getattr(torch, parts[0])
+        case "undefined":
+            return UNDEFINED
         case _:
             return parts[0]

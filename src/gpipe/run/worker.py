@@ -12,17 +12,21 @@ from gpipe.plan.action import Action, Kind
 from gpipe.run.batchnorm import Deferred
 from gpipe.run.boundary import (
     Gradients,
-    KeptGradients,
     Parcel,
     cut,
     detached,
+    enter,
     replace_tensors,
     run_backward,
     tensors_in,
 )
+from gpipe.run.buffers import Snapshot
+from gpipe.run.digest import differ, digest
+from gpipe.run.graph import Owners
 from gpipe.run.lane import Lane, Mark
 from gpipe.run.microbatch import Tree
-from gpipe.run.stage import Moment, Stage, Trace
+from gpipe.run.skips import Pop
+from gpipe.run.stage import Made, Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
 from gpipe.run.transport import Label, Message, Transport
 from gpipe.run.visit import visit
@@ -35,11 +39,17 @@ NO_GRADIENT = (
 
 
 OTHERWISE = (
-    "a recompute gave other values than its forward, and the gradients would be wrong: a layer of this partition "
-    "depends on what no key reaches (numpy's or Python's random, a count of its own, the time); draw by torch's "
-    "functions, keep what changes in buffers, or use remat='never' for this partition"
+    "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
+    "key reaches (numpy's or Python's random, a count of its own, the time); draw by torch's functions, keep what "
+    "changes in buffers, or use remat='never' for this partition"
+)
+WRITES_IN_BACKWARD = (
+    "the backward of {stage} writes buffers of it ({names}). Where a later forward reads them, as scales of FP8 are "
+    "read, the plain loop has them one micro-batch sooner: forwards go ahead of backwards here, and how far depends "
+    "on the schedule"
 )
 NO_METRICS = object()
+_NOTHING = nullcontext()
 
 
 class RecomputeError(RuntimeError):
@@ -80,6 +90,7 @@ class Batch:
     loss_fn: Callable[[Tree, Tree], object] | None = None
     loss_index: int = 0  # the loss is keyed as the layer behind the last
     loss_draws: bool | None = None  # None until the first micro-batch has shown it
+    loss_pops: Sequence[Pop] = ()
     targets: Sequence[Tree] = ()
     seeds: Sequence[float | None] = ()
     outputs: dict[int, Output] = field(default_factory=dict)
@@ -87,6 +98,8 @@ class Batch:
     metrics: dict[int, object] = field(default_factory=dict)
     output_gradients: Sequence[Gradients] = ()
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
+    examines: bool = False
+    findings: list[str] = field(default_factory=list)  # what is to be told, where it `examines`
 
 
 class Step(NamedTuple):
@@ -120,10 +133,12 @@ class Worker:
         self.commits: list[Callable[[], None]] = []  # for the end: a failed step changes no statistics
         self.closing: Mapping[Kind, Callable[[], None]] = {}  # what several processes do together
         self.new_trace: Callable[[], Trace] = Trace
+        self.owners: Owners | None = None
+        self.doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
         self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
             stage.begin()
-            if wires.recomputed:
+            if wires.recomputed or batch.examines:
                 stage.buffers.find()
             if batch.deferred_batch_norm:
                 self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
@@ -151,26 +166,29 @@ class Worker:
         before = stage.buffers.before() if again else None
         if step.stage in self.deferred:
             with self.deferred[step.stage].collect(m):
-                values = self._run(stage, wires, cell, m)
+                made = self._run(stage, wires, cell, m)
         else:
-            values = self._run(stage, wires, cell, m)
-        if before:
-            cell.snapshot = stage.buffers.after(before)
+            made = self._run(stage, wires, cell, m)
+        if before is None:
+            stage.buffers.forget()
+        else:
+            stage.buffers.after(before)
+            cell.snapshot = before
         if wires.outs:
             parcels = []
-            for value in values:
+            for value in made.values:
                 parcel, roots = cut(value)
                 parcels.append(parcel)
                 cell.roots.append(roots)
             self._give(step, parcels)
         elif self.batch.loss_fn is None:
-            self.batch.outputs[m] = Output.of(values[0])
-            cell.roots.append([tensor for tensor in tensors_in(values[0]) if tensor.requires_grad])
+            self.batch.outputs[m] = Output.of(made.values[0])
+            cell.roots.append([tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad])
         elif not again:
-            cell.roots.append([self._loss(values[0], m, cell.trace)])
+            cell.roots.append([self._loss(made, m, cell.trace)])
         if again:
-            cell.sums = sums_of(values)
-            cell.roots = []  # and with them all that the layers made inside
+            cell.digest = digest(made.values)
+            cell.roots, cell.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
             del self.store[step.stage, m]
 
@@ -179,20 +197,27 @@ class Worker:
         stage, wires = self.stages[step.stage]
         m = step.micro_batch
         cell = self.store[step.stage, m]
-        if cell.snapshot:
-            with stage.buffers.as_before(cell.snapshot):
-                values = self._run(stage, wires, cell, m, recomputing=True)
-            cell.snapshot = None
-        else:
-            values = self._run(stage, wires, cell, m, recomputing=True)
-        if not all(map(_same, sums_of(values), cell.sums)):
-            raise RecomputeError(OTHERWISE)
+        with stage.buffers.as_before(cell.snapshot or {}):
+            made = self._run(stage, wires, cell, m, recomputing=True)
+            self._compare(stage, wires, cell, m, made)
+        cell.snapshot = None
         if wires.outs:
-            cell.roots = [cut(value)[1] for value in values]
+            cell.roots = [cut(value)[1] for value in made.values]
         elif self.batch.loss_fn is None:
-            cell.roots = [[tensor for tensor in tensors_in(values[0]) if tensor.requires_grad]]
+            cell.roots = [[tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad]]
         else:
-            cell.roots = [[self._loss(values[0], m, cell.trace)]]
+            cell.roots = [[self._loss(made, m, cell.trace)]]
+
+    def _compare(self, stage: Stage, wires: Wiring, cell: Cell, m: int, made: Made) -> None:
+        """Compares a recompute with its forward, bit for bit."""
+        assert cell.digest is not None
+        verdict = differ(cell.digest, digest(made.values))
+        if verdict is True:
+            found = stage.find_unsteady(cell.given[-1].value, self._arrived(wires, cell), self._moment(m))
+            cell.trace.point_at(found)
+            raise RecomputeError(OTHERWISE.format(layer="a layer of this partition" if found is None else found))
+        if verdict is not False:
+            self.doubts.append(verdict)
 
     def _given(self, step: Step) -> list[Parcel]:
         if step.stage == 0:  # wherever the user keeps it
@@ -200,38 +225,46 @@ class Worker:
         given, self.taken = self.taken, []
         return given  # type: ignore[return-value]  # parcels, since it is a forward
 
-    def _run(self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False) -> list[Tree]:
+    def _moment(self, m: int, *, recomputing: bool = False) -> Moment:
+        return Moment(self.batch.seed, self.batch.step, self.batch.first + m, recomputing)
+
+    def _arrived(self, wires: Wiring, cell: Cell) -> dict[str, Tensor | None]:
+        return {name: parcel.stashed for name, parcel in zip(wires.skips_in, cell.given, strict=False)}
+
+    def _run(self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False) -> Made:
         """Runs the layers of a stage on what a cell holds; gives a value for each wire out, at least the main one."""
         cell.trace = self.new_trace()  # of this run, not of the one before
-        batch, main = self.batch, cell.given[-1].value
-        moment = Moment(batch.seed, batch.step, batch.first + m, recomputing)
-        popped = {name: parcel.tensor for name, parcel in zip(wires.skips_in, cell.given, strict=False)}
-        if batch.around_layers is None:
-            return stage.forward(main, popped, wires.skips_out, moment, cell.trace)
-        with batch.around_layers():
-            return stage.forward(main, popped, wires.skips_out, moment, cell.trace)
+        entered = [enter(parcel) for parcel in cell.given]
+        cell.gradients = [gradients for _, gradients in entered]
+        main, _ = entered.pop()
+        arrived = {name: stash_of(value) for name, (value, _) in zip(wires.skips_in, entered, strict=True)}
+        moment = self._moment(m, recomputing=recomputing)
+        batch = self.batch
+        for_loss = () if wires.outs else batch.loss_pops
+        with batch.around_layers() if batch.around_layers else _NOTHING:
+            return stage.forward(main, arrived, wires.skips_out, for_loss, moment, cell.trace)
 
-    def _loss(self, value: Tree, m: int, trace: Trace) -> Tensor:
+    def _loss(self, made: Made, m: int, trace: Trace) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
         batch = self.batch
         trace.enter()
         with batch.around_layers() if batch.around_layers else nullcontext():
-            loss, batch.metrics[m] = read_loss(self._call_loss_fn(value, m))
+            loss, batch.metrics[m] = read_loss(self._call_loss_fn(made, m))
         if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         batch.losses[m] = loss.detach()
         return loss
 
-    def _call_loss_fn(self, value: Tree, m: int) -> object:
+    def _call_loss_fn(self, made: Made, m: int) -> object:
         batch = self.batch
         assert batch.loss_fn is not None
         target = batch.targets[m]
         if not self.lane.alone:
             target = replace_tensors(target, lambda tensor: self.lane.bring(tensor, None))
         if batch.loss_draws is False:
-            return batch.loss_fn(value, target)
+            return batch.loss_fn(made.values[0], target, **made.for_loss)
         with visit(batch.seed, batch.step, batch.loss_index, batch.first + m) as keyed:
-            returned = batch.loss_fn(value, target)
+            returned = batch.loss_fn(made.values[0], target, **made.for_loss)
         batch.loss_draws = keyed.drew
         return returned
 
@@ -243,13 +276,24 @@ class Worker:
         gradients = [gradient for gradients in returned for gradient in gradients]  # type: ignore[union-attr]
         returned.clear()
         cell.roots = []
-        kept = [KeptGradients(parcel.leaves) for parcel in cell.given]
+        stage = self.stages[step.stage][0]
+        if self.owners is not None:
+            self.owners.check(step.stage, roots)
+        before = stage.buffers.before() if self.batch.examines else None
         run_backward(roots, gradients)
+        if before is not None:
+            self._tell_of_writes(stage, before)
         if step.gives:
-            self._give(step, [parcel.gradients() for parcel in kept])
+            self._give(step, cell.gradients)
         else:
-            self.batch.input_gradients[step.micro_batch] = kept[-1].gradients()
+            self.batch.input_gradients[step.micro_batch] = cell.gradients[-1]
         del self.store[step.stage, step.micro_batch]
+
+    def _tell_of_writes(self, stage: Stage, before: Snapshot) -> None:
+        """Notes the buffers that a backward has written."""
+        written = {f"{type(module).__name__}.{name}": None for module, name in stage.buffers.after(before)}
+        if written:
+            self.batch.findings.append(WRITES_IN_BACKWARD.format(stage=stage, names=", ".join(written)))
 
     def _last_gradients(self, cell: Cell, m: int) -> Gradients:
         if self.batch.loss_fn is None:
@@ -272,6 +316,8 @@ class Worker:
     def settle(self) -> None:
         """Does what was left for the end of a run."""
         with self.lane.enter():
+            if self.doubts and bool(torch.stack(self.doubts).any()):
+                raise RecomputeError(OTHERWISE.format(layer=f"a layer of {self.name}"))
             while self.commits:
                 self.commits.pop()()
 
@@ -288,14 +334,10 @@ class Worker:
         return layer or f"one of {', '.join(map(str, stage.layers))}"
 
 
-def sums_of(values: Sequence[Tree]) -> list[float]:
-    """A sum of each real tensor on a CPU, which the same values always have; to look at others would halt a GPU."""
-    found = (tensor for value in values for tensor in tensors_in(value))
-    return [float(t.detach().sum()) for t in found if t.is_cpu and t.is_floating_point()]
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (one != one and other != other)  # NaN is not itself
+def stash_of(value: Tree) -> Tensor | None:
+    """The value of a skip route."""
+    assert value is None or isinstance(value, Tensor)
+    return value
 
 
 def read_loss(returned: object) -> tuple[Tensor, object]:
