@@ -2,13 +2,16 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PLAN_VENV := .venv-plan
 
-.PHONY: demo test lint test-plan bench clean
+.PHONY: demo test test-processors lint test-plan bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits
 
 test: $(VENV)/.ready  ## Pass the tests.
 	$(PYTHON) -m pytest -q -n 2 --dist loadgroup
+
+test-processors: $(VENV)/.ready  ## Law 1 under processors of both makers, by qemu.
+	$(PYTHON) -m tests.processors
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

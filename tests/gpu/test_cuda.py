@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import models
+from gpipe.run.boundary import Parcel
+from gpipe.run.codec import decode, encode
+from gpipe.run.layout import copy_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -190,3 +193,14 @@ def test_autocast_and_grad_scaler_on_the_gpu() -> None:
         scaler.update()
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
+
+
+def test_what_is_copied_or_sent_begins_at_the_same_address_modulo_512() -> None:
+    data = torch.randn(40, 7, device="cuda")
+    for tensor in (data, data[1:], data[3:, ::2], data[5:].t()):
+        encoded = encode(Parcel(tensor, []))
+        sent = decode(encoded.layout, bytearray(b"".join(map(bytes, encoded.pieces()))))
+        assert isinstance(sent, Parcel)
+        assert sent.tensor.data_ptr() % 64 == tensor.data_ptr() % 64
+        assert copy_of(tensor).data_ptr() % 512 == tensor.data_ptr() % 512
+        assert copy_of(tensor).stride() == sent.tensor.stride() == tensor.stride()

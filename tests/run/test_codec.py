@@ -1,4 +1,4 @@
-"""The law of the codec: what comes out has the dtype, shape, strides, bits and identities of what went in."""
+"""The law of the codec: what comes out lies in memory as what went in, with its dtype, shape, bits and identities."""
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Sequence
@@ -142,6 +142,7 @@ def assert_same(one: Message, other: Message, *, strides: bool = True) -> None:
             assert torch.equal(bits_of(a), bits_of(b))
             assert (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
             assert not strides or a.stride() == b.stride()
+            assert a.data_ptr() % 64 == b.data_ptr() % 64
         else:
             assert repr(a) == repr(b)  # NaN is NaN
     first = [[next(i for i, found in enumerate(half) if found is item) for item in half] for half in (left, right)]
@@ -247,6 +248,18 @@ def test_complex_numbers_of_16_bytes_may_lie_at_any_address() -> None:
     tensor = torch.randn(33, 5, dtype=torch.complex128)
     for gap in range(17):
         assert_same(there_and_back(Parcel(tensor, []), gap), Parcel(tensor, []))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.bool])
+def test_a_tensor_may_lie_at_any_address(dtype: torch.dtype) -> None:
+    """Also at none that a multiple of its items could reach, as over a file that was read."""
+    memory = torch.zeros(200, dtype=torch.uint8)
+    for ahead in range(65):
+        tensor = torch.empty(0, dtype=dtype).set_(memory.untyped_storage()[ahead:], 0, (2, 4), (4, 1))
+        back = there_and_back(Parcel(tensor, []))
+        assert_same(back, Parcel(tensor, []))
+        assert isinstance(back, Parcel)
+        assert back.tensor.data_ptr() % 64 == ahead % 64
 
 
 def test_an_expanded_tensor_travels_once() -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gpipe.run.layout import moved
 from gpipe.run.shared import find_shared
 from gpipe.run.skips import find_pops, names
 from gpipe.run.stage import Layer, Stage
@@ -265,11 +267,13 @@ def cut_into_stages(
     for index, (count, device) in enumerate(zip(counts, devices, strict=True)):
         held = layers[first : first + count]
         for layer in held if index in own else ():
+            if device.type != "cpu":
+                layer.module._apply(partial(moved, device=device))  # as `to` does, and tensors lie as they did
             layer.module.to(device)
         stages.append(Stage(index, held, device))
         first += count
     for shared in find_shared(list(named.values())):  # each lives where it is first used
         home = stage_of[min(shared.places)]
         if home in own:
-            shared.parameter.data = shared.parameter.data.to(stages[home].device)
+            shared.parameter.data = moved(shared.parameter.data, stages[home].device)
     return stages

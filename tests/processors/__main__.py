@@ -1,0 +1,38 @@
+"""Law 1 under several processors, by qemu: `make test-processors`. A line each; 1 if any finds a difference."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+PROCESSORS = ("EPYC", "EPYC-Milan", "Haswell", "Skylake-Server")
+QEMU = "qemu-x86_64"
+ROOT = Path(__file__).parents[2]
+LIMIT = 300  # seconds; about 30 are usual
+
+
+def run(processor: str) -> tuple[int, str]:
+    """What one processor finds, and whether that is as it must be."""
+    command = [QEMU, "-cpu", processor, sys.executable, "-m", "tests.processors.law1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False)
+    return done.returncode, done.stdout.strip() if done.stdout else done.stderr.strip()
+
+
+def main() -> int:
+    """Runs all; at most as many at once as there are cores."""
+    if platform.machine() != "x86_64" or shutil.which(QEMU) is None:
+        print(f"skipped: it needs {QEMU}, on an x86-64 processor (Debian has it in qemu-user)")
+        return 0
+    failed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for processor, (code, said) in zip(PROCESSORS, pool.map(run, PROCESSORS), strict=True):
+            print(f"{processor:20}{said}", flush=True)
+            failed |= code != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
