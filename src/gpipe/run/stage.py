@@ -3,17 +3,15 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gpipe.run.buffers import Buffers
-from gpipe.run.lend import Trial, lend
 from gpipe.run.loans import Loans
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import Kept, Pop, alias, unpack
-from gpipe.run.visit import visit, visit_key
+from gpipe.run.visit import Visit
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -37,36 +35,16 @@ class Layer:
     module: nn.Module
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
-    draws: dict[bool, bool] = field(default_factory=dict)  # by training mode: whether it was seen to draw
-    lends: dict[bool, bool] = field(default_factory=dict)  # likewise: whether it may be lent the default generator
     stand_in: nn.Module | None = None  # runs in its place during a run (see shared.py)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
 
-    def may_draw(self) -> bool:
-        """Whether the layer must be run under a visit: it drew before, or was never seen in this mode."""
-        return self.draws.get(self.module.training, True)
-
-    def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment, *, alone: bool = False) -> object:
-        """Runs the module, its randomness keyed; `alone` where no other thread draws meanwhile."""
+    def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment) -> object:
+        """Runs the module, its randomness keyed."""
         module = self.module if self.stand_in is None else self.stand_in
-        if not self.may_draw():
+        with Visit(moment.seed, moment.step, self.index, moment.micro_batch):
             return module(value, **popped)
-        training, call = self.module.training, partial(module, value, **popped)
-        key = moment.seed, moment.step, self.index, moment.micro_batch
-        if not alone:
-            with visit(*key) as keyed:
-                result = call()
-        elif self.lends.get(training):
-            return lend(visit_key(*key), call)
-        else:
-            keyed = Trial(*key)
-            result = keyed.run(call)
-            if keyed.drew:
-                self.lends[training] = keyed.lends
-        self.draws[training] = keyed.drew or self.draws.get(training, False)
-        return result
 
 
 @dataclass(slots=True)
@@ -107,13 +85,11 @@ class Stage:
         self.buffers = Buffers([layer.module for layer in layers])
         self.loans = Loans()
         self.first = self.layers[0].index
-        self.alone = False  # whether no other thread draws while it is run
         self.begin()
 
     def begin(self) -> None:
         """Begins a run: notes what its layers' modes are, for the whole of it."""
         self.modes = tuple([layer.module.training for layer in self.layers])
-        self.simple = not any(layer.pop or layer.stash or layer.may_draw() for layer in self.layers)
 
     def forward(
         self,
@@ -150,17 +126,12 @@ class Stage:
         self, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment, trace: Trace
     ) -> Tree:
         begun = trace.numbers
-        if self.simple:
-            for layer in self.layers:
-                begun.append(_sequence_number())
-                value = (layer.module if layer.stand_in is None else layer.stand_in)(value)
-            return value
         for layer in self.layers:
             begun.append(_sequence_number())
             if layer.pop or layer.stash:
                 value = self._run_with_skips(layer, value, arrived, held, moment)
             else:
-                value = layer.run(value, {}, moment, alone=self.alone)
+                value = layer.run(value, {}, moment)
         return value
 
     def __str__(self) -> str:
@@ -173,7 +144,7 @@ class Stage:
             pop.name: held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
             for pop in layer.pop
         }
-        result = layer.run(value, popped, moment, alone=self.alone)
+        result = layer.run(value, popped, moment)
         if not layer.stash:
             return result
         result, tensors = unpack(result, layer.stash)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from gpipe.run.microbatch import Tree
 from gpipe.run.stage import Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
 from gpipe.run.transport import Label, Message, Transport
-from gpipe.run.visit import visit
+from gpipe.run.visit import InBackward, Visit
 from gpipe.run.wiring import Wiring
 
 NO_GRADIENT = (
@@ -79,7 +80,6 @@ class Batch:
     around_layers: Callable[[], AbstractContextManager[object]] | None = None
     loss_fn: Callable[[Tree, Tree], object] | None = None
     loss_index: int = 0  # the loss is keyed as the layer behind the last
-    loss_draws: bool | None = None  # None until the first micro-batch has shown it
     targets: Sequence[Tree] = ()
     seeds: Sequence[float | None] = ()
     outputs: dict[int, Output] = field(default_factory=dict)
@@ -228,12 +228,8 @@ class Worker:
         target = batch.targets[m]
         if not self.lane.alone:
             target = replace_tensors(target, lambda tensor: self.lane.bring(tensor, None))
-        if batch.loss_draws is False:
+        with Visit(batch.seed, batch.step, batch.loss_index, batch.first + m):
             return batch.loss_fn(value, target)
-        with visit(batch.seed, batch.step, batch.loss_index, batch.first + m) as keyed:
-            returned = batch.loss_fn(value, target)
-        batch.loss_draws = keyed.drew
-        return returned
 
     def backward(self, step: Step) -> None:
         """Runs autograd through a stage, and hands on the gradients of what crossed its boundary."""
@@ -244,7 +240,9 @@ class Worker:
         returned.clear()
         cell.roots = []
         kept = [KeptGradients(parcel.leaves) for parcel in cell.given]
-        run_backward(roots, gradients)
+        layers = self.stages[step.stage][0].layers
+        with InBackward(partial(cell.trace.maker_of, layers=layers)):
+            run_backward(roots, gradients)
         if step.gives:
             self._give(step, [parcel.gradients() for parcel in kept])
         else:
