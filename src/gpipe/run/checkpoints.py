@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims import rng_prims
 from torch.utils import checkpoint
 
 FILE = checkpoint.__file__
@@ -28,6 +29,12 @@ UNSEEN = (
     "a recompute of torch.utils.checkpoint draws random numbers, and its forward was not seen to draw any: a layer "
     "must draw as often in a recompute as in its forward, on the same devices, and call "
     "torch.utils.checkpoint.checkpoint"
+)
+
+
+COMPILED = (
+    "something random is drawn inside of torch.utils.checkpoint within compiled code, by a backend that runs it "
+    "again by the state of torch's generator; compile by 'inductor', or what is inside of the checkpoint"
 )
 
 
@@ -132,7 +139,11 @@ class Checkpoints(NamedTuple):
 
 
 def find_checkpoints(until: FrameType | None) -> Checkpoints:
-    """Looks up the stack, to the innermost recompute or to a frame."""
+    """Looks up the stack, to the innermost recompute or to a frame.
+
+    Raises:
+        RuntimeError: There is a checkpoint that nobody can look into.
+    """
     forwards: list[Forward] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not until:
@@ -146,6 +157,8 @@ def find_checkpoints(until: FrameType | None) -> Checkpoints:
                     return Checkpoints(forwards, Recompute(frame, Kept.of(vars(frame.f_locals["ctx"]))))
                 case "recompute_fn":
                     return Checkpoints(forwards, Recompute(frame, Kept.of(frame.f_locals)))
+        elif frame.f_code.co_filename == rng_prims.__file__ and "run_and_save" in frame.f_code.co_qualname:
+            raise RuntimeError(COMPILED)
         frame = frame.f_back
     return Checkpoints(forwards, None)
 

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, _ops
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload
 
@@ -96,6 +96,11 @@ def _install() -> tuple[Any, Sequence[torch.library.Library]]:
         ) from error
     rest = torch.library.Library("_", "IMPL", UNUSED_KEY)
     rest.fallback(torch.library.fallthrough_kernel)
+    for (
+        operator
+    ) in _ops._higher_order_ops.values():  # `torch.cond` and its like, which have a dispatcher of their own
+        operator.fallthrough(key)
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     libraries = {"_": rest}
     below = torch._C._dispatch_keyset_full_after(key)
     for func in random_ops():
@@ -148,7 +153,7 @@ def _kernel(known: Known, own: Any, below: Any) -> Callable[..., object]:
     most = known.positional
 
     def kernel(keys: Any, *args: object, **kwargs: object) -> object:
-        if _is_traced() or _given_generator(args, kwargs):
+        if _is_transformed() or _given_generator(args, kwargs):
             return known.func.redispatch(keys & below, *args, **kwargs)
         device = _device_of(args, kwargs)
         if known.keyed is None and _is_made_of_others(keys, device):
@@ -170,8 +175,10 @@ def _is_made_of_others(keys: Any, device: torch.device) -> bool:
     return device.type in ("cpu", "meta") and not keys.has(torch._C.DispatchKey.Python)
 
 
-def _is_traced() -> bool:
-    """Whether a compiler looks on, so that nothing is drawn."""
+def _is_transformed() -> bool:
+    """Whether a compiler looks on, so that nothing is drawn, or `vmap`, under which it will be, below."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
     return bool(torch._C._len_torch_dispatch_stack()) and any(map(torch._C._get_dispatch_mode, TRACERS))
 
 
