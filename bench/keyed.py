@@ -6,8 +6,7 @@ Eight blocks, d=256, sequence 128, 16 rows, M=8. `loop` runs the plain layers mi
 partitions in two threads. Without a key the threads draw from torch's one generator, in any order: the numbers are
 then wrong, but it is what keying must be compared with. Variants take turns in one process; medians of the rounds.
 
-The tiny layers, 8 x Linear(32) + Tanh + Dropout(0.1), K=2, M=64, are run by the calling thread alone. `lent` lends
-each layer the default generator; `mode` puts a dispatch mode around it, as where another thread could draw.
+The tiny layers, 8 x Linear(32) + Tanh + Dropout(0.1), K=2, M=64, are run by the calling thread alone.
 """
 
 import argparse
@@ -30,9 +29,9 @@ from bench.profile_cell import pipe as way_of
 from bench.report import describe, table, write
 from bench.workloads import WORKLOADS, Workload
 from gpipe.models import transformer_lm
-from gpipe.run.guard import RandomGuard
 
 ROUNDS = 9
+NOTHING = nullcontext()
 BLOCKS, WIDTH, LENGTH, ROWS, MICRO_BATCHES, VOCABULARY = 8, 256, 128, 16, 8, 1000
 
 
@@ -80,12 +79,15 @@ def pipe(dropout: float, *, keyed: bool) -> Callable[[], None]:
 
 @contextmanager
 def unkeyed(piped: gpipe.GPipe) -> Iterator[None]:
-    """Makes a pipe believe that nothing draws, and nobody look."""
-    for stage in piped._engine.stages:
-        for layer in stage.layers:
-            layer.draws = {True: False}
-    with patch.object(RandomGuard, "check", lambda self, layers: None):
+    """Has a pipe leave randomness to torch, in forwards and backwards."""
+    with ExitStack() as stack:
+        for name in ("stage.Visit", "worker.Visit", "worker.InBackward"):
+            stack.enter_context(patch(f"gpipe.run.{name}", nullcontext_of))
         yield
+
+
+def nullcontext_of(*key: object) -> AbstractContextManager[None]:
+    return NOTHING
 
 
 def measure() -> dict[str, float]:
@@ -119,34 +121,23 @@ def tiny() -> Iterator[Way]:
     work = Workload("drawing", "", build, base.batch, base.loss_fn, 2, 64)
     yield plain(work)
     yield plain(work, keyed=True)
-    lend = "gpipe.run.run.nobody_else_draws"
     for partitions in ([4, 4], [8]):
         arounds: dict[str, Callable[[gpipe.GPipe], AbstractContextManager[object]]] = {
             "torch's generator": unkeyed,
-            "lent": lambda piped: patch(lend, lambda lanes: True),
-            "mode": lambda piped: patch(lend, lambda lanes: False),
-            "lent, with the recorder": lambda piped: _both(patch(lend, lambda lanes: True), gpipe.record(piped)),
+            "keyed": lambda piped: nullcontext(),
+            "keyed, with the recorder": gpipe.record,
         }
         for name, around in arounds.items():
             yield _around(
                 way_of(work, f"K={len(partitions)}, {name}", partitions=partitions, driver="lockstep"), around
             )
-    for name, lends in (("lent", True), ("mode", False)):
-        way = way_of(work, f"K=2, remat, {name}", remat="always", driver="lockstep")
-        yield _around(way, lambda piped, lends=lends: patch(lend, lambda lanes: lends))  # type: ignore[misc]
+    for name, around in (("torch's generator", unkeyed), ("keyed", lambda piped: nullcontext())):
+        yield _around(way_of(work, f"K=2, remat, {name}", remat="always", driver="lockstep"), around)
 
 
 def _around(way: Way, around: Callable[[gpipe.GPipe], AbstractContextManager[object]]) -> Way:
     way.around = partial(around, profile_cell._pipe_of(way))
     return way
-
-
-@contextmanager
-def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def main() -> None:
@@ -180,7 +171,7 @@ def costs(found: list[Way]) -> Iterator[str]:
     seconds = {way.name: way.figures() for way in found}
     for partitions in ("K=2", "K=1"):
         base = seconds[f"{partitions}, torch's generator"]
-        for name in ("lent", "lent, with the recorder", "mode"):
+        for name in ("keyed", "keyed, with the recorder"):
             more = [mine / its - 1 for mine, its in zip(seconds[f"{partitions}, {name}"], base, strict=True)]
             yield f"{partitions}, {name}, against torch's generator: {more[2]:+.1%}, at the least {more[0]:+.1%}."
 

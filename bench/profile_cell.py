@@ -129,20 +129,25 @@ class _Bare:
         return [leaf.grad for leaf in self.leaves]
 
 
-class _Careless:
-    """Stands in for the watch on torch's own generators."""
+class _Nowhere:
+    """Stands in for a visit, and for the context of a backward."""
 
-    def __init__(self, lanes: object) -> None:
+    def __init__(self, *key: object) -> None:
         pass
 
-    def check(self, layers: object) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
         pass
 
 
 WITHOUT: dict[str, tuple[str, object]] = {
     "error notes: which layer": ("gpipe.run.stage._sequence_number", int),
     "strides of gradients": ("gpipe.run.worker.KeptGradients", _Bare),
-    "watch on torch's generator": ("gpipe.run.run.RandomGuard", _Careless),
+    "keys of layers": ("gpipe.run.stage.Visit", _Nowhere),
+    "keys of the loss": ("gpipe.run.worker.Visit", _Nowhere),
+    "watch on backwards": ("gpipe.run.worker.InBackward", _Nowhere),
 }
 """What can be taken away: where the library has it, and what stands in for it."""
 
@@ -153,21 +158,10 @@ def ablations() -> Iterator[Way]:
     base = pipe(work, "as it is")
     yield base
     yield Way("with the recorder", base.act, base.parameters, lambda: gpipe.record(_pipe_of(base)))
-    yield keyed(pipe(work, "every layer under a visit, as if it drew"))
     there = {name: what for name, what in WITHOUT.items() if _exists(what[0])}
     for name, (place, stand_in) in there.items():
         yield Way(f"without {name}", base.act, base.parameters, lambda p=place, s=stand_in: patch(p, s))  # type: ignore[misc]
     yield Way("without all of these", base.act, base.parameters, lambda: _all_patched(list(there.values())))
-
-
-def keyed(way: Way) -> Way:
-    """Makes the pipe believe that every layer draws."""
-    way.turn()
-    for stage in _pipe_of(way)._engine.stages:
-        for layer in stage.layers:
-            layer.draws[True] = True
-    way.seconds.clear()
-    return way
 
 
 def drawing() -> Iterator[Way]:

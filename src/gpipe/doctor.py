@@ -1,8 +1,8 @@
 """Looks a pipe over before the first step: what will cost time or numbers, and what to do about it."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -20,8 +20,8 @@ UNKEYED = (
     "that its gradients are wrong; draw by torch's functions, without a generator"
 )
 
-Draws: TypeAlias = Mapping[ModuleType, object]
-"""How far the generators of Python and numpy are."""
+Draws: TypeAlias = Mapping[str, object]
+"""How far the generators of Python and numpy are, by the name of their module."""
 
 
 def examine(settings: Settings) -> list[str]:
@@ -71,9 +71,13 @@ def _own_generators(settings: Settings) -> Iterator[str]:
                     yield f"{path}.{attribute} is a random generator of its own: {UNKEYED}"
 
 
-def draws() -> Draws:
-    """How far the generators are that no key reaches; to be compared behind the first step."""
-    return {random: random.getstate(), np.random: _words(np.random.get_state(legacy=False))}
+def draws(told: Collection[str] = ()) -> Draws:
+    """How far the generators are that no key reaches, but for those of which all is told; compared behind a step."""
+    readers: dict[str, Callable[[], object]] = {
+        "random": random.getstate,
+        "numpy.random": lambda: _words(np.random.get_state(legacy=False)),
+    }
+    return {name: read() for name, read in readers.items() if name not in told}
 
 
 def _words(state: object) -> object:
@@ -83,20 +87,26 @@ def _words(state: object) -> object:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
-def examine_draws(layers: Mapping[str, nn.Module], before: Draws) -> list[str]:
-    """What can be said if somebody drew from Python's or numpy's generator meanwhile."""
+def examine_draws(layers: Mapping[str, nn.Module], before: Draws, after: Draws, step: int) -> dict[str, str]:
+    """What can be said, by module, if somebody drew from Python's or numpy's generator in a step."""
+    drawn = [name for name, state in after.items() if state != before[name]]
+    if not drawn:
+        return {}
     mention = [
         f"{path} ({type(module).__name__})"
         for name, layer in layers.items()
         for path, module in layer.named_modules(prefix=name)
         if "random" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
     ]
-    return [
-        f"something was drawn by the module {generator.__name__} in the first step, perhaps in "
-        f"{', '.join(mention) or 'a layer or loss_fn'}: {UNKEYED}"
-        for generator, state in draws().items()
-        if state != before[generator]
-    ]
+    elsewhere = ", or in another thread" if _other_threads() else ""
+    where = f"perhaps in {', '.join(mention) or 'a layer or loss_fn'}{elsewhere}"
+    return {name: f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn}
+
+
+def _other_threads() -> bool:
+    """Whether there are threads that are neither this one nor a pipe's."""
+    threads = set(threading.enumerate()) - {threading.current_thread()}
+    return any(not thread.name.startswith("gpipe") for thread in threads)
 
 
 def examine_rows(layers: Sequence[nn.Module], rows: int, deferred: bool) -> list[str]:

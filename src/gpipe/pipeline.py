@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe.arguments import Arguments, Costs
 from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
-from gpipe.doctor import Draws, draws, examine, examine_draws, examine_gradients, examine_rows
+from gpipe.doctor import draws, examine, examine_draws, examine_gradients, examine_rows
 from gpipe.given import Given, refuse_gradients_of_inputs, split_alike
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
@@ -136,8 +136,9 @@ class GPipe(nn.Module):
         self._together = None if self._engine.place is None else Together(self._engine, self._settings)
         self.step_number = 0
         self.findings = [*examine(self._settings), *self._engine.findings()]
-        self._told: list[str] = []  # by the ranks, in the first step
+        self._seen: list[str] = []  # by the ranks, in the first step
         self._unexamined = True  # until the first step has shown rows and gradients
+        self._told: set[str] = set()  # of which generators that no key reaches it was said that they were drawn from
         for finding in self.findings:
             logger.info(finding)
         self.recorder: Recorder | None = None
@@ -231,13 +232,17 @@ class GPipe(nn.Module):
             ValueError: The rows of inputs and targets differ, or there are none.
         """
         given = Given(inputs, targets, loss_fn, reduction, scale, Ambient.here())
-        examines = self._unexamined and self.training and given.ambient.grad
-        before = draws() if examines else {}
+        trains, step = self.training and given.ambient.grad, self.step_number
+        before = draws(self._told) if trains else {}
         together = self._together
         rows, loss, metrics = self._step_here(given) if together is None else self._step_together(together, given)
         self._count_step()
-        if examines:
-            self._examine_first_step(rows, before)
+        if trains:
+            if self._unexamined:
+                self._examine_first_step(rows)
+            found = examine_draws(self._own_layers(), before, draws(self._told), step) if before else {}
+            self._told |= found.keys()
+            self._say(list(found.values()))
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
     def _step_here(self, given: Given) -> tuple[int, Tensor | int, list[object]]:
@@ -323,7 +328,7 @@ class GPipe(nn.Module):
         refuse_unused(layers, popped)
         batch.loss_pops = find_loss_pops(layers, popped)
         batch.examines = self._unexamined and self.training and batch.trains
-        self._told = batch.findings
+        self._seen = batch.findings
         return batch
 
     def _batch(self, inputs: Sequence[Parcel], ambient: Ambient) -> Batch:
@@ -359,15 +364,21 @@ class GPipe(nn.Module):
         if self.training:
             self.step_number += 1
 
-    def _examine_first_step(self, rows: int, before: Draws) -> None:
+    def _own_layers(self) -> dict[str, nn.Module]:
+        return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
+
+    def _examine_first_step(self, rows: int) -> None:
         self._unexamined = False
-        layers = {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
-        found = [
-            *examine_draws(layers, before),
-            *examine_rows(list(layers.values()), rows, self._engine.deferred_batch_norm),
-            *examine_gradients(self),
-            *dict.fromkeys(self._told),
-        ]
+        layers = list(self._own_layers().values())
+        self._say(
+            [
+                *examine_rows(layers, rows, self._engine.deferred_batch_norm),
+                *examine_gradients(self),
+                *dict.fromkeys(self._seen),
+            ]
+        )
+
+    def _say(self, found: list[str]) -> None:
         self.findings += found
         for finding in found:
             logger.warning(finding)

@@ -189,14 +189,39 @@ class NumpyDrop(PythonDrop):
         return x + self.linear(x) * float(np.random.rand() + 1)
 
 
-@pytest.mark.parametrize(("make", "module"), [(PythonDrop, "random"), (NumpyDrop, "numpy.random")])
-def test_draws_from_python_or_numpy_are_found_behind_the_first_step(make: type[PythonDrop], module: str) -> None:
+LIBRARIES = pytest.mark.parametrize(("make", "module"), [(PythonDrop, "random"), (NumpyDrop, "numpy.random")])
+
+
+@LIBRARIES
+def test_draws_from_python_or_numpy_are_found_behind_the_step(make: type[PythonDrop], module: str) -> None:
     pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(make())], 2, 8, costs=[1, 1], remat="never")
     assert pipe.findings == []
     train(pipe)
     (finding,) = pipe.findings
-    assert finding.startswith(f"something was drawn by the module {module} in the first step")
+    assert finding.startswith(f"something was drawn by the module {module} in step 0")
     assert f"1.0 ({make.__name__})" in finding
+
+
+@LIBRARIES
+def test_draws_that_begin_in_a_later_step_are_found_and_said_once(make: type[PythonDrop], module: str) -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), make()], 2, 8, costs=[1, 1], remat="never")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(make, "forward", lambda self, x: x + self.linear(x))
+        train(pipe)
+    assert pipe.findings == []
+    for _ in range(3):
+        train(pipe)
+    (finding,) = pipe.findings
+    assert finding.startswith(f"something was drawn by the module {module} in step 1")
+
+
+def test_draws_between_steps_are_no_finding() -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Linear(4, 4)], 2, 8, costs=[1, 1])
+    for _ in range(3):
+        random.random()
+        np.random.rand()
+        train(pipe)
+    assert pipe.findings == []
 
 
 # Where findings are said.

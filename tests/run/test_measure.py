@@ -283,20 +283,6 @@ def test_operations_have_the_threads_that_they_will_have() -> None:
         torch.set_num_threads(before)
 
 
-def test_only_layers_that_draw_are_timed_with_keyed_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatch mode around layers of many small operations would make them look expensive."""
-    entered = []
-
-    class Watched(gpipe.visit):
-        def __enter__(self) -> Any:
-            entered.append(self.key)
-            return super().__enter__()
-
-    monkeypatch.setattr(measure, "visit", Watched)
-    gpipe.GPipe([nn.Linear(5, 5), nn.Dropout(0.5)], 1, 1, sample=SAMPLE)
-    assert [entered.count(key) > 1 for key in dict.fromkeys(entered)] == [False, True]
-
-
 class Broken(nn.Module):
     """Fails, having left traces."""
 

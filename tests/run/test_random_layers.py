@@ -1,6 +1,7 @@
 """Randomness in whole pipes: keyed by (seed, step, layer, micro-batch), the same however a pipe is cut and run."""
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from tests import laws
@@ -16,6 +16,7 @@ from tests.laws import REMATS, assert_same_bits, plain_loop, same_bits
 
 M = 3
 WIDTH = 6
+PATIENCE = 60.0  # seconds after which something that waits is held to wait for ever
 
 
 class Does(nn.Module):
@@ -295,87 +296,184 @@ class Later(nn.Module):
 @pytest.mark.parametrize("way", ["step", "call"])
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_a_layer_that_begins_to_draw_is_reported_by_name_and_then_watched(
-    partitions: int, driver: str, way: str
-) -> None:
+def test_a_layer_that_begins_to_draw_is_keyed_from_its_first_draw(partitions: int, driver: str, way: str) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), Later(), nn.Linear(WIDTH, 2)]
     plain = copy.deepcopy(layers)
     pipe = gpipe.GPipe(layers, partitions, M, driver=driver, seed=7)
-    run(pipe, way)
-    for some in (layers, plain):
-        later = some[1]
-        assert isinstance(later, Later)
-        later.draws = True
-    with pytest.raises(RuntimeError, match=r"layer 1 \(1: Later\)"):
-        run(pipe, way)
-    pipe.zero_grad()
-    pipe.step_number = 0
-    assert same_bits(run(pipe, way), run_plainly(plain, way))
-    assert_same_bits(pipe, plain)
+    for step in range(4):
+        for some in (layers, plain):
+            some[1].draws = step % 2 == 1  # type: ignore[assignment]
+        assert same_bits(run(pipe, way), run_plainly(plain, way, step))
+        assert_same_bits(pipe, plain)
 
 
-def test_a_loss_that_begins_to_draw_is_reported_and_then_keyed() -> None:
+def test_a_dropout_whose_rate_rises_from_zero_just_works() -> None:
+    layers = network("dropout")
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 3, M, seed=7)
+    for step, rate in enumerate((0.0, 0.1, 0.5, 0.0)):
+        for layer in (layers[1], plain[1]):
+            layer.p = rate  # type: ignore[assignment]
+        assert same_bits(run(pipe), run_plainly(plain, step=step))
+        assert_same_bits(pipe, plain)
+
+
+def test_a_loss_that_begins_to_draw_is_keyed_from_its_first_draw() -> None:
     draws = False
 
     def loss_fn(output: Any, target: Any) -> Tensor:
         return F.mse_loss(F.dropout(output) if draws else output, target)
 
-    pipe = gpipe.GPipe(network("dropout"), 2, M, seed=7)
-    pipe.step(*data(), loss_fn)
-    draws = True
-    plain = copy.deepcopy(list(pipe.children()))
-    pipe.zero_grad()
-    loss = pipe.step(*data(), loss_fn)
-    assert same_bits(loss, plain_loop(plain, *data(), loss_fn, micro_batches=M, seed=7, step=1))
+    layers = network("dropout")
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 2, M, seed=7)
+    for step in (0, 1):
+        draws = step == 1
+        loss = pipe.step(*data(), loss_fn)
+        assert same_bits(loss, plain_loop(plain, *data(), loss_fn, micro_batches=M, seed=7, step=step))
 
 
-def test_a_layer_that_seeds_torch_itself_is_reported() -> None:
-    pipe = gpipe.GPipe([nn.Linear(WIDTH, 2), Does(lambda x: x * torch.manual_seed(0).initial_seed())], 2, M)
-    with pytest.raises(RuntimeError, match=r"torch's own generator"):
-        run(pipe)
+# Layers that touch torch's own generator: what they draw is keyed all the same.
 
 
-# Draws that a key does not reach.
+def seeds_inside_a_fork(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        x = x + torch.rand(x.shape)
+    return x + torch.rand(x.shape)
 
 
-class Checkpointed(nn.Module):
-    """Recomputes inside of a layer, dropout included."""
+def forks_at_the_end(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return x + torch.rand(x.shape)
 
-    def __init__(self, *, use_reentrant: bool, dropout: float) -> None:
+
+def sets_it_back(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    x = F.dropout(x)
+    torch.set_rng_state(state)
+    return F.dropout(x)
+
+
+def names_it(x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, generator=torch.default_generator) + torch.rand(x.shape)
+
+
+def names_its_device(x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, device="cpu:0") + torch.rand(x.shape)
+
+
+def seeds_it(x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return x + torch.rand(x.shape)
+
+
+TOUCHING = [seeds_inside_a_fork, forks_at_the_end, sets_it_back, names_it, names_its_device, seeds_it]
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("function", TOUCHING)
+def test_a_layer_that_touches_torchs_generator_draws_from_the_key_and_leaves_it_to_others(
+    function: Callable[[Tensor], Tensor], remat: str, driver: str
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Does(function), Does(function), nn.Linear(WIDTH, 2)]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 3, M, remat=remat, driver=driver, seed=7)
+    before = torch.get_rng_state()
+    for step in (0, 1):
+        loss = run(pipe)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert same_bits(loss, run_plainly(plain, step=step))
+        assert_same_bits(pipe, plain)
+        torch.set_rng_state(before)
+
+
+class Holds(nn.Module):
+    """Draws, runs a pipe of its own that draws, and draws again."""
+
+    def __init__(self, driver: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.use_reentrant = use_reentrant
-        self.dropout = dropout
-
-    def inside(self, x: Tensor) -> Tensor:
-        x = self.linear(x).tanh()
-        return (F.dropout(x, self.dropout) if self.dropout else x) * x
+        self.inner = gpipe.GPipe([nn.Dropout(), nn.Linear(WIDTH, WIDTH)], 2, 2, driver=driver, seed=3, remat="never")
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inside, x, use_reentrant=self.use_reentrant)
-        return out
+        self.inner.step_number = 0
+        return F.dropout(self.inner(F.dropout(x)))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("remat", REMATS)
-def test_checkpoint_inside_a_layer_works_if_nothing_is_drawn_in_it(remat: str, use_reentrant: bool) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Checkpointed(use_reentrant=use_reentrant, dropout=0), nn.Linear(WIDTH, 2)]
+@pytest.mark.parametrize("outer", ["threads", "lockstep"])
+@pytest.mark.parametrize("inner", ["threads", "lockstep"])
+def test_a_pipe_within_a_layer_draws_from_keys_of_its_own(inner: str, outer: str) -> None:
+    x, found = torch.ones(2 * M, WIDTH), []
+    for drivers in [("lockstep", "lockstep"), (inner, outer)]:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            found.append(gpipe.GPipe([Holds(drivers[0])], 1, M, driver=drivers[1], seed=7)(x))
+    assert same_bits(*found)
+
+
+# Other threads.
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_another_thread_may_draw_during_a_step_and_neither_notices(driver: str) -> None:
+    asked, done = threading.Semaphore(0), threading.Semaphore(0)
+    drawn: list[Tensor] = []
+
+    def draw() -> None:
+        while asked.acquire(timeout=PATIENCE) and not over:
+            drawn.append(torch.rand(1))
+            done.release()
+
+    def meanwhile(x: Tensor) -> Tensor:
+        x = F.dropout(x)
+        if disturbed:
+            asked.release()
+            assert done.acquire(timeout=PATIENCE)
+        return F.dropout(x)
+
+    over, disturbed = False, True
+    layers = [nn.Linear(WIDTH, WIDTH), Does(meanwhile), nn.Linear(WIDTH, 2)]
     plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, 3, M, remat=remat, seed=7)
-    assert same_bits(run(pipe), run_plainly(plain))
-    assert_same_bits(pipe, plain)
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    try:
+        torch.manual_seed(3)
+        pipe = gpipe.GPipe(layers, 2, M, driver=driver, seed=7)
+        for step in (0, 1):
+            disturbed = True
+            loss = run(pipe)
+            disturbed = False
+            assert same_bits(loss, run_plainly(plain, step=step))
+        assert_same_bits(pipe, plain)
+    finally:
+        over = True
+        asked.release()
+        thread.join(PATIENCE)
+    torch.manual_seed(3)
+    assert len(drawn) > M
+    assert same_bits(torch.cat(drawn), torch.cat([torch.rand(1) for _ in drawn]))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("remat", REMATS)
-def test_checkpoint_around_dropout_is_refused_since_its_recompute_would_draw_anew(
-    remat: str, use_reentrant: bool
-) -> None:
-    # Its recompute runs in the backward pass, where no key is known: the gradients were wrong without a word.
-    layers = [nn.Linear(WIDTH, WIDTH), Checkpointed(use_reentrant=use_reentrant, dropout=0.5), nn.Linear(WIDTH, 2)]
-    pipe = gpipe.GPipe(layers, 3, M, remat=remat)
-    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint") as caught:
-        run(pipe)
-    assert "layer 1 (1: Checkpointed)" in "\n".join(caught.value.__notes__)
+def test_two_pipes_in_two_threads_draw_what_each_draws_alone() -> None:
+    def train(pipe: gpipe.GPipe, losses: list[Tensor]) -> None:
+        losses += [run(pipe) for _ in range(10)]
+
+    def pipes() -> list[gpipe.GPipe]:
+        return [gpipe.GPipe(network("multi-head attention"), 2, M, driver="lockstep", seed=seed) for seed in (0, 1)]
+
+    alone: list[list[Tensor]] = [[], []]
+    together: list[list[Tensor]] = [[], []]
+    for pipe, losses in zip(pipes(), alone, strict=True):
+        train(pipe, losses)
+    jobs = zip(pipes(), together, strict=True)
+    threads = [threading.Thread(target=train, args=job, daemon=True) for job in jobs]
+    before = torch.get_rng_state()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(all(map(same_bits, *losses)) for losses in zip(alone, together, strict=True))

@@ -108,13 +108,16 @@ def test_hooks_on_what_a_layer_is_given_fire_as_in_the_plain_loop(
 def test_module_hooks_on_what_a_layer_is_given_fire_as_in_the_plain_loop(remat: str, driver: str) -> None:
     layers = network(lambda x: x, lambda x: x)
 
+    def halved(module: nn.Module, ins: Any, outs: Any) -> Any:
+        return tuple(gradient if gradient is None else gradient * 0.5 for gradient in ins)
+
     def before(module: nn.Module, args: tuple[Tensor]) -> None:
         if args[0].requires_grad:
             args[0].register_hook(lambda gradient: gradient * 3)
 
     for layer in layers[1:]:
         layer.register_forward_pre_hook(before)
-        layer.register_full_backward_hook(lambda module, ins, outs: tuple(g if g is None else g * 0.5 for g in ins))
+        layer.register_full_backward_hook(halved)
     check(layers, [1, 1, 1, 1], driver, remat)
 
 
@@ -295,6 +298,7 @@ def test_a_block_that_is_several_layers_and_refers_to_itself_gives_the_same_for_
 def test_a_weight_that_another_partition_uses_past_its_layers_is_refused(remat: str, driver: str) -> None:
     layers = network(torch.tanh, torch.sin)
     weight = layers[0].weight
+    assert isinstance(weight, Tensor)
     with gpipe.GPipe(layers, [2, 2], M, driver=driver, remat=remat) as pipe:
         with pytest.raises(RuntimeError, match=r"reaches weight of layer 0 \(0: Linear\), which is not its own"):
             pipe.step(X, Y, lambda o, t: (o @ weight.t() - t).pow(2).mean())
@@ -465,11 +469,11 @@ def test_a_recompute_that_differs_is_an_error_that_names_the_layer(kind: str, pl
 
 
 def test_a_sparse_embedding_tied_to_the_head_trains() -> None:
-    def build() -> list[nn.Module]:
+    def build() -> tuple[nn.Embedding, nn.Linear]:
         torch.manual_seed(0)
         embedding, head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20, bias=False)
         head.weight = embedding.weight
-        return [embedding, head]
+        return embedding, head
 
     words, found = torch.arange(6) % 5, []
     for partitions in (1, 2):

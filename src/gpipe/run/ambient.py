@@ -20,8 +20,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gpipe.run.lend import is_lent
-
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 
@@ -50,7 +48,7 @@ class Ambient:
             devices[-1] if devices else None,
             torch._C._autograd._top_saved_tensors_default_hooks(False),
             flushes_denormals(),
-            (*(type(mode).__name__ for mode in strangers), *["gpipe.visit"] * is_lent()),
+            tuple(type(mode).__name__ for mode in strangers),
         )
 
     def refuse_strangers(self) -> None:

@@ -6,7 +6,7 @@ buffers and other attributes of the layers, the devices they are on, and torch's
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -51,11 +51,11 @@ def measure_seconds(
 
     def seconds(run: "LayerRun") -> float:
         run.layer.to(device)
-        draws = run.warm_up()
+        run.warm_up()
         rounds: list[float] = []
         end = time.perf_counter() + PATIENCE
         while len(rounds) < FEWEST or (len(rounds) < MOST and time.perf_counter() < end):
-            rounds.append(run.seconds(device, draws=draws, recomputes=recomputes))
+            rounds.append(run.seconds(device, recomputes=recomputes))
         return sorted(rounds)[(len(rounds) - 1) // 2]
 
     return _each(layers, replace_tensors(sample, lambda tensor: moved(tensor, device)), seconds)
@@ -145,13 +145,12 @@ class LayerRun:
         stash = names(self.layer, "stash")
         return unpack(result, stash) if stash else (result, {})
 
-    def warm_up(self) -> bool:
-        """Runs the layer for the first time; says whether it drew anything random."""
-        with self.keyed() as keyed:
+    def warm_up(self) -> None:
+        """Runs the layer for the first time."""
+        with self.keyed():
             made = self.forward(self.given())
         self._made = cut(made[0])[0].value, {name: cut(tensor)[0].stashed for name, tensor in made[1].items()}
         _backward_of(made)()
-        return keyed.drew
 
     def make(self) -> Made:
         """What later layers take, cut from its graph."""
@@ -160,11 +159,11 @@ class LayerRun:
         assert self._made is not None
         return self._made
 
-    def seconds(self, device: torch.device, *, draws: bool, recomputes: bool) -> float:
+    def seconds(self, device: torch.device, *, recomputes: bool) -> float:
         """Seconds of a forward, a recompute if there will be one, and a backward."""
         given = self.given()
         start = _now(device)
-        with self.keyed() if draws else nullcontext():
+        with self.keyed():
             made = self.forward(given)
         forward = _now(device) - start
         backward = _backward_of(made)

@@ -14,9 +14,8 @@ from gpipe.plan.lower import halves
 from gpipe.plan.program import Program
 from gpipe.run.ambient import Ambient
 from gpipe.run.drivers import lockstep, walk
-from gpipe.run.guard import RandomGuard
-from gpipe.run.lend import nobody_else_draws
 from gpipe.run.mailbox import Mailbox
+from gpipe.run.random_ops import CPU, unseeded
 from gpipe.run.recorder import Recorder
 from gpipe.run.shared import Aliases, BufferGuard
 from gpipe.run.skips import version
@@ -133,20 +132,14 @@ class Run:
         here = Ambient.here()  # for a backward, not what its forward had around it
         if threaded:
             here.refuse_strangers()
-        one_thread = self.engine.place is not None or not threaded
-        alone = one_thread and not here.strangers and nobody_else_draws(lanes)
-        for stage in self.engine.own:
-            stage.alone = alone
-        guard, buffers = RandomGuard(lanes), BufferGuard(self.engine.exposed)
+        buffers = BufferGuard(self.engine.exposed)
         try:
-            with ambient.fresh_casts(), self.aliases.in_place():
+            with ambient.fresh_casts(), self.aliases.in_place(), unseeded({lane.device for lane in lanes} | {CPU}):
                 self._drive(part, ambient, recorder, threaded=threaded)
-            guard.check([layer for stage in self.engine.own for layer in stage.layers])
             buffers.check()
         except RecomputeError:
             self._clear()
-            guard.check([layer for stage in self.engine.own for layer in stage.layers])  # knows more, perhaps
-            buffers.check()
+            buffers.check()  # knows more, perhaps
             raise
         except BaseException:
             self._clear()

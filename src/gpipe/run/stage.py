@@ -4,7 +4,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,11 +13,10 @@ from gpipe.run.boundary import replace_tensors
 from gpipe.run.buffers import Buffers
 from gpipe.run.digest import differ, digest
 from gpipe.run.layout import copy_of
-from gpipe.run.lend import Trial, lend
 from gpipe.run.loans import Loans
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import Kept, Pop, alias, unpack
-from gpipe.run.visit import visit, visit_key
+from gpipe.run.visit import Visit
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 _OWN: AbstractContextManager[object] = nullcontext()
@@ -45,40 +43,15 @@ class Layer:
     module: nn.Module
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
-    draws: dict[bool, bool] = field(default_factory=dict)  # by training mode: whether it was seen to draw
-    lends: dict[bool, bool] = field(default_factory=dict)  # likewise: whether it may be lent the default generator
     weights: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see shared.py)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
 
-    def may_draw(self) -> bool:
-        """Whether the layer must be run under a visit: it drew before, or was never seen in this mode."""
-        return self.draws.get(self.module.training, True)
-
-    def run(self, value: Tree, popped: Mapping[str, Tensor | None], moment: Moment, *, alone: bool = False) -> object:
-        """Runs the module, its randomness keyed; `alone` where no other thread draws meanwhile."""
-        with self.weights:
-            return self._run(value, popped, moment, alone=alone)
-
-    def _run(self, value: Tree, popped: Mapping[str, Tensor | None], moment: Moment, *, alone: bool) -> object:
-        module = self.module
-        if not self.may_draw():
-            return module(value, **popped)
-        training, call = self.module.training, partial(module, value, **popped)
-        key = moment.seed, moment.step, self.index, moment.micro_batch
-        if not alone:
-            with visit(*key) as keyed:
-                result = call()
-        elif self.lends.get(training):
-            return lend(visit_key(*key), call)
-        else:
-            keyed = Trial(*key)
-            result = keyed.run(call)
-            if keyed.drew:
-                self.lends[training] = keyed.lends
-        self.draws[training] = keyed.drew or self.draws.get(training, False)
-        return result
+    def run(self, value: Tree, popped: Mapping[str, Tensor | None], moment: Moment) -> object:
+        """Runs the module, its randomness keyed."""
+        with self.weights, Visit(moment.seed, moment.step, self.index, moment.micro_batch):
+            return self.module(value, **popped)
 
 
 @dataclass(slots=True)
@@ -132,13 +105,11 @@ class Stage:
         self.buffers = Buffers([layer.module for layer in layers])
         self.loans = Loans()
         self.first = self.layers[0].index
-        self.alone = False  # whether no other thread draws while it is run
         self.begin()
 
     def begin(self) -> None:
         """Begins a run: notes what its layers' modes are, for the whole of it."""
         self.modes = tuple([layer.module.training for layer in self.layers])
-        self.simple = not any(layer.pop or layer.stash or layer.may_draw() for layer in self.layers)
 
     def forward(
         self,
@@ -175,18 +146,12 @@ class Stage:
         self, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], moment: Moment, trace: Trace
     ) -> Tree:
         begun = trace.numbers
-        if self.simple:
-            for layer in self.layers:
-                begun.append(_sequence_number())
-                with layer.weights:
-                    value = layer.module(value)
-            return value
         for layer in self.layers:
             begun.append(_sequence_number())
             if layer.pop or layer.stash:
                 value = self._run_with_skips(layer, value, arrived, held, moment)
             else:
-                value = layer.run(value, {}, moment, alone=self.alone)
+                value = layer.run(value, {}, moment)
         return value
 
     def __str__(self) -> str:
@@ -196,7 +161,7 @@ class Stage:
         self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], moment: Moment
     ) -> Tree:
         popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
-        result = layer.run(value, popped, moment, alone=self.alone)
+        result = layer.run(value, popped, moment)
         if not layer.stash:
             return result
         result, tensors = unpack(result, layer.stash)
@@ -212,9 +177,7 @@ class Stage:
         held: dict[str, Kept] = {}
         for layer in self.layers:
             popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
-            made = [
-                layer.run(replace_tensors(value, copy_of), popped, moment, alone=self.alone) for _ in range(TRIES)
-            ]
+            made = [layer.run(replace_tensors(value, copy_of), popped, moment) for _ in range(TRIES)]
             first, *others = map(digest, ([one] for one in made))
             if any(differ(first, other) is True for other in others):
                 return layer

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from gpipe.run.skips import Pop
 from gpipe.run.stage import Made, Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
 from gpipe.run.transport import Label, Message, Transport
-from gpipe.run.visit import visit
+from gpipe.run.visit import InBackward, Visit
 from gpipe.run.wiring import Wiring
 
 NO_GRADIENT = (
@@ -89,7 +90,6 @@ class Batch:
     around_layers: Callable[[], AbstractContextManager[object]] | None = None
     loss_fn: Callable[[Tree, Tree], object] | None = None
     loss_index: int = 0  # the loss is keyed as the layer behind the last
-    loss_draws: bool | None = None  # None until the first micro-batch has shown it
     loss_pops: Sequence[Pop] = ()
     targets: Sequence[Tree] = ()
     seeds: Sequence[float | None] = ()
@@ -261,12 +261,8 @@ class Worker:
         target = batch.targets[m]
         if not self.lane.alone:
             target = replace_tensors(target, lambda tensor: self.lane.bring(tensor, None))
-        if batch.loss_draws is False:
+        with Visit(batch.seed, batch.step, batch.loss_index, batch.first + m):
             return batch.loss_fn(made.values[0], target, **made.for_loss)
-        with visit(batch.seed, batch.step, batch.loss_index, batch.first + m) as keyed:
-            returned = batch.loss_fn(made.values[0], target, **made.for_loss)
-        batch.loss_draws = keyed.drew
-        return returned
 
     def backward(self, step: Step) -> None:
         """Runs autograd through a stage, and hands on the gradients of what crossed its boundary."""
@@ -280,7 +276,8 @@ class Worker:
         if self.owners is not None:
             self.owners.check(step.stage, roots)
         before = stage.buffers.before() if self.batch.examines else None
-        run_backward(roots, gradients)
+        with InBackward(partial(cell.trace.maker_of, layers=stage.layers)):
+            run_backward(roots, gradients)
         if before is not None:
             self._tell_of_writes(stage, before)
         if step.gives:
