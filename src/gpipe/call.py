@@ -17,6 +17,7 @@ from gpipe.run.boundary import Gradients, replace_tensors, tensors_in
 from gpipe.run.microbatch import Tree
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run
+from gpipe.run.tracebacks import entrance
 from gpipe.run.worker import Output
 
 SECOND_BACKWARD = (
@@ -94,6 +95,7 @@ class _Pipelined(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
+    @entrance
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(CREATE_GRAPH)
