@@ -31,9 +31,14 @@ class Parcel:
 
     @property
     def tensor(self) -> Tensor:
-        """The value of a skip route, which is always one tensor."""
+        """The value, where it is one tensor."""
         assert isinstance(self.value, Tensor)
         return self.value
+
+    @property
+    def stashed(self) -> Tensor | None:
+        """The value of a skip route, which is one tensor, or None in its place."""
+        return None if self.value is None else self.tensor
 
 
 def cut(value: Tree) -> tuple[Parcel, list[Tensor]]:

@@ -31,7 +31,7 @@ class Loan:
     """What a stage works on in one run: what it was given, or copies."""
 
     value: Tree
-    arrived: Mapping[str, Tensor]
+    arrived: Mapping[str, Tensor | None]
     given: Sequence[Tensor]
     lent: Sequence[Tensor]
     versions: Sequence[int]
@@ -44,13 +44,13 @@ class Loans:
     def __init__(self) -> None:
         self.works_in_place: dict[Modes, bool] = {}
 
-    def lend(self, value: Tree, arrived: Mapping[str, Tensor], modes: Modes) -> Loan:
+    def lend(self, value: Tree, arrived: Mapping[str, Tensor | None], modes: Modes) -> Loan:
         """Gives the stage what it may work on."""
         copied = self.works_in_place.get(modes, True)
-        given = lent = (*tensors_in(value), *arrived.values())
+        given = lent = _all_of(value, arrived)
         if copied:
             value, arrived = _copies(value, arrived)
-            lent = (*tensors_in(value), *arrived.values())
+            lent = _all_of(value, arrived)
         elif type(value) is not Tensor:
             value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
         return Loan(value, arrived, given, lent, [version(tensor) for tensor in lent], copied)
@@ -67,7 +67,7 @@ class Loans:
         self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not loan.copied:
             raise RuntimeError(f"{stage} has {BEGUN_IN_PLACE}")
-        main = loan.given[: len(loan.given) - len(loan.arrived)]
+        main = loan.given[: len(loan.given) - len(_tensors(loan.arrived))]
         if any(_share_memory(loan.given[at], other) for at in changed for other in main):
             raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
 
@@ -76,8 +76,18 @@ class Loans:
         self.works_in_place.pop(modes, None)
 
 
-def _copies(value: Tree, arrived: Mapping[str, Tensor]) -> tuple[Tree, Mapping[str, Tensor]]:
-    return replace_tensors(value, _copy), {name: _copy(tensor) for name, tensor in arrived.items()}
+def _all_of(value: Tree, arrived: Mapping[str, Tensor | None]) -> tuple[Tensor, ...]:
+    return (*tensors_in(value), *_tensors(arrived))
+
+
+def _tensors(arrived: Mapping[str, Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in arrived.values() if tensor is not None]
+
+
+def _copies(value: Tree, arrived: Mapping[str, Tensor | None]) -> tuple[Tree, Mapping[str, Tensor | None]]:
+    return replace_tensors(value, _copy), {
+        name: tensor if tensor is None else _copy(tensor) for name, tensor in arrived.items()
+    }
 
 
 def _copy(tensor: Tensor) -> Tensor:

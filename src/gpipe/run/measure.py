@@ -20,7 +20,7 @@ from gpipe.run.microbatch import Tree
 from gpipe.run.skips import names, unpack
 from gpipe.run.visit import visit
 
-Made: TypeAlias = tuple[Tree, Mapping[str, Tensor]]
+Made: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
 """What a layer returns, and what it stashes."""
 
 FEWEST, MOST, PATIENCE = 2, 7, 0.1
@@ -103,7 +103,7 @@ def _each(
     """Measures each layer on what the layers before it make of the sample."""
     numbers: list[float] = []
     value: Tree = sample
-    held: dict[str, Tensor] = {}
+    held: dict[str, Tensor | None] = {}
     for index, layer in enumerate(layers):
         run = LayerRun(index, layer, value, {name: held[name] for name in names(layer, "pop")})
         try:
@@ -120,7 +120,7 @@ def _each(
 class LayerRun:
     """One layer, and what it takes: of the main line, and what it pops."""
 
-    def __init__(self, index: int, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor]) -> None:
+    def __init__(self, index: int, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> None:
         self.index = index
         self.layer = layer
         self.value = value
@@ -128,15 +128,17 @@ class LayerRun:
         self.call: Callable[..., object] = layer
         self._made: Made | None = None
 
-    def given(self) -> tuple[Tree, dict[str, Tensor]]:
+    def given(self) -> tuple[Tree, dict[str, Tensor | None]]:
         """What the layer takes, for it to keep: it may work in place."""
-        return replace_tensors(self.value, _copy), {name: _copy(tensor) for name, tensor in self.popped.items()}
+        return replace_tensors(self.value, _copy), {
+            name: None if tensor is None else _copy(tensor) for name, tensor in self.popped.items()
+        }
 
     def keyed(self) -> visit:
         """The randomness of the layer, the same in every run."""
         return visit(0, 0, self.index, 0)
 
-    def forward(self, given: tuple[Tree, dict[str, Tensor]]) -> Made:
+    def forward(self, given: tuple[Tree, dict[str, Tensor | None]]) -> Made:
         """Runs the layer; gives what it returns, and what it stashes."""
         result = self.call(given[0], **given[1])
         stash = names(self.layer, "stash")
@@ -146,7 +148,7 @@ class LayerRun:
         """Runs the layer for the first time; says whether it drew anything random."""
         with self.keyed() as keyed:
             made = self.forward(self.given())
-        self._made = cut(made[0])[0].value, {name: cut(tensor)[0].tensor for name, tensor in made[1].items()}
+        self._made = cut(made[0])[0].value, {name: cut(tensor)[0].stashed for name, tensor in made[1].items()}
         _backward_of(made)()
         return keyed.drew
 
@@ -171,7 +173,7 @@ class LayerRun:
 
 
 def _backward_of(made: Made) -> Callable[[], None]:
-    roots = [t for t in (*tensors_in(made[0]), *made[1].values()) if t.requires_grad]
+    roots = [t for t in (*tensors_in(made[0]), *made[1].values()) if t is not None and t.requires_grad]
     return partial(run_backward, roots, [torch.ones_like(root) for root in roots])
 
 

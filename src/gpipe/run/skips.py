@@ -1,6 +1,7 @@
 """Skip connections: layers that stash a tensor, and layers further on that pop it.
 
 A layer with `stash = ("e0",)` returns `(out, {"e0": tensor})`; one with `pop = ("e0",)` takes it as a keyword.
+None may stand for the tensor.
 
 Note "Sums". Autograd adds up the gradients of a tensor's uses from the last use to the first. A cut must not change
 which are added first, so a stash and each pop get a node of their own (`alias`): the uses of a popped tensor are
@@ -66,7 +67,7 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
     return pops
 
 
-def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor]]:
+def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor | None]]:
     """Takes apart what a layer that stashes returned.
 
     Raises:
@@ -75,30 +76,41 @@ def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str,
     match result:
         case (out, dict() as tensors) if set(tensors) == set(stash) and _all_tensors(tensors):
             return out, tensors
-    raise TypeError(f"a layer with stash = {stash!r} must return (out, {{name: tensor}}) with exactly these names")
+    raise TypeError(
+        f"a layer with stash = {stash!r} must return (out, {{name: tensor}}) with exactly these names, each "
+        f"a tensor or None; it returned {_in_words(result)}"
+    )
 
 
 def _all_tensors(tensors: Mapping[str, object]) -> bool:
-    return all(isinstance(tensor, Tensor) for tensor in tensors.values())
+    return all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors.values())
+
+
+def _in_words(value: object) -> str:
+    match value:
+        case (out, dict() as tensors):
+            held = ", ".join(f"{name!r}: {type(tensor).__name__}" for name, tensor in tensors.items())
+            return f"({type(out).__name__}, {{{held}}})"
+    return f"a {type(value).__name__}"
 
 
 class Kept(NamedTuple):
     """A stash that waits for its pops."""
 
-    tensor: Tensor
+    tensor: Tensor | None
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Kept":
+    def of(cls, tensor: Tensor | None) -> "Kept":
         """Keeps a tensor that was stashed."""
         kept = alias(tensor)
         return cls(kept, version(kept))
 
-    def pop(self, name: str) -> Tensor:
+    def pop(self, name: str) -> Tensor | None:
         """The tensor for one use, as it was stashed."""
         return alias(self.unchanged(name))
 
-    def unchanged(self, name: str) -> Tensor:
+    def unchanged(self, name: str) -> Tensor | None:
         """The tensor, as it was stashed.
 
         Raises:
@@ -112,14 +124,14 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-def version(tensor: Tensor) -> int:
+def version(tensor: Tensor | None) -> int:
     """How often a tensor was changed in place, as far as torch counts it."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def alias(tensor: Tensor) -> Tensor:
+def alias(tensor: Tensor | None) -> Tensor | None:
     """The same tensor behind an autograd node of its own (note "Sums")."""
-    return tensor.view_as(tensor)
+    return None if tensor is None else tensor.view_as(tensor)
 
 
 class Sequential(nn.Sequential):

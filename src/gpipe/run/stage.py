@@ -15,6 +15,9 @@ from gpipe.run.microbatch import Tree
 from gpipe.run.skips import Kept, Pop, alias, unpack
 from gpipe.run.visit import visit, visit_key
 
+LOSS = "loss_fn"
+"""What stands behind the last layer, in words."""
+
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
@@ -48,7 +51,7 @@ class Layer:
         """Whether the layer must be run under a visit: it drew before, or was never seen in this mode."""
         return self.draws.get(self.module.training, True)
 
-    def run(self, value: Tree, popped: Mapping[str, Tensor], moment: Moment, *, alone: bool = False) -> object:
+    def run(self, value: Tree, popped: Mapping[str, Tensor | None], moment: Moment, *, alone: bool = False) -> object:
         """Runs the module, its randomness keyed; `alone` where no other thread draws meanwhile."""
         module = self.module if self.stand_in is None else self.stand_in
         if not self.may_draw():
@@ -94,7 +97,7 @@ def layer_at(layers: Sequence[Layer], at: int) -> str | None:
     """In words, the layer at a place in a stage, or the loss behind the last."""
     if at < 0:
         return None
-    return str(layers[at]) if at < len(layers) else "loss_fn"
+    return str(layers[at]) if at < len(layers) else LOSS
 
 
 class Stage:
@@ -118,7 +121,7 @@ class Stage:
     def forward(
         self,
         value: Tree,
-        arrived: Mapping[str, Tensor],
+        arrived: Mapping[str, Tensor | None],
         departing: Sequence[tuple[str, str]],
         moment: Moment,
         trace: Trace,
@@ -147,7 +150,7 @@ class Stage:
         return [*(held[stash].unchanged(stash) for _, stash in departing), made]
 
     def _run(
-        self, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment, trace: Trace
+        self, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], moment: Moment, trace: Trace
     ) -> Tree:
         begun = trace.numbers
         if self.simple:
@@ -167,7 +170,7 @@ class Stage:
         return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_with_skips(
-        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor], held: dict[str, Kept], moment: Moment
+        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], moment: Moment
     ) -> Tree:
         popped = {
             pop.name: held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])

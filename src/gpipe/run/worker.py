@@ -21,6 +21,8 @@ from gpipe.run.boundary import (
     tensors_in,
 )
 from gpipe.run.lane import Lane, Mark
+from gpipe.run.losses import NO_METRICS as NO_METRICS
+from gpipe.run.losses import read_loss
 from gpipe.run.microbatch import Tree
 from gpipe.run.stage import Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
@@ -39,7 +41,6 @@ OTHERWISE = (
     "depends on what no key reaches (numpy's or Python's random, a count of its own, the time); draw by torch's "
     "functions, keep what changes in buffers, or use remat='never' for this partition"
 )
-NO_METRICS = object()
 
 
 class RecomputeError(RuntimeError):
@@ -205,7 +206,7 @@ class Worker:
         cell.trace = self.new_trace()  # of this run, not of the one before
         batch, main = self.batch, cell.given[-1].value
         moment = Moment(batch.seed, batch.step, batch.first + m, recomputing)
-        popped = {name: parcel.tensor for name, parcel in zip(wires.skips_in, cell.given, strict=False)}
+        popped = {name: parcel.stashed for name, parcel in zip(wires.skips_in, cell.given, strict=False)}
         if batch.around_layers is None:
             return stage.forward(main, popped, wires.skips_out, moment, cell.trace)
         with batch.around_layers():
@@ -296,21 +297,6 @@ def sums_of(values: Sequence[Tree]) -> list[float]:
 
 def _same(one: float, other: float) -> bool:
     return one == other or (one != one and other != other)  # NaN is not itself
-
-
-def read_loss(returned: object) -> tuple[Tensor, object]:
-    """What a loss function returned: the loss, and metrics or `NO_METRICS`.
-
-    Raises:
-        TypeError: It is neither a scalar tensor nor `(scalar tensor, metrics)`.
-    """
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, NO_METRICS)
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss if loss.dim() == 0 else loss.reshape(()), metrics
-    found = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
-    raise TypeError(
-        f"loss_fn must return the micro-batch's loss, one real number, or (loss, metrics); it returned {found}"
-    )
 
 
 def failed_node(error: BaseException) -> int | None:
