@@ -85,6 +85,26 @@ def test_all_that_are_no_layers_are_told_at_once() -> None:
     assert len(text.splitlines()) >= len(NOT_LAYERS) + 2
 
 
+def test_what_only_looks_like_no_layer_stays_one() -> None:
+    class Called(nn.Module):
+        def __call__(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    attached = Forgets()
+    attached.forward = torch.tanh
+    loss = nn.MSELoss()
+    loss.pop = ("target",)  # type: ignore[assignment]
+
+    class Targets(nn.Module):
+        stash = ("target",)
+
+        def forward(self, x: Tensor) -> Any:
+            return x, {"target": x + 2}
+
+    pipe = make([nn.Linear(4, 4), Targets(), Called(), attached, loss])
+    assert pipe.step(X, Y, lambda output, target: output) > 0
+
+
 def test_what_builds_a_layer_stays_one() -> None:
     pipe = make([partial(nn.Linear, 4, 4), nn.ReLU, lambda: nn.Linear(4, 2)])
     assert [type(layer) for layer in pipe] == [nn.Linear, nn.ReLU, nn.Linear]

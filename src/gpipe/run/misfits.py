@@ -103,15 +103,21 @@ def find_misfits(named: Mapping[str, nn.Module]) -> Iterator[str]:
     """The modules that cannot be layers, and what to do."""
     for name, layer in named.items():
         start = f"layer {name} ({type(layer).__name__})"
-        if home_of_forward(layer) == LOSSES:
+        if home_of_forward(layer) == LOSSES and not names(layer, "pop"):
             yield f"{start} is a loss; give it to each step: pipe.step(inputs, targets, {_written(type(layer))})"
         if isinstance(layer, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
             yield f"{start} has no forward; give its parts as layers, or join them by nn.Sequential(*...)"
-        elif getattr(type(layer), "forward", None) is nn.Module.forward and "forward" not in vars(layer):
+        elif _lacks_forward(layer):
             yield f"{start} has no forward; give it one: def forward(self, x)"
         if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             yield f"{start} is replicated already; give the plain layer, .module, and see mesh= for replicas"
         yield from _find_buried_skips(name, layer)
+
+
+def _lacks_forward(layer: nn.Module) -> bool:
+    kind = type(layer)
+    inherits = getattr(kind, "forward", None) is nn.Module.forward and kind.__call__ is nn.Module.__call__
+    return inherits and "forward" not in vars(layer)
 
 
 def _find_buried_skips(layer_name: str, layer: nn.Module) -> Iterator[str]:
