@@ -182,14 +182,16 @@ class GPipe(nn.Module):
             IndexError: There is no such layer, or another process has it.
         """
         names = list(self._settings.layers)
-        if not isinstance(at, slice) and not (isinstance(at, int) and -len(names) <= at < len(names)):
+        if isinstance(at, slice):
+            return Sequential(OrderedDict((name, self._own_layer(name)) for name in names[at]))
+        try:
+            name = names[at]
+        except (TypeError, IndexError):
+            last = len(names) - 1
             raise IndexError(
-                f"there is no layer {at!r}; give one of 0 to {len(names) - 1}, -1 for the last, or a slice"
-            )
-        wanted = names[at]
-        if isinstance(wanted, list):
-            return Sequential(OrderedDict((name, self._own_layer(name)) for name in wanted))
-        return self._own_layer(wanted)
+                f"there is no layer {at!r}; give one of 0 to {last}, -1 for the last, or a slice"
+            ) from None
+        return self._own_layer(name)
 
     def _own_layer(self, name: str) -> nn.Module:
         own = self._own_layers()
