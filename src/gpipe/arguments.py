@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from gpipe.checks import Mistakes, check_layers, count_stages, is_count, read_devices, read_remat, read_seed
+from gpipe.checks import Mistakes, as_int, check_layers, count_stages, is_count, read_devices, read_remat, read_seed
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Balance, Partition, given, partition
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.run.layers import Layers, Outline, named_layers
 from gpipe.run.measure import as_in_training, count_flops, measure_by, measure_seconds
 from gpipe.run.microbatch import Tree, count_rows, split
+from gpipe.run.misfits import find_without_values
 from gpipe.run.place import Place
 from gpipe.run.shared import Tied, tie
+from gpipe.run.values import find_strange_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,9 +100,14 @@ def settle(asked: Arguments, place: Place | None = None, sketch: Outline | None 
     tied = check_layers(named, wrong, asked.ties, mistakes)
     _check_numbers_and_names(asked, mistakes)
     _check_costs(asked.costs, asked.sample, known, mistakes)
+    mistakes.found += find_strange_values("sample", asked.sample)
     stages = count_stages(asked.partitions, known, mistakes)
     remats = read_remat(asked.remat, stages, mistakes)
     devices = read_devices(asked.devices, stages, place, mistakes)
+    makers = {} if sketch is None else sketch.makers
+    if all(device.type != "meta" for device in devices):
+        modules = {name: layer for at, (name, layer) in enumerate(named.items()) if at not in makers}
+        mistakes.found += find_without_values(modules)
     mistakes.raise_all()
     if place is None:
         tie(tied)
@@ -129,8 +137,10 @@ def _check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistak
 
 def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     m, threads = asked.micro_batches, asked.intra_op_threads
-    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1")
-    mistakes.check(is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1")
+    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{as_int(m)}")
+    mistakes.check(
+        is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{as_int(threads)}"
+    )
     mistakes.check_known("schedule", asked.schedule, SCHEDULES)
     if asked.driver is not None:
         mistakes.check_known("driver", asked.driver, get_args(Driver))
@@ -178,7 +188,7 @@ def _find_costs(
         case "flops":
             return count_flops(layers, sample)
         case None | "params":
-            return [max(1, sum(p.numel() for p in layer.parameters())) for layer in layers]
+            return [max(1, sum(p.numel() for p in layer.parameters() if not is_lazy(p))) for layer in layers]
         case _:
             return costs
 

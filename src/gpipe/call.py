@@ -18,6 +18,7 @@ from gpipe.run.layout import moved
 from gpipe.run.microbatch import Tree
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run
+from gpipe.run.tracebacks import entrance
 from gpipe.run.worker import Output
 
 SECOND_BACKWARD = (
@@ -101,6 +102,7 @@ class _Pipelined(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
+    @entrance
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(CREATE_GRAPH)

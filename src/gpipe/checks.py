@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gpipe.plan.lower import REMATS, Remat
 from gpipe.run.layers import find_scripted
+from gpipe.run.misfits import find_misfits, find_pipes
 from gpipe.run.place import Place
 from gpipe.run.shared import Tied, find_ties
 from gpipe.run.skips import find_pops
@@ -36,7 +38,9 @@ class Mistakes:
             ValueError: Lists every mistake.
         """
         if self.found:
-            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in self.found))
+            raise ValueError(
+                "GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in dict.fromkeys(self.found))
+            )
 
 
 def draw_seed() -> int:
@@ -58,6 +62,15 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def as_int(value: object) -> str:
+    """What to do with a whole number of another library."""
+    return (
+        f", as an int: int(...), not a {type(value).__name__}"
+        if hasattr(value, "__index__") and type(value) not in (int, bool)
+        else ""
+    )
+
+
 def check_layers(
     named: dict[str, nn.Module], wrong: Sequence[str], ties: Sequence[Sequence[str]], mistakes: Mistakes
 ) -> Tied:
@@ -65,10 +78,14 @@ def check_layers(
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     mistakes.found += find_scripted(named)
+    mistakes.found += [*find_pipes(named), *find_misfits(named)]
     try:
         find_pops(list(named.values()))
     except ValueError as error:
         mistakes.found += str(error).splitlines()
+    if isinstance(ties, str) or any(isinstance(group, str) for group in ties):
+        mistakes.found.append(f"ties={ties!r}; give groups of names: [('0.weight', '5.weight')]")
+        return ()
     tied, wrong_ties = find_ties(named, ties)
     mistakes.found += wrong_ties
     return tied
@@ -87,7 +104,8 @@ def count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistake
             )
         return len(partitions)
     if not mistakes.check(
-        is_count(partitions), f"partitions={partitions!r}; give K, at least 1, or the layers of each partition"
+        is_count(partitions),
+        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{_as_ints(partitions)}",
     ):
         return 0
     assert isinstance(partitions, int)
@@ -96,6 +114,10 @@ def count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistake
         f"partitions={partitions}, but there are only {layers} layers; give at most that, or cut the layers finer",
     )
     return partitions if fits else 0
+
+
+def _as_ints(partitions: object) -> str:
+    return ", as a list of ints" if isinstance(partitions, (set, np.ndarray, torch.Tensor)) else as_int(partitions)
 
 
 def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:

@@ -1,11 +1,16 @@
 """What one call of a pipe is given, checked and cut into micro-batches."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from gpipe.run.ambient import Ambient
 from gpipe.run.boundary import tensors_in
-from gpipe.run.microbatch import Reduction, Tree, count_rows, rows_of_parts, split
+from gpipe.run.losses import IGNORED_LABELS, check_weights_of_rows, find_reduction, for_targets, holds_ignored_labels
+from gpipe.run.microbatch import Reduction, Tree, count_rows, rows_of_parts, split, weights
+from gpipe.run.values import find_strange_values, find_uncut_lists
 
 
 class Given(NamedTuple):
@@ -14,9 +19,64 @@ class Given(NamedTuple):
     inputs: Tree
     targets: Tree
     loss_fn: Callable[..., object]
-    reduction: Reduction
+    reduction: Reduction | None
     scale: float
     ambient: Ambient
+
+    def shares(
+        self, rows: Sequence[int], targets: Sequence[Tree], over_replicas: Callable[[float], float] = float
+    ) -> list[float]:
+        """The share of each micro-batch in the loss, as asked, or else as the loss itself averages.
+
+        Raises:
+            ValueError: The weights make no mean, or the loss gives none.
+            TypeError: The reduction is none of those known.
+        """
+        if self.reduction is not None:
+            return weights(self.reduction, rows, targets, over_replicas)
+        check_weights_of_rows(self.loss_fn, targets, rows)
+        reduction = for_targets(find_reduction(self.loss_fn) or "mean", self.targets)
+        return weights(reduction, rows, targets, over_replicas)
+
+    def findings(self) -> list[str]:
+        """What is to be said of the way in which these losses are averaged."""
+        unread = self.reduction is None and find_reduction(self.loss_fn) is None
+        return [IGNORED_LABELS] if unread and holds_ignored_labels(self.targets) else []
+
+
+def read_scale(scale: float, scaler: Any, device: torch.device) -> float:
+    """The factor of the gradients, which a scaler knows.
+
+    Raises:
+        ValueError: Both are given.
+        TypeError: The scaler is none, or the scale no number.
+    """
+    if scaler is None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"scale={scale!r}; give a number, or scaler= for a torch.amp.GradScaler")
+        return scale
+    if scale != 1.0:
+        raise ValueError(f"scale={scale!r} and scaler= both say how gradients are scaled; leave scale out")
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler or a gpipe.GradScaler")
+    return float(scaler.scale(torch.ones((), device=device)))  # which also tells it that it is in use
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Checks that a loss can be called with an output and a target.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = f"nn.{loss_fn.__name__}" if hasattr(nn, loss_fn.__name__) else loss_fn.__name__
+        raise TypeError(f"loss_fn is the class {name}; give one of it: {name}()")
+    if not callable(loss_fn):
+        found = "None" if loss_fn is None else f"a {type(loss_fn).__name__}"
+        raise TypeError(
+            f"loss_fn is {found}; give a function of (output, target), such as nn.MSELoss() or "
+            f"torch.nn.functional.mse_loss"
+        )
 
 
 def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
@@ -26,16 +86,20 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
 
     Raises:
         ValueError: There are no rows, or not as many everywhere; names all that is wrong.
+        TypeError: Something in them cannot be split; names all that is.
 
     >>> import torch
     >>> rows, ((first, *_), targets) = split_alike(2, inputs=torch.zeros(5, 4), targets=torch.zeros(5))
     >>> rows, first.shape, len(targets)
     ([3, 2], torch.Size([3, 4]), 2)
     """
+    check_values(**trees)
     rows = count_rows(trees["inputs"])
     parts = min(micro_batches, rows)
-    found, mistakes = [], []
+    found = []
+    mistakes: list[str] = []
     for what, tree in trees.items():
+        mistakes += find_uncut_lists(what, tree, rows) if parts > 1 else []
         try:
             found.append(split(tree, rows, parts, what))
         except ValueError as error:
@@ -43,6 +107,17 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return rows_of_parts(rows, parts), found
+
+
+def check_values(**trees: Tree) -> None:
+    """Checks that all in these trees can be split.
+
+    Raises:
+        TypeError: Names all that cannot.
+    """
+    strange = [text for what, tree in trees.items() for text in find_strange_values(what, tree)]
+    if strange:
+        raise TypeError("\n".join(strange))
 
 
 def refuse_gradients_of_inputs(inputs: Tree) -> None:

@@ -1,10 +1,11 @@
 """`GPipe`, the facade that a user sees."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +13,34 @@ from torch import Tensor, nn
 from gpipe.arguments import Arguments, Costs
 from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
-from gpipe.doctor import draws, examine, examine_draws, examine_gradients, examine_rows
-from gpipe.given import Given, refuse_gradients_of_inputs, split_alike
+from gpipe.doctor import FEW_ROWS, Draws, draws, examine, examine_draws, examine_gradients, examine_rows
+from gpipe.given import Given, check_loss_fn, read_scale, refuse_gradients_of_inputs, split_alike
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
-from gpipe.processes import Together
+from gpipe.processes import Together, refuse_norms_of_a_part
 from gpipe.run.ambient import Ambient, untraced
 from gpipe.run.boundary import Parcel, cut
 from gpipe.run.collectives import local, whole
 from gpipe.run.engine import Wanted
 from gpipe.run.header import Asked, Header
-from gpipe.run.layers import Layers
-from gpipe.run.microbatch import Reduction, Tree, merge, weights
+from gpipe.run.layers import Layers, release
+from gpipe.run.microbatch import Reduction, Tree, merge
 from gpipe.run.recorder import Recorder
-from gpipe.run.skips import find_loss_pops, names, refuse_unused
+from gpipe.run.skips import Sequential, find_loss_pops, names, refuse_unused
 from gpipe.run.team import Alone, Team
+from gpipe.run.tracebacks import entrance
 from gpipe.run.worker import NO_METRICS, Batch
 from gpipe.summary import summary
+from gpipe.words import (
+    TOO_MANY_FOR_CALLS,
+    TOO_MANY_FOR_PIPES,
+    TOO_MANY_FOR_STEPS,
+    WORDS_OF_CALLS,
+    WORDS_OF_PIPES,
+    WORDS_OF_STEPS,
+    known_words,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +103,8 @@ class GPipe(nn.Module):
         >>> optimizer.step(); optimizer.zero_grad()
     """
 
+    @entrance
+    @known_words(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
     def __init__(
         self,
         layers: Layers,
@@ -134,17 +147,62 @@ class GPipe(nn.Module):
             )
         )
         self._together = None if self._engine.place is None else Together(self._engine, self._settings)
+        if self._together is not None:
+            release(self._engine.stages, self._engine.own)
         self.step_number = 0
         self.findings = [*examine(self._settings), *self._engine.findings()]
         self._seen: list[str] = []  # by the ranks, in the first step
-        self._unexamined = True  # until the first step has shown rows and gradients
+        self._unexamined = True  # until the first step has shown gradients
+        self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
         self._told: set[str] = set()  # of which generators that no key reaches it was said that they were drawn from
         for finding in self.findings:
             logger.info(finding)
         self.recorder: Recorder | None = None
         # At last, and not by add_module: a layer may be named like any of these.
-        held = [layer.name for stage in self._engine.own for layer in stage.layers]
-        self._modules.update({name: self._settings.layers[name] for name in held})
+        self._modules.update(self._own_layers())
+
+    def __len__(self) -> int:
+        """The number of layers, of all partitions."""
+        return len(self._settings.layers)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers, in order; over processes this one's."""
+        return iter(self._own_layers().values())
+
+    @overload
+    def __getitem__(self, at: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequential: ...
+
+    def __getitem__(self, at: int | slice) -> nn.Module:
+        """A layer by its place among all, or a `gpipe.Sequential` of several, as on `nn.Sequential`.
+
+        >>> import gpipe, torch
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)], 2, 4)
+        >>> pipe[-1].out_features, len(pipe), len(pipe[:2])
+        (1, 3, 2)
+
+        Raises:
+            IndexError: There is no such layer, or another process has it.
+        """
+        names = list(self._settings.layers)
+        if isinstance(at, slice):
+            return Sequential(OrderedDict((name, self._own_layer(name)) for name in names[at]))
+        try:
+            name = names[at]
+        except (TypeError, IndexError):
+            last = len(names) - 1
+            raise IndexError(
+                f"there is no layer {at!r}; give one of 0 to {last}, -1 for the last, or a slice"
+            ) from None
+        return self._own_layer(name)
+
+    def _own_layer(self, name: str) -> nn.Module:
+        own = self._own_layers()
+        if name not in own:
+            raise IndexError(f"layer {name} is another process's; this one has {', '.join(own)}")
+        return own[name]
 
     @property
     def partitions(self) -> int:
@@ -202,6 +260,8 @@ class GPipe(nn.Module):
         """
         return foresee(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
 
+    @entrance
+    @known_words(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
     @untraced
     def step(
         self,
@@ -209,8 +269,9 @@ class GPipe(nn.Module):
         targets: Tree,
         loss_fn: Callable[..., object],
         *,
-        reduction: Reduction = "mean",
+        reduction: Reduction | None = None,
         scale: float = 1.0,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         """Runs forward and backward of one mini-batch; the gradients are added to `.grad`.
 
@@ -221,35 +282,40 @@ class GPipe(nn.Module):
             targets: What `loss_fn` takes beside the output, N rows each.
             loss_fn: `(output, target)` of a micro-batch to its loss l_i, or to `(l_i, metrics)`.
             reduction: How the losses make one: `"mean"` over rows, `"sum"`, or a function of a micro-batch's target
-                that gives its weight (say, its number of tokens). A micro-batch of weight 0 has no say at all.
-            scale: The factor of the gradients; the loss returned is unscaled. For a `torch.amp.GradScaler` it is
-                `float(scaler.scale(torch.ones(())))`, which also tells the scaler that it is in use.
+                that gives its weight (say, its number of tokens). A micro-batch of weight 0 has no say at all. By
+                default as the loss itself does it, if it is one of `torch.nn` or `torch.nn.functional`, perhaps in
+                a `functools.partial`: the step's loss is what it gives for the whole mini-batch, with its own
+                `reduction`, `ignore_index` and `weight`. Any other loss is taken for a mean over rows.
+            scale: The factor of the gradients; the loss returned is unscaled.
+            scaler: A `torch.amp.GradScaler` or, over processes, a `gpipe.GradScaler`, whose scale it is then. Its
+                `get_scale()`, given as `scale`, would not tell it that it is in use.
 
         Returns:
             The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
 
         Raises:
             ValueError: The rows of inputs and targets differ, or there are none.
+            TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
-        given = Given(inputs, targets, loss_fn, reduction, scale, Ambient.here())
+        factor = read_scale(scale, scaler, self.devices[-1])
+        given = Given(inputs, targets, loss_fn, reduction, factor, Ambient.here())
         trains, step = self.training and given.ambient.grad, self.step_number
         before = draws(self._told) if trains else {}
         together = self._together
+        if together is None or together.is_last:
+            self._tell(given.findings())
         rows, loss, metrics = self._step_here(given) if together is None else self._step_together(together, given)
         self._count_step()
         if trains:
-            if self._unexamined:
-                self._examine_first_step(rows)
-            found = examine_draws(self._own_layers(), before, draws(self._told), step) if before else {}
-            self._told |= found.keys()
-            self._say(list(found.values()))
+            self._examine(rows, before, step)
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
     def _step_here(self, given: Given) -> tuple[int, Tensor | int, list[object]]:
         """Runs a step in this process; gives the rows of the last micro-batch, the loss and the metrics."""
+        check_loss_fn(given.loss_fn)
         rows, (values, targets) = split_alike(self.micro_batches, inputs=given.inputs, targets=given.targets)
         batch = self._batch_of_step(values, given)
-        shares = weights(given.reduction, rows, targets)
+        shares = given.shares(rows, targets)
         batch.targets = targets
         batch.seeds = [share * given.scale if share else None for share in shares]
         self._engine.start(len(values), batch).go(given.ambient, self.recorder)
@@ -264,6 +330,8 @@ class GPipe(nn.Module):
             header = self._header(Asked.STEP, given.ambient, rows, len(values))
             return talk.step(header, batch, given, self.recorder)
 
+    @entrance
+    @known_words(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS)
     @untraced
     def forward(self, inputs: Tree, *, gather: bool = False) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
@@ -356,6 +424,8 @@ class GPipe(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process by name, one that is shared with another under its first name there."""
+        if self._together is not None and self.partitions > 1:
+            refuse_norms_of_a_part()
         first = self.ties_of_names if remove_duplicate else {}
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
@@ -367,28 +437,36 @@ class GPipe(nn.Module):
     def _own_layers(self) -> dict[str, nn.Module]:
         return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
 
-    def _examine_first_step(self, rows: int) -> None:
-        self._unexamined = False
-        layers = list(self._own_layers().values())
-        self._say(
-            [
-                *examine_rows(layers, rows, self._engine.deferred_batch_norm),
-                *examine_gradients(self),
-                *dict.fromkeys(self._seen),
-            ]
-        )
+    def _examine(self, rows: int, before: Draws, step: int) -> None:
+        """Tells what a training step has shown: most of it the first one, the rest whenever it comes."""
+        layers = self._own_layers()
+        if self._unexamined:
+            self._unexamined = False
+            self._tell([*examine_gradients(self), *self._seen])
+        if before:
+            drawn = examine_draws(layers, before, draws(self._told), step)
+            self._told |= drawn.keys()
+            self._tell(list(drawn.values()))
+        if rows < self._few_rows:
+            few = examine_rows(list(layers.values()), rows, self._engine.deferred_batch_norm)
+            self._few_rows = 0 if few else rows
+            self._tell(few)
 
-    def _say(self, found: list[str]) -> None:
-        self.findings += found
-        for finding in found:
-            logger.warning(finding)
+    def _tell(self, findings: Sequence[str]) -> None:
+        """Says what was found, each once, and keeps it."""
+        for finding in findings:
+            if finding not in self.findings:
+                self.findings.append(finding)
+                logger.warning(finding)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.
 
         The norms of the parameters are put together in the order of `parameters()`, on one device, so the result
         does not depend on the partitions, and is the same on all ranks, which all call it: a step that is left out
-        because it is not finite is left out everywhere. Shared parameters count once, replicas too.
+        because it is not finite is left out everywhere. Shared parameters count once, replicas too. Over processes
+        `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` would clip each partition by a norm of its own, and
+        is refused; given a list made before, it cannot be.
         """
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norms = [whole(torch.linalg.vector_norm(gradient, norm_type)).to(self.devices[0]) for gradient in gradients]

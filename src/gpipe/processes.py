@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe.arguments import Settings
 from gpipe.call import SECOND_BACKWARD, Call, pipelined
-from gpipe.given import Given
+from gpipe.given import Given, check_loss_fn, check_values
 from gpipe.plan.action import parse_action
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.run.ambient import Ambient
@@ -21,13 +22,14 @@ from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header, compare, hear, tell
 from gpipe.run.launcher import end_with_launcher
-from gpipe.run.microbatch import Tree, merge, rows_of_parts, split, weights
+from gpipe.run.microbatch import Tree, merge, rows_of_parts, split
 from gpipe.run.net import Net
 from gpipe.run.place import Place
 from gpipe.run.process import ProcessRun
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run
 from gpipe.run.straggler import Stragglers
+from gpipe.run.tracebacks import innermost_code
 from gpipe.run.transport import Label, Message
 from gpipe.run.worker import NO_METRICS, Batch, Output
 
@@ -99,6 +101,25 @@ class Together:
         found = {name: norm for names, theirs in reversed(own) for name, norm in zip(names, theirs, strict=True)}
         order = [name for names, _ in own for name in names]
         return [found[name] for name in dict.fromkeys(order)]
+
+
+NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
+
+
+def refuse_norms_of_a_part() -> None:
+    """Refuses to give the parameters of this process to those who would take theirs for the norm of all.
+
+    Raises:
+        ValueError: It is torch's `clip_grad_norm_` or `get_total_norm` that asks.
+    """
+    codes = {innermost_code(norm): norm.__name__ for norm in NORMS}
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]  # None ends it
+        if name := codes.get(frame.f_code):
+            raise ValueError(
+                f"torch.nn.utils.{name} would see the gradients of this process's partition alone, and what it does "
+                f"would depend on how the layers are cut; have all processes call pipe.clip_grad_norm_(max_norm)"
+            )
 
 
 def _ties_of_names(engine: Engine) -> Iterator[tuple[str, str]]:
@@ -181,8 +202,10 @@ class Talk:
         batch.first = self.place.replica * self.together.micro_batches
         shares: list[float] = []
         if self.together.is_last:
+            check_loss_fn(given.loss_fn)
+            check_values(targets=given.targets)
             batch.targets = split(given.targets, told.rows, told.micro_batches, "targets")
-            shares = weights(given.reduction, rows, batch.targets, self._add_over_replicas)
+            shares = given.shares(rows, batch.targets, self._add_over_replicas)
             always = self.together.engine.sync_batch_norm  # then the other replicas wait for this one's backward
             batch.seeds = [share * given.scale if share or always else None for share in shares]
         run = self.together.engine.start(told.micro_batches, batch)

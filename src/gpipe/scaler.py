@@ -12,6 +12,8 @@ class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` whose ranks agree: what is not finite on one of them skips the step on all.
 
     Every process makes one and calls the same; the scale stays the same everywhere. In one process it is torch's own.
+    Give it to each step as `scaler=`: by `scale=scaler.get_scale()` it would not learn that it is in use, and `step`
+    and `update` would fail.
     A process without an optimizer, because its partition has no parameters, gives None instead.
 
     Args:
@@ -26,8 +28,7 @@ class GradScaler(torch.amp.GradScaler):
         >>> pipe = gpipe.GPipe([torch.nn.Linear(4, 1)], partitions=1, micro_batches=2)
         >>> optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         >>> scaler = gpipe.GradScaler(pipe, init_scale=1024.0)
-        >>> scale = float(scaler.scale(torch.ones(())))
-        >>> loss = pipe.step(torch.ones(8, 4), torch.ones(8, 1), torch.nn.functional.mse_loss, scale=scale)
+        >>> loss = pipe.step(torch.ones(8, 4), torch.ones(8, 1), torch.nn.functional.mse_loss, scaler=scaler)
         >>> scaler.unscale_(optimizer)
         >>> norm = pipe.clip_grad_norm_(1.0)
         >>> scaler.step(optimizer)

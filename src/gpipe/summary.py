@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from torch.nn.parameter import is_lazy
+
 from gpipe.arguments import Settings
 from gpipe.doctor import partitions
 from gpipe.plan.planner import Plan
@@ -18,7 +20,9 @@ def _table(settings: Settings) -> Iterator[str]:
     costs = settings.partition.seconds
     yield f"{'partition':>9}  {'layers':<16} {'device':<8} {'remat':<12} {'parameters':>12} {'MiB':>8} {'cost':>6}"
     for stage, names in enumerate(partitions(settings)):
-        parameters = {id(p): p for name in names for p in settings.layers[name].parameters()}.values()
+        parameters = {
+            id(p): p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)
+        }.values()
         mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         yield (

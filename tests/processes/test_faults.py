@@ -78,7 +78,7 @@ def test_a_loss_function_strikes_at_its_micro_batch() -> None:
     pipe = gpipe.GPipe(build(), [3, 2], M, seed=0)
     with pytest.raises(FaultError) as raised:
         pipe.step(X[0], Y[0], faulty_loss(squares, fault, Y[0].tensor_split(M)[2]))
-    assert "of micro-batch 2, rank 1, stage 1, loss_fn" in raised.value.__notes__[0]
+    assert "in the loss of micro-batch 2, rank 1, stage 1" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -294,7 +294,7 @@ def test_what_builds_no_layer_is_refused_as_it_is_where_all_are_built(wrong: obj
 
 def test_an_error_in_a_callable_is_raised_once_and_names_its_layer() -> None:
     with pytest.raises(TypeError, match="missing 2 required positional arguments") as raised:
-        outline([nn.ReLU, nn.Linear], 0)
+        outline([nn.ReLU, lambda: nn.Linear()], 0)  # type: ignore[call-arg]
     assert raised.value.__notes__ == ["while layer 1 was built"]
     assert raised.value.__context__ is None
 

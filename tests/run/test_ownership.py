@@ -332,7 +332,7 @@ def test_building_a_layer_leaves_a_cuda_generator_alone_that_is_not_there_yet(
 
 def test_an_error_while_a_layer_is_built_says_which() -> None:
     with pytest.raises(TypeError, match="missing 2 required positional arguments") as raised:
-        make([nn.ReLU, nn.Linear], partitions=2)
+        make([nn.ReLU, lambda: nn.Linear()], partitions=2)  # type: ignore[call-arg]
     assert raised.value.__notes__ == ["while layer 1 was built"]
 
 

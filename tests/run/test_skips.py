@@ -265,7 +265,7 @@ def test_a_layer_cannot_pop_what_it_stashes_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "returned", [None, {}, {"b": torch.ones(1)}, {"a": 1}, {"a": torch.ones(1), "b": torch.ones(1)}, [1]], ids=str
+    "returned", [None, {}, {"b": torch.ones(1)}, {"a": 3}, {"a": torch.ones(1), "b": torch.ones(1)}, [1]], ids=str
 )
 @pytest.mark.parametrize("cut", [[2], [1, 1]])
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])

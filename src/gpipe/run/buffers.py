@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipe.run.layout import copy_of
 from gpipe.run.skips import version
@@ -69,6 +70,8 @@ class Buffers:
         tensor = module._buffers.get(name)
         if tensor is None:
             return _NONE
+        if is_lazy(tensor):
+            return Before(tensor)
         kept = self._kept.get(place)
         if kept is None or kept.tensor is not tensor or kept.version != version(tensor):
             kept = self._kept[place] = Before(tensor, version(tensor), copy_of(tensor.detach()))
@@ -79,6 +82,9 @@ class Buffers:
         changed = [place for place, was in before.items() if _is_changed(place, was)]
         for place in changed:
             self._kept.pop(place, None)
+        for (module, name), was in before.items():
+            if was.tensor is not None and was.copy is None and not is_lazy(was.tensor):  # it has values since
+                before[module, name] = Before(was.tensor, -1, copy_of(was.tensor.detach()))
         if self._are_others():
             self.find()
             new = [place for place in self.places if place not in before]

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gpipe.run.layout import moved
+from gpipe.run.misfits import describe_layers, describe_misfit, is_maker
 from gpipe.run.shared import find_shared
 from gpipe.run.skips import find_pops, names
 from gpipe.run.stage import Layer, Stage
@@ -71,7 +72,7 @@ def outline(layers: object, seed: int) -> Outline:
     """
     makers: dict[int, Maker] = {}
     known = WeakIdKeyDictionary()
-    if isinstance(layers, Iterable) and not isinstance(layers, nn.Module):
+    if isinstance(layers, Iterable) and not isinstance(layers, nn.Module) and not describe_layers(layers):
         layers = list(layers)
         for layer in layers:
             if isinstance(layer, nn.Module):  # stays as it is, also where a callable puts it into another
@@ -114,6 +115,8 @@ def _named(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[s
     """Reads what the user gave; `make` turns the callable of an index into a layer."""
     if isinstance(layers, nn.Sequential):
         return {name: module for name, module in layers._modules.items() if module is not None}, []
+    if wrong := describe_layers(layers):
+        return {}, [wrong]
     if isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
         return {}, [
             f"layers is a {type(layers).__name__}; give an nn.Sequential, or a list of modules or of callables that "
@@ -122,14 +125,12 @@ def _named(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[s
     mistakes = []
     named = {}
     for at, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module) and callable(layer):
+        if not isinstance(layer, nn.Module) and is_maker(layer):
             layer = make(layer, at)
         if isinstance(layer, nn.Module):
             named[str(at)] = layer
         else:
-            mistakes.append(
-                f"layer {at} is a {type(layer).__name__}; give an nn.Module or a callable that builds one"
-            )
+            mistakes.append(describe_misfit(at, layer))
     return named, mistakes
 
 
@@ -277,3 +278,22 @@ def cut_into_stages(
         if home in own:
             shared.parameter.data = moved(shared.parameter.data, stages[home].device)
     return stages
+
+
+def release(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
+    """Leaves the layers of other stages without values, but for what a layer of one's own has too.
+
+    They would keep the weights that they began with, and a model of the user's that holds them would be half trained.
+    """
+    mine = [part for stage in own for layer in stage.layers for part in layer.module.modules()]
+    kept = {id(tensor) for part in mine for tensor in (*part._parameters.values(), *part._buffers.values())}
+    known = WeakIdKeyDictionary()
+    for part in {id(part): part for s in stages for layer in s.layers for part in layer.module.modules()}.values():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in kept and not _is_empty(tensor):
+                    if tensor not in known:
+                        known[tensor] = _on_meta(tensor)
+                    held[name] = known[tensor]
+        if isinstance(part, nn.RNNBase):  # keeps a list of its weights beside its parameters
+            part._flat_weights = [getattr(part, weight, None) for weight in part._flat_weights_names]

@@ -16,7 +16,7 @@ Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A tensor that every micro-batch takes whole, whatever its first dimension.
+    """A tensor, or what else holds some, that every micro-batch takes whole, whatever the first dimension.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=2)
@@ -43,8 +43,18 @@ def count_rows(inputs: Tree) -> int:
                 )
             return int(leaf.shape[0])
     raise ValueError(
-        "the inputs hold no tensor with rows; give at least one tensor whose first dimension is the batch"
+        f"the inputs hold no tensor with rows; give at least one tensor whose first dimension is the batch, "
+        f"{_no_rows_in(inputs)}"
     )
+
+
+def _no_rows_in(inputs: Tree) -> str:
+    leaves = pytree.tree_leaves(inputs)
+    if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
+        return f"not numbers in a {type(inputs).__name__}: torch.tensor(...) makes one of them"
+    if isinstance(inputs, (dict, list, tuple)) and not leaves:
+        return f"not an empty {type(inputs).__name__}"
+    return f"not {'None' if inputs is None else 'a ' + type(inputs).__name__} without one"
 
 
 def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
@@ -135,7 +145,7 @@ def weights(
     if reduction == "mean":
         raw = [float(n) for n in rows]
     elif callable(reduction):
-        raw = [float(reduction(target)) for target in targets]  # type: ignore[arg-type]  # whatever float takes
+        raw = [_weight(reduction(target)) for target in targets]
     else:
         raise TypeError(f"reduction={reduction!r}: give 'mean', 'sum' or a function of the target giving a weight")
     if not all(0 <= weight < float("inf") for weight in raw):
@@ -144,3 +154,14 @@ def weights(
     if total == 0:
         raise ValueError("the weights of all micro-batches are 0: there is nothing to average; skip this mini-batch")
     return [weight / total for weight in raw]
+
+
+def _weight(returned: object) -> float:
+    try:
+        return float(returned)  # type: ignore[arg-type]  # whatever float takes
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        raise TypeError(
+            f"reduction must return the weight of a micro-batch, one number such as how many labels count; it "
+            f"returned {found}"
+        ) from error

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from gpipe.run.status import Seen
+from gpipe.run.tracebacks import folded
 from gpipe.run.transport import RemoteError
 
 Report: TypeAlias = Mapping[str, Any]
@@ -26,7 +27,7 @@ def report_of(error: BaseException, run: int, rank: int) -> Report:
         "rank": rank,
         "type": type(error).__name__,
         "message": f"rank {rank} failed: {_shortened(said)}",
-        "traceback": "".join(traceback.format_exception(error))[-LONGEST:],
+        "traceback": "".join(traceback.format_exception(type(error), error, folded(error)))[-LONGEST:],
     }
 
 

@@ -76,8 +76,8 @@ class Run:
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the forward half; what the backward half needs is kept."""
-        self._weights = self._find_weights()
         self._go(self.plumbing.forward, ambient, recorder, threaded=self.engine.threaded)
+        self._weights = self._find_weights()  # behind it: lazy modules come by theirs in it
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the backward half.

@@ -18,6 +18,9 @@ from gpipe.run.microbatch import Tree
 from gpipe.run.skips import Kept, Pop, alias, unpack
 from gpipe.run.visit import Visit
 
+LOSS = "loss_fn"
+"""What stands behind the last layer, in words."""
+
 _sequence_number = torch._C._autograd._get_sequence_nr
 _OWN: AbstractContextManager[object] = nullcontext()
 TRIES = 4
@@ -85,7 +88,7 @@ def layer_at(layers: Sequence[Layer], at: int) -> str | None:
     """In words, the layer at a place in a stage, or the loss behind the last."""
     if at < 0:
         return None
-    return str(layers[at]) if at < len(layers) else "loss_fn"
+    return str(layers[at]) if at < len(layers) else LOSS
 
 
 class Made(NamedTuple):

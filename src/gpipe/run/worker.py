@@ -25,6 +25,8 @@ from gpipe.run.buffers import Snapshot
 from gpipe.run.digest import differ, digest
 from gpipe.run.graph import Owners
 from gpipe.run.lane import Lane, Mark
+from gpipe.run.losses import NO_METRICS as NO_METRICS
+from gpipe.run.losses import read_loss
 from gpipe.run.microbatch import Tree
 from gpipe.run.skips import Pop
 from gpipe.run.stage import Made, Moment, Stage, Trace
@@ -49,7 +51,6 @@ WRITES_IN_BACKWARD = (
     "read, the plain loop has them one micro-batch sooner: forwards go ahead of backwards here, and how far depends "
     "on the schedule"
 )
-NO_METRICS = object()
 _NOTHING = nullcontext()
 
 
@@ -335,21 +336,6 @@ def stash_of(value: Tree) -> Tensor | None:
     """The value of a skip route."""
     assert value is None or isinstance(value, Tensor)
     return value
-
-
-def read_loss(returned: object) -> tuple[Tensor, object]:
-    """What a loss function returned: the loss, and metrics or `NO_METRICS`.
-
-    Raises:
-        TypeError: It is neither a scalar tensor nor `(scalar tensor, metrics)`.
-    """
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, NO_METRICS)
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss if loss.dim() == 0 else loss.reshape(()), metrics
-    found = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
-    raise TypeError(
-        f"loss_fn must return the micro-batch's loss, one real number, or (loss, metrics); it returned {found}"
-    )
 
 
 def failed_node(error: BaseException) -> int | None:
