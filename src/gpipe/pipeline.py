@@ -15,6 +15,7 @@ from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
 from gpipe.doctor import FEW_ROWS, Draws, draws, examine, examine_draws, examine_gradients, examine_rows
 from gpipe.given import Given, check_loss_fn, read_scale, refuse_gradients_of_inputs, split_alike
+from gpipe.kept import Kept, examine_kept, examine_threads, kept_by
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
@@ -301,13 +302,14 @@ class GPipe(nn.Module):
         given = Given(inputs, targets, loss_fn, reduction, factor, Ambient.here())
         trains, step = self.training and given.ambient.grad, self.step_number
         before = draws(self._told) if trains else {}
+        kept = kept_by(self._own_layers()) if trains and self._unexamined else None
         together = self._together
         if together is None or together.is_last:
             self._tell(given.findings())
         rows, loss, metrics = self._step_here(given) if together is None else self._step_together(together, given)
         self._count_step()
         if trains:
-            self._examine(rows, before, step)
+            self._examine(rows, before, step, kept)
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
     def _step_here(self, given: Given) -> tuple[int, Tensor | int, list[object]]:
@@ -437,12 +439,15 @@ class GPipe(nn.Module):
     def _own_layers(self) -> dict[str, nn.Module]:
         return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
 
-    def _examine(self, rows: int, before: Draws, step: int) -> None:
+    def _examine(self, rows: int, before: Draws, step: int, kept: Kept | None) -> None:
         """Tells what a training step has shown: most of it the first one, the rest whenever it comes."""
         layers = self._own_layers()
-        if self._unexamined:
+        if kept is not None:
             self._unexamined = False
+            recomputes = any(remat != "never" for remat in self._settings.remat)
             self._tell([*examine_gradients(self), *self._seen])
+            self._tell(examine_kept(kept, kept_by(layers), recomputes=recomputes))
+            self._tell(examine_threads(list(layers.values())) if self._engine.threaded else [])
         if before:
             drawn = examine_draws(layers, before, draws(self._told), step)
             self._told |= drawn.keys()

@@ -485,3 +485,125 @@ def test_a_sparse_embedding_tied_to_the_head_trains() -> None:
     assert same_bits(*found)
     assert found[0] is not None
     assert torch.allclose(found[0], plain[0].weight.grad)  # type: ignore[arg-type]  # there is one
+
+
+class LeavesItsLoss(nn.Module):
+    """Leaves a balancing loss on itself, as layers of experts do."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.linear, self.detached = nn.Linear(4, 4), detached
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.linear(x).softmax(-1)
+        self.aux = (share.mean(0) ** 2).sum()
+        if self.detached:
+            self.aux = self.aux.detach()
+        return x * share
+
+
+@DRIVERS
+def test_a_tensor_that_a_layer_leaves_on_itself_is_told_once(driver: str, caplog: pytest.LogCaptureFixture) -> None:
+    layer = LeavesItsLoss(detached=True)
+    pipe = gpipe.GPipe([nn.Linear(4, 4), layer, nn.Linear(4, 4)], 2, M, driver=driver)
+    for _ in range(2):
+        pipe.step(X, Y, lambda o, t: F.mse_loss(o, t) + layer.aux)
+    told = [text for text in pipe.findings if text.startswith("1.aux: a forward leaves tensors there")]
+    assert len(told) == 1
+    assert "loss_fn.pop = ('aux',)" in told[0]
+    assert [record.message for record in caplog.records].count(told[0]) == 1
+
+
+@DRIVERS
+@REMAT
+def test_a_graph_that_a_layer_leaves_on_itself_is_refused_where_another_partition_reads_it(
+    remat: str, driver: str
+) -> None:
+    layer = LeavesItsLoss(detached=False)
+    pipe = gpipe.GPipe([layer, nn.Linear(4, 4)], 2, M, driver=driver, remat=remat)
+    with pytest.raises(RuntimeError, match=r"reaches linear\.\w+ of layer 0 \(0: LeavesItsLoss\)"):
+        pipe.step(X, Y, lambda o, t: F.mse_loss(o, t) + layer.aux)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return x
+
+
+@pytest.mark.parametrize(("remat", "told"), [("always", True), ("never", False)])
+def test_a_count_that_a_recompute_would_raise_again_is_told(remat: str, told: bool) -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Counts()], 2, M, remat=remat)
+    pipe.step(X, Y, F.mse_loss)
+    assert any(text.startswith("1.forwards: a forward changes them") for text in pipe.findings) is told
+
+
+def test_layers_that_keep_nothing_are_not_mentioned() -> None:
+    layers = [nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.Dropout(0.1)]
+    pipe = gpipe.GPipe(layers, 2, M)
+    pipe.step(X, Y, F.mse_loss)
+    assert not [text for text in pipe.findings if "forward" in text]
+
+
+@pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
+def test_what_each_thread_has_for_itself_is_told(driver: str, told: bool) -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * getattr(here, "scale", 1.0)
+
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Reads()], 2, M, driver=driver)
+    pipe.step(X, Y, F.mse_loss)
+    assert any(text.startswith("here: read by a layer's forward") for text in pipe.findings) is told
+
+
+@pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
+def test_context_variables_that_layers_set_are_told(driver: str, told: bool) -> None:
+    class Sets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask.set(2.0)
+            return x
+
+    def train() -> list[str]:
+        pipe = gpipe.GPipe([nn.Linear(4, 4), Sets()], 2, M, driver=driver)
+        pipe.step(X, Y, F.mse_loss)
+        return pipe.findings
+
+    findings = contextvars.copy_context().run(train)
+    assert any("set the context variables mask" in text for text in findings) is told
+
+
+class Delayed(torch.autograd.Function):
+    """Scales by what the backward before has seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
+        return x * scale.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.scale.fill_(2.0)
+        return gradient, None
+
+
+@DRIVERS
+@REMAT
+def test_buffers_that_a_backward_writes_are_told(remat: str, driver: str) -> None:
+    class Fp8(nn.Module):
+        scale: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Delayed.apply(x, self.scale)
+
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Fp8(), nn.Linear(4, 4)], [2, 1], M, driver=driver, remat=remat)
+    pipe.step(X, Y, F.mse_loss)
+    assert any("writes buffers of it (Fp8.scale)" in text for text in pipe.findings)

@@ -76,15 +76,22 @@ class Deferred:
     @contextmanager
     def collect(self, micro_batch: int) -> Iterator[None]:
         """Keeps the statistics of the forwards inside, and the real buffers as they are."""
+        with self.aside() as loans:
+            yield
+        for at, loan in enumerate(loans):
+            self.seen[at, micro_batch] = loan.statistics()
+
+    @contextmanager
+    def aside(self) -> Iterator[list["_Loan"]]:
+        """Keeps the real buffers as they are: for a recompute, whose forward did so."""
         loans = [_Loan(norm) for norm in self.norms]
         for loan in loans:
             loan.begin()
         try:
-            yield
+            yield loans
         finally:
-            for at, loan in enumerate(loans):
+            for loan in loans:
                 loan.end()
-                self.seen[at, micro_batch] = loan.statistics()
 
     def merged(self, at: int) -> list[Statistics]:
         """The statistics of the whole mini-batch, of each forward of a BatchNorm in it."""

@@ -3,8 +3,7 @@
 A copy of each buffer is kept, taken anew when the buffer has changed, so that forwards between two changes share one.
 What has changed is found by comparing with the copies, since not every write raises a version (`.data`, fused
 observers, torch's own normalizations). On a GPU to compare would halt it: there small buffers count as changed by
-every forward, and larger ones by their version alone. A recompute works on the copy of what differs by then; of the
-forwards that share a copy only the last can have changed the buffer, and it is recomputed last.
+every forward, and larger ones by their version alone. A recompute works on a copy of what differs by then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,7 +97,7 @@ class Buffers:
         apart = [(place, was) for place, was in snapshot.items() if _is_changed(place, was)]
         real = [(place, place[0]._buffers.get(place[1]), place[1] in place[0]._buffers) for place, _ in apart]
         for place, was in apart:
-            _put(place, was.tensor if was.copy is None else was.copy, there=was.there)
+            _put(place, was.tensor if was.copy is None else copy_of(was.copy), there=was.there)
         try:
             yield
         finally:

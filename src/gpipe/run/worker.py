@@ -198,7 +198,8 @@ class Worker:
         stage, wires = self.stages[step.stage]
         m = step.micro_batch
         cell = self.store[step.stage, m]
-        with stage.buffers.as_before(cell.snapshot or {}):
+        deferred = self.deferred.get(step.stage)
+        with stage.buffers.as_before(cell.snapshot or {}), deferred.aside() if deferred else _NOTHING:
             made = self._run(stage, wires, cell, m, recomputing=True)
             self._compare(stage, wires, cell, m, made)
         cell.snapshot = None
