@@ -20,7 +20,6 @@ from gpipe.run.ambient import Ambient
 from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header, compare, hear, tell
-from gpipe.run.launcher import end_with_launcher
 from gpipe.run.microbatch import Tree, merge, rows_of_parts, split, weights
 from gpipe.run.net import Net
 from gpipe.run.place import Place
@@ -50,8 +49,6 @@ class Together:
         self.stragglers = Stragglers(costs, replicas, measured=settings.in_seconds)
         self.ties_of_names = dict(_ties_of_names(engine))
         self.calls = 0
-        end_with_launcher()
-        engine.net  # noqa: B018 all processes are here now, and link up
 
     @property
     def is_first(self) -> bool:

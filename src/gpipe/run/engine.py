@@ -1,6 +1,7 @@
 """Makes the program of a mini-batch and has it run: everything of a pipe that is not its face."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -10,8 +11,10 @@ from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduce
 from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
 from gpipe.run.batchnorm import find_drift
+from gpipe.run.council import LINKING, Council
 from gpipe.run.drivers import RankThreads
 from gpipe.run.lane import Lane, lanes_on
+from gpipe.run.limits import explaining_limits
 from gpipe.run.net import Net
 from gpipe.run.place import Place
 from gpipe.run.process import ProcessRun
@@ -96,9 +99,33 @@ class Engine:
         place = self.place
         assert place is not None
         if self._net is None:
-            links = connect(place.members, place.device, place.silence)
-            self._net = Net(place.rank, links, place.timeout, wires_for(place, self._crossings()))
+            with Council() as council:
+                council.place = place
+                council.greet()
+                self.link(council)
+        assert self._net is not None
         return self._net
+
+    def link(self, council: Council) -> None:
+        """Makes the links to the other processes, who do so at the same time; the last that the council does.
+
+        Raises:
+            OSError: This process may open no more files.
+            RemoteError: Another process failed, or is gone.
+        """
+        place = self.place
+        assert place is not None
+        links = connect(council)
+        try:
+            with explaining_limits():
+                shown = partial(council.tell, LINKING)
+                self._net = Net(place.rank, links, place.timeout, wires_for(place, self._crossings()), shown)
+            council.tell(LINKING, last=True)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            self._net = None
+            raise
 
     def close(self) -> None:
         """Ends threads and links; the next run makes new ones."""

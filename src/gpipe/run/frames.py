@@ -8,6 +8,7 @@ from collections import deque
 from typing import NamedTuple
 
 from gpipe.run.codec import Views
+from gpipe.run.limits import too_many_files
 from gpipe.run.transport import Label
 
 IN_SLOT = 64  # where in a slot the message begins
@@ -90,7 +91,7 @@ class Arrived:
         if self.start + needed > len(self.memory):
             self._make_room(needed)
         try:
-            count, ancillary, _, _ = self._stream.recvmsg_into([memoryview(self.memory)[self.end :]], _HANDLES)
+            count, ancillary, flags, _ = self._stream.recvmsg_into([memoryview(self.memory)[self.end :]], _HANDLES)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -100,6 +101,8 @@ class Arrived:
         self.end += count
         for _, _, data in ancillary:
             self.handles.extend(array("i", data))
+        if flags & socket.MSG_CTRUNC:
+            raise too_many_files()
         return True
 
     def _make_room(self, needed: int) -> None:

@@ -30,14 +30,13 @@ from gpipe.run.frames import Frame, Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
 from gpipe.run.microbatch import Tree
-from gpipe.run.reports import SILENCE, error_of, heard, last_seen, report_of
+from gpipe.run.reports import SILENCE, SOON, error_of, last_seen, report_of
 from gpipe.run.status import Seen, Status
-from gpipe.run.transport import Label, Message
+from gpipe.run.transport import Label, Message, heard
 from gpipe.run.wires import Coming, Wires
 
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
-SOON = 1.0  # seconds between the ends of the two streams from a process, at most
 
 _NOTHING = nullcontext()
 
@@ -53,7 +52,15 @@ class Net:
         sees: Says in words what a peer was last seen at.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, Link], limit: float, wires: Wires | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        limit: float,
+        wires: Wires | None = None,
+        shown: Callable[[], object] = object,
+    ) -> None:
+        """Also shows the others of this host what this process is at; `shown` is called once it can be seen."""
         self.rank = rank
         self.size = len(links) + 1
         self.links = dict(links)
@@ -74,7 +81,7 @@ class Net:
             self._poll.register(link, 0)
         self._watched = dict.fromkeys(self.links, 0)
         self._streams = {link.fileno() for link in self.links.values()}
-        self.theirs = self.status.shared_with(self.links, limit)
+        self.theirs = self.status.shared_with(self.links, limit, shown)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
