@@ -5,8 +5,9 @@ process waits for what it tells next, as long as the meeting lasts: whoever wait
 be it a record, or that a process is gone. A process has told all when it says that a record is its last.
 """
 
+import atexit
 import threading
-from collections.abc import Sequence
+import time
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -50,29 +51,37 @@ def meet(device: torch.device) -> Meeting:
 
 
 class Voices:
-    """A meeting through gloo, in which each process is heard by itself."""
+    """A meeting through gloo, in which each process is heard by itself.
+
+    A thread that waits in gloo while the interpreter ends would take the process down with it, should the other end
+    be gone just then. So whoever leaves early waits a little for the others, and hangs up at the end.
+    """
 
     def __init__(self) -> None:
         self.heard: SimpleQueue[Heard] = SimpleQueue()
         group, own = dist.group.WORLD, dist.get_rank()
         assert group is not None
+        self._group = group
         self._tag = FIRST_TAG + next(_meetings.setdefault(group, count())) % 2**20
-        self._others = [peer for peer in range(dist.get_world_size()) if peer != own]
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        for peer in self._others:
-            given = (peer, self._tag, self.heard)
-            threading.Thread(target=_listen, args=given, name=f"gpipe hears {peer}", daemon=True).start()
+        self._ears = {
+            peer: threading.Thread(target=self._listen, args=[peer], name=f"gpipe hears {peer}", daemon=True)
+            for peer in range(dist.get_world_size())
+            if peer != own
+        }
+        self._mouths: list[threading.Thread] = []
+        atexit.register(self._hang_up)
+        for ear in self._ears.values():
+            ear.start()
 
     def tell(self, record: bytes, *, last: bool) -> None:
         """Tells all others, and waits for nobody."""
         head = torch.tensor([len(record), not last], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        for peer in self._others:
+        for peer in self._ears:
             with suppress(RuntimeError):  # it is gone, and the thread that hears it says so
                 for sent in (head, body):
-                    work = dist.isend(sent, peer, tag=self._tag)
-                    assert work is not None
-                    self._under_way.append((work, sent))
+                    self._under_way.append((self._group.send([sent], peer, self._tag), sent))
 
     def leave(self, record: bytes, *, known: bool) -> None:
         """Tells all others why this process leaves."""
@@ -80,36 +89,44 @@ class Voices:
         self.part(UNTIL_TOLD)
 
     def part(self, seconds: float) -> None:
-        """Waits until the others have been told all; a thread goes on with it, for those who come late."""
-        waiting = threading.Thread(target=_await, args=[self._under_way], name="gpipe parts", daemon=True)
-        waiting.start()
-        waiting.join(seconds)
+        """Waits until all have told and been told all; threads go on with it, for those who come late."""
+        until = time.monotonic() + seconds
+        self._mouths.append(threading.Thread(target=self._await, name="gpipe is heard", daemon=True))
+        self._mouths[-1].start()
+        for thread in (*self._mouths, *self._ears.values()):
+            thread.join(max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in (*self._mouths, *self._ears.values())):
+            atexit.unregister(self._hang_up)
 
+    def _listen(self, peer: int) -> None:
+        try:
+            goes_on = True
+            while goes_on:
+                size, goes_on = self._receive(torch.empty(2, dtype=torch.int64, device="cpu"), peer).tolist()
+                if not 0 < size <= LARGEST:
+                    raise RuntimeError(f"a record of {size} bytes")
+                record = self._receive(torch.empty(size, dtype=torch.uint8, device="cpu"), peer)
+                self.heard.put((peer, record.numpy().tobytes()))
+        except RuntimeError:
+            self.heard.put((peer, None))
 
-def _listen(peer: int, tag: int, heard: SimpleQueue[Heard]) -> None:
-    try:
-        goes_on = True
-        while goes_on:
-            size, goes_on = _receive(torch.empty(2, dtype=torch.int64, device="cpu"), peer, tag).tolist()
-            if not 0 < size <= LARGEST:
-                raise RuntimeError(f"a record of {size} bytes")
-            record = _receive(torch.empty(size, dtype=torch.uint8, device="cpu"), peer, tag)
-            heard.put((peer, record.numpy().tobytes()))
-    except RuntimeError:
-        heard.put((peer, None))
+    def _receive(self, room: Tensor, peer: int) -> Tensor:
+        self._group.recv([room], peer, self._tag).wait(FOREVER)  # how long is too long is for those to say who wait
+        return room
 
+    def _await(self) -> None:
+        for work, _ in self._under_way:
+            with suppress(RuntimeError):
+                work.wait(FOREVER)
 
-def _receive(room: Tensor, peer: int, tag: int) -> Tensor:
-    work = dist.irecv(room, peer, tag=tag)
-    assert work is not None
-    work.wait(FOREVER)  # how long is too long is for those to say who wait
-    return room
-
-
-def _await(under_way: Sequence[tuple[dist.Work, Tensor]]) -> None:
-    for work, _ in under_way:
-        with suppress(RuntimeError):
-            work.wait(FOREVER)
+    def _hang_up(self) -> None:
+        """Has gloo end the connections on which threads still wait, as it does after a timeout."""
+        for peer, ear in self._ears.items():
+            if ear.is_alive():
+                with suppress(RuntimeError):
+                    self._group.recv([torch.empty(1)], peer, self._tag).wait(timedelta(milliseconds=1))
+        for thread in (*self._mouths, *self._ears.values()):
+            thread.join(UNTIL_TOLD)
 
 
 class Choir:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import Encoded, decode, encode
+from gpipe.run.damage import Damaged
 from gpipe.run.frames import Frame, Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
@@ -157,6 +158,12 @@ class Net:
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
+        try:
+            return self._take_sound(peer, wanted)
+        except Damaged as error:
+            raise heard(f"rank {peer} sent what gpipe never sends: {error}", peer) from error
+
+    def _take_sound(self, peer: int, wanted: Label | None) -> bool | None:
         link = self.links[peer]
         head = link.head()  # of those that are thrown away, too: new slots come with them
         if head is None:
@@ -176,11 +183,11 @@ class Net:
 
     def _open(self, peer: int, link: Link, head: Frame) -> Message | Coming:
         if self._wires is None:
-            message = decode(*link.message(head))
+            message = decode(*link.message(head), size=head.size)
             link.done(head)
             return message
         with self._wires.all_or_nothing():
-            coming = self._wires.expect(peer, decode(*link.message(head)))
+            coming = self._wires.expect(peer, decode(*link.message(head), size=head.size))
             link.done(head)
             return coming
 
@@ -229,7 +236,10 @@ class Net:
         """
         gone = []
         for peer, link in self.links.items():
-            link.listen()
+            try:
+                link.listen()
+            except Damaged as error:
+                raise heard(f"rank {peer} sent what gpipe never sends: {error}", peer) from error
             link.reports = [report for report in link.reports if report["run"] >= self.run]
             if link.news.gone and (needed is None or peer in needed):
                 gone.append(peer)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from gpipe.run.damage import Damaged
+from gpipe.run.frames import check_memory, make_memory
 from gpipe.run.limits import too_many_files
 from gpipe.run.links import Link
 from gpipe.run.remote import RemoteLink
@@ -32,9 +34,7 @@ class Status:
     """A process's own words on what it is at, in memory that the others of its host can read."""
 
     def __init__(self) -> None:
-        self._handle = os.memfd_create("gpipe status", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
-        if self._handle is not None:
-            os.ftruncate(self._handle, _STATUS.size)
+        self._handle = make_memory("gpipe status", _STATUS.size) if hasattr(os, "memfd_create") else None
         self._memory = bytearray(_STATUS.size) if self._handle is None else mmap.mmap(self._handle, _STATUS.size)
         self.layers = memoryview(self._memory)[_AT_LAYERS : _AT_LAYERS + 4].cast("I")  # [0]: how many began
 
@@ -66,8 +66,13 @@ class Status:
         found = {}
         for peer, connection in local.items():
             handle = _shown(peer, connection, limit)
-            found[peer] = Watched(_mapped(handle))
-            os.close(handle)
+            try:
+                check_memory(handle, _STATUS.size)
+                found[peer] = Watched(mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ))
+            except Damaged as error:
+                raise heard(f"rank {peer} sent what gpipe never sends: {error}", peer) from error
+            finally:
+                os.close(handle)
         os.close(self._handle)
         self._handle = None
         return found
@@ -75,14 +80,6 @@ class Status:
     def __del__(self) -> None:
         if self._handle is not None:
             os.close(self._handle)
-
-
-def _mapped(handle: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ)
-    except (OSError, ValueError):
-        os.close(handle)
-        raise
 
 
 def _shown(peer: int, connection: socket.socket, limit: float) -> int:
