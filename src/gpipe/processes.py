@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -85,6 +85,10 @@ class Together:
         with self.run() as talk:
             talk.meet(Asked.EXCHANGE)
             return talk.net.agree(told)
+
+    def gone(self) -> Collection[int]:
+        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
+        return self.engine.gone()
 
     def gather_norms(self, module: nn.Module, norms: Sequence[Tensor]) -> list[Tensor]:
         """The norms of all parameters of the replica, each once, in the order of the layers."""

@@ -13,6 +13,7 @@ from gpipe.checkpoint.values import Json
 NAME = "manifest.json"
 FORMAT = "gpipe checkpoint"
 VERSION = 1
+LARGEST = 2**28  # bytes of the file: a million tensors and their optimizer
 
 NO_HASH = "0" * 64
 

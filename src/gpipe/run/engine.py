@@ -127,6 +127,10 @@ class Engine:
             self._net = None
             raise
 
+    def gone(self) -> list[int]:
+        """The ranks whose ends of the links are closed; none if there are no links, or these are closed too."""
+        return [] if self._net is None else self._net.gone()
+
     def close(self) -> None:
         """Ends threads and links; the next run makes new ones."""
         self.threads.close()

@@ -39,6 +39,8 @@ from gpipe.run.wires import Coming, Wires
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
 
+HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+
 _NOTHING = nullcontext()
 
 
@@ -349,6 +351,16 @@ class Net:
         except BaseException as error:
             self.fail(error)
             raise
+
+    def gone(self) -> list[int]:
+        """The ranks whose ends of the links are closed. Any thread may ask."""
+        found = []
+        for peer, link in self.links.items():
+            seen, handle = select.poll(), link.news.connection.fileno()
+            if handle >= 0:
+                seen.register(handle, HANGS_UP)
+                found += [peer] * bool(seen.poll(0))
+        return found
 
     def close(self) -> None:
         """Ends all links; the others see this process as gone."""
