@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import gpipe
+from gpipe.checkpoint import save
 from tests.processes.faults import strike
 from tests.processes.jobs_faults import FEATURES, MICRO_BATCHES, Json, batch, squares
-from tests.processes.marks import mark
+from tests.processes.marks import FOLDER, mark
 
 OURS = str(Path(gpipe.__file__).parent)
 FEW = "few files"
@@ -118,3 +119,19 @@ def again(rank: int, world: int, who: int, kind: str, at: int) -> Json:
     )
     pipe.step(*batch(0, "gpipe"), squares)
     return [told, ones.item()]
+
+
+def save_and_die(rank: int, world: int, who: int) -> None:
+    """A rank dies when it should write its part of a checkpoint; `limit` is longer than anybody has patience."""
+    pipe = gpipe.GPipe(
+        [nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)],
+        [1, 1],
+        MICRO_BATCHES,
+        seed=0,
+        driver="process",
+    )
+    if rank == who:
+        vars(save)["write_part"] = lambda job: strike("SIGKILL")
+    gpipe.save(os.environ[FOLDER], pipe, background=True, limit=3600.0)
+    while True:
+        pipe.step(*batch(0, "gpipe"), squares)

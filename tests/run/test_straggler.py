@@ -39,7 +39,8 @@ def test_noise_names_nobody(steps: list[list[float]]) -> None:
 
 def test_two_hiccups_name_nobody() -> None:
     hiccup = [1.0, 9.0]
-    steps = [[1, 1]] * WARMING_UP + [hiccup, [1, 1], [1, 1], hiccup, [1, 1], [1, 1], [1, 1]]
+    even = [1.0, 1.0]
+    steps = [even] * WARMING_UP + [hiccup, even, even, hiccup, even, even, even]
     assert named(Stragglers([1, 1], 1, measured=True), steps) == []
 
 

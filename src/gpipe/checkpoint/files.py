@@ -129,9 +129,10 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[FileIO]:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise ValueError(why_not_plain(path) or "is not a file") from error
             raise
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise ValueError("is not a file")
         with open(handle, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ValueError("is not a file")
             yield file
 
 

@@ -83,7 +83,7 @@ class Shelf:
             try:
                 opened = self._open[path.name] = safe_open(path, framework="pt")
                 names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, RuntimeError) as error:
                 self.findings.append(f"{path.name} is no safetensors file: {error}")
                 continue
             for name in names:
