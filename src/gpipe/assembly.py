@@ -14,6 +14,7 @@ from gpipe.run.council import BUILDING, LINKING, Council
 from gpipe.run.engine import Engine
 from gpipe.run.launcher import end_with_launcher
 from gpipe.run.layers import Outline, cut_into_stages, outline, realize
+from gpipe.run.limits import explaining_limits
 from gpipe.run.place import Place, find_place, is_joined
 from gpipe.run.shared import Place as ParameterPlace
 from gpipe.run.shared import find_ties, tie
@@ -32,7 +33,7 @@ def assemble(asked: Arguments) -> tuple[Settings, Engine]:
     end_with_launcher()
     if not is_joined():
         _find_place(asked)  # says what is missing
-    with Council() as council:
+    with Council() as council, explaining_limits():
         place = council.place = _find_place(asked)
         settings = _settle_together(asked, place, council)
         engine = _engine(settings, place)

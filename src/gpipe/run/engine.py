@@ -99,7 +99,7 @@ class Engine:
         place = self.place
         assert place is not None
         if self._net is None:
-            with Council() as council:
+            with Council() as council, explaining_limits():
                 council.place = place
                 council.greet()
                 self.link(council)
@@ -117,9 +117,8 @@ class Engine:
         assert place is not None
         links = connect(council)
         try:
-            with explaining_limits():
-                shown = partial(council.tell, LINKING)
-                self._net = Net(place.rank, links, place.timeout, wires_for(place, self._crossings()), shown)
+            shown = partial(council.tell, LINKING)
+            self._net = Net(place.rank, links, place.timeout, wires_for(place, self._crossings()), shown)
             council.tell(LINKING, last=True)
         except BaseException:
             for link in links.values():

@@ -70,12 +70,16 @@ class Voices:
             if peer != own
         }
         self._mouths: list[threading.Thread] = []
+        self._has_said_all = False
         atexit.register(self._hang_up)
         for ear in self._ears.values():
             ear.start()
 
     def tell(self, record: bytes, *, last: bool) -> None:
-        """Tells all others, and waits for nobody."""
+        """Tells all others, and waits for nobody; who has said its last is listened to no more."""
+        if self._has_said_all:
+            return
+        self._has_said_all = last
         head = torch.tensor([len(record), not last], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         for peer in self._ears:
@@ -121,8 +125,9 @@ class Voices:
 
     def _hang_up(self) -> None:
         """Has gloo end the connections on which threads still wait, as it does after a timeout."""
+        unheard = any(mouth.is_alive() for mouth in self._mouths)
         for peer, ear in self._ears.items():
-            if ear.is_alive():
+            if unheard or ear.is_alive():
                 with suppress(RuntimeError):
                     self._group.recv([torch.empty(1)], peer, self._tag).wait(timedelta(milliseconds=1))
         for thread in (*self._mouths, *self._ears.values()):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe.run.council import LINKING, Council
-from gpipe.run.limits import LIMITS, explaining_limits
+from gpipe.run.limits import LIMITS
 from gpipe.run.links import Link
 from gpipe.run.remote import RemoteLink
 from gpipe.run.reports import SOON
@@ -54,7 +54,7 @@ def connect(council: Council) -> dict[int, Link]:
     hosts, peers = [council.hosts[member] for member in place.members], range(place.rank + 1, len(place.members))
     is_local = [host == hosts[place.rank] for host in hosts]
     pairs: dict[int, list[socket.socket]] = {}
-    with explaining_limits(), _Listening(crosses_hosts=not all(is_local)) as own, _closed_on_failure(pairs):
+    with _Listening(crosses_hosts=not all(is_local)) as own, _closed_on_failure(pairs):
         doors = [Door(**theirs["door"]) for theirs in council.tell(LINKING, door=asdict(own.door))]
         for peer in range(place.rank):
             pairs[peer] = _reach(council, peer, doors[peer], place.silence, local=is_local[peer])
