@@ -4,7 +4,7 @@ Each case of the matrix (kind of fault x phase x rank) trains a small model over
 Exceptions are caught on every rank, the step is done again, and the numbers in the end are compared with those of
 training without a pipeline. See `tests/processes/matrix.py` for what is judged, and how.
 
-    python -m bench.faults                                     # a quarter of an hour
+    python -m bench.faults                                     # half an hour
     python -m bench.faults --runtimes gpipe torch --ranks all  # an hour: torch's own pipeline too, every rank
     python -m bench.faults --parts faults --kinds SIGKILL nan --partitions 2
 
