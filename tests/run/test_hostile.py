@@ -75,6 +75,7 @@ HOSTILE_LAYOUTS = {
     "no JSON": "[true,",
     "deep": "[" * 100_000,
     "a deep tree": json.dumps([True, '["list", null, [' * 300 + "null" + "]]" * 300, [["tensor", 0]], []]),
+    "of an encoding that would have to be guessed, and loaded": "[1]".encode("utf-16-be").decode("latin-1"),
     "NaN": json.dumps([True, None, None, [["float32", [float("nan")], [1], False]]]),
     "infinite": json.dumps([True, None, None, [["float32", [float("inf")], [1], False]]]),
     "true as a size": json.dumps([True, None, None, [["float32", [True], [1], False]]]),
@@ -101,8 +102,10 @@ HOSTILE_LAYOUTS = {
 
 @pytest.mark.parametrize("name", HOSTILE_LAYOUTS)
 def test_a_hostile_layout_is_refused(name: str) -> None:
+    before = set(sys.modules)
     with pytest.raises(Damaged):
         decode(HOSTILE_LAYOUTS[name].encode(), bytearray(64))
+    assert set(sys.modules) == before
 
 
 TREES: dict[str, Any] = {

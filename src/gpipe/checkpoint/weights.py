@@ -96,7 +96,7 @@ def _open(folder: Path, ready: Ready) -> Shelf:
 
 def _read_index(index: Path, ready: Ready) -> dict[str, str]:
     try:
-        where = json.loads(read_small(index, LARGEST, follow=True))["weight_map"]
+        where = json.loads(read_small(index, LARGEST, follow=True).decode())["weight_map"]
         if isinstance(where, dict) and all(isinstance(file, str) for file in where.values()):
             return where
     except (ValueError, LookupError, TypeError, RecursionError):

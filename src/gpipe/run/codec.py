@@ -292,7 +292,7 @@ def _view(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
 @lru_cache(KEPT)
 def _read(layout: bytes) -> Layout:
     with reading("a layout"):
-        is_parcel, spec, leaves, named = json.loads(layout)
+        is_parcel, spec, leaves, named = json.loads(layout.decode())  # of bytes it would guess the encoding
         shapes = tuple(
             (read_dtype(dtype), tuple(size), tuple(strides), wants) for dtype, size, strides, wants in named
         )

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from gpipe.run.damage import Damaged, reading
+from gpipe.run.links import checked_report
 from gpipe.run.meeting import meet
 from gpipe.run.place import Place, default_device, timeout_of_world
 from gpipe.run.reports import Report, error_of, report_of
@@ -114,15 +116,28 @@ class Council:
             peer, record = self._meeting.heard.get(timeout=max(seconds, 0.0))
         except Empty:
             return False
-        said = None if record is None else json.loads(record)
-        if said is None or "failed" in said:
-            self._bad.append(self._gone(peer) if said is None else said["failed"])
+        try:
+            bad = self._gone(peer) if record is None else self._note(peer, record)
+        except Damaged as error:
+            number = self._number(peer)
+            raise heard(f"rank {number} sent what gpipe never sends: {error}", number) from error
+        if bad is not None:
+            self._bad.append(bad)
             if len(self._bad) == 1:
                 self._raise_best()
-        else:
+        return True
+
+    def _note(self, peer: int, record: bytes) -> Report | None:
+        """Reads a record; gives the report of a failure, if it is that."""
+        with reading("a record"):
+            said: dict[str, Any] = json.loads(record.decode())
+            if "failed" in said:
+                return checked_report(said["failed"])
+            if not isinstance(said["told"], dict) or not isinstance(said["next"], str):
+                raise TypeError(f"{sorted(said)}")
             self._told[peer].append(said["told"])
             self._theirs[peer] = said["next"]
-        return True
+        return None
 
     def _raise_best(self) -> None:
         """Raises the failure that a process told itself, if one comes soon; else names who is gone."""
@@ -134,7 +149,7 @@ class Council:
 
     def _gone(self, peer: int) -> Report:
         message = f"rank {self._number(peer)} is gone; it ended {self._theirs[peer]}"
-        return {"rank": self._number(peer), "type": "", "message": message, "traceback": ""}
+        return {"run": 0, "rank": self._number(peer), "type": "", "message": message, "traceback": ""}
 
     def _why_silent(self, peer: int) -> str:
         last = self._theirs[peer].removeprefix("while ")

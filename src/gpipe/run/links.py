@@ -217,7 +217,15 @@ TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceb
 
 def _read_report(told: bytes) -> Mapping[str, Any]:
     with reading("a report"):
-        report: dict[str, Any] = json.loads(told.decode("utf-8", "surrogatepass"))
-        if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
-            raise ValueError(f"{sorted(report)}")
-        return report
+        return checked_report(json.loads(told.decode("utf-8", "surrogatepass")))
+
+
+def checked_report(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The report, which must be one.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
+        raise ValueError(f"{sorted(report)}")
+    return report
