@@ -9,8 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.report import of, table, with_time_left
+from tests.processes.faults import EXCEPTIONS
 from tests.processes.jobs_construction import BEFORE, FEW, construct, save_and_die
-from tests.processes.launch import run_ranks
+from tests.processes.launch import Crew, Job, run_ranks
 from tests.processes.outcome import HungError, Outcome
 from tests.processes.torchrun import torchrun, wait_for
 
@@ -63,16 +64,20 @@ def strike_all(worlds: Sequence[int]) -> Iterator[Struck]:
         for number in range(PLACES)
         if number or kind != FEW
     ]
-    for kind, world, who, at in with_time_left(due, "faults while a pipe is made"):
-        yield judged(kind, world, who, at, _outcomes(world, construct, who, kind, at))
+    with Crew(max(worlds)) as crew:  # of those who live on, and need not be started anew
+        for kind, world, who, at in with_time_left(due, "faults while a pipe is made"):
+            ranks = crew if kind in EXCEPTIONS else None
+            yield judged(kind, world, who, at, _outcomes(world, construct, who, kind, at, ranks=ranks))
     for world in worlds[:1]:
         for who in range(world):
             yield judged("SIGKILL while it saves", world, who, calls[world], _outcomes(world, save_and_die, who))
 
 
-def _outcomes(world: int, job: object, *args: object) -> list[Outcome]:
+def _outcomes(world: int, job: Job, *args: object, ranks: Crew | None = None) -> list[Outcome]:
     try:
-        return run_ranks(world, job, *args, timeout=TIMEOUT, limit=LIMIT)  # type: ignore[arg-type]  # a job
+        if ranks is not None:
+            return ranks.run(job, *args, world=world, timeout=TIMEOUT, limit=LIMIT)
+        return run_ranks(world, job, *args, timeout=TIMEOUT, limit=LIMIT)
     except HungError as error:
         return error.outcomes
 
