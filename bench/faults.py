@@ -4,14 +4,15 @@ Each case of the matrix (kind of fault x phase x rank) trains a small model over
 Exceptions are caught on every rank, the step is done again, and the numbers in the end are compared with those of
 training without a pipeline. See `tests/processes/matrix.py` for what is judged, and how.
 
-    python -m bench.faults                                     # a quarter of an hour
+    python -m bench.faults                                     # half an hour
     python -m bench.faults --runtimes gpipe torch --ranks all  # an hour: torch's own pipeline too, every rank
     python -m bench.faults --parts faults --kinds SIGKILL nan --partitions 2
 
 By default each kind of fault happens on the ranks in turn: with two partitions once in each phase, and with four,
 where processes take twice as long to start, in every second phase. Beside these it counts workers that outlive
-torchrun, and runs `bench.resume` and `bench.damage`. What is found is kept after every fault; the order is drawn, so
-that a run cut short has seen some of everything.
+torchrun, has faults happen while a pipe is made (`bench/construction.py`), and runs `bench.resume` and
+`bench.damage`. What is found is kept after every fault; the order is drawn, so that a run cut short has seen some of
+everything.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench import damage, resume
+from bench import construction, damage, resume
 from bench.machine import facts
 from bench.report import describe, of, table, with_time_left, write
 from tests.processes.faults import KINDS, PHASES
@@ -36,7 +37,7 @@ WAIT = 5.0
 """Seconds after the launcher's death at which a worker that still runs is an orphan."""
 LATE = 2.0
 """Seconds in which every rank of one host has to know, beyond the timeout if a rank stands still."""
-PARTS = ("faults", "orphans", "resume", "damage")
+PARTS = ("faults", "construction", "orphans", "resume", "damage")
 ELSEWHERE = {
     "resume": ("resumes that differ from the run that was never killed", resume.count),
     "damage": ("damaged checkpoints that were loaded", damage.count),
@@ -97,6 +98,8 @@ class Found:
         due: How many faults there shall be, of each runtime.
         results: What came of those that there were.
         orphans: Workers that outlived their launcher, of how many.
+        struck: What came of faults while a pipe was made.
+        late: Workers that outlived a launcher that was killed before they made a pipe, of how many.
         elsewhere: Figures of other modules, by title.
     """
 
@@ -104,6 +107,8 @@ class Found:
     due: dict[str, int] = field(default_factory=dict)
     results: dict[str, list[Result]] = field(default_factory=dict)
     orphans: dict[str, tuple[int, int]] = field(default_factory=dict)
+    struck: list[construction.Struck] = field(default_factory=list)
+    late: tuple[int, int] = (0, 0)
     elsewhere: dict[str, str] = field(default_factory=dict)
 
 
@@ -223,6 +228,12 @@ def main() -> None:
         if "orphans" in options.parts:
             found.orphans[runtime] = count_orphans(runtime, options.partitions)
             report(options, found)
+    if "construction" in options.parts:
+        for struck in construction.strike_all(options.partitions):
+            found.struck.append(struck)
+            report(options, found)
+        found.late = construction.late_orphans(options.partitions, WAIT)
+        report(options, found)
     for part, (title, count) in ELSEWHERE.items():
         if part in options.parts:
             found.elsewhere[title] = of(*count())
@@ -241,6 +252,11 @@ def report(options: argparse.Namespace, found: Found, *, aloud: bool = False) ->
         [title, target, *(column[title] for column in columns.values())]
         for title, target in zip(titles, TARGETS, strict=True)
     ]
+    made = construction.figures(found.struck, found.late) if found.struck else {}
+    wanted = ["", f"<= {LATE:g}", "all", "0", "0"]
+    rows += [
+        [title, target, made[title], *[""] * (len(columns) - 1)] for title, target in zip(made, wanted, strict=False)
+    ]
     rows += [[title, "0", figure, *[""] * (len(columns) - 1)] for title, figure in found.elsewhere.items()]
     partitions = ", ".join(map(str, options.partitions))
     text = f"# Faults\n\n{describe(found.about)}\n\nK = {partitions}; {__doc__.splitlines()[0]}\n"
@@ -251,8 +267,11 @@ def report(options: argparse.Namespace, found: Found, *, aloud: bool = False) ->
     for runtime, results in found.results.items():
         text += f"\n## {runtime}\n\n{LEGEND}\n\n{by_kind(results, options.timeout)}\n\nWhat falls short:\n\n"
         text += f"{complaints(results, options.timeout)}\n"
+    if found.struck:
+        text += f"\n## While a pipe is made\n\n{construction.LEGEND}\n\n{construction.by_kind(found.struck)}\n"
     data: dict[str, Any] = {"facts": found.about, "figures": columns, "elsewhere": found.elsewhere}
     data["cases"] = {runtime: [asdict(result) for result in results] for runtime, results in found.results.items()}
+    data["construction"] = {"figures": made, "cases": [asdict(struck) for struck in found.struck]}
     write(options.name, text, data, aloud=aloud)
 
 

@@ -10,26 +10,41 @@ from torch import Tensor, nn
 from gpipe.arguments import Arguments, Settings, settle
 from gpipe.checks import Mistakes, draw_seed
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.run.council import Council, give_up
+from gpipe.run.council import BUILDING, LINKING, Council
 from gpipe.run.engine import Engine
+from gpipe.run.launcher import end_with_launcher
 from gpipe.run.layers import Outline, cut_into_stages, outline, realize
-from gpipe.run.place import Place, find_place
+from gpipe.run.limits import explaining_limits
+from gpipe.run.place import Place, find_place, is_joined
 from gpipe.run.shared import Place as ParameterPlace
 from gpipe.run.shared import find_ties, tie
 
 
 def assemble(asked: Arguments) -> tuple[Settings, Engine]:
-    """Settles what the pipe is made of, and puts its layers into stages on their devices.
+    """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up.
 
     Raises:
         ValueError: Something cannot be, or differs between the processes.
-        RemoteError: Another process failed.
+        RemoteError: Another process failed, or is gone.
     """
-    place = _find_place(asked)
-    settings = settle(asked) if place is None else _settle_together(asked, place)
+    if asked.driver != "process" and asked.mesh is None:
+        settings = settle(asked)
+        return settings, _engine(settings, None)
+    end_with_launcher()
+    if not is_joined():
+        _find_place(asked)  # says what is missing
+    with Council() as council, explaining_limits():
+        place = council.place = _find_place(asked)
+        settings = _settle_together(asked, place, council)
+        engine = _engine(settings, place)
+        engine.link(council)
+        return settings, engine
+
+
+def _engine(settings: Settings, place: Place | None) -> Engine:
     own = range(len(settings.devices)) if place is None else [place.stage]
     stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices, own)
-    return settings, Engine(
+    return Engine(
         stages,
         SCHEDULES[settings.schedule],
         settings.remat,
@@ -42,41 +57,33 @@ def assemble(asked: Arguments) -> tuple[Settings, Engine]:
     )
 
 
-def _find_place(asked: Arguments) -> Place | None:
-    """Where this process stands, if there are to be several."""
-    if asked.driver != "process" and asked.mesh is None:
-        return None
+def _find_place(asked: Arguments) -> Place:
+    """Where this process stands among several."""
     mistakes = Mistakes()
     place, mistakes.found = find_place(asked.mesh, asked.partitions)
     mistakes.check(
         asked.driver in ("process", None),
         f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
     )
-    try:
-        mistakes.raise_all()
-    except ValueError as error:
-        give_up(error)
-        raise
+    mistakes.raise_all()
+    assert place is not None
     return place
 
 
-def _settle_together(asked: Arguments, place: Place) -> Settings:
+def _settle_together(asked: Arguments, place: Place, council: Council) -> Settings:
     """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
-    council = Council(place)
-    drawn = council.tell_world(drawn=draw_seed() if asked.seed is None else None)[0]["drawn"]
+    drawn = council.greet(drawn=draw_seed() if asked.seed is None else None)[0]["drawn"]
     seed = drawn if asked.seed is None else asked.seed
     costs: Any = asked.costs
     if place.rank:
-        costs = council.tell()[0]["costs"]  # who measures by himself would cut elsewhere
-    with council.speaking():
-        sketch = outline(asked.layers, seed if isinstance(seed, int) else 0)
-        if place.rank and len(costs) != len(sketch.layers):
-            raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {place.rank}")
-        settings = settle(replace(asked, seed=seed, costs=costs), place, sketch)
+        costs = council.tell(BUILDING)[0]["costs"]  # who measures by himself would cut elsewhere
+    sketch = outline(asked.layers, seed if isinstance(seed, int) else 0)
+    if place.rank and len(costs) != len(sketch.layers):
+        raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {place.rank}")
+    settings = settle(replace(asked, seed=seed, costs=costs), place, sketch)
     if not place.rank:
-        council.tell(costs=list(settings.costs))
-    with council.speaking():
-        settings = _with_own_layers(settings, place, sketch, asked.ties)
+        council.tell(BUILDING, costs=list(settings.costs))
+    settings = _with_own_layers(settings, place, sketch, asked.ties)
     _compare(council, settings, asked.ties)
     return settings
 
@@ -94,6 +101,7 @@ def _with_own_layers(settings: Settings, place: Place, sketch: Outline, ties: Se
 def _compare(council: Council, settings: Settings, ties: Sequence[Sequence[str]]) -> None:
     """Checks that all processes have settled for the same."""
     council.compare(
+        LINKING,
         partitions=settings.layers_per_partition,
         micro_batches=settings.micro_batches,
         remat=settings.remat,

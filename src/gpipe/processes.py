@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,6 @@ from gpipe.run.ambient import Ambient
 from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header, compare, hear, tell
-from gpipe.run.launcher import end_with_launcher
 from gpipe.run.microbatch import Tree, merge, rows_of_parts, split
 from gpipe.run.net import Net
 from gpipe.run.place import Place
@@ -52,8 +51,6 @@ class Together:
         self.stragglers = Stragglers(costs, replicas, measured=settings.in_seconds)
         self.ties_of_names = dict(_ties_of_names(engine))
         self.calls = 0
-        end_with_launcher()
-        engine.net  # noqa: B018 all processes are here now, and link up
 
     @property
     def is_first(self) -> bool:
@@ -90,6 +87,10 @@ class Together:
         with self.run() as talk:
             talk.meet(Asked.EXCHANGE)
             return talk.net.agree(told)
+
+    def gone(self) -> Collection[int]:
+        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
+        return self.engine.gone()
 
     def gather_norms(self, module: nn.Module, norms: Sequence[Tensor]) -> list[Tensor]:
         """The norms of all parameters of the replica, each once, in the order of the layers."""

@@ -45,6 +45,9 @@ class Member:
             raise RemoteError("a rank is gone", -1) from None
         return heard
 
+    def gone(self) -> tuple[int, ...]:
+        return ()
+
 
 class RankPipe(nn.Module):
     """What a pipe is in one of several processes: the layers of one stage, under their names in the whole model."""

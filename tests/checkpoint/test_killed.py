@@ -52,7 +52,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
             if name == "open":
                 paths[made] = str(args[0])
             named = args[:2] if name in ("rename", "replace") else args[:1]
-            log.append((name, paths.get(args[0], "") if args[0] in paths else " > ".join(map(str, named))))
+            called = "look" if name == "open" and args[1] & os.O_NONBLOCK else name  # at what may be anything
+            log.append((called, paths.get(args[0], "") if args[0] in paths else " > ".join(map(str, named))))
             return made
 
         return operate

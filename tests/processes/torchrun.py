@@ -61,7 +61,12 @@ def _began(pid: int) -> str:
 
 @contextmanager
 def torchrun(
-    workers: int, module: str, *args: str, folder: Path, options: tuple[str, ...] = ()
+    workers: int,
+    module: str,
+    *args: str,
+    folder: Path,
+    options: tuple[str, ...] = (),
+    is_module: bool = True,
 ) -> Iterator[Launched]:
     """Starts so many workers of a module on this host; in the end all are killed.
 
@@ -71,13 +76,14 @@ def torchrun(
         args: Its arguments.
         folder: For the log.
         options: More options of torchrun.
+        is_module: Whether it is one; else the path of a program.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     log = folder / "torchrun.log"
     with log.open("wb") as stream:
         popen = subprocess.Popen(
-            [*command, *meeting, *options, "-m", module, *args],
+            [*command, *meeting, *options, *["-m"] * is_module, module, *args],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,

@@ -1,9 +1,10 @@
 """The law of the codec: what comes out lies in memory as what went in, with its dtype, shape, bits and identities."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,16 +228,18 @@ def test_of_elements_that_overlap_only_the_bits_arrive(tensor: Tensor) -> None:
     assert_same(there_and_back(Parcel(tensor, [])), Parcel(tensor, []), strides=False)
 
 
-def test_a_size_stays_a_size_and_a_key_that_is_an_enum_itself() -> None:
-    for value in (torch.Size([2, 3]), {Colour.RED: torch.Size(())}):
+def test_a_size_stays_a_size_and_a_container_what_it_is() -> None:
+    counts = defaultdict(int, {(1, "a"): 2})
+    for value in (torch.Size([2, 3]), {None: torch.Size(())}, {(1, (True, 2.5)): 3}, counts, deque([1], maxlen=3)):
         back = there_and_back(Parcel(value, []))
         assert isinstance(back, Parcel)
         assert back.value == value
+        assert isinstance(value, torch.Size) or type(back.value) is type(value)
 
 
 def test_keys_stay_what_they_are_also_where_they_are_equal() -> None:
     """The layout that is kept for one is not the other's."""
-    for key in (1, True, "1", 1, Colour.RED, True):
+    for key in (1, True, "1", 1, (1,), (True,), True, 1.0):
         back = there_and_back(Parcel({key: torch.ones(1)}, []))
         assert isinstance(back, Parcel)
         assert isinstance(back.value, dict)
@@ -296,7 +299,8 @@ REFUSED = {
     "a sparse tensor": (torch.ones(2, 2).to_sparse(), "layout torch.sparse_coo"),
     "a parameter": (nn.Parameter(torch.ones(2)), "Parameter"),
     "a named tuple": (Pair(1, torch.ones(2)), "Pair"),
-    "a key that is a tuple": ({(1, 2): torch.ones(2)}, "unhashable"),
+    "a key that is an enum": ({Colour.RED: torch.ones(2)}, "Colour"),
+    "a defaultdict of one's own": (defaultdict[Any, Any](lambda: 0, {1: torch.ones(2)}), "lambda"),
     "a key that is a dtype": ({torch.bool: torch.ones(2)}, "torch.bool"),
 }
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import decode, encode
-from gpipe.run.frames import CHUNK, Frame, Gone, News
-from gpipe.run.links import INLINE, SLOTS, Link
+from gpipe.run.frames import CHUNK, SLOTS, Frame, Gone, News
+from gpipe.run.links import INLINE, Link
 from gpipe.run.remote import RemoteLink
 from gpipe.run.transport import Label
 
@@ -257,8 +257,9 @@ def test_who_sends_to_one_that_is_gone_is_told(kind: type[Link]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_reports_and_the_end_come_by_the_news(kind: type[Link]) -> None:
     with linked(kind) as (one, other):
-        one.report({"run": 1, "message": "no"})
-        one.report({"run": 2, "message": "ñ" * 20_000})
+        words = {"rank": 0, "type": "", "traceback": ""}
+        one.report({"run": 1, "message": "no", **words})
+        one.report({"run": 2, "message": "ñ" * 20_000, **words})
         until(lambda: len(told(other)) == 2)
         assert [report["run"] for report in other.reports] == [1, 2]
         assert not other.news.gone

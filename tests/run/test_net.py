@@ -16,7 +16,8 @@ from gpipe.plan.program import Program
 from gpipe.plan.rules import receiver_of, sender_of
 from gpipe.plan.schedules import fill_drain
 from gpipe.run.boundary import Parcel
-from gpipe.run.links import INLINE, SLOTS, Link
+from gpipe.run.frames import SLOTS
+from gpipe.run.links import INLINE, Link
 from gpipe.run.net import Net
 from gpipe.run.transport import Label, RemoteError
 from tests.run.nets import BIG, KINDS, label_of, nets, receive, send, send_all, together, wait_until, waits

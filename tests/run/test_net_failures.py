@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe.run.links import SLOTS, Link
+from gpipe.run.frames import SLOTS
+from gpipe.run.links import Link
 from gpipe.run.net import Net
 from gpipe.run.remote import RemoteLink
 from gpipe.run.status import Status

@@ -21,11 +21,14 @@ LIMIT = 60.0
 Stranger = Callable[[socket.socket, _Listening], None]
 
 
+def nobody_fails() -> None:
+    pass
+
+
 @contextmanager
 def listening(monkeypatch: pytest.MonkeyPatch, *, crosses_hosts: bool) -> Iterator[_Listening]:
     """A process that can be reached; other hosts would reach it by the loopback device."""
     monkeypatch.setattr(rendezvous, "_own_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(rendezvous, "PATIENCE", LIMIT)
     with _Listening(crosses_hosts=crosses_hosts) as own:
         yield own
 
@@ -33,7 +36,7 @@ def listening(monkeypatch: pytest.MonkeyPatch, *, crosses_hosts: bool) -> Iterat
 def check_linked(own: _Listening, peers: range, *, local: bool) -> None:
     """All peers get in, and are who they say they are."""
     with ThreadPoolExecutor(len(peers) + 1) as pool, ExitStack() as ends:
-        welcome = pool.submit(own.welcome, peers, SILENCE)
+        welcome = pool.submit(own.welcome, peers, SILENCE, LIMIT, nobody_fails)
         calls = {peer: pool.submit(_call, own.door, peer, SILENCE, local=local) for peer in peers}
         found = welcome.result(LIMIT)
         assert sorted(found) == list(peers)
@@ -117,7 +120,7 @@ def test_a_greeting_may_come_in_pieces_and_the_news_first(monkeypatch: pytest.Mo
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        stream, news = (ends.enter_context(end) for end in own.welcome(range(1, 2), SILENCE)[1])
+        stream, news = (ends.enter_context(end) for end in own.welcome(range(1, 2), SILENCE, LIMIT, nobody_fails)[1])
         speaker.join()
         for end, which in ((stream, "messages"), (news, "news")):
             ours[which].sendall(which.encode())
@@ -126,7 +129,6 @@ def test_a_greeting_may_come_in_pieces_and_the_news_first(monkeypatch: pytest.Mo
 
 def test_who_does_not_come_is_named_also_if_strangers_come_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(monkeypatch, crosses_hosts=False) as own:
-        monkeypatch.setattr(rendezvous, "PATIENCE", 0.5)
         ended = threading.Event()
 
         def knock() -> None:
@@ -138,7 +140,7 @@ def test_who_does_not_come_is_named_also_if_strangers_come_all_the_time(monkeypa
         stranger.start()
         try:
             with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect within 0\.5 s"):
-                own.welcome(range(1, 3), SILENCE)
+                own.welcome(range(1, 3), SILENCE, 0.5, nobody_fails)
         finally:
             ended.set()
             stranger.join()

@@ -36,7 +36,7 @@ def agree(team: Team, told: Any = None, error: Exception | None = None) -> list[
         RemoteError: Another rank has one.
     """
     fault = None if error is None else [type(error).__name__, str(error)]
-    heard = [json.loads(each) for each in team.exchange(json.dumps({"told": told, "fault": fault}).encode())]
+    heard = [json.loads(each.decode()) for each in team.exchange(json.dumps({"told": told, "fault": fault}).encode())]
     faults = {rank: each["fault"] for rank, each in enumerate(heard) if each["fault"]}
     if error is not None:
         for rank, (kind, text) in faults.items():

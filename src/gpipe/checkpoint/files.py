@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 PIECE = 2**24  # bytes hashed and written at once: they stay in the cache, and other threads run meanwhile
@@ -113,7 +114,50 @@ def why_not_plain(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else "is not a file"
 
 
+@contextmanager
+def opened(path: Path, *, follow: bool = False) -> Iterator[FileIO]:
+    """Opens a file that somebody else may have put there, to read it: it waits for nobody, whatever that is.
+
+    Raises:
+        ValueError: It is no file of its own; says what it is.
+        OSError: It cannot be read.
+    """
+    with naming(path):
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise ValueError(why_not_plain(path) or "is not a file") from error
+            raise
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise ValueError("is not a file")
+        with open(handle, "rb", buffering=0) as file:
+            yield file
+
+
+def size_of(path: Path) -> int:
+    """The size of a plain file, for what it says itself."""
+    return path.lstat().st_size
+
+
+def read_small(path: Path, most: int, *, follow: bool = False) -> bytes:
+    """Reads a file that is small if it is what it should be.
+
+    Raises:
+        ValueError: It is larger, or no file; says what is wrong.
+    """
+    with opened(path, follow=follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"has {size} bytes, and {most} are the most that it can have")
+        data = bytearray()
+        while len(data) <= most and (piece := file.read(most + 1 - len(data))):
+            data += piece
+        return bytes(data)
+
+
 def hash_file(path: Path) -> File:
     """Reads a file through."""
-    with naming(path), path.open("rb", buffering=0) as file:
+    with opened(path) as file, naming(path):
         return File(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())

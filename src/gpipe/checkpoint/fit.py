@@ -62,11 +62,12 @@ def read_weights(module: nn.Module, shelf: Shelf, find: Callable[[str], str | No
             missing.append(name)
             continue
         before = first.setdefault(id(target), stored)
-        value = shelf.read(stored)
-        wrong = why_not_fitting(value, target)
+        wrong = why_not_fitting(shelf.look(stored), target)
         if wrong:
             ready.findings.append(f"{name} {wrong}")
-        elif before != stored and not _same_bits(value, shelf.read(before)):
+            continue
+        value = shelf.read(stored)
+        if before != stored and not _same_bits(value, shelf.read(before)):
             ready.findings.append(f"{name} and {before} are one tensor here, and differ there; do not share them")
         else:
             ready.values[name] = _like(value, target)

@@ -15,10 +15,11 @@ from itertools import count
 from pathlib import Path
 
 from gpipe.checkpoint import manifest
-from gpipe.checkpoint.files import make_folder, put_file, remove_folder, sync_folder
+from gpipe.checkpoint.files import make_folder, put_file, read_small, remove_folder, sync_folder
 from gpipe.checkpoint.manifest import CheckpointError
 
 LATEST = "latest"
+LONGEST = 4096  # bytes of it
 CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 LEFTOVER = re.compile(r"step_[0-9.]+\.tmp-([0-9a-f]{8})-[0-9a-f]{8}")
 
@@ -54,11 +55,13 @@ def find(folder: Path) -> Found | None:
     if (folder / manifest.NAME).exists():
         return Found(folder)
     try:
-        text = (folder / LATEST).read_text()
+        text = read_small(folder / LATEST, LONGEST).decode()
     except UnicodeDecodeError:
         text = ""
     except FileNotFoundError:
         return _newest(folder)
+    except ValueError as error:
+        raise CheckpointError(folder, [f"{LATEST} {error}; remove it{_choice(folder)}"]) from None
     matched = re.fullmatch(rf"({CHECKPOINT.pattern})\n(?:([0-9a-f]{{64}})\n)?", text)
     if not matched:
         advice = f"write the name of a checkpoint into it, and a line break{_choice(folder)}"

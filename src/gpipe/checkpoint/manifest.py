@@ -13,6 +13,7 @@ from gpipe.checkpoint.values import Json
 NAME = "manifest.json"
 FORMAT = "gpipe checkpoint"
 VERSION = 1
+LARGEST = 2**28  # bytes of the file: a million tensors and their optimizer
 
 NO_HASH = "0" * 64
 
@@ -115,7 +116,7 @@ def from_bytes(data: bytes) -> Manifest:
         ValueError: It is damaged, or of another version.
     """
     try:
-        fields = json.loads(data)
+        fields = json.loads(data.decode())
         head, found, tail = data.rpartition(fields["sha256"].encode())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError("it is damaged: not the JSON that was written") from None

@@ -22,7 +22,7 @@ from torch import nn
 from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.folder import Draft, begin
 from gpipe.checkpoint.gather import Part, copied, gather
-from gpipe.checkpoint.write import Job, await_parts, finish, note_failure, write_part
+from gpipe.checkpoint.write import Job, await_parts, begin_part, finish, note_failure, write_part
 from gpipe.run.team import Alone, Team
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._name: str | None = None
         self._trouble = Trouble()
+        self._sign: int | None = None  # that this process lives and writes
         self._settled = False
 
     def wait(self) -> Path:
@@ -88,11 +89,15 @@ class Saving:
 
     def in_background(self) -> None:
         """Begins to write it."""
+        with self._trouble:
+            self._sign = begin_part(self._job)
         self._thread = threading.Thread(target=self._write, name="gpipe-save")  # no daemon: it outlives the script
         self._thread.start()
 
     def _write(self) -> None:
         with self._trouble:
+            if self._trouble.error is not None:
+                raise self._trouble.error
             write_part(self._job)
             if self._draft is not None:
                 await_parts(self._job)
@@ -116,6 +121,10 @@ class Saving:
             self._name = None
             self._discard()
             raise
+        finally:
+            if self._sign is not None:
+                os.close(self._sign)
+                self._sign = None
 
     def _discard(self) -> None:
         if self._draft is not None:
@@ -179,7 +188,7 @@ def save(
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
     path = root / _agree_where(team, same, draft, trouble)
     writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
-    saving = Saving(Job(team.rank, writers, path, part, _numbers(pipe, team), keep, limit), team, draft)
+    saving = Saving(Job(team.rank, writers, path, part, _numbers(pipe, team), keep, limit, team.gone), team, draft)
     if background:
         _under_way[pipe] = saving
         saving.in_background()

@@ -4,6 +4,7 @@ The format: the length of a header (8 bytes), the header (JSON: type, shape and 
 """
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,12 +14,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gpipe.checkpoint.files import opened as plainly_opened
+
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
+LONGEST_HEADER = 10**8  # bytes, as safetensors itself has it
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -73,10 +77,13 @@ class Shelf:
         self.home: dict[str, str] = {}  # the file of each tensor
         self._open: dict[str, safe_open] = {}
         for path in paths:
+            if wrong := self._why_unreadable(path):
+                self.findings.append(f"{path.name} {wrong}")
+                continue
             try:
                 opened = self._open[path.name] = safe_open(path, framework="pt")
                 names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, RuntimeError) as error:
                 self.findings.append(f"{path.name} is no safetensors file: {error}")
                 continue
             for name in names:
@@ -84,7 +91,23 @@ class Shelf:
                 if other != path.name:
                     self.findings.append(f"{path.name} and {other} both hold {name!r}; they are of different runs")
 
+    @staticmethod
+    def _why_unreadable(path: Path) -> str | None:
+        """What is wrong with a file, if it cannot be opened without harm: safetensors opens whatever is there."""
+        try:
+            with plainly_opened(path, follow=True) as file:
+                size, head = os.fstat(file.fileno()).st_size, file.read(8)
+        except (ValueError, OSError) as error:
+            return str(error)
+        if len(head) < 8 or struct.unpack("<Q", head)[0] > min(size - 8, LONGEST_HEADER):
+            return "is no safetensors file: its header would be larger than the file, or than any"
+        return None
+
+    def look(self, name: str) -> Tensor:
+        """A tensor as it lies in its file: nothing of it is read yet."""
+        mapped: Tensor = self._open[self.home[name]].get_tensor(name)  # type: ignore[no-untyped-call]
+        return mapped
+
     def read(self, name: str) -> Tensor:
         """A tensor, in memory of its own."""
-        mapped: Tensor = self._open[self.home[name]].get_tensor(name)  # type: ignore[no-untyped-call]
-        return mapped.clone()
+        return self.look(name).clone()

@@ -14,10 +14,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from gpipe.checkpoint.agree import Trouble, agree, agree_on
-from gpipe.checkpoint.files import make_folder, put_file, sync_folder, write_file
+from gpipe.checkpoint.files import make_folder, put_file, read_small, sync_folder, write_file
 from gpipe.checkpoint.fit import Ready, listed, put, read_weights
 from gpipe.checkpoint.gather import first_names
-from gpipe.checkpoint.manifest import CheckpointError
+from gpipe.checkpoint.manifest import LARGEST, CheckpointError
 from gpipe.checkpoint.save import settle, team_of
 from gpipe.checkpoint.tensors import Shelf, encoded, whole, why_not_storable
 
@@ -96,7 +96,7 @@ def _open(folder: Path, ready: Ready) -> Shelf:
 
 def _read_index(index: Path, ready: Ready) -> dict[str, str]:
     try:
-        where = json.loads(index.read_bytes())["weight_map"]
+        where = json.loads(read_small(index, LARGEST, follow=True).decode())["weight_map"]
         if isinstance(where, dict) and all(isinstance(file, str) for file in where.values()):
             return where
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -1,16 +1,18 @@
 """Writes a checkpoint: each rank its part, rank 0 what makes them one. Nothing here waits for another rank's thread.
 
+all      in the background: part_2.begun, locked for as long as the process lives
 rank 2   stage_2.safetensors, stage_2.optimizer.safetensors, all synced, then part_2.json, which tells their hashes
 rank 0   the same; once all parts are there: manifest.json, the parts' notes removed, rename, latest
 """
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-from gpipe.checkpoint.files import File, put_file, write_file
+from gpipe.checkpoint.files import File, naming, put_file, write_file
 from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.gather import Part
 from gpipe.checkpoint.manifest import NAME, Manifest, to_bytes
@@ -43,6 +45,7 @@ class Job:
         numbers: The fields of the manifest that every rank knows.
         keep: How many checkpoints stay, if not all.
         limit: Seconds that rank 0 waits for ranks of which nothing more comes.
+        gone: Which ranks have no connection any more: they may have closed it, and write all the same.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class Job:
     numbers: Mapping[str, Any]
     keep: int | None
     limit: float
+    gone: Callable[[], Collection[int]] = tuple
 
 
 def write_part(job: Job) -> None:
@@ -72,28 +76,72 @@ def note(job: Job, rank: int) -> Path:
     return job.path / f"part_{rank}.json"
 
 
+def begin_part(job: Job) -> int | None:
+    """Shows the others that this rank lives and will write: a lock, which ends with the process."""
+    if job.rank >= job.ranks:
+        return None
+    path, shown = job.path / f"part_{job.rank}.tmp3", _sign_of(job, job.rank)
+    with naming(path):
+        lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(path, shown)
+        except BaseException:
+            os.close(lock)
+            raise
+    return lock
+
+
+def _sign_of(job: Job, rank: int) -> Path:
+    return job.path / f"part_{rank}.begun"
+
+
+def _is_gone(job: Job, rank: int) -> bool:
+    """Whether a process has ended before its part was there."""
+    try:
+        sign = os.open(_sign_of(job, rank), os.O_RDONLY)
+    except FileNotFoundError:
+        return rank in job.gone() and not _sign_of(job, rank).exists()
+    try:
+        fcntl.flock(sign, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is locked, or cannot be
+        return False
+    finally:
+        os.close(sign)
+    return not note(job, rank).exists() and not _failure_of(job, rank).exists()
+
+
+def _failure_of(job: Job, rank: int) -> Path:
+    return job.path / f"part_{rank}.failed"
+
+
 def note_failure(job: Job, error: Exception) -> None:
     """Lets rank 0 know that this part will not come."""
     for name in job.path.glob(f"stage_{job.rank}.*"):
         os.unlink(name)  # on a full disk there is no room for the note else
     text = json.dumps([type(error).__name__, str(error)])
-    put_file(job.path / f"part_{job.rank}.failed", job.path / f"part_{job.rank}.tmp2", text.encode())
+    put_file(_failure_of(job, job.rank), job.path / f"part_{job.rank}.tmp2", text.encode())
 
 
 def await_parts(job: Job) -> None:
     """Waits for the parts of all ranks, as long as something comes.
 
     Raises:
-        RemoteError: A rank failed.
+        RemoteError: A rank failed, or is gone.
         TimeoutError: Nothing came for a while.
     """
     size, since = -1, time.monotonic()
     while missing := [rank for rank in range(job.ranks) if not note(job, rank).exists()]:
         for rank in missing:
-            failed = job.path / f"part_{rank}.failed"
+            failed = _failure_of(job, rank)
             if failed.exists():
                 kind, text = json.loads(failed.read_text())
                 raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
+            if _is_gone(job, rank):
+                raise RemoteError(
+                    f"rank {rank} is gone; it ended before its part of the checkpoint was written", rank
+                )
         now = _bytes_in(job.path)
         if now != size:
             size, since = now, time.monotonic()
@@ -119,7 +167,7 @@ def finish(job: Job, draft: Draft) -> str:
     manifest = joined([json.loads(path.read_text()) for path in notes], job.numbers)
     data = to_bytes(manifest, {"gpipe": _version(), "torch": torch.__version__})
     write_file(job.path / NAME, [data])
-    for path in notes:
+    for path in [*notes, *job.path.glob("part_*.begun")]:
         os.unlink(path)
     name = publish(draft, manifest.step_number, hashlib.sha256(data).hexdigest())
     draft.close()

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gpipe.run.boundary import Gradients, Parcel
+from gpipe.run.damage import Damaged, check_shape, reading, why_too_wide
 from gpipe.run.layout import alignment, room
-from gpipe.run.text import At, read_leaf, write_leaf, write_tree
+from gpipe.run.text import At, read_dtype, read_leaf, read_tree, write_leaf, write_tree
 from gpipe.run.transport import Message
 
 APART = 64  # bytes: where in a message tensors begin
@@ -149,6 +150,8 @@ def _of_one(
     wants_gradient: bool,
 ) -> tuple[bytes, tuple[Extent, ...], int]:
     """How a message of one tensor is written: the usual one, so it must be quick."""
+    if too_wide := why_too_wide(dtype, tuple(size), strides):
+        raise TypeError(too_wide)
     return _of_many(is_parcel, None, "null", ((dtype, tuple(size), strides, wants_gradient, aligned),))
 
 
@@ -162,9 +165,20 @@ def _of_many(
     return f"{head[:-1]}, {leaves}, {tail}]".encode(), extents, extents[-1].end if extents else 0
 
 
-def decode(layout: bytes, memory: Buffer, offset: int = 0, views: Views | None = None) -> Message:
-    """The message of a layout and the bytes behind it, which may be used again afterwards, with the same `views`."""
+def decode(
+    layout: bytes, memory: Buffer, offset: int = 0, views: Views | None = None, *, size: int | None = None
+) -> Message:
+    """The message of a layout and the bytes behind it, which may be used again afterwards, with the same `views`.
+
+    `size` is how many bytes its tensors are said to take.
+
+    Raises:
+        Damaged: Nothing writes that.
+    """
     read = _read(layout)
+    needed = read.extents[-1].end if read.extents else 0
+    if offset + needed > len(memory) or size not in (None, needed):
+        raise Damaged(f"tensors of {needed} bytes, in a message of {len(memory) - offset if size is None else size}")
     views = {} if views is None else views
     tensors = [_take(extent, memory, offset, views) for extent in read.extents]
     if read.leaves is None:
@@ -184,6 +198,10 @@ def shape_of(tensor: Tensor) -> Shape:
     """
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
+    if tensor.is_quantized:
+        raise TypeError("a quantized tensor cannot go to another process; return its .dequantize()")
+    if too_wide := why_too_wide(tensor.dtype, tuple(tensor.shape), tensor.stride()):
+        raise TypeError(too_wide)
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, alignment(tensor)
 
 
@@ -278,10 +296,27 @@ def _view(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
 
 @lru_cache(KEPT)
 def _read(layout: bytes) -> Layout:
-    is_parcel, spec, leaves, named = json.loads(layout)
-    shapes = tuple(
-        (getattr(torch, dtype), tuple(size), tuple(strides), wants, aligned)
-        for dtype, size, strides, wants, aligned in named
-    )
-    tree = None if spec is None else pytree.treespec_loads(spec)
-    return Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), extents_of(shapes))
+    with reading("a layout"):
+        is_parcel, spec, leaves, named = json.loads(layout.decode())  # of bytes it would guess the encoding
+        shapes = tuple(
+            (read_dtype(dtype), tuple(size), tuple(strides), wants, aligned)
+            for dtype, size, strides, wants, aligned in named
+        )
+        for shape in shapes:
+            check_shape(*shape)
+        tree = None if spec is None else read_tree(spec)
+        read = Layout(is_parcel, tree, None if leaves is None else tuple(map(read_leaf, leaves)), extents_of(shapes))
+        _check_whole(read)
+        return read
+
+
+def _check_whole(read: Layout) -> None:
+    """Checks that all tensors that are named are there."""
+    numbers = [leaf.number for leaf in read.leaves or () if isinstance(leaf, At)]
+    known = range(len(read.extents))
+    if type(read.is_parcel) is not bool or (len(known) != 1 if read.leaves is None else set(numbers) != set(known)):
+        raise ValueError(f"tensors {numbers} of {len(known)}")
+    if read.spec is not None and (read.leaves is None or read.spec.num_leaves != len(read.leaves)):
+        raise ValueError(f"{read.spec.num_leaves} leaves")
+    if read.is_parcel and read.spec is None and read.leaves is not None:
+        raise ValueError("leaves without a tree")

@@ -1,6 +1,7 @@
 """Makes the program of a mini-batch and has it run: everything of a pipe that is not its face."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -12,9 +13,11 @@ from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduce
 from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
 from gpipe.run.batchnorm import find_drift
+from gpipe.run.council import LINKING, Council
 from gpipe.run.drivers import RankThreads
 from gpipe.run.graph import Owners
 from gpipe.run.lane import Lane, lanes_on
+from gpipe.run.limits import explaining_limits
 from gpipe.run.net import Net
 from gpipe.run.place import Place
 from gpipe.run.process import ProcessRun
@@ -109,9 +112,36 @@ class Engine:
         place = self.place
         assert place is not None
         if self._net is None:
-            links = connect(place.members, place.device, place.silence)
-            self._net = Net(place.rank, links, place.timeout, wires_for(place, self._crossings()))
+            with Council() as council, explaining_limits():
+                council.place = place
+                council.greet()
+                self.link(council)
+        assert self._net is not None
         return self._net
+
+    def link(self, council: Council) -> None:
+        """Makes the links to the other processes, who do so at the same time; the last that the council does.
+
+        Raises:
+            OSError: This process may open no more files.
+            RemoteError: Another process failed, or is gone.
+        """
+        place = self.place
+        assert place is not None
+        links = connect(council)
+        try:
+            shown = partial(council.tell, LINKING)
+            self._net = Net(place.rank, links, place.timeout, wires_for(place, self._crossings()), shown)
+            council.tell(LINKING, last=True)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            self._net = None
+            raise
+
+    def gone(self) -> list[int]:
+        """The ranks whose ends of the links are closed; none if there are no links, or these are closed too."""
+        return [] if self._net is None else self._net.gone()
 
     def close(self) -> None:
         """Ends threads and links; the next run makes new ones."""

@@ -1,6 +1,8 @@
 """What goes over the connection of two processes: frames and news, and the slots of memory that they share."""
 
+import fcntl
 import mmap
+import os
 import socket
 import struct
 from array import array
@@ -8,8 +10,14 @@ from collections import deque
 from typing import NamedTuple
 
 from gpipe.run.codec import Views
+from gpipe.run.damage import Damaged
+from gpipe.run.limits import too_many_files
 from gpipe.run.transport import Label
 
+LARGEST_LAYOUT = 2**26  # bytes: some hundred thousand tensors
+LARGEST_NEWS = 2**20
+SLOTS = 4
+"""Messages that may be under way from one process to another and not yet taken."""
 IN_SLOT = 64  # where in a slot the message begins
 CHUNK = 2**16
 FREE, FAILED = b"S", b"F"
@@ -17,6 +25,7 @@ FREE, FAILED = b"S", b"F"
 HEADER = struct.Struct("<IiI?hIQQd")
 _NEWS = struct.Struct("<cI")
 _HANDLES = socket.CMSG_SPACE(64)  # bytes, room for the handles that come at once
+MOST_HANDLES = 2**10  # those of new slots, not read yet: messages that small fit into the sockets' own memory
 
 
 class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
@@ -40,9 +49,16 @@ class Frame(NamedTuple):
 
     @classmethod
     def read(cls, memory: bytes | bytearray, start: int = 0) -> "Frame":
-        """Reads what `header` wrote."""
+        """Reads what `header` wrote.
+
+        Raises:
+            Damaged: It did not write that.
+        """
         run, route, micro_batch, gradient, *rest = HEADER.unpack_from(memory, start)
-        return cls(run, Label(route, micro_batch, gradient), *rest)
+        frame = cls(run, Label(route, micro_batch, gradient), *rest)
+        if not -1 <= frame.slot < SLOTS or frame.layout > LARGEST_LAYOUT or max(frame.size, frame.capacity) >= 2**62:
+            raise Damaged(f"a header that gpipe does not send: {frame}")
+        return frame
 
 
 def header(run: int, label: Label, slot: int, layout: int, size: int, capacity: int, sent: float) -> bytes:
@@ -87,10 +103,10 @@ class Arrived:
 
     def _read(self, needed: int) -> bool:
         """Reads what the stream has, as far as there is room, for a first message of so many bytes."""
-        if self.start + needed > len(self.memory):
-            self._make_room(needed)
+        if self.end == len(self.memory) or self.start + min(needed, CHUNK) > len(self.memory):
+            self._make_room(min(needed, max(CHUNK, 2 * (self.end - self.start))))  # as much as comes, not as is said
         try:
-            count, ancillary, _, _ = self._stream.recvmsg_into([memoryview(self.memory)[self.end :]], _HANDLES)
+            count, ancillary, flags, _ = self._stream.recvmsg_into([memoryview(self.memory)[self.end :]], _HANDLES)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -100,6 +116,10 @@ class Arrived:
         self.end += count
         for _, _, data in ancillary:
             self.handles.extend(array("i", data))
+        if flags & socket.MSG_CTRUNC:
+            raise too_many_files()
+        if len(self.handles) > MOST_HANDLES:
+            raise Damaged(f"{len(self.handles)} handles that nothing tells of")
         return True
 
     def _make_room(self, needed: int) -> None:
@@ -107,6 +127,32 @@ class Arrived:
         memory, views = (self.memory, self.views) if needed <= len(self.memory) else (bytearray(needed), {})
         memory[:size] = arrived  # and no interrupt comes between this and the next line, which calls nothing
         self.memory, self.views, self.start, self.end = memory, views, 0, size
+
+
+def make_memory(name: str, size: int) -> int:
+    """A handle of memory without a name that can be shared; whoever has it cannot take it away from the others."""
+    handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(handle, size)
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def check_memory(handle: int, size: int) -> None:
+    """Checks that a handle from another process is memory of this size, and stays so.
+
+    Raises:
+        Damaged: It is not: to read what another can take away would end this process.
+    """
+    try:
+        sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:  # no such memory at all
+        sealed = 0
+    if not sealed or os.fstat(handle).st_size != size:
+        raise Damaged(f"a handle of memory that is not {size} bytes for good")
 
 
 class Slot:
@@ -182,6 +228,8 @@ class News:
         found = []
         while len(self._arrived) >= _NEWS.size:
             kind, size = _NEWS.unpack_from(self._arrived)
+            if size > LARGEST_NEWS:
+                raise Damaged(f"news of {size} bytes")
             if len(self._arrived) < _NEWS.size + size:
                 break
             found.append((kind, bytes(self._arrived[_NEWS.size : _NEWS.size + size])))

@@ -5,11 +5,12 @@ from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.net import Net
 from gpipe.run.place import Place
-from gpipe.run.transport import Label
+from gpipe.run.transport import Label, heard
 
 HEADER = -5
 """The route of headers."""
@@ -63,9 +64,12 @@ def tell(net: Net, place: Place, header: Header) -> None:
 
 def hear(net: Net, place: Place) -> Header:
     """Waits for what the first stage tells."""
-    message, _ = net.receive(place.replica * place.stages, Label(HEADER, 0, gradient=False))
-    assert isinstance(message, Parcel)
-    return Header(*message.tensor.tolist())
+    first = place.replica * place.stages
+    message, _ = net.receive(first, Label(HEADER, 0, gradient=False))
+    numbers = message.value if isinstance(message, Parcel) else None
+    if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.shape != (len(fields(Header)),):
+        raise heard(f"rank {first} sent what gpipe never sends: a header that is none", first)
+    return Header(*numbers.tolist())
 
 
 def compare(told: Header, own: Header, place: Place) -> None:

@@ -2,27 +2,77 @@
 
 import os
 import signal
+import socket
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 NAME = "gpipe-launcher"
 POLL = 0.5  # seconds between two looks
 GRACE = 3.0  # seconds between the two signals
+OURS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
+"""What torchrun tells each of its workers, and these what they start; nobody else has all of it."""
+ADOPTERS = frozenset({"init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "runit", "s6-svscan"})
+"""Who becomes the parent of processes whose own is gone, by name."""
+ANSWER = 2.0  # seconds for the launcher's store to answer
 
 
 def end_with_launcher() -> None:
-    """Under torchrun, has this process end within four seconds after torchrun is gone, even if it was killed.
+    """Under torchrun, has this process end within four seconds after torchrun is gone, even if it was killed before.
 
-    It gets SIGTERM, so that a run which catches that may save, and then SIGKILL. A thread looks who the parent is:
+    It gets SIGTERM, so that a run which catches that may save, and then SIGKILL. A thread looks who the launcher is:
     the kernel would tell too, but on Linux alone, and already when the thread ends that started this process.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and all(thread.name != NAME for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=[os.getppid()], name=NAME, daemon=True).start()
+        threading.Thread(target=_watch, args=[find_launcher()], name=NAME, daemon=True).start()
 
 
 def _watch(launcher: int) -> None:
-    while os.getppid() == launcher:
+    gone = was_gone(launcher)
+    while not gone:
         time.sleep(POLL)
+        gone = find_launcher() != launcher
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def find_launcher() -> int:
+    """The nearest process above this one that is no worker itself, as a script around this one is.
+
+    If the launcher is gone, it is whoever takes in what such processes leave.
+    """
+    own = {f"{name}={os.environ.get(name, '')}".encode() for name in OURS}
+    above = os.getppid()
+    with suppress(OSError, ValueError, IndexError):  # not Linux, or not ours to see: then the parent it is
+        while above > 1 and own <= set(Path(f"/proc/{above}/environ").read_bytes().split(b"\0")):
+            stat = Path(f"/proc/{above}/stat").read_text()
+            above = int(stat.rpartition(")")[2].split()[1])
+    return above
+
+
+def was_gone(launcher: int) -> bool:
+    """Whether the launcher was gone before anybody looked, as far as that can be told for sure."""
+    try:
+        name = Path(f"/proc/{launcher}/comm").read_text().strip()
+        program = os.path.basename(os.readlink(f"/proc/{launcher}/exe"))
+    except OSError:  # not Linux, or another user's
+        name = program = ""
+    if "python" in program:  # also in a container whose first process it is; but others may take processes in
+        return _is_silent()
+    return launcher <= 1 or name in ADOPTERS or _is_silent()
+
+
+def _is_silent() -> bool:
+    """Whether nobody is where the launcher of a single host keeps its store."""
+    known = os.environ
+    if known.get("GROUP_WORLD_SIZE") != "1" or known.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    try:
+        socket.create_connection((known["MASTER_ADDR"], int(known["MASTER_PORT"])), ANSWER).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, KeyError):
+        return False
+    return False

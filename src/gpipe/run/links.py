@@ -18,13 +18,26 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe.run.codec import Buffer, Encoded, Views
-from gpipe.run.frames import FAILED, FREE, HEADER, IN_SLOT, Arrived, Frame, Gone, News, Slot, header
+from gpipe.run.damage import Damaged, reading
+from gpipe.run.frames import (
+    FAILED,
+    FREE,
+    HEADER,
+    IN_SLOT,
+    SLOTS,
+    Arrived,
+    Frame,
+    Gone,
+    News,
+    Slot,
+    check_memory,
+    header,
+    make_memory,
+)
 from gpipe.run.transport import Label
 
 INLINE = 2**15
 """Bytes up to which tensors go through the stream: there two processes take about 25 us."""
-SLOTS = 4
-"""Messages that may be under way from one process to another and not yet taken."""
 
 Piece: TypeAlias = bytes | bytearray | memoryview
 
@@ -55,7 +68,7 @@ class Link:
         """Reads the news."""
         for kind, what in self.news.read():
             if kind == FAILED:
-                self.reports.append(json.loads(what))
+                self.reports.append(_read_report(what))
 
     def events(self, *, reading: bool, writing: bool) -> int:
         """What to poll for: news of free slots come by `news`."""
@@ -98,8 +111,7 @@ class Link:
             if self._own[at].capacity >= size:
                 return at
         capacity = 1 << (size - 1).bit_length()
-        handle = os.memfd_create("gpipe", os.MFD_CLOEXEC)
-        os.ftruncate(handle, IN_SLOT + capacity)
+        handle = make_memory("gpipe", IN_SLOT + capacity)
         slot = Slot(handle, capacity)
         slot.untold = handle
         if len(self._own) < SLOTS:
@@ -144,11 +156,23 @@ class Link:
         if self._head is None:
             frame = self._arrived.first()
             if frame is not None and frame.capacity:
-                handle = self._arrived.handles.popleft()
-                self._theirs[frame.slot] = Slot(handle, frame.capacity)
-                os.close(handle)
+                self._open_slot(frame)
+            if frame is not None and frame.slot >= 0:
+                slot = self._theirs.get(frame.slot)
+                if slot is None or frame.size > slot.capacity:
+                    raise Damaged(f"a message of {frame.size} bytes in a slot that has no room for it")
             self._head = frame
         return self._head
+
+    def _open_slot(self, frame: Frame) -> None:
+        if not self._arrived.handles:
+            raise Damaged("a new slot without a handle")
+        handle = self._arrived.handles.popleft()
+        try:
+            check_memory(handle, IN_SLOT + frame.capacity)
+            self._theirs[frame.slot] = Slot(handle, frame.capacity)
+        finally:
+            os.close(handle)
 
     def message(self, frame: Frame) -> tuple[bytes, Buffer, int, Views]:
         """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
@@ -186,3 +210,22 @@ class Link:
         self._handle = None
         for held in (self._arrived.handles, self._own, self._theirs):
             held.clear()
+
+
+TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceback": str}
+
+
+def _read_report(told: bytes) -> Mapping[str, Any]:
+    with reading("a report"):
+        return checked_report(json.loads(told.decode("utf-8", "surrogatepass")))
+
+
+def checked_report(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The report, which must be one.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
+        raise ValueError(f"{sorted(report)}")
+    return report

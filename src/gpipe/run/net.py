@@ -26,18 +26,20 @@ from torch import Tensor
 
 from gpipe.run.boundary import Parcel
 from gpipe.run.codec import Encoded, decode, encode
+from gpipe.run.damage import Damaged
 from gpipe.run.frames import Frame, Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
 from gpipe.run.microbatch import Tree
-from gpipe.run.reports import SILENCE, error_of, heard, last_seen, report_of
+from gpipe.run.reports import SILENCE, SOON, error_of, last_seen, report_of
 from gpipe.run.status import Seen, Status
-from gpipe.run.transport import Label, Message
+from gpipe.run.transport import Label, Message, heard
 from gpipe.run.wires import Coming, Wires
 
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
-SOON = 1.0  # seconds between the ends of the two streams from a process, at most
+
+HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 _NOTHING = nullcontext()
 
@@ -53,7 +55,15 @@ class Net:
         sees: Says in words what a peer was last seen at.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, Link], limit: float, wires: Wires | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        limit: float,
+        wires: Wires | None = None,
+        shown: Callable[[], object] = object,
+    ) -> None:
+        """Also shows the others of this host what this process is at; `shown` is called once it can be seen."""
         self.rank = rank
         self.size = len(links) + 1
         self.links = dict(links)
@@ -74,7 +84,7 @@ class Net:
             self._poll.register(link, 0)
         self._watched = dict.fromkeys(self.links, 0)
         self._streams = {link.fileno() for link in self.links.values()}
-        self.theirs = self.status.shared_with(self.links, limit)
+        self.theirs = self.status.shared_with(self.links, limit, shown)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
@@ -150,6 +160,12 @@ class Net:
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
+        try:
+            return self._take_sound(peer, wanted)
+        except Damaged as error:
+            raise heard(f"rank {peer} sent what gpipe never sends: {error}", peer) from error
+
+    def _take_sound(self, peer: int, wanted: Label | None) -> bool | None:
         link = self.links[peer]
         head = link.head()  # of those that are thrown away, too: new slots come with them
         if head is None:
@@ -169,11 +185,11 @@ class Net:
 
     def _open(self, peer: int, link: Link, head: Frame) -> Message | Coming:
         if self._wires is None:
-            message = decode(*link.message(head))
+            message = decode(*link.message(head), size=head.size)
             link.done(head)
             return message
         with self._wires.all_or_nothing():
-            coming = self._wires.expect(peer, decode(*link.message(head)))
+            coming = self._wires.expect(peer, decode(*link.message(head), size=head.size))
             link.done(head)
             return coming
 
@@ -222,7 +238,10 @@ class Net:
         """
         gone = []
         for peer, link in self.links.items():
-            link.listen()
+            try:
+                link.listen()
+            except Damaged as error:
+                raise heard(f"rank {peer} sent what gpipe never sends: {error}", peer) from error
             link.reports = [report for report in link.reports if report["run"] >= self.run]
             if link.news.gone and (needed is None or peer in needed):
                 gone.append(peer)
@@ -332,6 +351,16 @@ class Net:
         except BaseException as error:
             self.fail(error)
             raise
+
+    def gone(self) -> list[int]:
+        """The ranks whose ends of the links are closed. Any thread may ask."""
+        found = []
+        for peer, link in self.links.items():
+            seen, handle = select.poll(), link.news.connection.fileno()
+            if handle >= 0:
+                seen.register(handle, HANGS_UP)
+                found += [peer] * bool(seen.poll(0))
+        return found
 
     def close(self) -> None:
         """Ends all links; the others see this process as gone."""

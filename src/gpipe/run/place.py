@@ -43,9 +43,14 @@ class Place:
         return min(self.timeout, LONGEST_SILENCE)
 
 
+def is_joined() -> bool:
+    """Whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def find_place(mesh: "DeviceMesh | None", partitions: object) -> tuple[Place | None, list[str]]:
     """Reads the mesh, or makes one of the world; gives the place, and what is wrong."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not is_joined():
         return None, [
             "driver='process' needs torch.distributed: start with torchrun, and call "
             "torch.distributed.init_process_group('gloo') (with GPUs 'cpu:gloo,cuda:nccl') first"
@@ -82,7 +87,7 @@ def find_place(mesh: "DeviceMesh | None", partitions: object) -> tuple[Place | N
     replica, stage = map(int, found[0])
     replicas, stages = table.shape
     members = tuple(table.flatten().tolist())
-    return Place(stage, replica, stages, replicas, members, _device(kind), _timeout()), []
+    return Place(stage, replica, stages, replicas, members, _device(kind), timeout_of_world()), []
 
 
 def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
@@ -111,7 +116,7 @@ def _device(kind: str) -> torch.device:
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())))
 
 
-def _timeout() -> float:
+def timeout_of_world() -> float:
     """Seconds that the process group waits for others."""
     group = dist.group.WORLD
     timeout: timedelta = group._get_backend(group.bound_device_id or torch.device("cpu")).options._timeout  # type: ignore[union-attr]

@@ -9,10 +9,12 @@ from contextlib import suppress
 from queue import SimpleQueue
 
 from gpipe.run.codec import Buffer, Encoded, Views
-from gpipe.run.frames import CHUNK, HEADER, Frame, Gone, header
-from gpipe.run.links import SLOTS, Link
+from gpipe.run.damage import Damaged
+from gpipe.run.frames import CHUNK, HEADER, SLOTS, Frame, Gone, header
+from gpipe.run.links import Link
 from gpipe.run.transport import Label
 
+BELIEVED = 2**26  # bytes that a message is said to have and that are allocated before they are here
 LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
 
 
@@ -29,6 +31,7 @@ class RemoteLink(Link):
         self._unsent = 0
         self._room = threading.Semaphore(SLOTS)
         self._broken: str | None = None
+        self._damaged: Damaged | None = None
         self._threads = [
             threading.Thread(target=work, name=f"gpipe {work.__name__}", daemon=True)
             for work in (self._keep_reading, self._keep_writing)
@@ -94,6 +97,8 @@ class RemoteLink(Link):
         return self._inbox[0][0] if self._inbox else None
 
     def _hear(self) -> None:
+        if self._damaged is not None and not self._inbox:
+            raise self._damaged
         if self._broken is not None and not self._inbox:
             raise Gone(self._broken)
         try:
@@ -116,12 +121,17 @@ class RemoteLink(Link):
         try:
             while True:
                 frame = Frame.read(_receive(self._stream, HEADER.size))
+                if frame.slot >= 0 or frame.capacity:
+                    raise Damaged("a slot of memory, between hosts")
                 layout = bytes(_receive(self._stream, frame.layout))
                 self._inbox.append((frame, layout, _receive(self._stream, frame.size)))
                 self._ring.send(b"r")
                 self._room.acquire()
-        except OSError as error:
-            self._break(error)
+        except Damaged as error:
+            self._damaged = error
+            self._break(ConnectionError(str(error)))
+        except (OSError, MemoryError) as error:
+            self._break(OSError(str(error)))
 
     def _keep_writing(self) -> None:
         try:
@@ -157,11 +167,14 @@ class RemoteLink(Link):
 
 
 def _receive(stream: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view.nbytes:
-        count = stream.recv_into(view)
+    """So many bytes; where they are very many, there is room for twice as many as have come."""
+    data, done = bytearray(min(size, BELIEVED)), 0
+    while done < size:
+        if done == len(data):
+            data.extend(bytes(min(size - done, done)))
+        with memoryview(data) as view:
+            count = stream.recv_into(view[done:])
         if not count:
             raise Gone("the connection was closed")
-        view = view[count:]
+        done += count
     return data

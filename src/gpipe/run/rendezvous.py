@@ -1,11 +1,10 @@
-"""How the processes of a pipe find each other: records exchanged through torch.distributed, then a link a pair.
+"""How the processes of a pipe link up: each tells in the council where it can be reached; then a link a pair.
 
 Nothing listens but for this moment: within a host at a socket in a folder that only its user can enter, between hosts
 at the address by which the others are reached, and only to who knows the number that was exchanged.
 """
 
 import hmac
-import json
 import os
 import secrets
 import selectors
@@ -13,22 +12,24 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from gpipe.run.council import LINKING, Council
+from gpipe.run.limits import LIMITS
 from gpipe.run.links import Link
 from gpipe.run.remote import RemoteLink
+from gpipe.run.reports import SOON
+from gpipe.run.transport import heard
 
 HELLO = 48  # bytes: a token of 32, a rank, one of the streams
 STREAMS = ("messages", "news")
 LONGEST_FOLDER = 70  # characters: the path of a socket may have about 100
-PATIENCE = 60.0  # seconds for all to connect, once all have said where they are
+PATIENCE = 60.0  # seconds for all to connect, once all have said where they are, unless the group's timeout is less
+TICK = 0.02  # seconds between two looks whether another process has failed
 
 
 @dataclass(frozen=True)
@@ -41,45 +42,46 @@ class Door:
     token: str
 
 
-def tell_all(told: bytes, device: torch.device) -> list[bytes]:
-    """Gives what each process of the world told, by rank; no pickle. All call it at the same time."""
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(told)], device=device))
-    room = max(int(size) for size in sizes) or 1
-    own = torch.frombuffer(bytearray(told.ljust(room, b"\0")), dtype=torch.uint8).to(device)
-    every = [torch.empty_like(own) for _ in sizes]
-    dist.all_gather(every, own)
-    return [bytes(row[: int(size)].tolist()) for row, size in zip(every, sizes, strict=True)]
-
-
-def connect(members: Sequence[int], device: torch.device, silence: float) -> dict[int, Link]:
-    """Links this process with the others of `members`, numbers in the world; by their place there.
-
-    All processes of the world call it at the same time. A host that says nothing for `silence` seconds is gone.
+def connect(council: Council) -> dict[int, Link]:
+    """Links this process with the others of its pipe, by their ranks there; all hold the council at the same time.
 
     Raises:
+        RemoteError: A process failed meanwhile, or is gone.
         TimeoutError: Some did not connect; they are named.
     """
-    rank = members.index(dist.get_rank())
-    here = {"host": _host(), "versions": _versions()}
-    told = [json.loads(record) for record in tell_all(json.dumps(here).encode(), device)]
-    theirs = [told[member] for member in members]
-    _refuse_other_versions([record["versions"] for record in theirs])
-    hosts = [record["host"] for record in theirs]
-    with _Listening(crosses_hosts=len(set(hosts)) > 1) as own:
-        doors = [Door(**json.loads(door)) for door in tell_all(json.dumps(asdict(own.door)).encode(), device)]
-        pairs = {
-            peer: _call(doors[members[peer]], rank, silence, local=hosts[peer] == hosts[rank]) for peer in range(rank)
-        }
-        pairs |= own.welcome(range(rank + 1, len(members)), silence)
-    return {peer: (Link if hosts[peer] == hosts[rank] else RemoteLink)(*pairs[peer]) for peer in sorted(pairs)}
+    place = council.place
+    assert place is not None
+    hosts, peers = [council.hosts[member] for member in place.members], range(place.rank + 1, len(place.members))
+    is_local = [host == hosts[place.rank] for host in hosts]
+    pairs: dict[int, list[socket.socket]] = {}
+    with _Listening(crosses_hosts=not all(is_local)) as own, _closed_on_failure(pairs):
+        doors = [Door(**theirs["door"]) for theirs in council.tell(LINKING, door=asdict(own.door))]
+        for peer in range(place.rank):
+            pairs[peer] = _reach(council, peer, doors[peer], place.silence, local=is_local[peer])
+        pairs |= own.welcome(peers, place.silence, min(PATIENCE, place.timeout), council.heed)
+        return {peer: (Link if is_local[peer] else RemoteLink)(*pairs[peer]) for peer in sorted(pairs)}
 
 
-def _refuse_other_versions(versions: Sequence[str]) -> None:
-    first = {version: versions.index(version) for version in versions}
-    if len(first) > 1:
-        found = ", ".join(f"{version} (rank {rank})" for version, rank in first.items())
-        raise ValueError(f"the processes run different versions: {found}; install the same everywhere")
+@contextmanager
+def _closed_on_failure(pairs: dict[int, list[socket.socket]]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for connection in [connection for pair in pairs.values() for connection in pair]:
+            connection.close()
+        raise
+
+
+def _reach(council: Council, peer: int, door: Door, silence: float, *, local: bool) -> list[socket.socket]:
+    """Connects to a process; if it cannot be reached, it soon says why, or is gone."""
+    assert council.place is not None
+    try:
+        return _call(door, council.place.rank, silence, local=local)
+    except OSError as error:
+        if error.errno in LIMITS:
+            raise
+        council.heed(SOON)
+        raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
 
 
 class _Listening:
@@ -88,16 +90,23 @@ class _Listening:
     def __init__(self, *, crosses_hosts: bool) -> None:
         address, port = _own_address() if crosses_hosts else "", 0
         long = len(tempfile.gettempdir()) > LONGEST_FOLDER
+        self._listeners: list[socket.socket] = []
         self._folder = tempfile.mkdtemp(prefix="gpipe-", dir="/tmp" if long else None)  # mode 0700
-        self._listeners = [socket.socket(socket.AF_UNIX)]
-        self._listeners[0].bind(str(Path(self._folder) / "door"))
-        if crosses_hosts:
-            self._listeners.append(socket.socket(socket.AF_INET))
-            self._listeners[1].bind((address, 0))
-            address, port = self._listeners[1].getsockname()
-        for listener in self._listeners:
-            listener.listen(1024)
-        self.door = Door(self._listeners[0].getsockname(), address, port, secrets.token_hex(16))
+        try:
+            path = str(Path(self._folder) / "door")
+            self._listen(socket.AF_UNIX, path)
+            if crosses_hosts:
+                address, port = self._listen(socket.AF_INET, (address, 0))
+        except BaseException:
+            self.__exit__()
+            raise
+        self.door = Door(path, address, port, secrets.token_hex(16))
+
+    def _listen(self, family: socket.AddressFamily, at: str | tuple[str, int]) -> Any:
+        self._listeners.append(socket.socket(family))
+        self._listeners[-1].bind(at)
+        self._listeners[-1].listen(1024)
+        return self._listeners[-1].getsockname()
 
     def __enter__(self) -> "_Listening":
         return self
@@ -107,18 +116,28 @@ class _Listening:
             listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def welcome(self, peers: range, silence: float) -> dict[int, list[socket.socket]]:
-        """Takes the connections of these peers: of each the stream, then the news."""
+    def welcome(
+        self, peers: range, silence: float, patience: float, heed: Callable[[], None]
+    ) -> dict[int, list[socket.socket]]:
+        """Takes the connections of these peers: of each the stream, then the news.
+
+        Args:
+            peers: Who shall come.
+            silence: Seconds without an answer after which a host is gone, from then on.
+            patience: Seconds in which all shall have come.
+            heed: Raises if one of them has failed.
+        """
         found: dict[int, dict[str, socket.socket]] = {peer: {} for peer in peers}
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience
         with ExitStack() as visitors, selectors.DefaultSelector() as doors:
+            visitors.callback(_close_unless_whole, found)
             for listener in self._listeners:
                 doors.register(listener, selectors.EVENT_READ)
             while missing := [peer for peer, two in found.items() if len(two) < len(STREAMS)]:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(f"ranks {missing} did not connect within {PATIENCE:g} s")
-                for key, _ in doors.select(left):
+                heed()
+                if time.monotonic() > until:
+                    raise TimeoutError(f"ranks {missing} did not connect within {patience:g} s")
+                for key, _ in doors.select(TICK):
                     if (visitor := key.data) is None:
                         visitor = _Visitor(key.fileobj.accept()[0])  # type: ignore[union-attr]  # a listener
                         doors.register(visitor, selectors.EVENT_READ, visitor)
@@ -131,11 +150,18 @@ class _Listening:
     def _admit(self, visitor: "_Visitor", silence: float, found: dict[int, dict[str, socket.socket]]) -> None:
         """Has one of ours stay, and a stranger leave."""
         token, rank, which, *_ = [*visitor.said.decode("ascii", "replace").split(), "", "", ""]
-        if len(visitor.said) == HELLO and hmac.compare_digest(token.encode(), self.door.token.encode()):
+        known = {str(peer): peer for peer in found}
+        if hmac.compare_digest(token.encode(), self.door.token.encode()) and rank in known and which in STREAMS:
             visitor.connection.setblocking(True)
-            found[int(rank)][which] = _prepared(visitor.connection, silence)
+            found[known[rank]][which] = _prepared(visitor.connection, silence)
             visitor.is_ours = True
         visitor.leave()
+
+
+def _close_unless_whole(found: Mapping[int, Mapping[str, socket.socket]]) -> None:
+    if any(len(two) < len(STREAMS) for two in found.values()):
+        for connection in [connection for two in found.values() for connection in two.values()]:
+            connection.close()
 
 
 class _Visitor:
@@ -169,17 +195,20 @@ class _Visitor:
 
 
 def _call(door: Door, rank: int, silence: float, *, local: bool) -> list[socket.socket]:
-    made = []
-    for which in STREAMS:
-        if local:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(door.path)
-        else:
-            connection = socket.create_connection((door.address, door.port), timeout=PATIENCE)
-            connection.settimeout(None)
-        connection.sendall(f"{door.token} {rank} {which}".ljust(HELLO).encode())
-        made.append(_prepared(connection, silence))
-    return made
+    made: dict[str, socket.socket] = {}
+    try:
+        for which in STREAMS:
+            if local:
+                made[which] = socket.socket(socket.AF_UNIX)
+                made[which].connect(door.path)
+            else:
+                made[which] = socket.create_connection((door.address, door.port), timeout=silence)
+                made[which].settimeout(None)
+            made[which].sendall(f"{door.token} {rank} {which}".ljust(HELLO).encode())
+            _prepared(made[which], silence)
+    finally:
+        _close_unless_whole({rank: made})
+    return [made[which] for which in STREAMS]
 
 
 def _prepared(connection: socket.socket, silence: float) -> socket.socket:
@@ -190,22 +219,6 @@ def _prepared(connection: socket.socket, silence: float) -> socket.socket:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
-
-
-def _host() -> str:
-    """What is the same for processes that share memory and a network."""
-    named: list[Callable[[], str]] = [
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        lambda: os.readlink("/proc/self/ns/net"),
-        lambda: os.readlink("/proc/self/ns/mnt"),
-    ]
-    parts = [socket.gethostname()]
-    for name in named:
-        try:
-            parts.append(name())
-        except OSError:
-            continue
-    return " ".join([*parts, str(os.getuid())])
 
 
 def _own_address() -> str:
@@ -224,14 +237,3 @@ def _own_address() -> str:
             f"torchrun the first host's address in their network: --rdzv-endpoint=ADDRESS:PORT"
         )
     return found
-
-
-def _versions() -> str:
-    return f"gpipe {_version('gpipe')}, torch {_version('torch')}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

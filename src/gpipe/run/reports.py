@@ -7,17 +7,21 @@ from typing import Any, TypeAlias
 
 from gpipe.run.status import Seen
 from gpipe.run.tracebacks import folded
-from gpipe.run.transport import RemoteError
+from gpipe.run.transport import RemoteError, heard
 
 Report: TypeAlias = Mapping[str, Any]
 """In words of JSON: the run, the rank that failed, its exception's type, message and traceback."""
 
 SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
+SOON = 1.0  # seconds from the end of a process's connection until its own report of why, at most
 LONGEST = 20_000  # characters of a traceback, and of an exception's text
 
 
-def report_of(error: BaseException, run: int, rank: int) -> Report:
-    """What to tell of an exception; one heard from another process is passed on, so that all tell of the same."""
+def report_of(error: BaseException, run: int, rank: int, at: str = "") -> Report:
+    """What to tell of an exception; one heard from another process is passed on, so that all tell of the same.
+
+    `at` says in words when it was raised, if that is not in its notes.
+    """
     if isinstance(error, RemoteError) and error.heard:
         told = {"rank": error.rank, "type": error.type_name, "message": str(error), "traceback": error.traceback}
         return {"run": run, **told}
@@ -26,7 +30,7 @@ def report_of(error: BaseException, run: int, rank: int) -> Report:
         "run": run,
         "rank": rank,
         "type": type(error).__name__,
-        "message": f"rank {rank} failed: {_shortened(said)}",
+        "message": f"rank {rank} failed{at and f' {at}'}: {_shortened(said)}",
         "traceback": "".join(traceback.format_exception(type(error), error, folded(error)))[-LONGEST:],
     }
 
@@ -34,13 +38,6 @@ def report_of(error: BaseException, run: int, rank: int) -> Report:
 def error_of(report: Report) -> RemoteError:
     """What to raise of a report."""
     return heard(report["message"], report["rank"], report["type"], report["traceback"])
-
-
-def heard(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
-    """The exception of a failure in another process."""
-    error = RemoteError(message, rank, type_name, its_traceback)
-    error.heard = True
-    return error
 
 
 def last_seen(seen: Seen | None, silent: float, run: int, words: Callable[[Seen], str]) -> str:

@@ -7,7 +7,8 @@ from statistics import median_low
 
 SLOW = 2.0  # times its share
 WINDOW, ENOUGH = 5, 3  # steps that are looked at, and how many of them must be there
-NOTICEABLE = 0.005  # seconds a step; below it, it does not matter who is slow
+NOTICEABLE = 0.05  # seconds a step; below it, it does not matter who is slow
+WARMING_UP = 10  # steps that are not looked at: caches, compilers and allocators fill
 
 
 def ratios(busy: Sequence[float], shares: Sequence[float]) -> list[float]:
@@ -29,21 +30,29 @@ def ratios(busy: Sequence[float], shares: Sequence[float]) -> list[float]:
 class Stragglers:
     """Finds ranks that are slow in most of the last steps, and names each once.
 
-    The share of a rank is what its layers cost if that was measured. Numbers of parameters say little of time; then
-    all ranks have the same share, and one with more to do than the others is named just as one on a slow host.
+    The share of a rank is what its layers cost, if that was measured. Numbers of parameters say little of time: then
+    a rank can only be compared with those of other replicas that have the same layers.
     """
 
     def __init__(self, costs: Sequence[float], replicas: int, *, measured: bool) -> None:
         self._stages = len(costs)
         self._measured = measured
+        ranks = range(len(costs) * replicas)
+        self._alike = [ranks] if measured else [ranks[stage :: len(costs)] for stage in range(len(costs))]
         self._shares = list(costs if measured else [1.0] * len(costs)) * replicas
-        self._last = [deque[float](maxlen=WINDOW) for _ in self._shares]
+        self._last = [deque[float](maxlen=WINDOW) for _ in ranks]
         self._named: set[int] = set()
+        self._steps = 0
 
     def note(self, busy: Sequence[float]) -> list[str]:
         """Notes for how many seconds each rank was busy in a step; gives what is to be said."""
-        for seen, ratio in zip(self._last, ratios(busy, self._shares), strict=True):
-            seen.append(ratio)
+        self._steps += 1
+        if self._steps <= WARMING_UP:
+            return []
+        for alike in self._alike:
+            theirs = ratios([busy[rank] for rank in alike], [self._shares[rank] for rank in alike])
+            for rank, ratio in zip(alike, theirs, strict=True):
+                self._last[rank].append(ratio)
         found = []
         for rank, seen in enumerate(self._last):
             slow = seen[-1] >= SLOW and busy[rank] >= NOTICEABLE and rank not in self._named
@@ -54,9 +63,8 @@ class Stragglers:
 
     def _say(self, rank: int, ratio: float, seconds: float) -> str:
         replica, stage = divmod(rank, self._stages)
-        share = "its share by the measured costs" if self._measured else "the median of the other ranks"
-        remedy = "" if self._measured else ", or its partition has too much to do: sample= balances by measured time"
+        share = "its share by the measured costs" if self._measured else "what the same layers take in other replicas"
         return (
             f"rank {rank} (stage {stage}, replica {replica}) is slow, and the others wait for it: it was busy "
-            f"{ratio:.1f} times {share}, {seconds:.3g} s in the last step; something else may use its device{remedy}"
+            f"{ratio:.1f} times {share}, {seconds:.3g} s in the last step; something else may use its device"
         )

@@ -1,5 +1,6 @@
 """The ranks that train one pipe together, as far as those need to know who only have something to tell each other."""
 
+from collections.abc import Collection
 from typing import Protocol
 
 
@@ -21,6 +22,9 @@ class Team(Protocol):
             RemoteError: Another process failed, or is gone.
         """
 
+    def gone(self) -> Collection[int]:
+        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
+
 
 class Alone:
     """One process."""
@@ -31,3 +35,7 @@ class Alone:
     def exchange(self, told: bytes) -> list[bytes]:
         """Gives what was told."""
         return [told]
+
+    def gone(self) -> Collection[int]:
+        """Nobody."""
+        return ()

@@ -42,6 +42,13 @@ class RemoteError(RuntimeError):
         self.heard = False  # from another process, not raised by the user's own code
 
 
+def heard(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
+    """The exception of a failure in another process."""
+    error = RemoteError(message, rank, type_name, its_traceback)
+    error.heard = True
+    return error
+
+
 class Transport(Protocol):
     """Carries messages between ranks."""
 

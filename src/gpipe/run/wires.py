@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from gpipe.run import codec
 from gpipe.run.boundary import Parcel
+from gpipe.run.damage import check_shape, reading
 from gpipe.run.frames import Gone
 from gpipe.run.microbatch import Tree
 from gpipe.run.place import Place
@@ -154,11 +155,15 @@ class Wires:
         """Has room for what follows a message that the link brought: for each in its order, as soon as it is here.
 
         Raises:
+            Damaged: `pack` does not give that.
             Gone: The other end broke off.
         """
         assert isinstance(packed, Parcel)
         sent: Any = packed.value
-        is_parcel, tree, told = sent  # what `pack` gave
+        with reading("a message for a GPU"):
+            is_parcel, tree, told = sent  # what `pack` gave
+            for _, dtype, size, strides, wants_gradient, *_ in told:
+                check_shape(dtype, tuple(size), tuple(strides), wants_gradient)
         return Coming(is_parcel, tree, [self._expect(peer, *one) for one in told])
 
     def _expect(

@@ -1,0 +1,178 @@
+"""A folder made by an enemy: whatever is in it, it is refused at once, and nothing of it is waited for or read."""
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.checkpoint import files, verify
+from gpipe.checkpoint.files import File, read_small
+
+HUGE = 40 * 2**30
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(HUGE)
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def listener(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = Path.cwd()
+        os.chdir(path.parent)  # a socket's name is short
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+Trap = Callable[[Path], None]
+TRAPS: list[Trap] = [fifo, device, folder, loop, sparse, dangling, listener]
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(2, 3), nn.Linear(3, 1)]
+
+
+@pytest.fixture
+def nothing_large_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where a file is read through that is not of the size which it must have."""
+    original = files.hash_file
+
+    def hash_file(path: Path) -> File:
+        assert path.stat().st_size < 2**20
+        return original(path)
+
+    monkeypatch.setattr(verify, "hash_file", hash_file)
+
+
+@pytest.fixture
+def run(tmp_path: Path, nothing_large_is_read: None) -> Path:
+    """The folder of a run, with a checkpoint in it."""
+    pipe = gpipe.GPipe(layers(), partitions=2, micro_batches=2)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.step(torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss)
+    optimizer.step()
+    gpipe.save(tmp_path, pipe, optimizer, extra={"tensor": torch.ones(3)})
+    return tmp_path
+
+
+def in_place_of(path: Path, trap: Trap) -> None:
+    path.unlink()
+    trap(path)
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_latest_may_be_anything(trap: Trap, run: Path) -> None:
+    in_place_of(run / "latest", trap)
+    for look in (gpipe.load, gpipe.find_checkpoint):
+        with pytest.raises(gpipe.CheckpointError, match=r"latest (is|has)"):
+            look(run)
+
+
+FILES = ["manifest.json", "stage_0.safetensors", "stage_1.optimizer.safetensors", "extra.safetensors"]
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("name", FILES)
+def test_so_may_a_file_of_a_checkpoint(name: str, trap: Trap, run: Path) -> None:
+    in_place_of(run / "step_1" / name, trap)
+    with pytest.raises(
+        gpipe.CheckpointError, match=r"is a symbolic link|is not a file|bytes|is missing|no checkpoint"
+    ):
+        gpipe.load(run / "step_1", gpipe.GPipe(layers(), partitions=1, micro_batches=2))
+    with pytest.raises(gpipe.CheckpointError):
+        gpipe.load(run)
+
+
+def test_a_file_of_another_size_is_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (run / "step_1" / "stage_0.safetensors").open("ab") as file:
+        file.write(b"more")
+    read: list[str] = []
+    original = files.hash_file
+
+    def hash_file(path: Path) -> File:
+        read.append(path.name)
+        return original(path)
+
+    monkeypatch.setattr(verify, "hash_file", hash_file)
+    with pytest.raises(gpipe.CheckpointError, match=r"stage_0\.safetensors has \d+ bytes, and \d+ were written"):
+        gpipe.load(run)
+    assert "stage_0.safetensors" not in read
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "model-1.safetensors"])
+def test_weights_may_be_anything(name: str, trap: Trap, tmp_path: Path) -> None:
+    trap(tmp_path / name)
+    if name == "model-1.safetensors":
+        index = json.dumps({"weight_map": {"0.weight": name}})
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises((gpipe.CheckpointError, OSError)):
+        gpipe.load_weights(tmp_path, gpipe.GPipe(layers(), partitions=1, micro_batches=2))
+
+
+HEADERS = {
+    "larger than the file": struct.pack("<Q", 2**63) + b"{}",
+    "huge, and all there": struct.pack("<Q", 10**9) + b"{",
+    "deep": struct.pack("<Q", 200_000) + b"[" * 200_000,
+    "no text": struct.pack("<Q", 4) + b"\xff\xff\xff\xff",
+    "short": b"\1\0",
+    "of offsets beyond": struct.pack("<Q", 63)
+    + b'{"0.weight":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'
+    + b" ",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_may_say_anything(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(HEADERS[name])
+    if "all there" in name:
+        os.truncate(path, 2 * 10**9)
+    with pytest.raises(gpipe.CheckpointError, match="is no safetensors file"):
+        gpipe.load_weights(tmp_path, gpipe.GPipe(layers(), partitions=1, micro_batches=2))
+
+
+def test_a_tensor_of_another_shape_is_refused_unread(tmp_path: Path) -> None:
+    rows = 2**28
+    header = json.dumps({"0.weight": {"dtype": "F32", "shape": [rows], "data_offsets": [0, 4 * rows]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + 4 * rows)
+    with pytest.raises(gpipe.CheckpointError, match=rf"0\.weight is float32 \[{rows}\] in the checkpoint"):
+        gpipe.load_weights(tmp_path, gpipe.GPipe(layers(), partitions=1, micro_batches=2))
+
+
+def test_a_small_file_may_not_grow_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"x" * 100)
+    assert read_small(tmp_path / "small", 100) == b"x" * 100
+    with pytest.raises(ValueError, match="has 100 bytes, and 99 are the most"):
+        read_small(tmp_path / "small", 99)
