@@ -147,8 +147,9 @@ def find_checkpoints(until: FrameType | None) -> Checkpoints:
     forwards: list[Forward] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not until:
-        if frame.f_code.co_filename == FILE:
-            match frame.f_code.co_name:
+        code = frame.f_code
+        if code.co_filename == FILE:
+            match code.co_name:
                 case "forward" if "ctx" in frame.f_locals:
                     forwards.append(_reentrant(frame.f_locals["ctx"]))
                 case "checkpoint" if "gen" in frame.f_locals:
@@ -157,7 +158,7 @@ def find_checkpoints(until: FrameType | None) -> Checkpoints:
                     return Checkpoints(forwards, Recompute(frame, Kept.of(vars(frame.f_locals["ctx"]))))
                 case "recompute_fn":
                     return Checkpoints(forwards, Recompute(frame, Kept.of(frame.f_locals)))
-        elif frame.f_code.co_filename == rng_prims.__file__ and "run_and_save" in frame.f_code.co_qualname:
+        elif "run_and_save_rng_state" in code.co_qualname and code.co_filename == rng_prims.__file__:
             raise RuntimeError(COMPILED)
         frame = frame.f_back
     return Checkpoints(forwards, None)
