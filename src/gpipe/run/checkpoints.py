@@ -78,16 +78,17 @@ class Forward:
     preserves: bool
     release: Callable[[], None]  # tells it to leave the default generator alone in its recompute
 
-    def note(self, device: torch.device, generator: torch.Generator, *, releases: bool) -> None:
+    def note(self, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool) -> None:
         """Has the recompute begin where a generator stands now, at the first draw.
 
         Raises:
-            RuntimeError: The checkpoint keeps no state for it.
+            RuntimeError: The checkpoint keeps no state for it, and that is needed.
         """
         state = self.kept.state(device)
         if state is None:
-            raise RuntimeError(_forgets(device, preserves=self.preserves))
-        if not hasattr(state, MARK):
+            if needed:
+                raise RuntimeError(_forgets(device, preserves=self.preserves))
+        elif not hasattr(state, MARK):
             state.copy_(generator.get_state())
             setattr(state, MARK, True)
             if releases:
