@@ -78,16 +78,17 @@ class Forward:
     preserves: bool
     release: Callable[[], None]  # tells it to leave the default generator alone in its recompute
 
-    def note(self, device: torch.device, generator: torch.Generator, *, releases: bool) -> None:
+    def note(self, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool) -> None:
         """Has the recompute begin where a generator stands now, at the first draw.
 
         Raises:
-            RuntimeError: The checkpoint keeps no state for it.
+            RuntimeError: The checkpoint keeps no state for it, and that is needed.
         """
         state = self.kept.state(device)
         if state is None:
-            raise RuntimeError(_forgets(device, preserves=self.preserves))
-        if not hasattr(state, MARK):
+            if needed:
+                raise RuntimeError(_forgets(device, preserves=self.preserves))
+        elif not hasattr(state, MARK):
             state.copy_(generator.get_state())
             setattr(state, MARK, True)
             if releases:
@@ -147,8 +148,9 @@ def find_checkpoints(until: FrameType | None) -> Checkpoints:
     forwards: list[Forward] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not until:
-        if frame.f_code.co_filename == FILE:
-            match frame.f_code.co_name:
+        code = frame.f_code
+        if code.co_filename == FILE:
+            match code.co_name:
                 case "forward" if "ctx" in frame.f_locals:
                     forwards.append(_reentrant(frame.f_locals["ctx"]))
                 case "checkpoint" if "gen" in frame.f_locals:
@@ -157,7 +159,7 @@ def find_checkpoints(until: FrameType | None) -> Checkpoints:
                     return Checkpoints(forwards, Recompute(frame, Kept.of(vars(frame.f_locals["ctx"]))))
                 case "recompute_fn":
                     return Checkpoints(forwards, Recompute(frame, Kept.of(frame.f_locals)))
-        elif frame.f_code.co_filename == rng_prims.__file__ and "run_and_save" in frame.f_code.co_qualname:
+        elif "run_and_save_rng_state" in code.co_qualname and code.co_filename == rng_prims.__file__:
             raise RuntimeError(COMPILED)
         frame = frame.f_back
     return Checkpoints(forwards, None)

@@ -102,6 +102,7 @@ def encode(message: Message) -> Encoded:
         return _encode_gradients(message)
     tree = message.value
     if type(tree) is Tensor:
+        _refuse_attributes(tree)
         known = _of_one(True, *_key_of(tree), tree.requires_grad)
         return Encoded(*known, [tree])
     items, spec = pytree.tree_flatten(tree)
@@ -113,10 +114,19 @@ def encode(message: Message) -> Encoded:
             leaves.append(write_leaf(item))
             continue
         if id(item) not in numbers:
+            _refuse_attributes(item)
             numbers[id(item)] = len(tensors)
             tensors.append(item)
         leaves.append(["tensor", numbers[id(item)]])
     return _encoded(True, write_tree(spec), leaves, tensors)
+
+
+def _refuse_attributes(tensor: Tensor) -> None:
+    if vars(tensor):
+        raise TypeError(
+            f"a tensor with attributes of somebody's own ({', '.join(vars(tensor))}) cannot go to another process with "
+            f"them; return a tuple or a dict of the tensor and of what it is to carry"
+        )
 
 
 def _key_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int]:

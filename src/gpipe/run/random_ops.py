@@ -108,7 +108,7 @@ def _install() -> tuple[Any, Sequence[torch.library.Library]]:
         if namespace not in libraries:
             libraries[namespace] = torch.library.Library(namespace, "IMPL", UNUSED_KEY)
         name = func._schema.name.partition("::")[2]
-        kernel = _kernel(Known(func, _find_with_generator(func)), torch._C.DispatchKeySet(key), below)
+        kernel = _kernel(Known(func, _find_with_generator(func)), key, below)
         libraries[namespace].impl(f"{name}.{func._schema.overload_name}".rstrip("."), kernel, with_keyset=True)
     return key, tuple(libraries.values())
 
@@ -150,19 +150,24 @@ def _takes_generator(func: Op) -> bool:
 
 def _kernel(known: Known, own: Any, below: Any) -> Callable[..., object]:
     """What a random operation does in a thread that sees it."""
-    most = known.positional
+    func, keyed, most = known.func, known.keyed, known.positional
 
     def kernel(keys: Any, *args: object, **kwargs: object) -> object:
-        if _is_transformed() or _given_generator(args, kwargs):
-            return known.func.redispatch(keys & below, *args, **kwargs)
+        given = kwargs.get("generator") or (args[most] if len(args) > most else None)
+        if _is_transformed() or (given is not None and not _is_default(given)):
+            return func.redispatch(keys & below, *args, **kwargs)
         device = _device_of(args, kwargs)
-        if known.keyed is None and _is_made_of_others(keys, device):
-            return known.func.redispatch(keys & below, *args, **kwargs)
+        if keyed is None and _is_made_of_others(keys, device):
+            return func.redispatch(keys & below, *args, **kwargs)
         generator = torch._C._get_obj_in_tls(SLOT).generator(device)
-        with torch._C._ExcludeDispatchKeyGuard(own):
-            if known.keyed is None:
-                return _borrow(generator, lambda: known.func(*args, **kwargs))
-            return known.keyed(*args[:most], **{**kwargs, "generator": generator})
+        torch._C._dispatch_tls_set_dispatch_key_excluded(own, True)
+        try:
+            if keyed is None:
+                return _borrow(generator, lambda: func(*args, **kwargs))
+            kwargs["generator"] = generator
+            return keyed(*args[:most], **kwargs)
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(own, False)
 
     # It runs within compiled code too, and there dynamo would trace it.
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
@@ -182,10 +187,9 @@ def _is_transformed() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) and any(map(torch._C._get_dispatch_mode, TRACERS))
 
 
-def _given_generator(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether the caller passed a generator of its own; the default one says no more than none."""
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
-    return any(own._cdata != default_generator(own.device)._cdata for own in given)  # type: ignore[attr-defined]
+def _is_default(generator: Any) -> bool:
+    """Whether a generator that the caller passed is torch's own, which says no more than none."""
+    return bool(generator._cdata == default_generator(generator.device)._cdata)  # type: ignore[attr-defined]
 
 
 def _device_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:

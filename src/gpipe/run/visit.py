@@ -59,9 +59,9 @@ class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like t
         found = find_checkpoints(self.entered_by)
         stream = self._stream if found.recompute is None else found.recompute.stream(sure=False)
         generator = stream.generator(device)
-        if self.grad:  # else no backward follows
-            for forward in found.forwards:
-                forward.note(device, generator, releases=self.piped)
+        needed = self.grad or torch.is_grad_enabled()  # else no backward follows
+        for forward in found.forwards:
+            forward.note(device, generator, needed=needed, releases=self.piped)
         return generator
 
 
@@ -93,7 +93,7 @@ class InBackward(Keyed):
             raise RuntimeError(IN_BACKWARD.format(self._maker(_node(self.entered_by)) or "a layer"))
         generator = found.recompute.stream(sure=True).generator(device)
         for forward in found.forwards:
-            forward.note(device, generator, releases=True)
+            forward.note(device, generator, needed=True, releases=True)
         return generator
 
 

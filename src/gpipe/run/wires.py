@@ -162,8 +162,8 @@ class Wires:
         sent: Any = packed.value
         with reading("a message for a GPU"):
             is_parcel, tree, told = sent  # what `pack` gave
-            for _, dtype, size, strides, wants_gradient, *_ in told:
-                check_shape(dtype, tuple(size), tuple(strides), wants_gradient)
+            for _, dtype, size, strides, wants_gradient, aligned, _ in told:
+                check_shape(dtype, tuple(size), tuple(strides), wants_gradient, aligned)
         return Coming(is_parcel, tree, [self._expect(peer, *one) for one in told])
 
     def _expect(

@@ -1,0 +1,107 @@
+"""Small layers that the kinds are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .case import Case, Draw
+
+
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*inputs)
+
+
+class Residual(nn.Module):
+    """`x + inner(x)`."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds what the inner layer makes."""
+        out: torch.Tensor = x + self.inner(x)
+        return out
+
+
+class Touchy(torch.autograd.Function):
+    """A factor that depends on where the operand lies in memory, modulo 64 bytes; so does the backward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Scales by the place of `x`."""
+        return x * (1 + (x.data_ptr() % 64) / 256)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Scales by the place of the gradient."""
+        return gradient * (1 + (gradient.data_ptr() % 64) / 128)
+
+
+def touchy() -> nn.Module:
+    """A layer whose result depends on alignment."""
+    return Apply(Touchy.apply)
+
+
+def plain(draw: Draw, width: int) -> nn.Module:
+    """A layer of the ordinary sort, of as many features out as in."""
+    makers: tuple[Callable[[], nn.Module], ...] = (
+        lambda: nn.Linear(width, width),
+        lambda: nn.Linear(width, width),
+        nn.Tanh,
+        nn.GELU,
+        lambda: nn.Dropout(0.3),
+        lambda: nn.LayerNorm(width),
+        lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)),
+        lambda: Residual(nn.Linear(width, width)),
+    )
+    return draw.choice(makers)()
+
+
+def around(draw: Draw, width: int, *core: nn.Module, before: int = 0, after: int = 0) -> list[nn.Module]:
+    """The core with ordinary layers before and after it, at least so many, and a linear one in front."""
+    head = [nn.Linear(width, width), *(plain(draw, width) for _ in range(max(before - 1, 0) + draw.randint(0, 1)))]
+    tail = [plain(draw, width) for _ in range(after + draw.randint(0, 2))]
+    return [*(head if before or draw.maybe(0.7) else []), *core, *tail, nn.Linear(width, width)]
+
+
+def mini_batches(draw: Draw, width: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One mini-batch of inputs and targets a step."""
+    return [(draw.data(draw.rows, width), draw.data(draw.rows, width)) for _ in range(draw.steps)]
+
+
+def network(draw: Draw, width: int, core: nn.Module | Sequence[nn.Module], **further: Any) -> Case:
+    """A case around a core, on numbers, with a loss of the ordinary sort."""
+    before, after = further.pop("before", 0), further.pop("after", 0)
+    layers = around(draw, width, *([core] if isinstance(core, nn.Module) else core), before=before, after=after)
+    losses = (nn.functional.mse_loss, nn.functional.mse_loss, nn.functional.smooth_l1_loss, nn.L1Loss(), squares)
+    further.setdefault("loss", draw.choice(losses))
+    return Case(layers, mini_batches(draw, width), **further)
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean of squares written by hand."""
+    return (output - target).pow(2).mean()
+
+
+def tokens(draw: Draw, classes: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Mini-batches of token numbers, and the next ones."""
+    shape = (draw.rows, length)
+    return [(draw.labels(*shape, classes=classes), draw.labels(*shape, classes=classes)) for _ in range(draw.steps)]
+
+
+def token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy over all places of all rows."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

@@ -1,0 +1,176 @@
+"""Does the soak see what is wrong? Wrong stand-ins for the library, each with the verdicts that it must be given.
+
+python -m tests.soak.check
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .case import Case, Setting
+from .judge import Make
+from .piped import Piped
+from .reference import Loop
+
+
+class LastBit(Loop):
+    """One gradient is off by one unit in the last place."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        loss = super().run(inputs, targets)
+        for parameter in reversed(list(self.model.parameters())):
+            if parameter.grad is not None and parameter.grad.is_floating_point():
+                flat = parameter.grad.view(-1)
+                flat[-1] = torch.nextafter(flat[-1], torch.tensor(torch.inf, dtype=flat.dtype))
+                break
+        return loss
+
+
+class ZeroForNone(Loop):
+    """What has no gradient is given one of zeros."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        loss = super().run(inputs, targets)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return loss
+
+
+class Copied(Loop):
+    """Each micro-batch is a copy, at another place modulo 64 bytes."""
+
+    def _begin(self, inputs: Any) -> tuple[int, list[Any]]:
+        number, parts = super()._begin(inputs)
+        return number, pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, parts)
+
+
+class WrongKey(Loop):
+    """The key of all randomness is another."""
+
+    def _begin(self, inputs: Any) -> tuple[int, list[Any]]:
+        number, parts = super()._begin(inputs)
+        return number + 1, parts
+
+
+class Twice(Loop):
+    """Every forward runs twice, as a recompute that leaves its traces does."""
+
+    def _forward(self, x: Any, step: int, micro_batch: int) -> tuple[Any, dict[str, Any]]:
+        with torch.no_grad():
+            super()._forward(pytree.tree_map_only(torch.Tensor, torch.clone, x), step, micro_batch)
+        return super()._forward(x, step, micro_batch)
+
+
+class NoHooks(Loop):
+    """Hooks on what comes into a layer are dropped: each begins a new graph, as a stage does, and loses them."""
+
+    def step(self, inputs: Any, targets: Any) -> Any:
+        register = torch.Tensor.register_hook
+        torch.Tensor.register_hook = lambda tensor, hook: register(tensor, lambda g: None)  # type: ignore[method-assign]
+        try:
+            return super().step(inputs, targets)
+        finally:
+            torch.Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+class Rows(Loop):
+    """Losses weigh by rows, whatever the loss ignores."""
+
+
+class Vague(Loop):
+    """An error that says nothing, at the first step."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        raise RuntimeError("something went wrong")
+
+
+class Late(Loop):
+    """An error that names all there is, at the second step."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        if self.step_number:
+            raise ValueError(
+                "layer 1 buffer aux weight of the loss Plain Data draw rng thread scale; stash it, please use"
+            )
+        return super().run(inputs, targets)
+
+
+class Deaf(Loop):
+    """Takes every argument and does something."""
+
+    def __init__(self, case: Case, setting: Setting) -> None:
+        case.batches = []
+        case.layers = [torch.nn.Identity()]
+        super().__init__(case, setting)
+
+
+class Hanging(Loop):
+    """Does not come back."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        time.sleep(1000)
+
+
+class Gone(Loop):
+    """Takes the interpreter with it."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        os._exit(3)
+
+
+STAND_INS: dict[str, Make] = {
+    made.__name__: made
+    for made in (Loop, LastBit, ZeroForNone, Copied, WrongKey, Twice, NoHooks, Rows, Vague, Late, Deaf, Hanging, Gone)
+} | {"library": Piped}
+
+# For each stand-in: kinds to try it on, and a verdict that must come up, at least this often in 12.
+EXPECTED: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
+    ("Loop", ("s1_tensor_hook", "s2_slice_of_data", "s5_undefined_gradients", "s7_unseen_writes"), "equal", 12),
+    ("Loop", ("skip_connections", "several_forwards", "recurrent", "batch_norm", "values_between"), "equal", 12),
+    ("LastBit", ("s2_view_between", "recurrent", "batch_norm", "known_containers"), "SILENT", 11),
+    ("ZeroForNone", ("unused_parameters", "mixture_of_experts", "s5_undefined_gradients"), "SILENT", 4),
+    ("Copied", ("s2_slice_of_data", "s2_strided_inputs"), "SILENT", 3),
+    ("WrongKey", ("everything_random", "ambient_generator_left_alone", "s3_random_loss"), "SILENT", 10),
+    ("Twice", ("s7_unseen_writes", "s7_begins_later", "batch_norm", "state_in_buffers"), "SILENT", 6),
+    ("Twice", ("s12_foreign_draws",), "SILENT", 6),
+    ("NoHooks", ("s1_tensor_hook", "s1_hook_on_view"), "SILENT", 3),
+    ("Rows", ("s13_torch_losses", "s13_places_of_images"), "SILENT", 4),
+    ("Rows", ("s13_unreadable",), "SILENT", 8),
+    ("Vague", ("recurrent", "s2_slice_of_data", "checkpoint_with_dropout"), "CRASH", 12),
+    ("Vague", ("s6_unknown_containers", "s10_aux_in_loss", "s9_weight_in_loss", "wrong_calls"), "MISLEADING", 12),
+    ("Late", ("s6_unknown_containers", "s7_unseen_writes", "s9_weight_in_loss"), "MISLEADING", 3),
+    ("Deaf", ("wrong_arguments", "wrong_layers", "wrong_calls", "error_in_loss"), "SILENT", 12),
+    ("Hanging", ("recurrent",), "HANG", 1),
+    ("Gone", ("recurrent",), "CRASH", 1),
+)
+
+
+def main() -> int:
+    """Tries all; 1 if one of them was not seen."""
+    from .worker import Worker
+
+    worker, failed = Worker(limit=20), 0
+    for stand_in, kinds, wanted, least in EXPECTED:
+        tries = 1 if stand_in in ("Hanging", "Gone") else 12
+        verdicts = [worker.judge(kinds[i % len(kinds)], i // len(kinds), stand_in) for i in range(tries)]
+        counts = Counter(verdict.verdict for verdict in verdicts)
+        seen = counts[wanted] >= least
+        failed += not seen
+        print(
+            f"{'seen' if seen else 'MISSED':7} {stand_in:12} {wanted} at least {least} times: {dict(counts)}",
+            flush=True,
+        )
+    worker.close()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

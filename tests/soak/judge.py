@@ -1,0 +1,184 @@
+"""Runs one configuration both ways and gives its verdict."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from .case import REMEDY, Case, Kind, Observed, Setting
+from .piped import Piped, listening
+from .reference import Loop, Trainer, train
+
+VERDICTS = ("equal", "refused", "told", "SILENT", "MISLEADING", "CRASH", "HANG", "void")
+FAILED = ("SILENT", "MISLEADING", "CRASH", "HANG", "void")
+Make = Callable[[Case, Setting], Trainer]
+
+
+@dataclass
+class Outcome:
+    """What one way of training gave."""
+
+    observed: Observed = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def text(self) -> str:
+        """The error with its notes, and what caused it."""
+        texts, error = [], self.error
+        while error is not None:
+            texts += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+            error = error.__cause__
+        return "\n".join(texts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of a configuration."""
+
+    kind: str
+    number: int
+    verdict: str
+    why: str
+    setting: str
+    seconds: float = 0.0
+
+
+def attempt(case: Case, setting: Setting, make: Make) -> Outcome:
+    """Trains the case, from the same ambient randomness each time."""
+    outcome = Outcome()
+    torch.manual_seed(1234)
+    np.random.seed(1234)
+    random.seed(1234)
+    trainer: Trainer | None = None
+    with listening(outcome.said):
+        try:
+            with case.outside():
+                trainer = make(case, setting)
+                train(trainer, outcome.observed)
+        except Exception as error:
+            outcome.error = error
+        finally:
+            if trainer is not None:
+                outcome.said += trainer.findings() if isinstance(trainer, Piped) else []
+                trainer.close()
+    return outcome
+
+
+def judge(kind: Kind, number: int, make: Make = Piped) -> Verdict:
+    """The verdict of one configuration; `make` is who stands for the library."""
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    expected, again = loop(kind, number), loop(kind, number)
+    case, setting = kind.case(number)
+    if expected.error is not None and not case.must_refuse:
+        verdict, why = "void", "".join(traceback.format_exception(expected.error))
+    elif unlike := compare(expected.observed, again.observed):
+        verdict, why = "void", f"the loop does not repeat itself: {unlike}"
+    else:
+        verdict, why = decide(kind, number, case, expected, attempt(case, setting, make))
+    return Verdict(kind.name, number, verdict, why, str(setting), time.perf_counter() - start)
+
+
+def loop(kind: Kind, number: int) -> Outcome:
+    """What the plain loop gives; where the whole mini-batch is the measure, in one piece."""
+    case, setting = kind.case(number)
+    return attempt(case, replace(setting, micro_batches=1) if case.oracle == "whole" else setting, Loop)
+
+
+def decide(kind: Kind, number: int, case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
+    """The verdict on what the library gave."""
+    if got.error is not None:
+        return judge_error(case, expected, got)
+    if case.must_refuse:
+        return "SILENT", "nothing raised"
+    wrong = differences(kind, number, case, expected, got)
+    said = "\n".join(got.said)
+    telling = [text for text in got.said if case.told is not None and says(text, case.told) is None]
+    if telling:
+        return ("told", "\n".join(telling)) if wrong or case.must_tell else ("equal", "")
+    if case.must_tell and not wrong:
+        return "SILENT", f"equal, but nothing was told of it; said: {said[:500]!r}"
+    return ("SILENT", f"{wrong}\nsaid: {said[:1500]}") if wrong else ("equal", "")
+
+
+def judge_error(case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
+    """The verdict on an error: right, misleading, or where there is none to make."""
+    text = got.text + "\n" + "".join(traceback.format_exception(got.error))[-1500:]
+    if case.refusal is None:
+        return "CRASH", text
+    partial = compare({name: expected.observed.get(name) for name in got.observed}, got.observed)
+    if partial and not case.must_refuse and case.oracle == "loop":
+        return "SILENT", f"before the error: {partial}\n{text}"
+    if not case.late and any(name.startswith("0 after") for name in got.observed):
+        return "MISLEADING", f"late: not in the first step\n{text}"
+    if not isinstance(got.error, ValueError | TypeError | RuntimeError):
+        return "MISLEADING", f"the type\n{text}"
+    missing = says(got.text, (*case.refusal, REMEDY) if case.remedy else case.refusal)
+    return ("refused", got.text) if missing is None else ("MISLEADING", f"does not say /{missing}/\n{text}")
+
+
+def says(text: str, words: tuple[str, ...]) -> str | None:
+    """The first of `words` that the text does not hold."""
+    return next((word for word in words if not re.search(word, text, re.IGNORECASE)), None)
+
+
+def differences(kind: Kind, number: int, case: Case, expected: Outcome, got: Outcome) -> str:
+    """What differs from what should be, or nothing."""
+    if case.oracle == "loop":
+        return compare(expected.observed, got.observed)
+    near = compare(expected.observed, got.observed, tolerance=1e-6 if case.oracle == "whole" else 1e-4)
+    return near or compare(alone(kind, number).observed, got.observed)
+
+
+def alone(kind: Kind, number: int) -> Outcome:
+    """What the library gives with one partition."""
+    case, setting = kind.case(number)
+    return attempt(case, replace(setting, cut=(len(case.layers),), remat="never", driver="lockstep"), Piped)
+
+
+def compare(expected: Observed, got: Observed, tolerance: float | None = None) -> str:
+    """The first differences between two observations; bit for bit unless there is a tolerance."""
+    wrong = [f"{name}: missing" for name in expected if name not in got]
+    wrong += [f"{name}: unexpected" for name in got if name not in expected]
+    for name in expected.keys() & got.keys():
+        one, other = pytree.tree_flatten(expected[name]), pytree.tree_flatten(got[name])
+        if len(one[0]) != len(other[0]):
+            wrong.append(f"{name}: {expected[name]} and {got[name]}")
+            continue
+        wrong += [
+            f"{name}: {said}" for a, b in zip(one[0], other[0], strict=True) if (said := differ(a, b, tolerance))
+        ]
+    return "\n".join(sorted(wrong)[:6]) + (f"\nand {len(wrong) - 6} more" if len(wrong) > 6 else "")
+
+
+def differ(a: Any, b: Any, tolerance: float | None) -> str:
+    """In what two leaves differ, or nothing."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return "" if type(a) is type(b) and (a == b or (a != a and b != b)) else f"{a!r:.80} and {b!r:.80}"
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return f"{tuple(a.shape)} {a.dtype} {a.layout} and {tuple(b.shape)} {b.dtype} {b.layout}"
+    a, b = dense(a), dense(b)
+    if torch.equal(a, b) or (
+        torch.equal(torch.nan_to_num(a, 7.5), torch.nan_to_num(b, 7.5)) and torch.equal(a != a, b != b)
+    ):
+        return ""
+    off = (a.double() - b.double()).abs().max().item() if not a.is_complex() else (a - b).abs().max().item()
+    size = a.abs().double().max().item()
+    if tolerance is not None and off <= tolerance * size + tolerance / 100:
+        return ""
+    return f"off by {off:.3g} of {size:.3g}"
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values, whatever its layout."""
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor

@@ -1,0 +1,144 @@
+"""S12: what layers draw from elsewhere than torch's default generator, and all that torch draws."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..blocks import Apply, network, plain
+from ..case import Case, Draw, kind
+
+Source = Callable[[], float]
+
+
+def sources() -> tuple[Source, ...]:
+    """Numbers that differ from call to call; a clock is a counter, so that the loop can be repeated."""
+    own, generator = random.Random(3), torch.Generator().manual_seed(5)
+    ticks, modern, state = itertools.count(), np.random.default_rng(7), {"n": 0}
+
+    def attribute() -> float:
+        state["n"] += 1
+        return float(state["n"] % 5)
+
+    return (
+        np.random.rand,
+        lambda: float(np.random.randint(0, 4)),
+        lambda: float(modern.normal()),
+        random.random,
+        lambda: own.gauss(0, 1),
+        lambda: float(random.choice((0, 1, 2))),
+        lambda: torch.rand((), generator=generator).item(),
+        lambda: float(next(ticks) % 7),
+        attribute,
+    )
+
+
+def uses() -> tuple[Callable[[torch.Tensor, float], torch.Tensor], ...]:
+    """What a layer does with a number; the sum of its output may stay the same."""
+    return (
+        lambda x, n: x.roll(int(4 * n), 1),
+        lambda x, n: x.roll(int(4 * n), 0),
+        lambda x, n: x * (1 + 0.1 * n),
+        lambda x, n: x if n < 0.7 else x.flip(1),
+        lambda x, n: x + n,
+        lambda x, n: x[:, torch.argsort(torch.arange(x.shape[1]) * (2 + int(3 * n)) % x.shape[1], stable=True)],
+        lambda x, n: x.masked_fill(x > n, 0.0),
+        lambda x, n: F.dropout(x, 0.5) if n > 0.7 else x,
+        lambda x, n: x if n < 0.5 else x.detach(),
+        lambda x, n: x * 1.0 if n < 0.5 else x + 0.0 * x.detach(),
+    )
+
+
+@kind("S12")
+def s12_foreign_draws(draw: Draw) -> Case:
+    """One layer draws from numpy, random, a generator of its own or a counter: right, or refused when it shows."""
+    width = draw.width()
+    source, use = draw.choice(sources()), draw.choice(uses())
+    layer = Apply(lambda x: use(x, source()))
+    words = (r"layer \d", r"random|draw|numpy|generator|differ|same|state")
+    return network(draw, width, [layer, nn.Linear(width, width)], before=1, refusal=words, late=True)
+
+
+@kind("S12")
+def s12_foreign_draw_of_weight(draw: Draw) -> Case:
+    """The number chooses the weight, the path or the length: what needs gradients differs."""
+    width = draw.width()
+    source = draw.choice(sources())
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.paths = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+            self.how = draw.randint(0, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n = source()
+            match self.how:
+                case 0:
+                    out: torch.Tensor = self.paths[int(10 * n) % 2](x)
+                case 1:
+                    out = self.paths[0](x) if int(10 * n) % 2 else self.paths[0](x).detach() + self.paths[1](x) * 0
+                case _:
+                    out = x
+                    for _ in range(1 + int(2 * n)):
+                        out = self.paths[0](out)
+            return out
+
+    words = (r"layer \d", r"random|draw|numpy|generator|differ|same|state")
+    return network(draw, width, [Chooses(), nn.Linear(width, width)], before=1, refusal=words, late=True)
+
+
+def draws() -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
+    """What torch draws from its default generator."""
+    return (
+        lambda x: F.dropout(x, 0.5),
+        lambda x: F.alpha_dropout(x, 0.3, training=True),
+        lambda x: F.feature_alpha_dropout(x.unsqueeze(2), 0.3, training=True).squeeze(2),
+        lambda x: F.dropout1d(x.unsqueeze(2), 0.4).squeeze(2),
+        lambda x: x + 0.1 * torch.randn_like(x),
+        lambda x: x * torch.rand(x.shape),
+        lambda x: x + torch.randint_like(x, 3),
+        lambda x: x[:, torch.randperm(x.shape[1])],
+        lambda x: F.rrelu(x, training=True),
+        lambda x: F.gumbel_softmax(x),
+        lambda x: F.gumbel_softmax(x, hard=True) + x,
+        lambda x: x * torch.bernoulli(x.sigmoid().detach()),
+        lambda x: x.softmax(-1).gather(1, torch.multinomial(x.softmax(-1).detach(), 2)).sum(1, keepdim=True) * x,
+        lambda x: x + torch.empty_like(x).normal_(std=0.1),
+        lambda x: x + torch.empty_like(x).uniform_(-0.1, 0.1),
+        lambda x: x + torch.empty_like(x).exponential_() * 0.1,
+        lambda x: x * torch.empty_like(x).cauchy_().tanh(),
+        lambda x: x * torch.empty_like(x).geometric_(0.5),
+        lambda x: x + torch.distributions.Normal(x, 1.0).rsample() * 0.1,
+        lambda x: x * torch.distributions.Bernoulli(0.5).sample(x.shape),
+        lambda x: x * torch.distributions.Beta(torch.tensor(2.0), torch.tensor(2.0)).rsample(x.shape),
+        lambda x: x + torch.poisson(torch.ones_like(x)) * 0.1,
+        lambda x: x + torch.normal(0.0, 1.0, x.shape) * 0.1,
+        lambda x: nn.init.kaiming_uniform_(torch.empty(x.shape[1], x.shape[1])).matmul(x.t()).t(),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3)[0],
+    )
+
+
+@kind()
+def everything_random(draw: Draw) -> Case:
+    """Each op that draws, under the key of its visit."""
+    width = draw.width()
+    options = draws()
+    core = [Apply(draw.choice(options)) for _ in range(draw.randint(1, 3))]
+    return network(draw, width, [*core, plain(draw, width)])
+
+
+@kind()
+def ambient_generator_left_alone(draw: Draw) -> Case:
+    """The caller draws between steps: as if the pipeline drew nothing."""
+    width, seen = draw.width(), list[torch.Tensor]()
+    case = network(draw, width, [nn.Dropout(0.3), Apply(draw.choice(draws()))])
+    case.between = lambda trainer, step: seen.append(torch.rand(2))
+    case.extra = lambda: {"drawn": list(seen)}
+    return case

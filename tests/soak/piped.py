@@ -1,0 +1,99 @@
+"""The library behind the face of the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import gpipe
+
+from .case import Case, Setting
+from .reference import Trainer
+
+
+class Piped(Trainer):
+    """A `gpipe.GPipe` over the case's layers."""
+
+    def __init__(self, case: Case, setting: Setting) -> None:
+        self.case, self.setting = case, setting
+        arguments: dict[str, Any] = {
+            "partitions": setting.cut,
+            "micro_batches": setting.micro_batches,
+            "remat": setting.remat,
+            "driver": setting.driver,
+            "seed": setting.seed,
+        }
+        self.pipe = gpipe.GPipe(case.layers, **(arguments | case.options))
+        self.model = self.pipe
+
+    def step(self, inputs: Any, targets: Any) -> Any:
+        further = {} if self.case.reduction is None else {"reduction": self.case.reduction}
+        if self.case.scale != 1:
+            further["scale"] = self.case.scale
+        return self.pipe.step(inputs, targets, self.case.loss, **further)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.pipe(inputs)
+
+    def backward(self, loss: torch.Tensor, *outputs: Any) -> None:
+        loss.backward()
+
+    def copy(self) -> Piped:
+        twin = copy.copy(self)
+        twin.pipe = twin.model = copy.deepcopy(self.pipe)
+        return twin
+
+    def together(self, jobs: Sequence[Callable[[], None]]) -> None:
+        failed: list[BaseException] = []
+
+        def do(job: Callable[[], None]) -> None:
+            torch.set_num_threads(1)
+            try:
+                job()
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=do, args=(job,)) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def close(self) -> None:
+        self.pipe.close()
+
+    def findings(self) -> list[str]:
+        """What the pipe says of itself."""
+        return [str(finding) for finding in getattr(self.pipe, "findings", ())]
+
+
+class _Listener(logging.Handler):
+    def __init__(self, into: list[str]) -> None:
+        super().__init__()
+        self.into = into
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.into.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def listening(into: list[str]) -> Iterator[None]:
+    """Collects warnings and log records."""
+    handler = _Listener(into)
+    logging.getLogger().addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        into.extend(str(warning.message) for warning in caught)

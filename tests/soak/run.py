@@ -1,0 +1,174 @@
+"""Runs configurations, kind after kind in turn, and writes the table.
+
+python -m tests.soak.run --configurations 6000 --seed 0 --minutes 20 --out results
+python -m tests.soak.run --only s1_tensor_hook --seed 17 -v
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from .case import Kind
+from .judge import FAILED, VERDICTS, Verdict
+from .kinds import KINDS
+from .worker import Worker
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what the command line says; 1 if anything failed."""
+    options = read(arguments)
+    if options.list:
+        print("\n".join(f"{kind.row or '-':12} {kind.name}" for kind in KINDS.values()))
+        return 0
+    chosen = [kind for kind in KINDS.values() if not options.only or matches(kind, options.only)]
+    if not chosen:
+        print(f"no kind is called {options.only}; --list shows them", file=sys.stderr)
+        return 2
+    verdicts = soak(chosen, options)
+    print(table(verdicts))
+    if options.out:
+        write(Path(options.out), verdicts)
+    return int(any(verdict.verdict in FAILED for verdict in verdicts))
+
+
+def read(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configurations", type=int, help="how many; one with --only, else one of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first configuration of each kind")
+    parser.add_argument("--minutes", type=float, default=20, help="after which no new one is begun")
+    parser.add_argument("--only", nargs="+", default=[], help="kinds, rows (S1), or beginnings of them with a star")
+    parser.add_argument("--limit", type=float, default=60, help="seconds until a configuration counts as hanging")
+    parser.add_argument("--workers", type=int, default=1, help="processes that judge at a time")
+    parser.add_argument("--out", help="where to write the table: this name with .md and .json")
+    parser.add_argument("--stand-in", default="library", help="one of `check.STAND_INS` in the library's place")
+    parser.add_argument("--list", action="store_true", help="shows the kinds")
+    parser.add_argument("-v", "--verbose", action="store_true", help="shows every verdict with its reason")
+    return parser.parse_args(arguments)
+
+
+def matches(kind: Kind, words: Sequence[str]) -> bool:
+    """Whether a kind is meant by one of the words."""
+    return any(
+        word in (kind.name, kind.row) or (word.endswith("*") and kind.name.startswith(word[:-1])) for word in words
+    )
+
+
+def sequence(kinds: Sequence[Kind], seed: int) -> Iterator[tuple[str, int]]:
+    """Every kind in turn with its next number, without end; those of rows come up more than once in a round."""
+    counts, rows = Counter[str](), Counter(kind.row for kind in kinds)
+    weights = {
+        kind.name: 1 if not kind.row else 3 if kind.row == "errors" else -(-12 // rows[kind.row]) for kind in kinds
+    }
+    while True:
+        for turn in range(max(weights.values())):
+            for kind in kinds:
+                if turn < weights[kind.name]:
+                    yield kind.name, seed + counts[kind.name]
+                    counts[kind.name] += 1
+
+
+def soak(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Verdict]:
+    """All verdicts, by as many workers as there are."""
+    wanted = options.configurations or len(kinds)
+    order, verdicts, lock = sequence(kinds, options.seed), list[Verdict](), threading.Lock()
+    taken, deadline = 0, time.monotonic() + 60 * options.minutes
+
+    def work() -> None:
+        nonlocal taken
+        worker = Worker(options.limit)
+        while True:
+            with lock:
+                if taken >= wanted or time.monotonic() > deadline:
+                    break
+                taken += 1
+                name, number = next(order)
+            verdict = worker.judge(name, number, options.stand_in)
+            with lock:
+                verdicts.append(verdict)
+                show(verdict, options.verbose)
+        worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(options.workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return verdicts
+
+
+def show(verdict: Verdict, verbose: bool) -> None:
+    """One line for a failure, or all of it."""
+    if verbose or verdict.verdict in FAILED:
+        print(f"{verdict.verdict:10} --only {verdict.kind} --seed {verdict.number}   {verdict.setting}", flush=True)
+        lines = verdict.why.splitlines()
+        print("".join(f"    {line}\n" for line in (lines if verbose else lines[:2])), end="", flush=True)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Counts by kind and by row, in Markdown, with the numbers of what failed."""
+    lines = [f"| row | kind | n | {' | '.join(VERDICTS)} | failed |", "|" + "---|" * (len(VERDICTS) + 4)]
+    for kind in KINDS.values():
+        own = [verdict for verdict in verdicts if verdict.kind == kind.name]
+        if own:
+            failed = [f"{v.verdict[:2]} {v.number}" for v in own if v.verdict in FAILED]
+            lines.append(f"| {kind.row} | {kind.name} | {len(own)} | {_counts(own)} | {', '.join(failed[:8])} |")
+    for row in sorted({kind.row for kind in KINDS.values()} - {""}):
+        own = [verdict for verdict in verdicts if verdict.kind in KINDS and KINDS[verdict.kind].row == row]
+        if own:
+            lines.append(f"| {row} | all of {row} | {len(own)} | {_counts(own)} | |")
+    lines.append(f"| | all | {len(verdicts)} | {_counts(verdicts)} | |")
+    return "\n".join(lines)
+
+
+def _counts(verdicts: Sequence[Verdict]) -> str:
+    counts = Counter(verdict.verdict for verdict in verdicts)
+    return " | ".join(str(counts[name] or "") for name in VERDICTS)
+
+
+def write(path: Path, verdicts: Sequence[Verdict]) -> None:
+    """The table, and all that failed in full, with where and how it was made."""
+    made = {
+        "command": " ".join(["python -m", __spec__.name if __spec__ else __name__, *sys.argv[1:]]),
+        "machine": f"{processor()}, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = "".join(f"- {name}: {value}\n" for name, value in made.items())
+    path.with_suffix(".md").write_text(f"# Soak\n\n{head}\n{table(verdicts)}\n")
+    kept = [
+        asdict(v) if v.verdict in FAILED else {"kind": v.kind, "number": v.number, "verdict": v.verdict}
+        for v in verdicts
+    ]
+    path.with_suffix(".json").write_text(json.dumps(made | {"verdicts": kept}, indent=1))
+
+
+def processor() -> str:
+    """The name of the processor, where it can be found."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit of the library in use."""
+    import gpipe
+
+    folder = Path(str(gpipe.__file__)).parent
+    run = subprocess.run(["git", "-C", folder, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

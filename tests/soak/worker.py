@@ -1,0 +1,67 @@
+"""One configuration after another in a process of its own, which may crash or hang without ending the soak."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+from multiprocessing.connection import Connection
+
+from .judge import Verdict
+
+
+def serve(link: Connection, limit: float) -> None:
+    """Judges the configurations that come, until nothing does; shows where it is before its time is up."""
+    faulthandler.enable()
+    from .check import STAND_INS
+    from .judge import judge
+    from .kinds import KINDS
+
+    link.send("ready")
+    while (asked := link.recv()) is not None:
+        name, number, stand_in = asked
+        faulthandler.dump_traceback_later(0.9 * limit)
+        link.send(judge(KINDS[name], number, STAND_INS[stand_in]))
+        faulthandler.cancel_dump_traceback_later()
+
+
+class Worker:
+    """A process that judges; a new one is made when it is lost."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self.link, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, self.limit))
+        self.process.start()
+        theirs.close()
+        self.link.recv()  # ready
+
+    def judge(self, name: str, number: int, stand_in: str = "library") -> Verdict:
+        """The verdict; a process that is silent for longer than the limit is ended."""
+        self.link.send((name, number, stand_in))
+        try:
+            if self.link.poll(self.limit):
+                answer = self.link.recv()
+                assert isinstance(answer, Verdict)
+                return answer
+            verdict, why = "HANG", f"nothing within {self.limit:.0f} s"
+        except (EOFError, ConnectionError):
+            verdict, why = "CRASH", "the process is gone"
+        self._end()
+        self._start()
+        return Verdict(name, number, verdict, why, "", self.limit)
+
+    def _end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.link.close()
+
+    def close(self) -> None:
+        """Lets the process end."""
+        self.link.send(None)
+        self.process.join(10)
+        if self.process.is_alive():
+            self._end()
