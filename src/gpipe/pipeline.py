@@ -1,9 +1,9 @@
 """`GPipe`, the facade that a user sees."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gpipe.arguments import Arguments, Costs
 from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
-from gpipe.doctor import FEW_ROWS, Draws, draws, examine, examine_draws, examine_gradients, examine_rows
+from gpipe.doctor import examine
+from gpipe.examination import Examination
 from gpipe.given import Given, check_loss_fn, read_scale, refuse_gradients_of_inputs, split_alike
-from gpipe.kept import Kept, examine_kept, examine_threads, kept_by
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
@@ -45,8 +45,6 @@ from gpipe.words import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger("gpipe")
 
 
 class GPipe(nn.Module):
@@ -151,13 +149,13 @@ class GPipe(nn.Module):
         if self._together is not None:
             release(self._engine.stages, self._engine.own)
         self.step_number = 0
-        self.findings = [*examine(self._settings), *self._engine.findings()]
-        self._seen: list[str] = []  # by the ranks, in the first step
-        self._unexamined = True  # until the first step has shown gradients
-        self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
-        self._told: set[str] = set()  # of which generators that no key reaches it was said that they were drawn from
-        for finding in self.findings:
-            logger.info(finding)
+        self._examination = Examination(
+            [*examine(self._settings), *self._engine.findings()],
+            self._own_layers(),
+            deferred=self._engine.deferred_batch_norm,
+            recomputes=any(remat != "never" for remat in self._settings.remat),
+            threaded=self._engine.threaded,
+        )
         self.recorder: Recorder | None = None
         # At last, and not by add_module: a layer may be named like any of these.
         self._modules.update(self._own_layers())
@@ -204,6 +202,11 @@ class GPipe(nn.Module):
         if name not in own:
             raise IndexError(f"layer {name} is another process's; this one has {', '.join(own)}")
         return own[name]
+
+    @property
+    def findings(self) -> list[str]:
+        """What was found so far that costs time or numbers, each with what to do."""
+        return self._examination.findings
 
     @property
     def partitions(self) -> int:
@@ -300,23 +303,23 @@ class GPipe(nn.Module):
         """
         factor = read_scale(scale, scaler, self.devices[-1])
         given = Given(inputs, targets, loss_fn, reduction, factor, Ambient.here())
-        trains, step = self.training and given.ambient.grad, self.step_number
-        before = draws(self._told) if trains else {}
-        kept = kept_by(self._own_layers()) if trains and self._unexamined else None
+        batch = self._batch(given.ambient)
+        before = self._examination.look(batch.step) if batch.trains and self.training else None
         together = self._together
         if together is None or together.is_last:
-            self._tell(given.findings())
-        rows, loss, metrics = self._step_here(given) if together is None else self._step_together(together, given)
+            self._examination.tell(given.findings())
+        step = partial(self._step_together, together) if together else self._step_here
+        rows, loss, metrics = step(given, batch)
         self._count_step()
-        if trains:
-            self._examine(rows, before, step, kept)
+        if before is not None:
+            self._examination.compare(before, rows, batch.findings, self)
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
-    def _step_here(self, given: Given) -> tuple[int, Tensor | int, list[object]]:
+    def _step_here(self, given: Given, batch: Batch) -> tuple[int, Tensor | int, list[object]]:
         """Runs a step in this process; gives the rows of the last micro-batch, the loss and the metrics."""
         check_loss_fn(given.loss_fn)
         rows, (values, targets) = split_alike(self.micro_batches, inputs=given.inputs, targets=given.targets)
-        batch = self._batch_of_step(values, given)
+        self._prepare(batch, values, given)
         shares = given.shares(rows, targets)
         batch.targets = targets
         batch.seeds = [share * given.scale if share else None for share in shares]
@@ -324,11 +327,13 @@ class GPipe(nn.Module):
         loss = sum(batch.losses[m] * share for m, share in enumerate(shares) if share)
         return rows[-1], loss, [batch.metrics[m] for m in range(len(values))]
 
-    def _step_together(self, together: Together, given: Given) -> tuple[int, Tensor | int, list[object]]:
+    def _step_together(
+        self, together: Together, given: Given, batch: Batch
+    ) -> tuple[int, Tensor | int, list[object]]:
         """Likewise in all processes."""
         with together.run() as talk:
             rows, values = self._read_inputs(together, given.inputs)
-            batch = self._batch_of_step(values, given)
+            self._prepare(batch, values, given)
             header = self._header(Asked.STEP, given.ambient, rows, len(values))
             return talk.step(header, batch, given, self.recorder)
 
@@ -351,20 +356,34 @@ class GPipe(nn.Module):
             ValueError: The rows of the inputs differ, or there are none.
         """
         ambient = Ambient.here()
-        if self._together is not None:
-            return self._call_together(self._together, inputs, ambient, gather=gather)
-        _, (values,) = split_alike(self.micro_batches, inputs=inputs)
+        batch = self._batch(ambient)
+        before = self._examination.look(batch.step) if batch.trains and self.training else None
+        if self._together is None:
+            rows, output = self._call_here(inputs, batch, ambient)
+        else:
+            rows, output = self._call_together(self._together, inputs, batch, ambient, gather=gather)
+        self._count_step()
+        if before is not None:
+            self._examination.compare(before, rows, batch.findings)
+        return output
+
+    def _call_here(self, inputs: Tree, batch: Batch, ambient: Ambient) -> tuple[int, Any]:
+        """Runs the forward in this process; gives the rows of the last micro-batch, and the output."""
+        rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
         cuts = [cut(value) for value in values]
-        run = self._engine.start(len(values), self._batch([parcel for parcel, _ in cuts], ambient))
+        batch.inputs = [parcel for parcel, _ in cuts]
+        run = self._engine.start(len(values), batch)
         if ambient.grad:
             outputs = pipelined(Call(run, ambient, self.recorder), [leaves for _, leaves in cuts])
         else:
             run.go(ambient, self.recorder)
             outputs = [output.value for output in run.take_outputs()]
-        self._count_step()
-        return merge(outputs)
+        return rows[-1], merge(outputs)
 
-    def _call_together(self, together: Together, inputs: Tree, ambient: Ambient, *, gather: bool) -> Any:
+    def _call_together(
+        self, together: Together, inputs: Tree, batch: Batch, ambient: Ambient, *, gather: bool
+    ) -> tuple[int, Any]:
+        """Likewise in all processes."""
         with together.run() as talk:
             if ambient.grad and not gather:
                 raise ValueError(
@@ -373,11 +392,9 @@ class GPipe(nn.Module):
                 )
             rows, values = self._read_inputs(together, inputs)
             cuts = [cut(value) for value in values]
-            batch = self._batch([parcel for parcel, _ in cuts], ambient)
+            batch.inputs = [parcel for parcel, _ in cuts]
             header = self._header(Asked.CALL, ambient, rows, len(values), gathers=gather)
-            output = talk.call(header, batch, [leaves for _, leaves in cuts], ambient, self.recorder)
-        self._count_step()
-        return output
+            return talk.call(header, batch, [leaves for _, leaves in cuts], ambient, self.recorder)
 
     def _read_inputs(self, together: Together, inputs: Tree) -> tuple[int, list[Tree]]:
         """The number of rows and the micro-batches, which only the first stage knows."""
@@ -389,27 +406,26 @@ class GPipe(nn.Module):
     def _header(self, asked: Asked, ambient: Ambient, rows: int, parts: int, *, gathers: bool = False) -> Header:
         return Header(asked, self.step_number, ambient.grad, self.training, gathers, 0, 0, rows, parts)
 
-    def _batch_of_step(self, values: Sequence[Tree], given: Given) -> Batch:
+    def _prepare(self, batch: Batch, values: Sequence[Tree], given: Given) -> None:
+        """Has a mini-batch be one of a step."""
         if given.ambient.grad:
             refuse_gradients_of_inputs(values)
-        batch = self._batch([Parcel(value, []) for value in values], given.ambient)
+        batch.inputs = [Parcel(value, []) for value in values]
         batch.loss_fn = given.loss_fn
         layers, popped = self._engine.layers, names(given.loss_fn, "pop")
         refuse_unused(layers, popped)
         batch.loss_pops = find_loss_pops(layers, popped)
-        batch.examines = self._unexamined and self.training and batch.trains
-        self._seen = batch.findings
-        return batch
 
-    def _batch(self, inputs: Sequence[Parcel], ambient: Ambient) -> Batch:
+    def _batch(self, ambient: Ambient) -> Batch:
         return Batch(
-            inputs,
+            (),
             self.seed,
             self.step_number,
             trains=ambient.grad,
             deferred_batch_norm=self._engine.deferred_batch_norm,
             around_layers=ambient.around_layers(),
             loss_index=len(self._settings.layers),
+            examines=self._examination.fresh and self.training and ambient.grad,
         )
 
     @property
@@ -438,31 +454,6 @@ class GPipe(nn.Module):
 
     def _own_layers(self) -> dict[str, nn.Module]:
         return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
-
-    def _examine(self, rows: int, before: Draws, step: int, kept: Kept | None) -> None:
-        """Tells what a training step has shown: most of it the first one, the rest whenever it comes."""
-        layers = self._own_layers()
-        if kept is not None:
-            self._unexamined = False
-            recomputes = any(remat != "never" for remat in self._settings.remat)
-            self._tell([*examine_gradients(self), *self._seen])
-            self._tell(examine_kept(kept, kept_by(layers), recomputes=recomputes))
-            self._tell(examine_threads(list(layers.values())) if self._engine.threaded else [])
-        if before:
-            drawn = examine_draws(layers, before, draws(self._told), step)
-            self._told |= drawn.keys()
-            self._tell(list(drawn.values()))
-        if rows < self._few_rows:
-            few = examine_rows(list(layers.values()), rows, self._engine.deferred_batch_norm)
-            self._few_rows = 0 if few else rows
-            self._tell(few)
-
-    def _tell(self, findings: Sequence[str]) -> None:
-        """Says what was found, each once, and keeps it."""
-        for finding in findings:
-            if finding not in self.findings:
-                self.findings.append(finding)
-                logger.warning(finding)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.

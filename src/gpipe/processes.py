@@ -236,8 +236,8 @@ class Talk:
 
     def call(
         self, own: Header, batch: Batch, leaves: list[list[Tensor]], ambient: Ambient, recorder: Recorder | None
-    ) -> Any:
-        """Runs the pipelined forward; gives the output where it is wanted, else None."""
+    ) -> tuple[int, Any]:
+        """Runs the pipelined forward; gives the rows of the last micro-batch, and the output where it is wanted."""
         self.together.calls += 1
         told = self.head(replace(own, call=self.together.calls), batch)
         batch.first = self.place.replica * self.together.micro_batches
@@ -245,15 +245,16 @@ class Talk:
             batch.inputs = [Parcel(None, [])] * told.micro_batches
             batch.input_gradients = {m: [] for m in range(told.micro_batches)}
         run = self.together.engine.start(told.micro_batches, batch)
+        rows = rows_of_parts(told.rows, told.micro_batches)[-1]
         if ambient.grad:
             call = CallTogether(run, ambient, recorder, self, told)
-            return merge(pipelined(call, leaves or [[]] * told.micro_batches))
+            return rows, merge(pipelined(call, leaves or [[]] * told.micro_batches))
         run.go(ambient, recorder)
         outputs = run.take_outputs() if self.together.is_last else []
         if own.gathers:
             outputs = self.gather(outputs, told.micro_batches)
         self.finish(run, recorder, None)
-        return merge([output.value for output in outputs]) if outputs else None
+        return rows, merge([output.value for output in outputs]) if outputs else None
 
     def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every stage of the replica the outputs that the last one made."""

@@ -170,7 +170,7 @@ def test_why_a_generator_of_its_own_is_found_its_recompute_draws_others() -> Non
     layer = Draws()
     with pytest.raises(RuntimeError, match="a recompute gave other values than its forward"):
         train(gpipe.GPipe([nn.Linear(4, 4), layer], 1, 2, remat="always"))
-    assert len(set(layer.seen)) == 3
+    assert len(set(layer.seen)) >= 3
 
 
 class PythonDrop(nn.Module):

@@ -124,8 +124,8 @@ def encode(message: Message) -> Encoded:
 def _refuse_attributes(tensor: Tensor) -> None:
     if vars(tensor):
         raise TypeError(
-            f"a tensor with attributes of somebody's own ({', '.join(vars(tensor))}) cannot go to another process with "
-            f"them; return a tuple or a dict of the tensor and of what it is to carry"
+            f"a tensor with attributes of somebody's own ({', '.join(vars(tensor))}) cannot go to another process "
+            f"with them; return a tuple or a dict of the tensor and of what it is to carry"
         )
 
 
