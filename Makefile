@@ -2,7 +2,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PLAN_VENV := .venv-plan
 
-.PHONY: demo test test-processors lint test-plan bench clean
+.PHONY: demo test soak test-processors lint test-plan bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits
@@ -12,6 +12,9 @@ test: $(VENV)/.ready  ## Pass the tests.
 
 test-processors: $(VENV)/.ready  ## Law 1 under processors of both makers, by qemu.
 	$(PYTHON) -m tests.processors
+
+soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written from the contract: about half an hour.
+	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out bench/results/soak
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

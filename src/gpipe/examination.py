@@ -1,0 +1,87 @@
+"""Looks over what the training of a pipe shows, and tells each thing once."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from gpipe.doctor import FEW_ROWS, Draws, draws, examine_draws, examine_gradients, examine_rows
+from gpipe.kept import Kept, examine_kept, examine_threads, kept_by
+
+logger = logging.getLogger("gpipe")
+
+
+class Before(NamedTuple):
+    """What there was before a mini-batch: its step number, generators that no key reaches, what modules keep."""
+
+    step: int
+    draws: Draws
+    kept: Kept | None  # only before the first
+
+
+class Examination:
+    """What was found in a pipe so far.
+
+    Attributes:
+        findings: In words, each with what to do; for the user.
+        layers: Those of this process, by name.
+        fresh: Whether no mini-batch was trained yet.
+    """
+
+    def __init__(
+        self,
+        findings: Sequence[str],
+        layers: Mapping[str, nn.Module],
+        *,
+        deferred: bool,
+        recomputes: bool,
+        threaded: bool,
+    ) -> None:
+        self.findings = list(findings)
+        self.layers = dict(layers)
+        self.fresh = True
+        self._deferred, self._recomputes, self._threaded = deferred, recomputes, threaded
+        self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
+        self._late: Sequence[str] = ()  # what ranks find in the backward of a call, which comes when it comes
+        self._drawn: set[str] = set()  # the generators of which it was told that they were drawn from
+        for finding in self.findings:
+            logger.info(finding)
+
+    def look(self, step: int) -> Before:
+        """What there is before a mini-batch that trains."""
+        self.tell(self._late)
+        return Before(step, draws(self._drawn), kept_by(self.layers) if self.fresh else None)
+
+    def compare(self, before: Before, rows: int, seen: Sequence[str], whole: nn.Module | None = None) -> None:
+        """Tells what a mini-batch has shown: most of it the first one, the rest whenever it comes.
+
+        Args:
+            before: What there was.
+            rows: Of its last micro-batch.
+            seen: What the ranks found.
+            whole: The pipe, if its gradients are there.
+        """
+        modules = list(self.layers.values())
+        self.tell(seen)
+        self._late = seen if before.kept is not None else ()
+        if before.kept is not None:
+            self.fresh = False
+            self.tell(examine_gradients(whole) if whole is not None else [])
+            self.tell(examine_kept(before.kept, kept_by(self.layers), recomputes=self._recomputes))
+            self.tell(examine_threads(modules) if self._threaded else [])
+        if before.draws:
+            drawn = examine_draws(self.layers, before.draws, draws(self._drawn), before.step)
+            self._drawn |= drawn.keys()
+            self.tell(list(drawn.values()))
+        if rows < self._few_rows:
+            few = examine_rows(modules, rows, self._deferred)
+            self._few_rows = 0 if few else rows
+            self.tell(few)
+
+    def tell(self, findings: Sequence[str]) -> None:
+        """Says what was found, each once, and keeps it."""
+        for finding in dict.fromkeys(findings):
+            if finding not in self.findings:
+                self.findings.append(finding)
+                logger.warning(finding)
