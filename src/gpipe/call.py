@@ -27,7 +27,7 @@ SECOND_BACKWARD = (
 )
 CREATE_GRAPH = (
     "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "
-    "boundaries; compute higher derivatives on the plain layers"
+    "boundaries; use the plain layers for higher derivatives"
 )
 ONLY_SOME = (
     "torch.autograd.grad and backward(inputs=...) through a pipeline would add to .grad of every parameter as well; "
@@ -62,6 +62,7 @@ class Call:
         else:
             run.batch.output_gradients = self._parted(gradients)
         run.go_backward(self._ambient, self._recorder)
+        run.batch.tell(run.batch.findings)
         return [
             moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
             for m, parcel in enumerate(run.batch.inputs)

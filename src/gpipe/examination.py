@@ -1,13 +1,14 @@
 """Looks over what the training of a pipe shows, and tells each thing once."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from gpipe.doctor import FEW_ROWS, Draws, draws, examine_draws, examine_gradients, examine_rows
 from gpipe.kept import Kept, examine_kept, examine_threads, kept_by
+from gpipe.run.stage import Layer
 
 logger = logging.getLogger("gpipe")
 
@@ -25,33 +26,34 @@ class Examination:
 
     Attributes:
         findings: In words, each with what to do; for the user.
-        layers: Those of this process, by name.
         fresh: Whether no mini-batch was trained yet.
     """
 
     def __init__(
         self,
         findings: Sequence[str],
-        layers: Mapping[str, nn.Module],
+        layers: Sequence[Layer],
         *,
         deferred: bool,
         recomputes: bool,
         threaded: bool,
     ) -> None:
         self.findings = list(findings)
-        self.layers = dict(layers)
+        self._layers = tuple(layers)  # of this process
         self.fresh = True
         self._deferred, self._recomputes, self._threaded = deferred, recomputes, threaded
         self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
-        self._late: Sequence[str] = ()  # what ranks find in the backward of a call, which comes when it comes
         self._drawn: set[str] = set()  # the generators of which it was told that they were drawn from
         for finding in self.findings:
             logger.info(finding)
 
     def look(self, step: int) -> Before:
         """What there is before a mini-batch that trains."""
-        self.tell(self._late)
-        return Before(step, draws(self._drawn), kept_by(self.layers) if self.fresh else None)
+        return Before(step, draws(self._drawn), kept_by(self._named()) if self.fresh else None)
+
+    def _named(self) -> dict[str, nn.Module]:
+        """The layers in words."""
+        return {str(layer): layer.module for layer in self._layers}
 
     def compare(self, before: Before, rows: int, seen: Sequence[str], whole: nn.Module | None = None) -> None:
         """Tells what a mini-batch has shown: most of it the first one, the rest whenever it comes.
@@ -62,20 +64,21 @@ class Examination:
             seen: What the ranks found.
             whole: The pipe, if its gradients are there.
         """
-        modules = list(self.layers.values())
         self.tell(seen)
-        self._late = seen if before.kept is not None else ()
         if before.kept is not None:
             self.fresh = False
             self.tell(examine_gradients(whole) if whole is not None else [])
-            self.tell(examine_kept(before.kept, kept_by(self.layers), recomputes=self._recomputes))
-            self.tell(examine_threads(modules) if self._threaded else [])
+            named = self._named()
+            self.tell(examine_kept(before.kept, kept_by(named), recomputes=self._recomputes))
+            self.tell(examine_threads(named) if self._threaded else [])
         if before.draws:
-            drawn = examine_draws(self.layers, before.draws, draws(self._drawn), before.step)
+            drawn = examine_draws(
+                {layer.name: layer.module for layer in self._layers}, before.draws, draws(self._drawn), before.step
+            )
             self._drawn |= drawn.keys()
             self.tell(list(drawn.values()))
         if rows < self._few_rows:
-            few = examine_rows(modules, rows, self._deferred)
+            few = examine_rows([layer.module for layer in self._layers], rows, self._deferred)
             self._few_rows = 0 if few else rows
             self.tell(few)
 

@@ -151,7 +151,7 @@ class GPipe(nn.Module):
         self.step_number = 0
         self._examination = Examination(
             [*examine(self._settings), *self._engine.findings()],
-            self._own_layers(),
+            [layer for stage in self._engine.own for layer in stage.layers],
             deferred=self._engine.deferred_batch_norm,
             recomputes=any(remat != "never" for remat in self._settings.remat),
             threaded=self._engine.threaded,
@@ -426,6 +426,7 @@ class GPipe(nn.Module):
             around_layers=ambient.around_layers(),
             loss_index=len(self._settings.layers),
             examines=self._examination.fresh and self.training and ambient.grad,
+            tell=self._examination.tell,
         )
 
     @property

@@ -509,7 +509,11 @@ def test_a_tensor_that_a_layer_leaves_on_itself_is_told_once(driver: str, caplog
     pipe = gpipe.GPipe([nn.Linear(4, 4), layer, nn.Linear(4, 4)], 2, M, driver=driver)
     for _ in range(2):
         pipe.step(X, Y, lambda o, t: F.mse_loss(o, t) + layer.aux)
-    told = [text for text in pipe.findings if text.startswith("1.aux: a forward leaves tensors there")]
+    told = [
+        text
+        for text in pipe.findings
+        if text.startswith("layer 1 (1: LeavesItsLoss), its attribute aux: a forward leaves tensors there")
+    ]
     assert len(told) == 1
     assert "loss_fn.pop = ('aux',)" in told[0]
     assert [record.message for record in caplog.records].count(told[0]) == 1
@@ -540,14 +544,20 @@ class Counts(nn.Module):
 def test_a_count_that_a_recompute_would_raise_again_is_told(remat: str, told: bool) -> None:
     pipe = gpipe.GPipe([nn.Linear(4, 4), Counts()], 2, M, remat=remat)
     pipe.step(X, Y, F.mse_loss)
-    assert any(text.startswith("1.forwards: a forward changes them") for text in pipe.findings) is told
+    assert (
+        any(
+            text.startswith("layer 1 (1: Counts), its attribute forwards: a forward changes it")
+            for text in pipe.findings
+        )
+        is told
+    )
 
 
 def test_layers_that_keep_nothing_are_not_mentioned() -> None:
     layers = [nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.Dropout(0.1)]
     pipe = gpipe.GPipe(layers, 2, M)
     pipe.step(X, Y, F.mse_loss)
-    assert not [text for text in pipe.findings if "forward" in text]
+    assert not [text for text in pipe.findings if "a forward" in text]
 
 
 @pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
@@ -558,7 +568,10 @@ def test_what_each_thread_has_for_itself_is_told(driver: str, told: bool) -> Non
 
     pipe = gpipe.GPipe([nn.Linear(4, 4), Reads()], 2, M, driver=driver)
     pipe.step(X, Y, F.mse_loss)
-    assert any(text.startswith("here: read by a layer's forward") for text in pipe.findings) is told
+    assert (
+        any(text.startswith("layer 1 (1: Reads), here, which it reads: a threading.local") for text in pipe.findings)
+        is told
+    )
 
 
 @pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
@@ -607,3 +620,45 @@ def test_buffers_that_a_backward_writes_are_told(remat: str, driver: str) -> Non
     pipe = gpipe.GPipe([nn.Linear(4, 4), Fp8(), nn.Linear(4, 4)], [2, 1], M, driver=driver, remat=remat)
     pipe.step(X, Y, F.mse_loss)
     assert any("writes buffers of it (Fp8.scale)" in text for text in pipe.findings)
+
+
+def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused() -> None:
+    class Gives(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, (x * 2).sin()
+
+    class Leans(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 2
+            return y, y.sin()
+
+    class Hooks(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            if pair[0].requires_grad:
+                pair[0].register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            return pair[0] + pair[1]
+
+    for remat in REMATS:
+        check([nn.Linear(4, 4), Gives(), Hooks(), nn.Linear(4, 4)], [2, 2], "threads", remat)
+        check([nn.Linear(4, 4), Leans(), Hooks(), nn.Linear(4, 4)], [1, 3], "threads", remat)
+        pipe = gpipe.GPipe([nn.Linear(4, 4), Leans(), Hooks(), nn.Linear(4, 4)], [2, 2], M, remat=remat)
+        with pytest.raises(RuntimeError, match="another tensor that crosses the cut with it was made from it"):
+            pipe.step(X, Y, F.mse_loss)
+
+
+@DRIVERS
+def test_a_recompute_that_takes_another_path_to_the_same_values_is_an_error(driver: str) -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.paths = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.forwards = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards += 1
+            value: Tensor = self.paths[0](x)
+            return value if self.forwards <= M else value.detach() + self.paths[1](x) * 0
+
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Chooses(), nn.Linear(4, 4)], [2, 1], M, remat="always", driver=driver)
+    with pytest.raises(RuntimeError, match="a recompute gave other values than its forward"):
+        pipe.step(X, Y, F.mse_loss)

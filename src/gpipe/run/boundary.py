@@ -35,10 +35,13 @@ class Parcel:
     """A value as it crosses a boundary.
 
     `value` is what the next stage sees; `leaves` are its tensors that want a gradient, each once, in a fixed order.
+    `leaned` are those from which others were made that cross with them, if that is known here: their gradient is
+    whole only where they were made.
     """
 
     value: Tree
     leaves: list[Tensor]
+    leaned: frozenset[int] | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -111,8 +114,21 @@ def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
     return other
 
 
-def enter(parcel: Parcel) -> tuple[Tree, Gradients]:
-    """A value as one run of a stage is given it, and where the gradients of its leaves will be.
+@dataclass(slots=True)
+class Entered:
+    """A value as one run of a stage is given it, the aliases of its leaves, and where their gradients will be."""
+
+    value: Tree
+    aliases: list[Tensor]
+    gradients: Gradients
+
+    def hooked(self) -> set[int]:
+        """The leaves at whose gradients somebody wants to look, or which somebody wants to change."""
+        return {at for at, alias in enumerate(self.aliases) if alias._backward_hooks or alias.retains_grad}
+
+
+def enter(parcel: Parcel) -> Entered:
+    """Gives a value to one run of a stage.
 
     Each leaf has an alias with a node of its own: for the layers it is a tensor that others made, the hooks that they
     put on it are of this run alone, and what comes back is kept as autograd brings it, with its strides and
@@ -120,9 +136,10 @@ def enter(parcel: Parcel) -> tuple[Tree, Gradients]:
     """
     gradients: Gradients = [None] * len(parcel.leaves)
     if not gradients:
-        return parcel.value, gradients
+        return Entered(parcel.value, [], gradients)
     aliases = {id(leaf): _alias(leaf, gradients, at) for at, leaf in enumerate(parcel.leaves)}
-    return replace_tensors(parcel.value, lambda tensor: aliases.get(id(tensor), tensor)), gradients
+    value = replace_tensors(parcel.value, lambda tensor: aliases.get(id(tensor), tensor))
+    return Entered(value, list(aliases.values()), gradients)
 
 
 def _alias(leaf: Tensor, gradients: Gradients, at: int) -> Tensor:

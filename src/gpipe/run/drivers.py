@@ -47,6 +47,11 @@ NOT_TENSORS = {
     "dict": "a layer is given all of it; put one between that takes the tensor out",
 }
 TWO_VALUES_A_LOSS = "\nthe loss is called as loss_fn(output, target), with what one micro-batch gave and its targets"
+OF_A_THREAD = "'_thread._local' object has no attribute"
+NOT_OF_THIS_THREAD = (
+    "\na threading.local has what each thread has set there, and rank threads have set nothing: use a "
+    "contextvars.ContextVar, which they see as the caller has it, or driver='lockstep'"
+)
 TOO_FEW_VALUES = (
     "\nthis micro-batch is too small to normalize: use fewer micro-batches or a larger mini-batch, "
     "and leave out a last mini-batch that is smaller (drop_last=True)"
@@ -112,6 +117,8 @@ def advice(error: BaseException, layer: str | None) -> str:
         return ""
     if said.startswith(ONE_VALUE):
         return TOO_FEW_VALUES
+    if said.startswith(OF_A_THREAD):
+        return NOT_OF_THIS_THREAD
     for kind, remedy in NOT_TENSORS.items():
         if said.endswith(f"must be Tensor, not {kind}") and layer not in (None, LOSS):
             return f"\nif it is what the layer before returned: {remedy}"

@@ -214,6 +214,7 @@ class Engine:
             held = [stage for stage in self.own if plumbing.program.rank_of[stage.index] == rank]
             own = {stage.index: (stage, plumbing.wirings[stage.index]) for stage in held}
             run.workers.append(Worker(rank, own, lane, batch, run.transport))
+            run.workers[-1].every = self.own
         weights = run.aliases.sources.values()
         if batch.trains and (len(self.own) > 1 or weights):
             owners = Owners(self.own, weights)

@@ -1,15 +1,15 @@
 """Whose weights a backward reaches: all of a weight's gradient must come from one stage, to be added up in order."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
+from gpipe.run.nodes import leaves_of
 from gpipe.run.stage import Stage
 
 FOREIGN = (
     "the backward of {stage} reaches {name}, which is not its own: by a reference past the layers, in loss_fn, or in "
-    "a tensor that was kept on a module. Several partitions would add to its gradient at once. Hand on what is "
+    "a tensor that was left on a module{left}. Several partitions would add to its gradient at once. Hand on what is "
     "needed as part of the value, or stash it and pop it where it is used, in the loss too (loss_fn.pop); let a "
     "weight that several layers use be a parameter of each of them"
 )
@@ -44,25 +44,26 @@ class Owners:
             first, _ = self._claims.setdefault(id(leaf), (stage, leaf))
             if home != stage or first != stage:
                 words = name or f"a weight of shape {tuple(leaf.shape)}, which partition {first} uses too"
-                raise RuntimeError(FOREIGN.format(stage=self._stages[stage], name=words))
+                graphs = tensors_left_on(self._stages.values(), graphs=True)
+                left = f" ({graphs})" if graphs else ""
+                raise RuntimeError(FOREIGN.format(stage=self._stages[stage], name=words, left=left))
 
 
-def leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves that autograd would reach from these tensors.
+HOOKED = (
+    "{stage} puts a hook on a tensor that it is given (or retains its gradient), and another tensor that crosses the "
+    "cut with it was made from it: behind the cut the hook would see a part of the gradient. Put the hook where the "
+    "tensor is made, return a clone of the tensor for those who hook it, or keep both layers in one partition"
+)
 
-    >>> import torch
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
-    [True]
-    """
-    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                todo.append(behind)
+
+def tensors_left_on(stages: Iterable[Stage], *, graphs: bool = False) -> str:
+    """In words, the attributes of modules where forwards left tensors, or such as have a graph."""
+    found = [
+        f"{name} of {layer}"
+        for stage in stages
+        for layer in stage.layers
+        for module in layer.module.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not (value.is_leaf and (graphs or value.requires_grad))
+    ]
+    return ", ".join(dict.fromkeys(found))

@@ -75,7 +75,16 @@ class Run:
         self._finish()
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
-        """Runs the forward half; what the backward half needs is kept."""
+        """Runs the forward half; what the backward half needs is kept.
+
+        Raises:
+            ValueError: A mode is active that a recompute would not see.
+        """
+        if ambient.strangers and any(wires.recomputed for wires in self.plumbing.wirings):
+            raise ValueError(
+                f"{', '.join(ambient.strangers)} is active, and would not see what a backward recomputes of this "
+                f"call; use step(), or remat='never'"
+            )
         self._go(self.plumbing.forward, ambient, recorder, threaded=self.engine.threaded)
         self._weights = self._find_weights()  # behind it: lazy modules come by theirs in it
 

@@ -25,6 +25,7 @@ class Cell:
     roots: list[list[Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
     trace: Trace = field(default_factory=Trace)
+    reached: frozenset[int] | None = None  # by its backward; looked at in the first step alone
     digest: Digest | None = None  # of what the forward made: the recompute must make the same
 
 

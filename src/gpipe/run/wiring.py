@@ -9,11 +9,15 @@ from gpipe.plan.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One route as its stage sees it: its number in the program, its name, and the rank at the other end."""
+    """One route as its stage sees it: its number in the program, its name, and the rank at the other end.
+
+    `alone` is whether no other route starts where it does.
+    """
 
     number: int
     name: str
     rank: int
+    alone: bool
 
     @property
     def stash(self) -> str:
@@ -48,10 +52,11 @@ def wiring(program: Program, stage: int) -> Wiring:
     """Looks up how a stage is connected."""
     ins, outs = [], []
     for number, route in enumerate(program.routes):
+        alone = len(program.routes_from[route.source]) == 1
         if route.target == stage:
-            ins.append(Wire(number, route.name, program.rank_of[route.source]))
+            ins.append(Wire(number, route.name, program.rank_of[route.source], alone))
         if route.source == stage:
-            outs.append(Wire(number, route.name, program.rank_of[route.target]))
+            outs.append(Wire(number, route.name, program.rank_of[route.target], alone))
     row = program.rows[program.rank_of[stage]]
     recomputed = (a.micro_batch for a in row if a.kind is Kind.RECOMPUTE and a.stage == stage)
     return Wiring(

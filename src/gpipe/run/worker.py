@@ -23,11 +23,12 @@ from gpipe.run.boundary import (
 )
 from gpipe.run.buffers import Snapshot
 from gpipe.run.digest import differ, digest
-from gpipe.run.graph import Owners
+from gpipe.run.graph import HOOKED, Owners, tensors_left_on
 from gpipe.run.lane import Lane, Mark
 from gpipe.run.losses import NO_METRICS as NO_METRICS
 from gpipe.run.losses import read_loss
 from gpipe.run.microbatch import Tree
+from gpipe.run.nodes import find_leaned, leaves_of
 from gpipe.run.skips import Pop
 from gpipe.run.stage import Made, Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
@@ -45,6 +46,10 @@ OTHERWISE = (
     "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
     "key reaches (numpy's or Python's random, a count of its own, the time); draw by torch's functions, keep what "
     "changes in buffers, or use remat='never' for this partition"
+)
+LEFT = (
+    "perhaps it reads a tensor that was left on a module ({left}), which is by now that of another micro-batch: have "
+    "the layer that makes it stash it, and pop it where it is used"
 )
 WRITES_IN_BACKWARD = (
     "the backward of {stage} writes buffers of it ({names}). Where a later forward reads them, as scales of FP8 are "
@@ -101,6 +106,7 @@ class Batch:
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
     examines: bool = False
     findings: list[str] = field(default_factory=list)  # what is to be told, where it `examines`
+    tell: Callable[[Sequence[str]], object] = len  # tells it: the backward of a call comes when it comes
 
 
 class Step(NamedTuple):
@@ -135,6 +141,8 @@ class Worker:
         self.closing: Mapping[Kind, Callable[[], None]] = {}  # what several processes do together
         self.new_trace: Callable[[], Trace] = Trace
         self.owners: Owners | None = None
+        self.every: Sequence[Stage] = [stage for stage, _ in stages.values()]  # of this process
+        self._leaned: dict[tuple[int, int], set[int]] = {}
         self.doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
         self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
@@ -181,6 +189,7 @@ class Worker:
                 parcel, roots = cut(value)
                 parcels.append(parcel)
                 cell.roots.append(roots)
+            self._note_leaned(step.stage, parcels, cell.roots)
             self._give(step, parcels)
         elif self.batch.loss_fn is None:
             self.batch.outputs[m] = Output.of(made.values[0])
@@ -189,9 +198,20 @@ class Worker:
             cell.roots.append([self._loss(made, m, cell.trace)])
         if again:
             cell.digest = digest(made.values)
+            cell.reached = reached_from(made.values) if self.batch.examines else None
             cell.roots, cell.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
             del self.store[step.stage, m]
+
+    def _note_leaned(self, stage: int, parcels: Sequence[Parcel], roots: Sequence[Sequence[Tensor]]) -> None:
+        """Notes which leaves others were made from that cross too: as in the first micro-batch of the run."""
+        flat = [root for some in roots for root in some]
+        if (stage, len(flat)) not in self._leaned:
+            self._leaned[stage, len(flat)] = find_leaned(flat) if len(flat) > 1 else set()
+        first = 0
+        for parcel, some in zip(parcels, roots, strict=True):
+            parcel.leaned = frozenset(at - first for at in self._leaned[stage, len(flat)] if at >= first)
+            first += len(some)
 
     def recompute(self, step: Step) -> None:
         """Runs a stage's layers once more, for their graph."""
@@ -214,12 +234,20 @@ class Worker:
         """Compares a recompute with its forward, bit for bit."""
         assert cell.digest is not None
         verdict = differ(cell.digest, digest(made.values))
-        if verdict is True:
-            found = stage.find_unsteady(cell.given[-1].value, self._arrived(wires, cell), self._moment(m))
-            cell.trace.point_at(found)
-            raise RecomputeError(OTHERWISE.format(layer="a layer of this partition" if found is None else found))
-        if verdict is not False:
+        if verdict is True or (cell.reached is not None and cell.reached != reached_from(made.values)):
+            self._refuse(stage, wires, cell, m)
+        if isinstance(verdict, Tensor):
             self.doubts.append(verdict)
+
+    def _refuse(self, stage: Stage, wires: Wiring, cell: Cell, m: int) -> None:
+        """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
+        found = stage.find_unsteady(cell.given[-1].value, self._arrived(wires, cell), self._moment(m))
+        cell.trace.point_at(found)
+        left = tensors_left_on(self.every) if found is None else ""
+        error = RecomputeError(OTHERWISE.format(layer="a layer of this partition" if found is None else found))
+        if left:
+            error.add_note(LEFT.format(left=left))
+        raise error
 
     def _given(self, step: Step) -> list[Parcel]:
         if step.stage == 0:  # wherever the user keeps it
@@ -237,14 +265,21 @@ class Worker:
         """Runs the layers of a stage on what a cell holds; gives a value for each wire out, at least the main one."""
         cell.trace = self.new_trace()  # of this run, not of the one before
         entered = [enter(parcel) for parcel in cell.given]
-        cell.gradients = [gradients for _, gradients in entered]
-        main, _ = entered.pop()
-        arrived = {name: stash_of(value) for name, (value, _) in zip(wires.skips_in, entered, strict=True)}
+        cell.gradients = [one.gradients for one in entered]
+        arrived = {name: stash_of(one.value) for name, one in zip(wires.skips_in, entered, strict=False)}
         moment = self._moment(m, recomputing=recomputing)
         batch = self.batch
         for_loss = () if wires.outs else batch.loss_pops
         with batch.around_layers() if batch.around_layers else _NOTHING:
-            return stage.forward(main, arrived, wires.skips_out, for_loss, moment, cell.trace)
+            made = stage.forward(entered[-1].value, arrived, wires.skips_out, for_loss, moment, cell.trace)
+        for wire, parcel, one in zip(wires.ins, cell.given, entered, strict=False):
+            hooked = one.hooked()
+            known = parcel.leaned is not None
+            if hooked & (parcel.leaned or set()) or (
+                hooked and not known and (len(one.aliases) > 1 or not wire.alone)
+            ):
+                raise RuntimeError(HOOKED.format(stage=stage))
+        return made
 
     def _loss(self, made: Made, m: int, trace: Trace) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
@@ -331,6 +366,11 @@ class Worker:
         else:
             layer = cell.trace.last_of(stage.layers)
         return layer or f"one of {', '.join(map(str, stage.layers))}"
+
+
+def reached_from(values: Sequence[Tree]) -> frozenset[int]:
+    """The leaves that a backward would reach, by identity."""
+    return frozenset(map(id, leaves_of([tensor for value in values for tensor in tensors_in(value)])))
 
 
 def stash_of(value: Tree) -> Tensor | None:

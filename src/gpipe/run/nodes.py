@@ -1,0 +1,47 @@
+"""What autograd's graph says: which leaves a backward reaches, and which tensors were made from which."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+def find_leaned(roots: Sequence[Tensor]) -> set[int]:
+    """The places of those tensors from which others of them were made.
+
+    >>> import torch
+    >>> one = torch.ones(2, requires_grad=True) * 2
+    >>> find_leaned([one, one * 3, one.detach()])
+    {0}
+    """
+    edges: set[tuple[Node | None, int]] = set()
+    todo = [edge for root in roots if root.grad_fn is not None for edge in root.grad_fn.next_functions]
+    while todo:
+        edge = todo.pop()
+        if edge not in edges:
+            edges.add(edge)
+            todo += () if edge[0] is None else edge[0].next_functions
+    return {
+        at for at, root in enumerate(roots) if root.grad_fn is not None and (root.grad_fn, root.output_nr) in edges
+    }
+
+
+def leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves that autograd would reach from these tensors.
+
+    >>> import torch
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
+    [True]
+    """
+    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                todo.append(behind)
