@@ -391,29 +391,6 @@ def test_a_layer_that_touches_torchs_generator_draws_from_the_key_and_leaves_it_
         torch.set_rng_state(before)
 
 
-class Holds(nn.Module):
-    """Draws, runs a pipe of its own that draws, and draws again."""
-
-    def __init__(self, driver: str) -> None:
-        super().__init__()
-        self.inner = gpipe.GPipe([nn.Dropout(), nn.Linear(WIDTH, WIDTH)], 2, 2, driver=driver, seed=3, remat="never")
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inner.step_number = 0
-        return F.dropout(self.inner(F.dropout(x)))
-
-
-@pytest.mark.parametrize("outer", ["threads", "lockstep"])
-@pytest.mark.parametrize("inner", ["threads", "lockstep"])
-def test_a_pipe_within_a_layer_draws_from_keys_of_its_own(inner: str, outer: str) -> None:
-    x, found = torch.ones(2 * M, WIDTH), []
-    for drivers in [("lockstep", "lockstep"), (inner, outer)]:
-        torch.manual_seed(0)
-        with torch.no_grad():
-            found.append(gpipe.GPipe([Holds(drivers[0])], 1, M, driver=drivers[1], seed=7)(x))
-    assert same_bits(*found)
-
-
 # Other threads.
 
 

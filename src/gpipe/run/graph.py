@@ -30,8 +30,8 @@ class Owners:
         self._claims: dict[int, tuple[int, Tensor]] = {}  # of what belongs to no layer, the first stage that came
         self._checked: set[int] = set()
 
-    def check(self, stage: int, roots: Sequence[Tensor]) -> None:
-        """Checks the first backward of a stage in a run.
+    def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
+        """Checks the first backward of a stage in a run; `given` are the leaves of what it was given.
 
         Raises:
             RuntimeError: It reaches a weight of another stage.
@@ -39,7 +39,10 @@ class Owners:
         if stage in self._checked:
             return
         self._checked.add(stage)
+        own = set(map(id, given))
         for leaf in leaves_of(roots):
+            if id(leaf) in own:
+                continue
             home, name = self._home.get(id(leaf), (stage, ""))
             first, _ = self._claims.setdefault(id(leaf), (stage, leaf))
             if home != stage or first != stage:

@@ -173,10 +173,10 @@ class Aliases:
         self._in_turn = {index for indices in owners.values() if len(indices) > 1 for index in indices}
         self._turn = threading.RLock()
         self._adds = False
-        _refuse_compiled(module for module, indices in owners.items() if len(indices) > 1)
         self._layers: dict[int, Layer] = {
             index: layers[index][0] for item in self.shared.values() for index in item.places
         }
+        _refuse_compiled(part for index in self._in_turn for part in self._layers[index].module.modules())
         self.leaves = {
             at: {index: _alias(item.parameter, layers[index][1].device) for index in item.places}
             for at, item in self.shared.items()

@@ -115,6 +115,10 @@ class Stage:
         """Begins a run: notes what its layers' modes are, for the whole of it."""
         self.modes = tuple([layer.module.training for layer in self.layers])
 
+    def weights(self) -> set[int]:
+        """The parameters of the layers, by identity."""
+        return {id(weight) for layer in self.layers for weight in layer.module.parameters()}
+
     def forward(
         self,
         value: Tree,

@@ -22,7 +22,7 @@ def find_strange_values(what: str, tree: Tree) -> Iterator[str]:
     >>> list(find_strange_values("inputs", {"mask": np.ones(3)}))
     ["inputs['mask'] is a numpy array; give a tensor: torch.from_numpy(...)"]
     """
-    if type(tree) is Tensor and tree.layout is torch.strided:
+    if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_packed)[0]:
         name = f"{what}{pytree.keystr(path)}"

@@ -8,6 +8,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -48,11 +49,7 @@ class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like t
 
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
         super().__init__()
-        self._place = seed, step, layer, micro_batch
-        self._stream = Stream(self._start)
-
-    def _start(self, device: torch.device) -> torch.Generator:
-        return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(visit_key(*self._place))
+        self._stream = Stream(partial(_start, (seed, step, layer, micro_batch)))
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator to draw from next on a device."""
@@ -63,6 +60,10 @@ class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like t
         for forward in found.forwards:
             forward.note(device, generator, needed=needed, releases=self.piped)
         return generator
+
+
+def _start(place: tuple[int, int, int, int], device: torch.device) -> torch.Generator:
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(visit_key(*place))
 
 
 class Visit(visit):

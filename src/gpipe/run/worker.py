@@ -198,7 +198,7 @@ class Worker:
             cell.roots.append([self._loss(made, m, cell.trace)])
         if again:
             cell.digest = digest(made.values)
-            cell.reached = reached_from(made.values) if self.batch.examines else None
+            cell.reached = reached_from(made.values) & stage.weights() if self.batch.examines else None
             cell.roots, cell.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
             del self.store[step.stage, m]
@@ -234,7 +234,9 @@ class Worker:
         """Compares a recompute with its forward, bit for bit."""
         assert cell.digest is not None
         verdict = differ(cell.digest, digest(made.values))
-        if verdict is True or (cell.reached is not None and cell.reached != reached_from(made.values)):
+        if verdict is True or (
+            cell.reached is not None and cell.reached != reached_from(made.values) & stage.weights()
+        ):
             self._refuse(stage, wires, cell, m)
         if isinstance(verdict, Tensor):
             self.doubts.append(verdict)
@@ -311,7 +313,7 @@ class Worker:
         cell.roots = []
         stage = self.stages[step.stage][0]
         if self.owners is not None:
-            self.owners.check(step.stage, roots)
+            self.owners.check(step.stage, roots, [leaf for parcel in cell.given for leaf in parcel.leaves])
         before = stage.buffers.before() if self.batch.examines else None
         with InBackward(partial(cell.trace.maker_of, layers=stage.layers)):
             run_backward(roots, gradients)

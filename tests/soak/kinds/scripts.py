@@ -196,7 +196,7 @@ class Breaks(nn.Module):
 @kind()
 def failure_then_retry(draw: Draw) -> Case:
     """A step fails anywhere; after zero_grad the pipe works again."""
-    at = draw.randint(0, 5)
+    at = 0  # a step of one micro-batch runs no more
 
     def script(trainer: Trainer, into: Observed) -> None:
         for number in range(2):
