@@ -195,6 +195,9 @@ def test_what_cannot_be_saved_is_told_at_once(tmp_path: Path) -> None:
         def get_extra_state(self) -> Any:
             return 3
 
+        def forward(self, x: Any) -> Any:
+            return x
+
     layers = build()
     layers.append(State())
     layers[0].register_buffer("wide", torch.zeros(2, dtype=torch.complex128))

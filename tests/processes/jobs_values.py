@@ -209,10 +209,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "set": (lambda y: {1, 2}, "a set cannot go"),
     "array": (lambda y: np.ones(3), "a ndarray cannot go"),
     "module": (lambda y: nn.Tanh(), "a Tanh cannot go"),
-    "dataclass": (lambda y: Held(y), "a Held that holds tensors cannot cross"),
+    "dataclass": (lambda y: Held(y), "a Held holds tensors where torch cannot see them"),
     "sparse": (lambda y: y.detach().to_sparse(), "a Tensor of layout torch.sparse_coo cannot go"),
     "subclass": (lambda y: y.detach().as_subclass(Marked), "a Marked of layout torch.strided cannot go"),
-    "key": (lambda y: {(1, 2): y}, "unhashable"),
+    "key": (lambda y: {1j: y}, "cannot go to another process"),
     "metrics": (lambda y: None, "a object cannot go"),
 }
 

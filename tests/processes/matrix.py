@@ -99,11 +99,11 @@ def wanted(case: Case, rank: int) -> dict[str, str]:
         return {}
     rank = case.origin
     if fault.kind == "shape":  # whoever cannot use it is the origin
-        rank_is, layer = r"\d", r"layer \d|loss_fn"
-        phase, micro_batch = "forward|recompute|backward", str(fault.micro_batch)
+        rank_is, layer = r"\d", r"layer \d|in the loss"
+        phase, micro_batch = "forward|recompute|backward|loss", str(fault.micro_batch)
     else:
-        rank_is, layer = str(rank), rf"layer {fault.layer}\b" if fault.layer >= 0 else "loss_fn"
-        phase, micro_batch = "forward|recompute" if fault.phase == "loss" else fault.phase, str(fault.micro_batch)
+        rank_is, layer = str(rank), rf"layer {fault.layer}\b" if fault.layer >= 0 else "in the loss"
+        phase, micro_batch = fault.phase, str(fault.micro_batch)
     names = {"rank": rf"rank {rank_is}\b"}
     if inside:
         names |= {"stage": rf"stage {rank_is}\b", "layer": layer, "phase": rf"\b({phase})\b"}

@@ -104,7 +104,7 @@ def test_two_replicas_have_the_same_losses_within_rounding(tmp_path: Path) -> No
     assert launched.popen.returncode == 0, log
     assert "2 partitions, 2 replicas" in log
     (theirs,), (ours,) = shown(log), shown(text)
-    assert float(theirs.split()[3]) == pytest.approx(float(ours.split()[3]), rel=1e-4)
+    assert float(theirs.split()[3]) == pytest.approx(float(ours.split()[3]), rel=1e-3)
 
 
 # What ends early goes on as if it had not.

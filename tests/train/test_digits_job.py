@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import nn
 
 from gpipe.data import Digits, load_digits
 from gpipe.models import amoebanet_d
@@ -80,15 +81,17 @@ def test_the_seed_decides_and_torchs_own_randomness_does_not(few: Digits, tmp_pa
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_the_plain_loop_is_timed_on_a_copy(few: Digits) -> None:
-    layers = amoebanet_d(3, 16, 10)
-    before = {name: value.clone() for name, value in torch.nn.Sequential(*layers).state_dict().items()}
+def test_the_plain_loop_is_timed_on_layers_of_its_own(few: Digits) -> None:
+    made: list[list[nn.Module]] = []
+
+    def make() -> list[nn.Module]:
+        made.append(amoebanet_d(3, 16, 10))
+        return made[-1]
+
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    seconds = measure_plain_step(layers, few.train[:8], 4, torch.nn.functional.cross_entropy, torch.device("cpu"))
+    seconds = measure_plain_step(make, few.train[:8], 4, torch.nn.functional.cross_entropy, torch.device("cpu"))
     assert seconds > 0
-    after = torch.nn.Sequential(*layers).state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert all(p.grad is None for layer in layers for p in layer.parameters())
+    assert len(made) == 1
     assert (torch.get_num_threads(), torch.equal(torch.get_rng_state(), state)) == (threads, True)
 
 

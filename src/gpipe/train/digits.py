@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from safetensors.torch import save
-from torch import nn
 from torch.nn import functional as F
 
 import gpipe
@@ -41,7 +41,6 @@ class Job:
     options: TrainOptions
     recipe: Recipe
     digits: Digits
-    layers: list[nn.Module]
     pipe: gpipe.GPipe
     optimizer: torch.optim.Optimizer
     progress: Progress
@@ -136,7 +135,7 @@ def prepare(
     )
     options.out.mkdir(parents=True, exist_ok=True)
     optimizer = recipe.optimizer(pipe.parameters())
-    job = Job(options, recipe, digits, layers, pipe, optimizer, Progress(), world)
+    job = Job(options, recipe, digits, pipe, optimizer, Progress(), world)
     return replace(job, progress=_begin(job))
 
 
@@ -241,7 +240,8 @@ def write_files(job: Job, checkpoint: Path, timelines: Sequence[Timeline]) -> No
 
 
 def _report(job: Job, display: Display, timelines: Sequence[Timeline]) -> None:
-    """Says how the pipeline compares to the plain loop; this process has all layers, trained or not."""
+    """Says how the pipeline compares to the plain loop, of layers of its own: this process may not have all."""
     batch, device = job.digits.train[: job.recipe.batch_size], job.pipe.devices[0]
-    plain = measure_plain_step(job.layers, batch, job.options.micro_batches, F.cross_entropy, device)
+    make = partial(amoebanet_d, job.options.layers, job.options.filters, CLASSES)
+    plain = measure_plain_step(make, batch, job.options.micro_batches, F.cross_entropy, device)
     display.report(Times(timelines, plain, job.pipe.partitions, job.pipe.micro_batches), job.options.out)

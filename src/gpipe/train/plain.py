@@ -1,8 +1,7 @@
 """The same layers without a pipeline, against the clock."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from statistics import median
 from time import perf_counter
 
@@ -16,15 +15,15 @@ REPEATS = 3  # and one before them to warm up
 
 
 def measure_plain_step(
-    layers: Sequence[nn.Module], batch: Images, micro_batches: int, loss_fn: Loss, device: torch.device
+    make: Callable[[], Sequence[nn.Module]], batch: Images, micro_batches: int, loss_fn: Loss, device: torch.device
 ) -> float:
     """Returns the median seconds of forward and backward of a mini-batch, micro-batch by micro-batch, no remat.
 
-    A copy of the layers does it, on one device, with one thread on the CPU; torch's randomness stays as it was.
+    Layers that `make` makes do it, on one device, with one thread on the CPU; torch's randomness stays as it was.
     """
     seconds: list[float] = []
     with one_thread(), torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        plain = deepcopy(nn.Sequential(*layers)).to(device).train()
+        plain = nn.Sequential(*make()).to(device).train()
         for _ in range(1 + REPEATS):
             start = perf_counter()
             _plain_step(plain, batch, micro_batches, loss_fn, device)
