@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.arguments import Settings
+from gpipe.kept import mentions_random
 from gpipe.plan.timeline import bubble
 
 FEW_ROWS = 8  # per micro-batch: below it the statistics of a BatchNorm are mostly noise
@@ -92,12 +93,7 @@ def examine_draws(layers: Mapping[str, nn.Module], before: Draws, after: Draws, 
     drawn = [name for name, state in after.items() if state != before[name]]
     if not drawn:
         return {}
-    mention = [
-        f"{path} ({type(module).__name__})"
-        for name, layer in layers.items()
-        for path, module in layer.named_modules(prefix=name)
-        if "random" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
-    ]
+    mention = [words for words, layer in layers.items() if any(map(mentions_random, layer.modules()))]
     elsewhere = ", or in another thread" if _other_threads() else ""
     where = f"perhaps in {', '.join(mention) or 'a layer or loss_fn'}{elsewhere}"
     return {name: f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn}

@@ -72,9 +72,7 @@ class Examination:
             self.tell(examine_kept(before.kept, kept_by(named), recomputes=self._recomputes))
             self.tell(examine_threads(named) if self._threaded else [])
         if before.draws:
-            drawn = examine_draws(
-                {layer.name: layer.module for layer in self._layers}, before.draws, draws(self._drawn), before.step
-            )
+            drawn = examine_draws(self._named(), before.draws, draws(self._drawn), before.step)
             self._drawn |= drawn.keys()
             self.tell(list(drawn.values()))
         if rows < self._few_rows:

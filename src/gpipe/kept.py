@@ -23,6 +23,10 @@ OF_THREADS = (
     "{places}: a threading.local, and rank threads do not see what the caller's thread has set there. Use a "
     "contextvars.ContextVar, which they do see, or driver='lockstep'"
 )
+GRAPHS = (
+    "{places}: its code asks for autograd's node of a tensor (grad_fn). Of what crosses a cut that is a node of the "
+    "pipe's own, and hooks on it do not reach the one behind; put hooks on tensors (tensor.register_hook)"
+)
 OF_TORCH = frozenset(vars(nn.Module()))
 DEEP = 3  # containers and objects around a value
 
@@ -73,6 +77,21 @@ def _read_by(function: object) -> Iterator[tuple[str, object]]:
         yield from ((name, _content(cell)) for name, cell in cells)
 
 
+def mentions_random(module: nn.Module) -> bool:
+    """Whether what a module runs reads something named random, also by functions that it calls."""
+    todo: list[object] = [type(module).forward, *vars(module).values()]
+    seen: set[int] = set()
+    while todo:
+        function = todo.pop()
+        if id(function) not in seen:
+            seen.add(id(function))
+            read = dict(_read_by(function))
+            if "random" in read or "random" in getattr(getattr(function, "__code__", None), "co_names", ()):
+                return True
+            todo += read.values()
+    return False
+
+
 def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
@@ -112,6 +131,17 @@ def examine_threads(layers: Mapping[str, nn.Module]) -> list[str]:
     """What can be said of layers that look at what each thread has for itself."""
     places = [place for place, value in _all_kept(layers) if isinstance(value, threading.local)]
     return [OF_THREADS.format(places=_in_words(places))] if places else []
+
+
+def examine_nodes(layers: Mapping[str, nn.Module]) -> list[str]:
+    """What can be said of layers that look behind the tensors that they are given."""
+    places = [
+        (words, f"{type(module).__name__}.forward")
+        for words, root in layers.items()
+        for module in root.modules()
+        if "grad_fn" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    ]
+    return [GRAPHS.format(places=_in_words(places))] if places else []
 
 
 def _in_words(places: list[Place]) -> str:

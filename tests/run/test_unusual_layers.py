@@ -662,3 +662,24 @@ def test_a_recompute_that_takes_another_path_to_the_same_values_is_an_error(driv
     pipe = gpipe.GPipe([nn.Linear(4, 4), Chooses(), nn.Linear(4, 4)], [2, 1], M, remat="always", driver=driver)
     with pytest.raises(RuntimeError, match="a recompute gave other values than its forward"):
         pipe.step(X, Y, F.mse_loss)
+
+
+@CUTS
+@DRIVERS
+@REMAT
+def test_an_image_by_itself_keeps_every_stride(remat: str, driver: str, cut: list[int]) -> None:
+    """Convolutions go by the strides of dimensions of size 1 too."""
+
+    def build() -> list[nn.Module]:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(1, 6), nn.Conv2d(6, 6, 3, padding=1)]
+        head = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+        whole: Any = nn.Sequential(*layers, head)
+        return [*whole.to(memory_format=torch.channels_last)]
+
+    layers, reference = build(), build()
+    images, y = torch.randn(M, 6, 5, 7).to(memory_format=torch.channels_last), torch.randn(M, 3)
+    with gpipe.GPipe(layers, cut, M, driver=driver, remat=remat, seed=5) as pipe:
+        loss = pipe.step(images, y, F.mse_loss)
+    assert same_bits(loss, plain_loop(reference, images, y, F.mse_loss, micro_batches=M, seed=5))
+    assert_same_bits(pipe, reference)

@@ -143,7 +143,7 @@ def enter(parcel: Parcel) -> Entered:
 
 
 def _alias(leaf: Tensor, gradients: Gradients, at: int) -> Tensor:
-    alias = leaf.view_as(leaf)
+    alias = leaf.expand_as(leaf)  # a view, and unlike one of `view_as` with every stride
     if alias.grad_fn is not None:  # under no_grad there is nothing to come back
         alias.grad_fn.register_hook(partial(_keep, gradients, at))
     return carry_attributes(leaf, alias)

@@ -158,8 +158,14 @@ def version(tensor: Tensor | None) -> int:
 
 
 def alias(tensor: Tensor | None) -> Tensor | None:
-    """The same tensor behind an autograd node of its own (note "Sums")."""
-    return None if tensor is None else tensor.view_as(tensor)
+    """The same tensor behind an autograd node of its own (note "Sums"), every stride kept.
+
+    >>> import torch
+    >>> image = torch.empty_strided((1, 6, 5, 7), (210, 1, 42, 6))  # a view would have other strides where size is 1
+    >>> image.view_as(image).stride(), alias(image).stride()
+    ((6, 1, 42, 6), (210, 1, 42, 6))
+    """
+    return None if tensor is None else tensor.expand_as(tensor)
 
 
 class Sequential(nn.Sequential):

@@ -44,8 +44,9 @@ NO_GRADIENT = (
 
 OTHERWISE = (
     "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
-    "key reaches (numpy's or Python's random, a count of its own, the time); draw by torch's functions, keep what "
-    "changes in buffers, or use remat='never' for this partition"
+    "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left somewhere); "
+    "draw by torch's functions, keep what changes in buffers, stash and pop what layers leave for each other, or use "
+    "remat='never' for this partition"
 )
 LEFT = (
     "perhaps it reads a tensor that was left on a module ({left}), which is by now that of another micro-batch: have "
