@@ -1,13 +1,22 @@
 """Looks over what the training of a pipe shows, and tells each thing once."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from gpipe.doctor import FEW_ROWS, Draws, draws, examine_draws, examine_gradients, examine_rows
-from gpipe.kept import Kept, examine_kept, examine_threads, kept_by
+from gpipe.kept import (
+    Kept,
+    Seen,
+    buffers_of,
+    examine_kept,
+    examine_nodes,
+    examine_readers,
+    examine_threads,
+    kept_by,
+)
 from gpipe.run.stage import Layer
 
 logger = logging.getLogger("gpipe")
@@ -19,6 +28,7 @@ class Before(NamedTuple):
     step: int
     draws: Draws
     kept: Kept | None  # only before the first
+    buffers: Mapping[nn.Module, list[Seen]]  # likewise
 
 
 class Examination:
@@ -49,13 +59,18 @@ class Examination:
 
     def look(self, step: int) -> Before:
         """What there is before a mini-batch that trains."""
-        return Before(step, draws(self._drawn), kept_by(self._named()) if self.fresh else None)
+        if not self.fresh:
+            return Before(step, draws(self._drawn), None, {})
+        named = self._named()
+        return Before(step, draws(self._drawn), kept_by(named), buffers_of(named))
 
     def _named(self) -> dict[str, nn.Module]:
         """The layers in words."""
         return {str(layer): layer.module for layer in self._layers}
 
-    def compare(self, before: Before, rows: int, seen: Sequence[str], whole: nn.Module | None = None) -> None:
+    def compare(
+        self, before: Before, rows: int, seen: Sequence[str], whole: nn.Module | None = None, loss_fn: object = None
+    ) -> None:
         """Tells what a mini-batch has shown: most of it the first one, the rest whenever it comes.
 
         Args:
@@ -63,6 +78,7 @@ class Examination:
             rows: Of its last micro-batch.
             seen: What the ranks found.
             whole: The pipe, if its gradients are there.
+            loss_fn: The loss, if there was one.
         """
         self.tell(seen)
         if before.kept is not None:
@@ -70,6 +86,8 @@ class Examination:
             self.tell(examine_gradients(whole) if whole is not None else [])
             named = self._named()
             self.tell(examine_kept(before.kept, kept_by(named), recomputes=self._recomputes))
+            self.tell(examine_readers(named, loss_fn, before.buffers))
+            self.tell(examine_nodes(named))
             self.tell(examine_threads(named) if self._threaded else [])
         if before.draws:
             drawn = examine_draws(self._named(), before.draws, draws(self._drawn), before.step)

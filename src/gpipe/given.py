@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from gpipe.run.ambient import Ambient
 from gpipe.run.boundary import tensors_in
@@ -118,6 +119,21 @@ def check_values(**trees: Tree) -> None:
     strange = [text for what, tree in trees.items() for text in find_strange_values(what, tree)]
     if strange:
         raise TypeError("\n".join(strange))
+
+
+def refuse_tangents(inputs: Tree) -> None:
+    """Refuses inputs of forward-mode differentiation, whose tangents would be lost at the first cut.
+
+    Raises:
+        ValueError: One has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(inputs)):
+        raise ValueError(
+            "an input has a tangent (torch.autograd.forward_ad), and a pipeline carries none: use the plain layers "
+            "for forward-mode derivatives"
+        )
 
 
 def refuse_gradients_of_inputs(inputs: Tree) -> None:

@@ -19,6 +19,11 @@ COUNTS = (
     "{places}: a forward changes it, and a recompute will again; keep what counts in a buffer (register_buffer), "
     "which recomputes leave as they found it, or use remat='never'"
 )
+BUFFERS = (
+    "{places}, of which a forward changes buffers: since several micro-batches are under way, they may be those of "
+    "another one when they are read there. Have the layer stash what is needed of them (stash = ('aux',)), and pop "
+    "it where it is used; a loss does so too, by loss_fn.pop = ('aux',)"
+)
 OF_THREADS = (
     "{places}: a threading.local, and rank threads do not see what the caller's thread has set there. Use a "
     "contextvars.ContextVar, which they do see, or driver='lockstep'"
@@ -28,6 +33,7 @@ GRAPHS = (
     "pipe's own, and hooks on it do not reach the one behind; put hooks on tensors (tensor.register_hook)"
 )
 OF_TORCH = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 DEEP = 3  # containers and objects around a value
 
 
@@ -57,9 +63,13 @@ def _all_kept(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]]
             own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
             for name in own.keys() - _set_by_torch(module):
                 yield (words, f"its attribute {path and path + '.'}{name}"), own[name]
-            for function in (type(module).forward, *own.values()):
+            for function in (type(module).forward, *own.values(), *_hooks_of(module)):
                 for name, value in _read_by(function):
                     yield (words, f"{name}, which it reads"), value
+
+
+def _hooks_of(module: nn.Module) -> list[object]:
+    return [hook for held in HOOKS for hook in vars(module)[held].values()]
 
 
 def _set_by_torch(module: nn.Module) -> set[str]:
@@ -70,6 +80,9 @@ def _set_by_torch(module: nn.Module) -> set[str]:
 def _read_by(function: object) -> Iterator[tuple[str, object]]:
     """What a function finds in its closure and among the globals."""
     inner = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(inner, (FunctionType, type)):
+        yield from getattr(inner, "__dict__", {}).items()
+        inner = vars(type(inner)).get("__call__")
     if isinstance(inner, FunctionType):
         names = inner.__code__.co_names
         yield from ((name, inner.__globals__[name]) for name in names if name in inner.__globals__)
@@ -121,7 +134,7 @@ def examine_kept(before: Kept, after: Kept, *, recomputes: bool) -> list[str]:
     """What can be said of what a step has changed."""
     changed = {place: now for place, now in after.items() if _differ(before.get(place), now)}
     tensors = [place for place, now in changed.items() if _has_tensors(now)]
-    counts = [place for place in changed if place not in tensors] if recomputes else []
+    counts = [place for place in changed if place in before and place not in tensors] if recomputes else []
     return [
         text.format(places=_in_words(places)) for text, places in ((TENSORS, tensors), (COUNTS, counts)) if places
     ]
@@ -142,6 +155,39 @@ def examine_nodes(layers: Mapping[str, nn.Module]) -> list[str]:
         if "grad_fn" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
     ]
     return [GRAPHS.format(places=_in_words(places))] if places else []
+
+
+def buffers_of(layers: Mapping[str, nn.Module]) -> dict[nn.Module, list[Seen]]:
+    """The buffers of modules as they are seen, to be compared with later."""
+    modules = {module: None for root in layers.values() for module in root.modules()}
+    return {m: [Seen(b, version(b)) for b in m._buffers.values() if b is not None] for m in modules}
+
+
+def examine_readers(
+    layers: Mapping[str, nn.Module], loss_fn: object, before: Mapping[nn.Module, list[Seen]]
+) -> list[str]:
+    """What can be said of functions, of the loss or of layers, that read modules whose buffers a step has changed."""
+    after = buffers_of(layers)
+    changed = {module for module, seen in after.items() if _differ(before.get(module, []), seen)}
+    readers: list[tuple[str, object, set[nn.Module]]] = [("loss_fn", loss_fn, set())]
+    for words, root in layers.items():
+        own = set(root.modules())
+        readers += [
+            (words, function, own) for m in own for function in (type(m).forward, *vars(m).values(), *_hooks_of(m))
+        ]
+    places = [
+        (words, f"which reads {name}")
+        for words, function, own in readers
+        for name, value in _read_by(function)
+        if not changed.isdisjoint(_modules_in(value) - own)
+    ]
+    return [BUFFERS.format(places=_in_words(places))] if places else []
+
+
+def _modules_in(value: object) -> set[nn.Module]:
+    """A module with its parts, or those in a container."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return {part for module in held if isinstance(module, nn.Module) for part in module.modules()}
 
 
 def _in_words(places: list[Place]) -> str:

@@ -15,7 +15,7 @@ from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
 from gpipe.doctor import examine
 from gpipe.examination import Examination
-from gpipe.given import Given, check_loss_fn, read_scale, refuse_gradients_of_inputs, split_alike
+from gpipe.given import Given, check_loss_fn, read_scale, refuse_gradients_of_inputs, refuse_tangents, split_alike
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
@@ -312,7 +312,7 @@ class GPipe(nn.Module):
         rows, loss, metrics = step(given, batch)
         self._count_step()
         if before is not None:
-            self._examination.compare(before, rows, batch.findings, self)
+            self._examination.compare(before, rows, batch.findings, self, loss_fn)
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
     def _step_here(self, given: Given, batch: Batch) -> tuple[int, Tensor | int, list[object]]:
@@ -355,6 +355,7 @@ class GPipe(nn.Module):
         Raises:
             ValueError: The rows of the inputs differ, or there are none.
         """
+        refuse_tangents(inputs)
         ambient = Ambient.here()
         batch = self._batch(ambient)
         before = self._examination.look(batch.step) if batch.trains and self.training else None

@@ -497,9 +497,8 @@ class LeavesItsLoss(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         share = self.linear(x).softmax(-1)
-        self.aux = (share.mean(0) ** 2).sum()
-        if self.detached:
-            self.aux = self.aux.detach()
+        aux = (share.mean(0) ** 2).sum()
+        self.aux = aux.detach() if self.detached else aux
         return x * share
 
 
@@ -683,3 +682,172 @@ def test_an_image_by_itself_keeps_every_stride(remat: str, driver: str, cut: lis
         loss = pipe.step(images, y, F.mse_loss)
     assert same_bits(loss, plain_loop(reference, images, y, F.mse_loss, micro_batches=M, seed=5))
     assert_same_bits(pipe, reference)
+
+
+class Prototypes(nn.Module):
+    """Keeps a mean, and hands it on where asked to."""
+
+    mean: Tensor
+
+    def __init__(self, hands_on: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.hands_on = hands_on
+
+    def forward(self, x: Tensor) -> Any:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return (x, self.mean) if self.hands_on else x
+
+
+class Meets(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] * (1 + both[1])
+
+
+@DRIVERS
+@REMAT
+def test_a_buffer_that_is_handed_on_and_written_again_arrives_as_it_was(remat: str, driver: str) -> None:
+    check([nn.Linear(4, 4), Prototypes(True), Meets(), nn.Linear(4, 4)], [2, 2], driver, remat)
+
+
+@DRIVERS
+def test_a_workspace_that_is_handed_on_and_written_again_is_refused(driver: str) -> None:
+    class Works(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.space = torch.zeros(1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.space.copy_(x.detach().mean())
+            return x, self.space
+
+    layers = [nn.Linear(4, 4), Works(), Meets(), nn.Linear(4, 4)]
+    with pytest.raises(RuntimeError, match="has been changed in place since it was handed on"):
+        gpipe.GPipe(layers, [2, 2], M, driver="lockstep").step(X, Y, F.mse_loss)
+
+
+def test_a_loss_that_reads_a_layer_whose_buffers_change_is_told() -> None:
+    layers = [nn.Linear(4, 4), Prototypes(), nn.Linear(4, 4)]
+    pipe = gpipe.GPipe(layers, 2, M)
+    pipe.step(X, Y, lambda output, target: F.mse_loss(output, layers[1].get_buffer("mean").expand_as(output)))
+    assert any(
+        text.startswith("loss_fn, which reads layers, of which a forward changes buffers") for text in pipe.findings
+    )
+
+
+def test_a_feature_that_a_hook_keeps_in_a_dict_is_told() -> None:
+    features: dict[str, Tensor] = {}
+    layers = network(torch.tanh, torch.sin)
+    layers[1].register_forward_hook(lambda module, args, out: features.update(x=out.detach()))
+    pipe = gpipe.GPipe(layers, [2, 2], M)
+    pipe.step(X, Y, lambda output, target: F.mse_loss(output, target) + features["x"].mean())
+    assert any("features, which it reads: a forward leaves tensors there" in text for text in pipe.findings)
+
+
+@DRIVERS
+@REMAT
+def test_a_buffer_in_two_modules_of_two_partitions_is_refused_once_it_changes(remat: str, driver: str) -> None:
+    first, second = Prototypes(), Prototypes()
+    second.mean = first.mean
+    layers = [nn.Linear(4, 4), first, nn.Linear(4, 4), second]
+    with pytest.raises(RuntimeError, match="a forward changed a buffer that layers of several partitions use"):
+        gpipe.GPipe(layers, [2, 2], M, driver=driver, remat=remat).step(X, Y, F.mse_loss)
+    check([nn.Linear(4, 4), first, nn.Linear(4, 4), second], [4], driver, remat)
+
+
+def test_buffers_in_one_memory_cannot_be_recomputed_with() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("flat", torch.zeros(8))
+            self.register_buffer("mean", self.get_buffer("flat")[:4])
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.get_buffer("mean").add_(x.detach().mean(0))
+            return x * self.get_buffer("flat").sum()
+
+    layers = [nn.Linear(4, 4), Flat(), nn.Linear(4, 4)]
+    with pytest.raises(RuntimeError, match=r"Flat\.flat, Flat\.mean: buffers that lie in one memory"):
+        gpipe.GPipe(layers, 1, M, remat="always").step(X, Y, F.mse_loss)
+
+
+@DRIVERS
+@REMAT
+def test_a_layer_that_calls_backward_in_its_forward_is_refused(remat: str, driver: str) -> None:
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x.detach())
+            if torch.is_grad_enabled():
+                out.pow(2).mean().backward()
+            return self.linear(x)
+
+    with pytest.raises(RuntimeError, match="a layer calls backward"):
+        gpipe.GPipe([nn.Linear(4, 4), Greedy()], 2, M, driver=driver, remat=remat).step(X, Y, F.mse_loss)
+
+
+@DRIVERS
+@REMAT
+def test_a_stash_whose_value_is_changed_in_place_behind_the_cut_is_refused(remat: str, driver: str) -> None:
+    class Stashes(nn.Module):
+        stash = ("a",)
+
+        def forward(self, x: Tensor) -> Any:
+            return x, {"a": x}
+
+    class Pops(nn.Module):
+        pop = ("a",)
+
+        def forward(self, x: Tensor, a: Tensor) -> Tensor:
+            return x + a
+
+    layers = [nn.Linear(4, 4), Stashes(), nn.ReLU(inplace=True), nn.Linear(4, 4), Pops()]
+    for cut in ([5], [2, 3], [2, 1, 2], [1, 2, 2]):
+        pipe = gpipe.GPipe(copy.deepcopy(layers), cut, M, driver=driver, remat=remat)
+        with pytest.raises(RuntimeError, match="in place"):
+            pipe.step(X, Y, F.mse_loss)
+
+
+@CUTS
+@DRIVERS
+@REMAT
+def test_the_loss_may_work_in_place_on_its_output_and_its_target(remat: str, driver: str, cut: list[int]) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        target[target > 1] = 0.0
+        return F.mse_loss(output.clamp_(-0.5, 0.5), target)
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity(), nn.Identity()]
+    reference = copy.deepcopy(layers)
+    y, z = Y.clone(), Y.clone()
+    with gpipe.GPipe(layers, cut, M, driver=driver, remat=remat, seed=5) as pipe:
+        loss = pipe.step(X, y, loss_fn)
+    assert same_bits(loss, plain_loop(reference, X, z, loss_fn, micro_batches=M, seed=5))
+    assert_same_bits(pipe, reference)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("remat", REMATS)
+def test_lazy_conjugates_and_quantized_tensors_cross_a_cut(remat: str) -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.fft(x).conj()
+
+    class Imaginary(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            assert z.is_conj()
+            return z.imag.sum(1, keepdim=True).expand(-1, 4)
+
+    check([nn.Linear(4, 4), Spectrum(), Imaginary(), nn.Linear(4, 4)], [2, 2], "threads", remat)
+
+    class Quantizes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
+
+    class Dequantizes(nn.Module):
+        def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+            return both[0] + both[1].dequantize()
+
+    check([nn.Linear(4, 4), Quantizes(), Dequantizes(), nn.Linear(4, 4)], [2, 2], "threads", remat)

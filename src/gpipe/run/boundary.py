@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gpipe.run.hidden import hides_tensors, refuse_hidden_tensors
 from gpipe.run.microbatch import Tree
+from gpipe.run.versions import version
 
 
 class Undefined(Enum):
@@ -30,6 +31,17 @@ Gradients: TypeAlias = list[Tensor | Undefined | None]
 """What comes back for the leaves of a parcel; None where nothing did, because nothing depends on the leaf."""
 
 
+CHANGED = (
+    "what {stage} was given has been changed in place since it was handed on: by the layer that made it, in a later "
+    "micro-batch (a buffer or a workspace that it returns and writes again), or by the caller, who wrote into the "
+    "inputs before the backward. Return a clone, and leave inputs alone until the backward is done"
+)
+NO_STRIDES = (
+    "a {kind} tensor {why} cannot cross to another stage; return it dense ({remedy}), or keep both layers in one "
+    "partition"
+)
+
+
 @dataclass(slots=True)
 class Parcel:
     """A value as it crosses a boundary.
@@ -42,6 +54,19 @@ class Parcel:
     value: Tree
     leaves: list[Tensor]
     leaned: frozenset[int] | None = None
+    entangled: bool = False  # whether it shares memory with another value that crosses
+    versions: list[int] | None = None  # of its tensors, as far as they are noted
+
+    def check(self, stage: object) -> None:
+        """Checks that nobody has changed its tensors since it was handed on, or first looked at.
+
+        Raises:
+            RuntimeError: Somebody has.
+        """
+        now = [version(tensor) for tensor in tensors_in(self.value)]
+        if self.versions is not None and self.versions != now:
+            raise RuntimeError(CHANGED.format(stage=stage))
+        self.versions = now
 
     @property
     def tensor(self) -> Tensor:
@@ -94,6 +119,10 @@ def detached(value: Tree) -> Tree:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:
+        raise TypeError(NO_STRIDES.format(kind="nested", why="", remedy="torch.nested.to_padded_tensor(t, 0.0)"))
+    if tensor.layout is not torch.strided and tensor.requires_grad:
+        raise TypeError(NO_STRIDES.format(kind="sparse", why="that wants a gradient", remedy="t.to_dense()"))
     leaf = carry_attributes(tensor, tensor.detach())
     return leaf.requires_grad_() if tensor.requires_grad else leaf
 

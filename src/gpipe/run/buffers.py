@@ -96,13 +96,41 @@ class Buffers:
         """Shows modules their buffers as they were, and puts the real ones back."""
         apart = [(place, was) for place, was in snapshot.items() if _is_changed(place, was)]
         real = [(place, place[0]._buffers.get(place[1]), place[1] in place[0]._buffers) for place, _ in apart]
+        _refuse_views(snapshot, apart)
+        copies: dict[int, Tensor] = {}  # one tensor in several places stays one
         for place, was in apart:
-            _put(place, was.tensor if was.copy is None else copy_of(was.copy), there=was.there)
+            if was.copy is not None and id(was.tensor) not in copies:
+                copies[id(was.tensor)] = copy_of(was.copy)
+            _put(place, was.tensor if was.copy is None else copies[id(was.tensor)], there=was.there)
         try:
             yield
         finally:
             for place, tensor, there in real:
                 _put(place, tensor, there=there)
+
+
+def _refuse_views(snapshot: Snapshot, apart: Sequence[tuple[Place, Before]]) -> None:
+    """Refuses changed buffers that share memory: copies of them would not change together.
+
+    Raises:
+        RuntimeError: Names them.
+    """
+    users: dict[int, set[int]] = {}
+    for was in snapshot.values():
+        if was.copy is not None and was.tensor is not None:
+            users.setdefault(was.tensor.untyped_storage().data_ptr(), set()).add(id(was.tensor))
+    names = [
+        f"{type(module).__name__}.{name}"
+        for (module, name), was in apart
+        if was.tensor is not None and was.copy is not None
+        if len(users[was.tensor.untyped_storage().data_ptr()]) > 1
+    ]
+    if names:
+        raise RuntimeError(
+            f"{', '.join(dict.fromkeys(names))}: buffers that lie in one memory, which a forward changes, so that a "
+            f"recompute would need them as they were; register one buffer and take views of it in the forward, or "
+            f"use remat='never' for this partition"
+        )
 
 
 def _put(place: Place, tensor: Tensor | None, *, there: bool) -> None:

@@ -58,6 +58,8 @@ def differ(one: Digest, other: Digest) -> "bool | Tensor":
 
 
 def _words(tensor: Tensor) -> list[Tensor]:
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return []
     memory = tensor.resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 UNITS = {"cpu": 64, "cuda": 512}
 """Bytes by which torch aligns what it allocates; nothing chooses by more of an address than this."""
@@ -24,6 +25,13 @@ def alignment(tensor: Tensor) -> int:
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return 0
     return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, 1))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where the memory that a tensor lies in begins, the same for all its views; 0 where there is none to share."""
+    if is_lazy(tensor) or type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def room(
@@ -67,7 +75,13 @@ def copy_of(tensor: Tensor) -> Tensor:
     >>> tensor = torch.arange(8.0)[3:]
     >>> copy_of(tensor), alignment(copy_of(tensor))
     (tensor([3., 4., 5., 6., 7.]), 12)
+    >>> copy_of(torch.ones(2, dtype=torch.complex64).conj()).is_conj()
+    True
     """
+    if tensor.is_conj():
+        return torch.conj(copy_of(torch.conj(tensor)))
+    if tensor.is_neg():
+        return torch._neg_view(copy_of(torch._neg_view(tensor)))
     if not alignment(tensor):
         copied = tensor.clone()
         if not _can_lie(tensor) or copied.stride() == tensor.stride():

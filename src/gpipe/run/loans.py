@@ -7,6 +7,7 @@ was changed in place would be wrong for a recompute, and for the graph of the st
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gpipe.run.boundary import carry_attributes, replace_tensors, tensors_in
@@ -83,6 +84,8 @@ def _tensors(value: Tree, arrived: Mapping[str, Tensor | None]) -> list[Tensor]:
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy that lies like the tensor, so that later runs without a copy give the same bits."""
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return tensor  # expanded: torch itself refuses to work on it in place
     return carry_attributes(tensor, copy_of(tensor))

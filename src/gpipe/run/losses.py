@@ -110,7 +110,7 @@ def _told(loss_fn: object) -> Told | None:
 
 
 def _told_to_module(module: nn.Module) -> Told | None:
-    module = module._modules.get("_orig_mod") or module  # what torch.compile wraps
+    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     kind = type(module)
     if home_of_forward(module) != HOME or kind.__call__ is not nn.Module.__call__ or "forward" in vars(module):
         return None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe.run.boundary import run_backward
-from gpipe.run.layout import moved
+from gpipe.run.layout import memory_of, moved
 from gpipe.run.skips import version
 from gpipe.run.stage import Layer, Stage
 
@@ -109,14 +109,17 @@ def find_race(stages: Sequence[Stage]) -> str | None:
 
 
 def find_exposed(stages: Sequence[Stage]) -> dict[Place, str]:
-    """The buffers of modules that several partitions use, each with the last layer that does."""
-    home: dict[nn.Module, int] = {}
+    """The buffers that several partitions see, each with a layer of another: of one module, or in one memory."""
+    home: dict[object, Layer] = {}
+    stage_of = {layer.index: stage.index for stage in stages for layer in stage.layers}
     found: dict[Place, str] = {}
-    for stage in stages:
-        for layer in stage.layers:
-            for module in layer.module.modules():
-                if home.setdefault(module, stage.index) != stage.index:
-                    found |= {(module, name): f"{layer} and partition {home[module]}" for name in module._buffers}
+    for layer in (layer for stage in stages for layer in stage.layers):
+        for module in layer.module.modules():
+            for name, buffer in module._buffers.items():
+                for seen in (module, *([memory_of(buffer)] if buffer is not None and memory_of(buffer) else [])):
+                    first = home.setdefault(seen, layer)
+                    if stage_of[first.index] != stage_of[layer.index]:
+                        found[module, name] = f"{first} and {layer}"
     return found
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from gpipe.run.versions import version as version
+
 
 @dataclass(frozen=True, slots=True)
 class Pop:
@@ -150,11 +152,6 @@ class Kept(NamedTuple):
                 f"on where the layers are cut; let the layer that changes it work on a copy, or stash a clone"
             )
         return self.tensor
-
-
-def version(tensor: Tensor | None) -> int:
-    """How often a tensor was changed in place, as far as torch counts it."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def alias(tensor: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe.run.boundary import replace_tensors, tensors_in
 from gpipe.run.buffers import Buffers
 from gpipe.run.digest import differ, digest
-from gpipe.run.layout import copy_of
+from gpipe.run.layout import copy_of, memory_of
 from gpipe.run.loans import Loans
 from gpipe.run.microbatch import Tree
 from gpipe.run.nodes import leaves_of
@@ -113,7 +113,15 @@ class Stage:
 
     def begin(self) -> None:
         """Begins a run: notes what its layers' modes are, for the whole of it."""
+        self._memory: set[int] | None = None
         self.modes = tuple([layer.module.training for layer in self.layers])
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
+        if self._memory is None:
+            held = (t for layer in self.layers for t in (*layer.module.parameters(), *layer.module.buffers()))
+            self._memory = {memory_of(t) for t in held} - {0}
+        return tensor if tensor.requires_grad or memory_of(tensor) not in self._memory else copy_of(tensor)
 
     def weights(self) -> set[int]:
         """The parameters of the layers, by identity."""

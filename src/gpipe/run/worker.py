@@ -1,5 +1,6 @@
 """Performs the actions of one rank: the only code that runs layers or autograd."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from gpipe.run.buffers import Snapshot
 from gpipe.run.digest import differ, digest
 from gpipe.run.graph import HOOKED, Owners, tensors_left_on
 from gpipe.run.lane import Lane, Mark
+from gpipe.run.layout import copy_of, memory_of
+from gpipe.run.loans import SHARED_IN_PLACE
 from gpipe.run.losses import NO_METRICS as NO_METRICS
 from gpipe.run.losses import read_loss
 from gpipe.run.microbatch import Tree
@@ -47,6 +50,11 @@ OTHERWISE = (
     "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left somewhere); "
     "draw by torch's functions, keep what changes in buffers, stash and pop what layers leave for each other, or use "
     "remat='never' for this partition"
+)
+BACKWARD_IN_FORWARD = (
+    "the forward of {stage} adds to gradients of its parameters: a layer calls backward() in it. A recompute would "
+    "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
+    "and have loss_fn.pop), or train these layers by themselves"
 )
 LEFT = (
     "perhaps it reads a tensor that was left on a module ({left}), which is by now that of another micro-batch: have "
@@ -174,11 +182,14 @@ class Worker:
         self.store[step.stage, m] = cell
         again = m in wires.recomputed
         before = stage.buffers.before() if again else None
+        grads = gradients_of(stage) if self.batch.examines else None
         if step.stage in self.deferred:
             with self.deferred[step.stage].collect(m):
                 made = self._run(stage, wires, cell, m)
         else:
             made = self._run(stage, wires, cell, m)
+        if grads is not None and grads != gradients_of(stage):
+            raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=stage))
         if before is None:
             stage.buffers.forget()
         else:
@@ -191,6 +202,7 @@ class Worker:
                 parcels.append(parcel)
                 cell.roots.append(roots)
             self._note_leaned(step.stage, parcels, cell.roots)
+            self._part_memory(stage, parcels)
             self._give(step, parcels)
         elif self.batch.loss_fn is None:
             self.batch.outputs[m] = Output.of(made.values[0])
@@ -198,7 +210,7 @@ class Worker:
         elif not again:
             cell.roots.append([self._loss(made, m, cell.trace)])
         if again:
-            cell.digest = digest(made.values)
+            cell.digest = digest([*made.values, *made.for_loss.values()])
             cell.reached = reached_from(made.values) & stage.weights() if self.batch.examines else None
             cell.roots, cell.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
@@ -213,6 +225,17 @@ class Worker:
         for parcel, some in zip(parcels, roots, strict=True):
             parcel.leaned = frozenset(at - first for at in self._leaned[stage, len(flat)] if at >= first)
             first += len(some)
+
+    def _part_memory(self, stage: Stage, parcels: Sequence[Parcel]) -> None:
+        """Has buffers of the stage leave as copies, since a later forward may write them; notes who shares memory."""
+        for parcel in parcels:
+            if not all(tensor.requires_grad for tensor in tensors_in(parcel.value)):
+                parcel.value = replace_tensors(parcel.value, stage.apart)
+            parcel.check(stage)  # notes versions
+        if len(parcels) > 1:
+            used = Counter(at for parcel in parcels for at in {memory_of(t) for t in tensors_in(parcel.value)} if at)
+            for parcel in parcels:
+                parcel.entangled = any(used[memory_of(t)] > 1 for t in tensors_in(parcel.value))
 
     def recompute(self, step: Step) -> None:
         """Runs a stage's layers once more, for their graph."""
@@ -234,7 +257,7 @@ class Worker:
     def _compare(self, stage: Stage, wires: Wiring, cell: Cell, m: int, made: Made) -> None:
         """Compares a recompute with its forward, bit for bit."""
         assert cell.digest is not None
-        verdict = differ(cell.digest, digest(made.values))
+        verdict = differ(cell.digest, digest([*made.values, *made.for_loss.values()]))
         if verdict is True or (
             cell.reached is not None and cell.reached != reached_from(made.values) & stage.weights()
         ):
@@ -267,6 +290,8 @@ class Worker:
     def _run(self, stage: Stage, wires: Wiring, cell: Cell, m: int, *, recomputing: bool = False) -> Made:
         """Runs the layers of a stage on what a cell holds; gives a value for each wire out, at least the main one."""
         cell.trace = self.new_trace()  # of this run, not of the one before
+        for parcel in cell.given:
+            parcel.check(stage)
         entered = [enter(parcel) for parcel in cell.given]
         cell.gradients = [one.gradients for one in entered]
         arrived = {name: stash_of(one.value) for name, one in zip(wires.skips_in, entered, strict=False)}
@@ -282,6 +307,8 @@ class Worker:
                 hooked and not known and (len(one.aliases) > 1 or not wire.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
+        if stage.loans.works_in_place.get(stage.modes) and any(parcel.entangled for parcel in cell.given):
+            raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
     def _loss(self, made: Made, m: int, trace: Trace) -> Tensor:
@@ -298,11 +325,12 @@ class Worker:
     def _call_loss_fn(self, made: Made, m: int) -> object:
         batch = self.batch
         assert batch.loss_fn is not None
-        target = batch.targets[m]
+        target = replace_tensors(batch.targets[m], with_own_version)
+        value = replace_tensors(made.values[0], as_made)
         if not self.lane.alone:
             target = replace_tensors(target, lambda tensor: self.lane.bring(tensor, None))
         with Visit(batch.seed, batch.step, batch.loss_index, batch.first + m):
-            return batch.loss_fn(made.values[0], target, **made.for_loss)
+            return batch.loss_fn(value, target, **made.for_loss)
 
     def backward(self, step: Step) -> None:
         """Runs autograd through a stage, and hands on the gradients of what crossed its boundary."""
@@ -374,6 +402,23 @@ class Worker:
 def reached_from(values: Sequence[Tree]) -> frozenset[int]:
     """The leaves that a backward would reach, by identity."""
     return frozenset(map(id, leaves_of([tensor for value in values for tensor in tensors_in(value)])))
+
+
+def gradients_of(stage: Stage) -> list[tuple[int, int]]:
+    """What gradients the layers of a stage have, and how often they were added to."""
+    grads = [p.grad for layer in stage.layers for p in layer.module.parameters()]
+    return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
+
+
+def with_own_version(target: Tensor) -> Tensor:
+    """A target whose changes in place are counted apart from those of other micro-batches, views of one tensor."""
+    return target if target.requires_grad else target.data
+
+
+def as_made(output: Tensor) -> Tensor:
+    """An output for the loss to work on in place: one that a stage only passed on is a view of a leaf."""
+    base = output._base
+    return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output
 
 
 def stash_of(value: Tree) -> Tensor | None:
