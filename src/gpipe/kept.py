@@ -80,9 +80,6 @@ def _set_by_torch(module: nn.Module) -> set[str]:
 def _read_by(function: object) -> Iterator[tuple[str, object]]:
     """What a function finds in its closure and among the globals."""
     inner = function.__func__ if isinstance(function, MethodType) else function
-    if not isinstance(inner, (FunctionType, type)):
-        yield from getattr(inner, "__dict__", {}).items()
-        inner = vars(type(inner)).get("__call__")
     if isinstance(inner, FunctionType):
         names = inner.__code__.co_names
         yield from ((name, inner.__globals__[name]) for name in names if name in inner.__globals__)
@@ -90,9 +87,13 @@ def _read_by(function: object) -> Iterator[tuple[str, object]]:
         yield from ((name, _content(cell)) for name, cell in cells)
 
 
+def _is_users(value: object) -> bool:
+    return isinstance(value, (FunctionType, MethodType)) and not str(value.__module__).startswith("torch")
+
+
 def mentions_random(module: nn.Module) -> bool:
     """Whether what a module runs reads something named random, also by functions that it calls."""
-    todo: list[object] = [type(module).forward, *vars(module).values()]
+    todo = [value for value in (type(module).forward, *vars(module).values()) if _is_users(value)]
     seen: set[int] = set()
     while todo:
         function = todo.pop()
@@ -101,8 +102,17 @@ def mentions_random(module: nn.Module) -> bool:
             read = dict(_read_by(function))
             if "random" in read or "random" in getattr(getattr(function, "__code__", None), "co_names", ()):
                 return True
-            todo += read.values()
+            todo += [value for value in read.values() if _is_users(value)]
     return False
+
+
+def _held_by(called: object) -> Iterator[tuple[str, object]]:
+    """What a function reads, or an object that is called: its attributes too."""
+    if isinstance(called, (FunctionType, MethodType)):
+        yield from _read_by(called)
+    else:
+        yield from getattr(called, "__dict__", {}).items()
+        yield from _read_by(getattr(type(called), "forward", getattr(type(called), "__call__", None)))  # noqa: B004
 
 
 def _content(cell: CellType) -> object:
@@ -178,7 +188,7 @@ def examine_readers(
     places = [
         (words, f"which reads {name}")
         for words, function, own in readers
-        for name, value in _read_by(function)
+        for name, value in (_held_by(function) if words == "loss_fn" else _read_by(function))
         if not changed.isdisjoint(_modules_in(value) - own)
     ]
     return [BUFFERS.format(places=_in_words(places))] if places else []
