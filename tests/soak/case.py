@@ -91,6 +91,7 @@ class Case:
         "loop"  # "shared": as K=1, bit for bit, and as the loop nearly; "whole": as one whole mini-batch nearly
     )
     refusal: tuple[str, ...] | None = None  # an error is right if its text holds each of these
+    errors: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # of these types
     late: bool = False  # it may come after the first step
     remedy: bool = True  # it must say what to do
     must_refuse: bool = False  # an error is the only right thing

@@ -121,7 +121,7 @@ def judge_error(case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
         return "SILENT", f"before the error: {partial}\n{text}"
     if not case.late and any(name.startswith("0 after") for name in got.observed):
         return "MISLEADING", f"late: not in the first step\n{text}"
-    if not isinstance(got.error, ValueError | TypeError | RuntimeError):
+    if not isinstance(got.error, case.errors):
         return "MISLEADING", f"the type\n{text}"
     missing = says(got.text, (*case.refusal, REMEDY) if case.remedy else case.refusal)
     return ("refused", got.text) if missing is None else ("MISLEADING", f"does not say /{missing}/\n{text}")

@@ -70,7 +70,9 @@ def s11_thread_locals(draw: Draw) -> Case:
     soft = draw.maybe()
     reader = Apply(lambda x: x * (getattr(LOCAL, "factor", 1.0) if soft else LOCAL.factor))
     words = (r"layer \d", r"thread")
-    return network(draw, width, [reader, plain(draw, width)], context=inside, refusal=words, told=words)
+    case = network(draw, width, [reader, plain(draw, width)], context=inside, refusal=words, told=words)
+    case.errors = (AttributeError,)  # the layer's own, with a note
+    return case
 
 
 @kind("S11")

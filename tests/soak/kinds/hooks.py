@@ -174,7 +174,8 @@ class Fork(nn.Module):
 def s1_hook_on_one_of_two(draw: Draw) -> Case:
     width, log = draw.width(), list[float]()
     pair = [Fork(draw.randint(0, 3)), HookedPair(width, draw.randint(0, 1), changes(draw, log))]
-    return network(draw, width, pair, before=1, extra=lambda: {"hooks": sorted(log)})
+    words = (r"layer \d", r"hook")  # where one of the two was made from the other, a hook would see a part
+    return network(draw, width, pair, before=1, extra=lambda: {"hooks": sorted(log)}, refusal=words)
 
 
 @kind()

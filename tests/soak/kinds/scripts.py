@@ -235,7 +235,7 @@ def second_backward(draw: Draw) -> Case:
                 torch.autograd.grad(loss, list(trainer.model.parameters()))
 
     case = scripted(draw, script, steps=1, core=[nn.Tanh()])
-    words = (r"second|twice|again", r"create_graph", r"autograd\.grad|parameters|backward\(\)")
+    words = (r"second|twice|again", r"create_graph", r"autograd\.grad|used in the graph")
     case.must_refuse, case.refusal = True, (words[how],)
     return case
 
