@@ -176,6 +176,7 @@ def save(
         ...     saved.name, gpipe.load(folder, pipe, optimizer).extra
         ('step_0', {'epoch': 3})
     """
+    check_order(folder, pipe, "save", optimizer)
     settle(pipe)
     team, root = team_of(pipe), Path(os.path.abspath(folder))
     part, draft, trouble = Part(), None, Trouble()
@@ -200,6 +201,38 @@ def save(
 def team_of(pipe: nn.Module | None) -> Team:
     """The processes that a pipe is trained by."""
     return getattr(pipe, "team", None) or Alone()
+
+
+def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
+    """Checks that what saves or loads was given a folder, a pipe and perhaps an optimizer, in this order.
+
+    Raises:
+        TypeError: It was not.
+    """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(
+            f"folder is a {type(folder).__name__}; give the folder's path first: gpipe.{name}(folder, pipe, ...)"
+        )
+    if pipe is not None and not isinstance(pipe, nn.Module):
+        raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.{name}(folder, pipe, ...)")
+    check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Checks that an optimizer is one, or looks like one.
+
+    Raises:
+        TypeError: It does not; says what to do with schedulers, states and scalers.
+    """
+    if optimizer is None or (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        return
+    if isinstance(optimizer, dict):
+        advice = "give the optimizer itself, not its state_dict()"
+    elif hasattr(optimizer, "state_dict"):
+        advice = "give the optimizer alone; the state_dict() of schedulers and scalers goes into save(..., extra=...)"
+    else:
+        advice = "give a torch optimizer of pipe.parameters(), or None"
+    raise TypeError(f"optimizer is a {type(optimizer).__name__}; {advice}")
 
 
 def settle(pipe: nn.Module | None) -> None:
