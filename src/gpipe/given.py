@@ -14,6 +14,11 @@ from gpipe.run.losses import IGNORED_LABELS, check_weights_of_rows, find_reducti
 from gpipe.run.microbatch import Reduction, Tree, count_rows, rows_of_parts, split, weights
 from gpipe.run.values import find_strange_values, find_uncut_lists
 
+NO_GRAPH = (
+    "a pipe is run by threads or processes, which torch.jit and torch.export cannot follow; trace, script or export "
+    "the plain layers: torch.nn.Sequential(*layers)"
+)
+
 
 class Given(NamedTuple):
     """What one call of `step` is given, and the modes of the caller."""
@@ -167,3 +172,13 @@ def refuse_gradients_of_inputs(inputs: Tree) -> None:
             "an input requires a gradient, and step() gives none to its inputs; "
             "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
         )
+
+
+def refuse_tracing() -> None:
+    """Refuses to be made a graph of.
+
+    Raises:
+        TypeError: Torch traces or exports what runs.
+    """
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        raise TypeError(NO_GRAPH)

@@ -1,5 +1,6 @@
 """`GPipe`, the facade that a user sees."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,15 @@ from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
 from gpipe.doctor import examine
 from gpipe.examination import Examination
-from gpipe.given import Given, check_loss_fn, check_numbers, refuse_gradients_of_inputs, split_alike
+from gpipe.given import (
+    NO_GRAPH,
+    Given,
+    check_loss_fn,
+    check_numbers,
+    refuse_gradients_of_inputs,
+    refuse_tracing,
+    split_alike,
+)
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
@@ -358,6 +367,7 @@ class GPipe(nn.Module):
         Raises:
             ValueError: The rows of the inputs differ, or there are none.
         """
+        refuse_tracing()
         ambient = Ambient.here()
         batch = self._batch(ambient)
         before = self._examination.look(batch.step) if batch.trains and self.training else None
@@ -532,8 +542,14 @@ class GPipe(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
-        """What `DistributedDataParallel` asks of a module that it wraps."""
+        """What `DistributedDataParallel` asks of a module that it wraps; others that list attributes find none."""
+        if sys._getframe(1).f_globals.get("__name__") != nn.parallel.distributed.__name__:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise TypeError(
             "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
             "itself, M times a step; average .grad over the replicas after step(), before the optimizer's"
         )
+
+    def __prepare_scriptable__(self) -> Self:
+        """What `torch.jit.script` asks for."""
+        raise TypeError(NO_GRAPH)

@@ -1,5 +1,6 @@
 """What a new user gets wrong is told in words that say what to write instead."""
 
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -426,3 +427,22 @@ def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused(scale: float) -
     pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
     with pytest.raises(ValueError, match="give a finite number other than 0"):
         pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss, scale=scale)
+
+
+@pytest.mark.parametrize(
+    "make_graph",
+    [
+        lambda pipe: torch.jit.trace(pipe, torch.ones(2, 2)),
+        torch.jit.script,
+        lambda pipe: torch.export.export(pipe, (torch.ones(2, 2),)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_graph_of_a_pipe_is_refused_in_our_words(make_graph: Callable[[gpipe.GPipe], object]) -> None:
+    with pytest.raises(TypeError, match=r"export\nthe plain layers|export the plain layers"):
+        make_graph(gpipe.GPipe([nn.Linear(2, 1)], 1, 1))
+
+
+def test_all_attributes_of_a_pipe_can_be_listed() -> None:
+    pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
+    assert dict(inspect.getmembers(pipe))["partitions"] == 1
