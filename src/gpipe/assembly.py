@@ -1,16 +1,21 @@
 """A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
 
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipe.arguments import Arguments, Settings, settle
 from gpipe.checks import Mistakes, draw_seed
 from gpipe.plan.schedules import SCHEDULES
+from gpipe.run.collectives import local
 from gpipe.run.council import BUILDING, LINKING, Council
+from gpipe.run.digest import digest
 from gpipe.run.engine import Engine
 from gpipe.run.launcher import end_with_launcher
 from gpipe.run.layers import Outline, cut_into_stages, outline, realize
@@ -85,13 +90,19 @@ def _settle_together(asked: Arguments, place: Place, council: Council) -> Settin
         council.tell(BUILDING, costs=list(settings.costs))
     settings = _with_own_layers(settings, place, sketch, asked.ties)
     _compare(council, settings, asked.ties)
+    if place.replicas > 1:
+        _compare_weights(council, settings, place)
     return settings
 
 
+def _own(settings: Settings, place: Place) -> range:
+    """The indices of this process's layers."""
+    begin = sum(settings.layers_per_partition[: place.stage])
+    return range(begin, begin + settings.layers_per_partition[place.stage])
+
+
 def _with_own_layers(settings: Settings, place: Place, sketch: Outline, ties: Sequence[Sequence[str]]) -> Settings:
-    counts = settings.layers_per_partition
-    begin = sum(counts[: place.stage])
-    own = range(begin, begin + counts[place.stage])
+    own = _own(settings, place)
     mistakes = Mistakes()
     named, mistakes.found = realize(sketch, own)
     mistakes.raise_all()
@@ -118,6 +129,35 @@ def _compare(council: Council, settings: Settings, ties: Sequence[Sequence[str]]
 def _words(layer: nn.Module) -> str:
     shapes = (f"{name} {tuple(parameter.shape)}" for name, parameter in layer.named_parameters())
     return f"{type(layer).__name__}({', '.join(shapes)})"
+
+
+def _compare_weights(council: Council, settings: Settings, place: Place) -> None:
+    """Checks that the replicas begin with the same weights: they would stay as far apart as they are.
+
+    Raises:
+        ValueError: Names the layers whose weights differ.
+    """
+    layers = list(settings.layers.items())
+    every = council.tell(LINKING, weights={str(at): _checksum(layers[at][1]) for at in _own(settings, place)})
+    found = {(int(at), checksum) for theirs in every for at, checksum in theirs["weights"].items()}
+    several = Counter(at for at, _ in found)
+    apart = [
+        f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1
+    ]
+    if apart:
+        raise ValueError(
+            f"GPipe cannot be built:\n- the weights of {', '.join(apart)} differ between replicas: build the layers "
+            f"alike on every rank (torch.manual_seed before, or callables), or load the same weights"
+        )
+
+
+def _checksum(layer: nn.Module) -> int:
+    """Of the bits of all parameters and buffers."""
+    tensors = [local(tensor.detach()) for tensor in (*layer.parameters(), *layer.buffers()) if not is_lazy(tensor)]
+    found = 0
+    for word in digest(tensors).words:
+        found = zlib.crc32(word.cpu().view(torch.uint8).numpy().tobytes(), found)
+    return found
 
 
 def _tie(

@@ -1,10 +1,12 @@
 """What one call of a pipe is given, checked and cut into micro-batches."""
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gpipe.run.ambient import Ambient
@@ -12,6 +14,11 @@ from gpipe.run.boundary import tensors_in
 from gpipe.run.losses import IGNORED_LABELS, check_weights_of_rows, find_reduction, for_targets, holds_ignored_labels
 from gpipe.run.microbatch import Reduction, Tree, count_rows, rows_of_parts, split, weights
 from gpipe.run.values import find_strange_values, find_uncut_lists
+
+NO_GRAPH = (
+    "a pipe is run by threads or processes, which torch.jit and torch.export cannot follow; trace, script or export "
+    "the plain layers: torch.nn.Sequential(*layers)"
+)
 
 
 class Given(NamedTuple):
@@ -23,6 +30,20 @@ class Given(NamedTuple):
     reduction: Reduction | None
     scale: float
     ambient: Ambient
+    scaler: Any = None
+
+    def scaled(self, device: torch.device, *, processes: int = 1) -> "Given":
+        """The same with the scale that the scaler says, which learns that it is in use."""
+        scale = read_scale(self.scale, self.scaler, device, processes=processes)
+        return self._replace(scale=scale, scaler=None)
+
+    @property
+    def kind(self) -> str:
+        """How the losses make one, in words that are the same for all replicas."""
+        reduction = self.reduction
+        if reduction is None:
+            reduction = find_reduction(self.loss_fn) or "mean"
+        return "weights of the targets" if callable(reduction) else str(reduction)
 
     def shares(
         self, rows: Sequence[int], targets: Sequence[Tree], over_replicas: Callable[[float], float] = float
@@ -45,22 +66,42 @@ class Given(NamedTuple):
         return [IGNORED_LABELS] if unread and holds_ignored_labels(self.targets) else []
 
 
-def read_scale(scale: float, scaler: Any, device: torch.device) -> float:
+def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:
     """The factor of the gradients, which a scaler knows.
 
     Raises:
-        ValueError: Both are given.
-        TypeError: The scaler is none, or the scale no number.
+        ValueError: Both are given, or the scale is no finite number but 0.
+        TypeError: The scaler is none, or not one for several processes, or the scale no number.
     """
     if scaler is None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"scale={scale!r}; give a number, or scaler= for a torch.amp.GradScaler")
+        if not math.isfinite(scale) or not scale:
+            raise ValueError(
+                f"scale={scale!r} would leave nothing of the gradients; give a finite number other than 0"
+            )
         return scale
     if scale != 1.0:
         raise ValueError(f"scale={scale!r} and scaler= both say how gradients are scaled; leave scale out")
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler or a gpipe.GradScaler")
+    if processes > 1 and scaler.is_enabled() and not hasattr(scaler, "agrees"):
+        raise TypeError(
+            "scaler is a torch.amp.GradScaler, which looks at the gradients of this process alone: some ranks would "
+            "skip a step that others do; make it gpipe.GradScaler(pipe) in every process"
+        )
     return float(scaler.scale(torch.ones((), device=device)))  # which also tells it that it is in use
+
+
+def check_numbers(**given: object) -> None:
+    """Checks that what has these names are numbers.
+
+    Raises:
+        TypeError: One is not.
+    """
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+            raise TypeError(f"{name}={value!r}; give a number")
 
 
 def check_loss_fn(loss_fn: object) -> None:
@@ -147,3 +188,13 @@ def refuse_gradients_of_inputs(inputs: Tree) -> None:
             "an input requires a gradient, and step() gives none to its inputs; "
             "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
         )
+
+
+def refuse_tracing() -> None:
+    """Refuses to be made a graph of.
+
+    Raises:
+        TypeError: Torch traces or exports what runs.
+    """
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        raise TypeError(NO_GRAPH)

@@ -35,6 +35,8 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
         in the forward of micro-batch 1, rank 1, stage 1, layer 1 (1: Log), action 4 of 4:
             ...
     """
+    if not isinstance(pipe, GPipe):
+        raise TypeError(f"gpipe.detect_nonfinite was given a {type(pipe).__name__}; give the gpipe.GPipe itself")
     layers: dict[nn.Module, list[str]] = {}
     for stage in pipe._engine.own:
         for layer in stage.layers:

@@ -1,5 +1,6 @@
 """`GPipe`, the facade that a user sees."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,16 @@ from gpipe.assembly import assemble
 from gpipe.call import Call, pipelined
 from gpipe.doctor import examine
 from gpipe.examination import Examination
-from gpipe.given import Given, check_loss_fn, read_scale, refuse_gradients_of_inputs, refuse_tangents, split_alike
+from gpipe.given import (
+    NO_GRAPH,
+    Given,
+    check_loss_fn,
+    check_numbers,
+    refuse_gradients_of_inputs,
+    refuse_tangents,
+    refuse_tracing,
+    split_alike,
+)
 from gpipe.plan.partition import Balance
 from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
@@ -298,16 +308,14 @@ class GPipe(nn.Module):
             The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
 
         Raises:
-            ValueError: The rows of inputs and targets differ, or there are none.
+            ValueError: The rows of inputs and targets differ, or there are none. Or replicas were given another
+                `reduction` or `scale` than others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
-        factor = read_scale(scale, scaler, self.devices[-1])
-        given = Given(inputs, targets, loss_fn, reduction, factor, Ambient.here())
+        given = Given(inputs, targets, loss_fn, reduction, scale, Ambient.here(), scaler)
         batch = self._batch(given.ambient)
         before = self._examination.look(batch.step) if batch.trains and self.training else None
         together = self._together
-        if together is None or together.is_last:
-            self._examination.tell(given.findings())
         step = partial(self._step_together, together) if together else self._step_here
         rows, loss, metrics = step(given, batch)
         self._count_step()
@@ -317,7 +325,9 @@ class GPipe(nn.Module):
 
     def _step_here(self, given: Given, batch: Batch) -> tuple[int, Tensor | int, list[object]]:
         """Runs a step in this process; gives the rows of the last micro-batch, the loss and the metrics."""
+        given = given.scaled(self.devices[-1])
         check_loss_fn(given.loss_fn)
+        self._examination.tell(given.findings())
         rows, (values, targets) = split_alike(self.micro_batches, inputs=given.inputs, targets=given.targets)
         self._prepare(batch, values, given)
         shares = given.shares(rows, targets)
@@ -332,6 +342,9 @@ class GPipe(nn.Module):
     ) -> tuple[int, Tensor | int, list[object]]:
         """Likewise in all processes."""
         with together.run() as talk:
+            given = given.scaled(self.devices[-1], processes=together.size)
+            if together.is_last:
+                self._examination.tell(given.findings())
             rows, values = self._read_inputs(together, given.inputs)
             self._prepare(batch, values, given)
             header = self._header(Asked.STEP, given.ambient, rows, len(values))
@@ -356,6 +369,7 @@ class GPipe(nn.Module):
             ValueError: The rows of the inputs differ, or there are none.
         """
         refuse_tangents(inputs)
+        refuse_tracing()
         ambient = Ambient.here()
         batch = self._batch(ambient)
         before = self._examination.look(batch.step) if batch.trains and self.training else None
@@ -465,7 +479,11 @@ class GPipe(nn.Module):
         because it is not finite is left out everywhere. Shared parameters count once, replicas too. Over processes
         `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` would clip each partition by a norm of its own, and
         is refused; given a list made before, it cannot be.
+
+        Raises:
+            TypeError: The norm is no number.
         """
+        check_numbers(max_norm=max_norm, norm_type=norm_type)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norms = [whole(torch.linalg.vector_norm(gradient, norm_type)).to(self.devices[0]) for gradient in gradients]
         if self._together is not None:
@@ -526,8 +544,14 @@ class GPipe(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
-        """What `DistributedDataParallel` asks of a module that it wraps."""
+        """What `DistributedDataParallel` asks of a module that it wraps; others that list attributes find none."""
+        if sys._getframe(1).f_globals.get("__name__") != nn.parallel.distributed.__name__:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise TypeError(
             "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
             "itself, M times a step; average .grad over the replicas after step(), before the optimizer's"
         )
+
+    def __prepare_scriptable__(self) -> Self:
+        """What `torch.jit.script` asks for."""
+        raise TypeError(NO_GRAPH)

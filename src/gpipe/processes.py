@@ -19,6 +19,7 @@ from gpipe.plan.action import parse_action
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.run.ambient import Ambient
 from gpipe.run.boundary import Gradients, Parcel
+from gpipe.run.collectives import peers_of, tell_replicas, value_of
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header, compare, hear, tell
 from gpipe.run.microbatch import Tree, merge, rows_of_parts, split
@@ -29,13 +30,13 @@ from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run
 from gpipe.run.straggler import Stragglers
 from gpipe.run.tracebacks import innermost_code
-from gpipe.run.transport import Label, Message
+from gpipe.run.transport import Label
 from gpipe.run.worker import NO_METRICS, Batch, Output
 
 logger = logging.getLogger("gpipe")
 
-WEIGHT, OUTPUT = -6, -7
-"""Routes of the weights of replicas and of outputs."""
+WEIGHT, OUTPUT, GIVEN = -6, -7, -10
+"""Routes of the weights of replicas, of outputs, and of how replicas average and scale."""
 
 
 class Together:
@@ -205,6 +206,7 @@ class Talk:
         if self.together.is_last:
             check_loss_fn(given.loss_fn)
             check_values(targets=given.targets)
+            self._compare(given)
             batch.targets = split(given.targets, told.rows, told.micro_batches, "targets")
             shares = given.shares(rows, batch.targets, self._add_over_replicas)
             always = self.together.engine.sync_batch_norm  # then the other replicas wait for this one's backward
@@ -224,15 +226,31 @@ class Talk:
         found = [metric for _, some in every if some is not None for metric in some]
         return rows[-1], sum(parts[1:], start=parts[0]), found
 
+    def _compare(self, given: Given) -> None:
+        """Checks that all replicas were given the same to average and to scale by.
+
+        Raises:
+            ValueError: Names what differs, and on which ranks.
+        """
+        if self.place.replicas == 1:
+            return
+        peers = peers_of(self.place)
+        every = tell_replicas(self.net, self.place, GIVEN, {"reduction": given.kind, "scale": given.scale})
+        mistakes = [
+            ", ".join(f"{name} is {told[name]!r} on rank {peer}" for peer, told in zip(peers, every, strict=True))
+            for name in every[0]
+            if len({told[name] for told in every}) > 1
+        ]
+        if mistakes:
+            raise ValueError(
+                f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
+                f"reduction, scale and scaler in every process"
+            )
+
     def _add_over_replicas(self, own: float) -> float:
         """Adds up a weight over the last stages of all replicas."""
-        last = self.place.stages - 1
-        peers = [replica * self.place.stages + last for replica in range(self.place.replicas)]
-        label = Label(WEIGHT, 0, gradient=False)
-        for peer in peers:
-            if peer != self.net.rank:
-                self.net.send(peer, label, Parcel(own, []))
-        return sum(own if peer == self.net.rank else _value(self.net.receive(peer, label)[0]) for peer in peers)
+        found: float = sum(tell_replicas(self.net, self.place, WEIGHT, own))
+        return found
 
     def call(
         self, own: Header, batch: Batch, leaves: list[list[Tensor]], ambient: Ambient, recorder: Recorder | None
@@ -261,16 +279,11 @@ class Talk:
         last = self.together.first + self.place.stages - 1
         labels = [Label(OUTPUT, m, gradient=False) for m in range(micro_batches)]
         if not self.together.is_last:
-            return [Output(*_value(self.net.receive(last, label)[0])) for label in labels]
+            return [Output(*value_of(self.net.receive(last, label)[0])) for label in labels]
         for label, output in zip(labels, outputs, strict=True):
             for peer in range(self.together.first, last):
                 self.net.send(peer, label, Parcel((output.value, output.wants_gradient), []))
         return list(outputs)
-
-
-def _value(message: Message) -> Any:
-    assert isinstance(message, Parcel)
-    return message.value
 
 
 class CallTogether(Call):

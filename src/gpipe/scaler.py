@@ -35,9 +35,16 @@ class GradScaler(torch.amp.GradScaler):
         >>> scaler.update()
     """
 
+    agrees = True  # with those of other processes, as torch's own does not
+
     def __init__(
         self, pipe: GPipe, device: str | None = None, *, stop_after: int | None = None, **options: Any
     ) -> None:
+        if not isinstance(pipe, GPipe):
+            raise TypeError(
+                f"gpipe.GradScaler was given a {type(pipe).__name__}; give the pipe whose gradients it scales: "
+                f"gpipe.GradScaler(pipe), and the optimizer to scaler.step(optimizer)"
+            )
         super().__init__(device or pipe.devices[0].type, **options)
         self._pipe = pipe
         self._stop_after = stop_after

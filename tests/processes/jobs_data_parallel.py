@@ -416,3 +416,55 @@ def torchs_own(rank: int, world: int) -> Json:
         "shard": [shard(rank, world, remat) for remat in ("always", "never")],
         "split": [split_tensors(rank, world, sizes) for sizes in ({"pp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2})],
     }
+
+
+# Replicas that are not alike.
+
+
+def begin_apart(rank: int, world: int, spoiled: str) -> None:
+    """The last rank has another bit in one parameter or buffer, or other weights."""
+    layers = nn.Sequential(*seeded(lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6), lambda: nn.Linear(6, 3000)))
+    if rank == world - 1:
+        with torch.no_grad():
+            layers.state_dict()[spoiled].view(-1)[-1:].add_(1)
+    gpipe.GPipe(layers, [1, 2], 2, driver="process")
+
+
+def begin_alike(rank: int, world: int) -> int:
+    """Callables, and modules of the same seed, whatever the generators of the ranks are at."""
+    torch.manual_seed(rank)
+    fixed = seeded(lambda: nn.Linear(6, 6))
+    pipe = gpipe.GPipe([*fixed, lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6)], 1, 2, driver="process")
+    return len(pipe)
+
+
+def step_apart(rank: int, world: int, name: str) -> None:
+    """Replicas of one stage each, of which the second is given something else."""
+    pipe = gpipe.GPipe(seeded(lambda: nn.Linear(6, 6)), 1, 2, driver="process", seed=0)
+    scaler = gpipe.GradScaler(pipe, init_scale=64.0)
+    given: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "reduction": ({"reduction": "mean"}, {"reduction": "sum"}),
+        "function": ({"reduction": "mean"}, {"reduction": len}),
+        "loss": ({}, {"loss_fn": nn.MSELoss(reduction="sum")}),
+        "scale": ({}, {"scale": 2.0}),
+        "scaler": ({}, {"scaler": scaler}),
+    }
+    x, y = data(0, 4)
+    pipe.step(x, y, **{"loss_fn": F.mse_loss, **given[name][rank]})
+
+
+def step_alike(rank: int, world: int) -> list[float]:
+    """Said in other words, but the same; and labels of which one replica has some that do not count."""
+    pipe = gpipe.GPipe(seeded(lambda: nn.Linear(6, 6)), 1, 2, driver="process", seed=0)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    x, y = data(0, 4)
+    first = pipe.step(x, y, F.mse_loss, scaler=off) if rank else pipe.step(x, y, nn.MSELoss(), reduction="mean")
+    second = pipe.step(x, torch.tensor([1, 2, -100 if rank else 0, 3]), F.cross_entropy)
+    return [first.item(), second.item()]
+
+
+def scale_by_torchs(rank: int, world: int) -> None:
+    """Torch's own scaler, on one rank."""
+    pipe = gpipe.GPipe(seeded(lambda: nn.Linear(6, 6), lambda: nn.Linear(6, 6)), 2, 2, driver="process")
+    x, y = data(0, 4)
+    pipe.step(x, y, F.mse_loss, scaler=(gpipe.GradScaler(pipe), torch.amp.GradScaler("cpu"))[rank])

@@ -236,3 +236,11 @@ def not_there(rank: int, world: int, who: int) -> Json:
     """One rank never makes a pipe, and ends."""
     mark()
     return None if rank == who else [pipe_of(world).partitions]
+
+
+def dies_in_save(rank: int, world: int, folder: str) -> None:
+    """The last rank is killed where the others save."""
+    pipe = gpipe.GPipe([nn.Linear(2, 2), nn.Linear(2, 2)], world, 2, driver="process")
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gpipe.save(folder, pipe)

@@ -1,5 +1,7 @@
 """Jobs on what belongs to the whole model, of which a process has a part: its loss, its norm, its weights."""
 
+import copy
+import io
 from contextlib import suppress
 from typing import Any
 
@@ -145,3 +147,40 @@ def places(rank: int, world: int) -> Json:
         except IndexError as error:
             found.append(str(error))
     return [found, len(list(pipe))]
+
+
+def asked(rank: int, world: int) -> Json:
+    """What the user's own model says of gradients that other processes hold, and what can be done with it still."""
+    layers = network()
+    model = nn.Sequential(*layers)
+    pipe = gpipe.GPipe(model, world, 2, seed=SEED, driver="process")
+    optimizer = torch.optim.Adam(model.parameters())
+    told = []
+    for use in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: [p.grad for p in model.parameters()],
+        lambda: [p.grad for p in copy.deepcopy(model).parameters()],
+        optimizer.step,
+        model.zero_grad,
+    ):
+        try:
+            use()
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+    for parameter in model.parameters():
+        parameter.grad = None
+    bytes_of = io.BytesIO()
+    torch.save(model, bytes_of)
+    bytes_of.seek(0)
+    loaded = torch.load(bytes_of, weights_only=False)
+    kinds = {type(p).__name__ for p in loaded.parameters()} | {type(t).__name__ for t in model.state_dict().values()}
+    model.double().float()
+    x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+    loss = pipe.step(x, y, F.cross_entropy)
+    return {
+        "told": told,
+        "kinds": sorted(kinds),
+        "loss": loss.item(),
+        "grads": len([p.grad for p in pipe.parameters()]),
+    }

@@ -274,3 +274,46 @@ def test_without_replicas_synchronized_norms_are_plain_ones() -> None:
     ):
         pipe.step(*jobs.data(0, 10), F.mse_loss)
     assert_same_bits(nn.Sequential(*layers), plain)
+
+
+# Replicas that are not alike.
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "layer"),
+    [("1.running_var", "layer 1 (1: BatchNorm1d)"), ("2.weight", "layer 2 (2: Linear)"), ("2.bias", "layer 2")],
+)
+def test_replicas_that_begin_with_other_weights_are_refused_by_all(spoiled: str, layer: str, crew: Crew) -> None:
+    for outcome in crew.run(jobs.begin_apart, spoiled):
+        assert f"the weights of {layer}" in outcome.text, str(outcome)
+        assert "differ between replicas" in outcome.text
+        assert "layer 0" not in outcome.text
+
+
+def test_replicas_whose_layers_are_made_alike_are_taken(crew: Crew) -> None:
+    assert answers(crew.run(jobs.begin_alike, world=2)) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("reduction", "reduction is 'mean' on rank 0, reduction is 'sum' on rank 1"),
+        ("function", "reduction is 'mean' on rank 0, reduction is 'weights of the targets' on rank 1"),
+        ("loss", "reduction is 'mean' on rank 0, reduction is 'sum' on rank 1"),
+        ("scale", "scale is 1.0 on rank 0, scale is 2.0 on rank 1"),
+        ("scaler", "scale is 1.0 on rank 0, scale is 64.0 on rank 1"),
+    ],
+)
+def test_replicas_that_average_or_scale_differently_are_refused_by_all(name: str, text: str, crew: Crew) -> None:
+    for outcome in crew.run(jobs.step_apart, name, world=2):
+        assert text in outcome.text, str(outcome)
+
+
+def test_replicas_may_say_the_same_in_other_words(crew: Crew) -> None:
+    one, other = answers(crew.run(jobs.step_alike, world=2))
+    assert one == other
+
+
+def test_torchs_own_scaler_is_refused_over_processes(crew: Crew) -> None:
+    for outcome in crew.run(jobs.scale_by_torchs, world=2):
+        assert "make it gpipe.GradScaler(pipe)" in outcome.text, str(outcome)

@@ -1,5 +1,7 @@
 """Law 5 where it is easily forgotten: odd exceptions, several at once, other ways than a step, pipes being made."""
 
+from pathlib import Path
+
 import pytest
 from torch import nn
 
@@ -114,3 +116,11 @@ def test_a_rank_that_never_makes_a_pipe_is_missed() -> None:
     outcomes = run_ranks(2, jobs_stories.not_there, 1, timeout=TIMEOUT, limit=150)
     assert outcomes[0].error, told_by(outcomes)
     assert soon(outcomes[0])
+
+
+def test_who_loses_a_rank_in_a_save_is_told_which_save(tmp_path: Path) -> None:
+    first, _ = run_ranks(2, jobs_stories.dies_in_save, str(tmp_path))
+    assert first.error == "RemoteError"
+    assert "rank 1 is gone" in first.told
+    assert f"while a checkpoint was saved to {tmp_path}" in first.told
+    assert not list(tmp_path.glob("step_*"))

@@ -58,6 +58,17 @@ def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(crew: Crew
     assert "meta" in "".join(of["told"][1] for of in found)
 
 
+def test_who_asks_for_gradients_of_other_stages_is_told_whose_they_are(crew: Crew) -> None:
+    found = answers(crew.run(jobs_whole.asked, world=2))
+    for of in found:
+        for text in of["told"]:
+            assert "this parameter is held by another process (layer " in text
+            assert "use pipe.parameters(), pipe.zero_grad(), pipe.clip_grad_norm_" in text
+        assert of["kinds"] == ["Parameter", "Tensor"]
+        assert of["loss"] == found[0]["loss"]
+    assert sum(of["grads"] for of in found) == len(list(nn.Sequential(*network()).parameters()))
+
+
 def test_what_an_own_layer_shares_stays(crew: Crew) -> None:
     found = answers(crew.run(jobs_whole.shared, world=3))
     assert found == [[[False], [True, True], [False]], [[True], [False, False], [True]], found[0]]

@@ -1,9 +1,12 @@
 """What a new user gets wrong is told in words that say what to write instead."""
 
+import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -377,3 +380,69 @@ def test_lazy_modules_may_be_called_before_the_first_step(driver: str, remat: st
     assert all(p.grad is not None for p in pipe.parameters())
     optimizer.step()
     pipe.step(X, Y, F.mse_loss)
+
+
+# What is given in another order, or is another thing.
+
+
+def given_wrongly(pipe: gpipe.GPipe, folder: str) -> dict[str, Callable[[], object]]:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    wrong: Any = gpipe
+    return {
+        "gpipe.save(folder, pipe": lambda: wrong.save(pipe, folder),
+        "gpipe.load(folder, pipe": lambda: wrong.load(pipe, folder),
+        "gpipe.load_weights(folder, pipe": lambda: wrong.load_weights(pipe, folder),
+        "gpipe.save_weights(folder, pipe": lambda: wrong.save_weights(pipe, folder),
+        "gpipe.find_checkpoint(folder, pipe": lambda: wrong.find_checkpoint(pipe),
+        "pipe is a str": lambda: wrong.save(folder, "pipe"),
+        "StepLR; give the optimizer alone": lambda: wrong.save(folder, pipe, scheduler),
+        "GradScaler; give the optimizer alone": lambda: wrong.load(folder, pipe, torch.amp.GradScaler("cpu")),
+        "not its state_dict()": lambda: wrong.save(folder, pipe, optimizer.state_dict()),
+        "gpipe.GradScaler(pipe)": lambda: wrong.GradScaler(optimizer),
+        "gpipe.record was given a NoneType": lambda: wrong.record(None).__enter__(),
+        "gpipe.detect_nonfinite was given a Linear": lambda: wrong.detect_nonfinite(nn.Linear(1, 1)).__enter__(),
+        "max_norm='1'; give a number": lambda: wrong.GPipe.clip_grad_norm_(pipe, "1"),
+        "norm_type='inf'; give a number": lambda: wrong.GPipe.clip_grad_norm_(pipe, 1, "inf"),
+    }
+
+
+@pytest.mark.parametrize("text", given_wrongly(gpipe.GPipe([nn.Linear(1, 1)], 1, 1), ""))
+def test_what_is_given_wrongly_is_refused_in_our_words(text: str, tmp_path: Path) -> None:
+    wrongly = given_wrongly(gpipe.GPipe([nn.Linear(2, 1)], 1, 1), str(tmp_path))
+    with pytest.raises(TypeError, match=re.escape(text)):
+        wrongly[text]()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"")
+    for asked in (gpipe.load, gpipe.find_checkpoint):
+        with pytest.raises(gpipe.CheckpointError, match="this is a file; give the folder"):
+            asked(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 0, 0.0])
+def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused(scale: float) -> None:
+    pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
+    with pytest.raises(ValueError, match="give a finite number other than 0"):
+        pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss, scale=scale)
+
+
+@pytest.mark.parametrize(
+    "make_graph",
+    [
+        lambda pipe: torch.jit.trace(pipe, torch.ones(2, 2)),
+        torch.jit.script,
+        lambda pipe: torch.export.export(pipe, (torch.ones(2, 2),)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_graph_of_a_pipe_is_refused_in_our_words(make_graph: Callable[[gpipe.GPipe], object]) -> None:
+    with pytest.raises(TypeError, match=r"export\nthe plain layers|export the plain layers"):
+        make_graph(gpipe.GPipe([nn.Linear(2, 1)], 1, 1))
+
+
+def test_all_attributes_of_a_pipe_can_be_listed() -> None:
+    pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
+    assert dict(inspect.getmembers(pipe))["partitions"] == 1

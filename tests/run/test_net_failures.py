@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpipe.run import net as net_module
 from gpipe.run.frames import SLOTS
 from gpipe.run.links import Link
 from gpipe.run.net import Net
@@ -245,3 +246,29 @@ def test_a_forked_child_does_not_keep_the_links_open() -> None:
             os.close(release)
             os.close(until)
             os.waitpid(child, 0)
+
+
+# Long waits.
+
+
+def test_a_long_wait_is_told_once_and_names_who_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(net_module, "LONG", 0.1)
+    with nets(3) as (first, second, third):
+        for net in (first, third):
+            net.begin()
+
+        def comes_late() -> None:
+            wait_until(lambda: len(caplog.messages) == 2)
+            second.begin()
+            for peer in (0, 2):
+                send(second, peer, 0)
+
+        assert together(lambda: receive(first, 1, 0), lambda: receive(third, 1, 0), comes_late) == [None] * 3
+    waited, other = sorted(caplog.messages)
+    assert waited.startswith(
+        "rank 0 has waited 0.1 s for rank 1\nrank 1: it was last seen outside of any step, after 1"
+    )
+    assert "is the pipe called on every rank, in the same order?" in waited
+    assert other.startswith("rank 2 has waited 0.1 s for rank 1\n")

@@ -54,6 +54,10 @@ def find(folder: Path) -> Found | None:
     """The checkpoint that a folder is, or that its `latest` names."""
     if (folder / manifest.NAME).exists():
         return Found(folder)
+    if folder.is_file():
+        raise CheckpointError(
+            folder, ["this is a file; give the folder that gpipe.save was given, or a checkpoint's"]
+        )
     try:
         text = read_small(folder / LATEST, LONGEST).decode()
     except UnicodeDecodeError:

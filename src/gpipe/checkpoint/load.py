@@ -14,7 +14,7 @@ from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, put, read_optimizer, read_state
 from gpipe.checkpoint.folder import LATEST, Found, find, others
 from gpipe.checkpoint.manifest import NAME, CheckpointError, Manifest
-from gpipe.checkpoint.save import settle, team_of
+from gpipe.checkpoint.save import check_order, settle, team_of
 from gpipe.checkpoint.tensors import Shelf
 from gpipe.checkpoint.verify import find_damage, read_manifest
 from gpipe.run.team import Team
@@ -82,6 +82,7 @@ def load(
         >>> torch.equal(plain[2].weight, pipe.get_parameter("2.weight")), checkpoint.extra
         (True, {'epoch': 3})
     """
+    check_order(folder, pipe, "load", optimizer)
     settle(pipe)
     if pipe is None and optimizer is not None:
         raise ValueError("an optimizer can be loaded only with its pipe, whose names say whose state is whose")
@@ -116,6 +117,7 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
     ...     gpipe.find_checkpoint(folder) is None
     True
     """
+    check_order(folder, pipe, "find_checkpoint")
     settle(pipe)
     found = _agree_which(Path(os.path.abspath(folder)), team_of(pipe))
     return None if found is None else found.path

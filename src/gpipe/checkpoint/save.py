@@ -11,7 +11,8 @@ threads exchange with other ranks; writing threads meet in the folder.
 import logging
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from gpipe.checkpoint.folder import Draft, begin
 from gpipe.checkpoint.gather import Part, copied, gather
 from gpipe.checkpoint.write import Job, await_parts, begin_part, finish, note_failure, write_part
 from gpipe.run.team import Alone, Team
+from gpipe.run.transport import RemoteError
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -66,7 +68,8 @@ class Saving:
             self._thread.join()
         if not self._settled:
             self._settled = True
-            self._settle()
+            with naming(self._job.path.parent):
+                self._settle()
 
     @property
     def done(self) -> bool:
@@ -176,6 +179,7 @@ def save(
         ...     saved.name, gpipe.load(folder, pipe, optimizer).extra
         ('step_0', {'epoch': 3})
     """
+    check_order(folder, pipe, "save", optimizer)
     settle(pipe)
     team, root = team_of(pipe), Path(os.path.abspath(folder))
     part, draft, trouble = Part(), None, Trouble()
@@ -186,20 +190,64 @@ def save(
         if team.rank == 0:
             draft = begin(root, pipe.step_number)
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-    path = root / _agree_where(team, same, draft, trouble)
+    with naming(root):
+        path = root / _agree_where(team, same, draft, trouble)
     writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
     saving = Saving(Job(team.rank, writers, path, part, _numbers(pipe, team), keep, limit, team.gone), team, draft)
     if background:
         _under_way[pipe] = saving
         saving.in_background()
     else:
-        saving.in_foreground()
+        with naming(root):
+            saving.in_foreground()
     return saving
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Has what is heard of another process meanwhile say what it was about."""
+    try:
+        yield
+    except RemoteError as error:
+        error.add_note(f"while a checkpoint was saved to {folder}")
+        raise
 
 
 def team_of(pipe: nn.Module | None) -> Team:
     """The processes that a pipe is trained by."""
     return getattr(pipe, "team", None) or Alone()
+
+
+def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
+    """Checks that what saves or loads was given a folder, a pipe and perhaps an optimizer, in this order.
+
+    Raises:
+        TypeError: It was not.
+    """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(
+            f"folder is a {type(folder).__name__}; give the folder's path first: gpipe.{name}(folder, pipe, ...)"
+        )
+    if pipe is not None and not isinstance(pipe, nn.Module):
+        raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.{name}(folder, pipe, ...)")
+    check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Checks that an optimizer is one, or looks like one.
+
+    Raises:
+        TypeError: It does not; says what to do with schedulers, states and scalers.
+    """
+    if optimizer is None or (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        return
+    if isinstance(optimizer, dict):
+        advice = "give the optimizer itself, not its state_dict()"
+    elif hasattr(optimizer, "state_dict"):
+        advice = "give the optimizer alone; the state_dict() of schedulers and scalers goes into save(..., extra=...)"
+    else:
+        advice = "give a torch optimizer of pipe.parameters(), or None"
+    raise TypeError(f"optimizer is a {type(optimizer).__name__}; {advice}")
 
 
 def settle(pipe: nn.Module | None) -> None:

@@ -18,7 +18,7 @@ from gpipe.checkpoint.files import make_folder, put_file, read_small, sync_folde
 from gpipe.checkpoint.fit import Ready, listed, put, read_weights
 from gpipe.checkpoint.gather import first_names
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError
-from gpipe.checkpoint.save import settle, team_of
+from gpipe.checkpoint.save import check_order, settle, team_of
 from gpipe.checkpoint.tensors import Shelf, encoded, whole, why_not_storable
 
 SINGLE = "model.safetensors"
@@ -51,6 +51,7 @@ def load_weights(
         ...     gpipe.save_weights(folder, pipe, rename=lambda name: f"model.layers.{name}")
         ...     gpipe.load_weights(folder, pipe, rename=lambda name: f"model.layers.{name}")
     """
+    check_order(folder, pipe, "load_weights")
     settle(pipe)
     team, path = team_of(pipe), Path(os.path.abspath(folder))
     ready, there, trouble = Ready(), list[str](), Trouble()
@@ -156,6 +157,7 @@ def save_weights(
         ...     sorted(safetensors.torch.load_file(f"{folder}/model.safetensors"))
         ['0.bias', '0.weight', '1.bias', '1.weight']
     """
+    check_order(folder, pipe, "save_weights")
     settle(pipe)
     team, path = team_of(pipe), Path(os.path.abspath(folder))
     shards, trouble = list[dict[str, Tensor]](), Trouble()

@@ -4,6 +4,8 @@ Each record says what its process does next. So who is gone, or says nothing, wa
 """
 
 import json
+import logging
+import math
 import os
 import socket
 import time
@@ -22,8 +24,10 @@ from gpipe.run.damage import Damaged, reading
 from gpipe.run.links import checked_report
 from gpipe.run.meeting import meet
 from gpipe.run.place import Place, default_device, timeout_of_world
-from gpipe.run.reports import Report, error_of, report_of
+from gpipe.run.reports import LONG, SILENCE, Report, error_of, report_of
 from gpipe.run.transport import RemoteError, heard
+
+logger = logging.getLogger("gpipe")
 
 COMING = "before it came to build the pipe, or as it began"
 SETTLING = "while it settled what the pipe is made of"
@@ -46,6 +50,7 @@ class Council:
         self.place: Place | None = None
         self.hosts: list[str] = []
         self._timeout = timeout_of_world()
+        self._began = time.monotonic()
         self._own = dist.get_rank()
         self._at = COMING
         self._told: dict[int, deque[Mapping[str, Any]]] = {
@@ -90,10 +95,16 @@ class Council:
 
     def _tell_world(self, next_at: str, last: bool, told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         self._meeting.tell(json.dumps({"next": next_at, "told": told}).encode(), last=last)
-        until = time.monotonic() + self._timeout
+        until, tells_at = time.monotonic() + self._timeout, time.monotonic() + LONG
         while missing := [peer for peer, records in self._told.items() if not records]:
-            if not self._hear(until - time.monotonic()):
-                raise heard("\n".join(map(self._why_silent, missing)), self._number(missing[0]))
+            if self._hear(min(until, tells_at) - time.monotonic()):
+                continue
+            seconds = self._timeout if time.monotonic() >= until else LONG
+            silent = "\n".join(self._why_silent(peer, seconds) for peer in missing)
+            if seconds == self._timeout:
+                raise heard(silent, self._number(missing[0]))
+            logger.warning(silent)
+            tells_at = math.inf
         self._at = next_at
         every = {peer: records.popleft() for peer, records in self._told.items()} | {self._own: told}
         if last:
@@ -149,14 +160,16 @@ class Council:
 
     def _gone(self, peer: int) -> Report:
         message = f"rank {self._number(peer)} is gone; it ended {self._theirs[peer]}"
+        if self._theirs[peer] == COMING and time.monotonic() - self._began > SILENCE:  # gloo sounds alike then
+            message += (
+                ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
+            )
         return {"run": 0, "rank": self._number(peer), "type": "", "message": message, "traceback": ""}
 
-    def _why_silent(self, peer: int) -> str:
+    def _why_silent(self, peer: int, seconds: float) -> str:
         last = self._theirs[peer].removeprefix("while ")
-        return (
-            f"rank {self._number(peer)} said nothing for {self._timeout:g} s, the timeout of the process group; "
-            f"last known: {last}"
-        )
+        limit = ", the timeout of the process group" if seconds == self._timeout else ""
+        return f"rank {self._number(peer)} said nothing for {seconds:g} s{limit}; last known: {last}"
 
     def _number(self, member: int) -> int:
         """The rank of a process of the world in the pipe, if it is known there."""

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gpipe.run.elsewhere import elsewhere
 from gpipe.run.layout import moved
 from gpipe.run.misfits import describe_layers, describe_misfit, is_maker
 from gpipe.run.shared import find_shared
@@ -288,12 +289,11 @@ def release(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
     mine = [part for stage in own for layer in stage.layers for part in layer.module.modules()]
     kept = {id(tensor) for part in mine for tensor in (*part._parameters.values(), *part._buffers.values())}
     known = WeakIdKeyDictionary()
-    for part in {id(part): part for s in stages for layer in s.layers for part in layer.module.modules()}.values():
+    layers = [layer for stage in stages for layer in stage.layers]
+    for part, index in {part: layer.index for layer in layers for part in layer.module.modules()}.items():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in kept and not _is_empty(tensor):
-                    if tensor not in known:
-                        known[tensor] = _on_meta(tensor)
-                    held[name] = known[tensor]
+                    held[name] = known.setdefault(tensor, elsewhere(_on_meta(tensor), index))
         if isinstance(part, nn.RNNBase):  # keeps a list of its weights beside its parameters
             part._flat_weights = [getattr(part, weight, None) for weight in part._flat_weights_names]

@@ -12,6 +12,8 @@ Note "Parting". A run ends when all have told rank 0 that they have come to its 
 that may leave at once, while others do not know it yet: for these it is no failure that somebody is gone.
 """
 
+import logging
+import math
 import os
 import select
 import socket
@@ -31,10 +33,12 @@ from gpipe.run.frames import Frame, Gone
 from gpipe.run.lane import Mark
 from gpipe.run.links import Link
 from gpipe.run.microbatch import Tree
-from gpipe.run.reports import SILENCE, SOON, error_of, last_seen, report_of
+from gpipe.run.reports import LONG, SILENCE, SOON, error_of, last_seen, report_of
 from gpipe.run.status import Seen, Status
 from gpipe.run.transport import Label, Message, heard
 from gpipe.run.wires import Coming, Wires
+
+logger = logging.getLogger("gpipe")
 
 AGREE = -1
 """The route of what all processes tell each other; see also the routes in `collectives.py`."""
@@ -76,6 +80,7 @@ class Net:
         self.status = Status()
         self._at = 0
         self._parting = False
+        self._tells_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, Mark]] = {}
         self._sources: Collection[int] = ()
         self._poll = select.poll()
@@ -123,6 +128,7 @@ class Net:
 
     def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> None:
         link = self.links[peer]
+        self._tells_at = time.monotonic() + LONG
         try:
             while not link.has_room(message.size):
                 link.want_room()
@@ -144,6 +150,7 @@ class Net:
             RemoteError: A process failed, or is gone.
         """
         key = (peer, label)
+        self._tells_at = time.monotonic() + LONG
         while key not in self._early:
             try:
                 taken = self._take(peer, label)
@@ -215,13 +222,25 @@ class Net:
             return  # came meanwhile, and was not told or is not told again
         asked = time.perf_counter()
         self.status.wait(True)
-        happened = self._poll.poll(self.limit * 1000)
+        happened = self._poll_long(peer)
         if not happened:
             self._tire(peer)  # still seen to wait, by those who tire at the same time
         self.status.wait(False)
         self.waited += time.perf_counter() - asked
         if not self._streams.issuperset(handle for handle, _ in happened):
             self._heed(([peer] if writing else []) if self._parting else self.links)
+
+    def _poll_long(self, peer: int) -> list[tuple[int, int]]:
+        """What happens until the time is up; tells once of a wait for a message, or for room, that takes long."""
+        until = time.monotonic() + self.limit
+        if self._tells_at < until:
+            happened = self._poll.poll(max(self._tells_at - time.monotonic(), 0.0) * 1000)
+            if happened:
+                return happened
+            self._tells_at = math.inf
+            where = (f"rank {rank}: {self._last_seen(rank)}" for rank in self._stuck(peer))
+            logger.warning("rank %d has waited %g s for rank %d\n%s", self.rank, LONG, peer, "\n".join(where))
+        return self._poll.poll(max(until - time.monotonic(), 0.0) * 1000)
 
     def _watch(self, peer: int, *, reading: bool, writing: bool = False) -> None:
         """What of a peer's stream `_wait` wakes for."""
@@ -252,8 +271,9 @@ class Net:
                 if report["run"] == self.run:
                     raise error_of(report)
         if gone:
-            gone += [peer for peer, link in self.links.items() if peer not in gone and link.silent > SILENCE]
+            silent = [peer for peer, link in self.links.items() if peer not in gone and link.silent > SILENCE]
             last = [f"rank {peer} is gone; {self._last_seen(peer)}" for peer in gone]
+            last += [f"rank {peer}: {self._last_seen(peer)}" for peer in silent]
             raise heard("\n".join(last), gone[0])
 
     def _ignore(self, connection: socket.socket) -> None:
@@ -273,13 +293,16 @@ class Net:
 
     def _tire(self, peer: int) -> None:
         """Gives up waiting; names who keeps all waiting, as far as that can be seen."""
-        seen = {rank: watched.read() for rank, watched in self.theirs.items()}
-        silent = [rank for rank, link in self.links.items() if link.silent > SILENCE]
-        stuck = silent or [rank for rank, at in seen.items() if not at.waits] or [peer]
+        stuck = self._stuck(peer)
         where = [f"rank {rank}: {self._last_seen(rank)}" for rank in stuck]
         raise heard(
             "\n".join([f"nothing came for {self.limit:g} s, the timeout of the process group", *where]), stuck[0]
         )
+
+    def _stuck(self, peer: int) -> list[int]:
+        """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""
+        silent = [rank for rank, link in self.links.items() if link.silent > SILENCE]
+        return silent or [rank for rank, watched in self.theirs.items() if not watched.read().waits] or [peer]
 
     def _last_seen(self, peer: int) -> str:
         seen = self.theirs[peer].read() if peer in self.theirs else None

@@ -97,6 +97,10 @@ def record(pipe: Recordable) -> Iterator[Recorder]:
     >>> len(recording.timelines), recording.timelines[0].ranks
     (1, 2)
     """
+    if not hasattr(pipe, "recorder"):
+        raise TypeError(
+            f"gpipe.record was given a {type(pipe).__name__}; give the gpipe.GPipe whose steps it records"
+        )
     before, pipe.recorder = pipe.recorder, Recorder()
     try:
         yield pipe.recorder

@@ -13,6 +13,7 @@ Report: TypeAlias = Mapping[str, Any]
 """In words of JSON: the run, the rank that failed, its exception's type, message and traceback."""
 
 SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
+LONG = 10.0  # seconds after which a wait is told of, once
 SOON = 1.0  # seconds from the end of a process's connection until its own report of why, at most
 LONGEST = 20_000  # characters of a traceback, and of an exception's text
 
@@ -47,7 +48,8 @@ def last_seen(seen: Seen | None, silent: float, run: int, words: Callable[[Seen]
     if seen is None:
         return "it is on another host: see its own messages"
     if seen.run < run or seen.at < 0:
-        return f"it was last seen outside of any step, after {seen.run} runs, while this is run {run}"
+        where = f"it was last seen outside of any step, after {seen.run} runs, while this is run {run}"
+        return f"{where}: is the pipe called on every rank, in the same order?"
     return f"it was last seen {words(seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
 
 
