@@ -117,7 +117,8 @@ def judge_error(case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
     if case.refusal is None:
         return "CRASH", text
     partial = compare({name: expected.observed.get(name) for name in got.observed}, got.observed)
-    if partial and not case.must_refuse and case.oracle == "loop":
+    told = case.told is not None and any(says(text, case.told) is None for text in got.said)
+    if partial and not told and not case.must_refuse and case.oracle == "loop":
         return "SILENT", f"before the error: {partial}\n{text}"
     if not case.late and any(name.startswith("0 after") for name in got.observed):
         return "MISLEADING", f"late: not in the first step\n{text}"

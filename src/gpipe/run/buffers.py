@@ -117,13 +117,13 @@ def _refuse_views(snapshot: Snapshot, apart: Sequence[tuple[Place, Before]]) -> 
     """
     users: dict[int, set[int]] = {}
     for was in snapshot.values():
-        if was.copy is not None and was.tensor is not None:
+        if was.copy is not None and was.tensor is not None and was.tensor.untyped_storage().nbytes():
             users.setdefault(was.tensor.untyped_storage().data_ptr(), set()).add(id(was.tensor))
     names = [
         f"{type(module).__name__}.{name}"
         for (module, name), was in apart
         if was.tensor is not None and was.copy is not None
-        if len(users[was.tensor.untyped_storage().data_ptr()]) > 1
+        if len(users.get(was.tensor.untyped_storage().data_ptr(), ())) > 1
     ]
     if names:
         raise RuntimeError(

@@ -25,7 +25,7 @@ class Cell:
     roots: list[list[Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
     trace: Trace = field(default_factory=Trace)
-    reached: frozenset[int] | None = None  # by its backward; looked at in the first step alone
+    reached: frozenset[int] | None = None  # by its backward, which the recompute is compared with
     digest: Digest | None = None  # of what the forward made: the recompute must make the same
 
 

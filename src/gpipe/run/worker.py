@@ -211,7 +211,7 @@ class Worker:
             cell.roots.append([self._loss(made, m, cell.trace)])
         if again:
             cell.digest = digest([*made.values, *made.for_loss.values()])
-            cell.reached = reached_from(made.values) & stage.weights() if self.batch.examines else None
+            cell.reached = reached_from(made.values, stage, cell.given)
             cell.roots, cell.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
             del self.store[step.stage, m]
@@ -258,9 +258,7 @@ class Worker:
         """Compares a recompute with its forward, bit for bit."""
         assert cell.digest is not None
         verdict = differ(cell.digest, digest([*made.values, *made.for_loss.values()]))
-        if verdict is True or (
-            cell.reached is not None and cell.reached != reached_from(made.values) & stage.weights()
-        ):
+        if verdict is True or cell.reached != reached_from(made.values, stage, cell.given):
             self._refuse(stage, wires, cell, m)
         if isinstance(verdict, Tensor):
             self.doubts.append(verdict)
@@ -399,9 +397,10 @@ class Worker:
         return layer or f"one of {', '.join(map(str, stage.layers))}"
 
 
-def reached_from(values: Sequence[Tree]) -> frozenset[int]:
-    """The leaves that a backward would reach, by identity."""
-    return frozenset(map(id, leaves_of([tensor for value in values for tensor in tensors_in(value)])))
+def reached_from(values: Sequence[Tree], stage: Stage, given: Sequence[Parcel]) -> frozenset[int]:
+    """What a backward would reach of the weights of a stage and of what it was given, by identity."""
+    reached = frozenset(map(id, leaves_of([tensor for value in values for tensor in tensors_in(value)])))
+    return reached & (stage.weights() | {id(leaf) for parcel in given for leaf in parcel.leaves})
 
 
 def gradients_of(stage: Stage) -> list[tuple[int, int]]:

@@ -215,4 +215,11 @@ class Graph(nn.Module):
 def s1_node_hook(draw: Draw) -> Case:
     """Hooks on the node behind the input, and branches upon it: right, or refused."""
     width = draw.width()
-    return network(draw, width, Graph(width, draw.randint(0, 3)), before=1, refusal=(r"layer \d",))
+    return network(
+        draw,
+        width,
+        Graph(width, draw.randint(0, 3)),
+        before=1,
+        refusal=(r"layer \d",),
+        told=(r"layer \d", r"grad_fn", r"register_hook"),
+    )

@@ -109,7 +109,8 @@ CONSTRUCTION: tuple[Misuse, ...] = (
     ((r"checkpoint", r"remat"), option("checkpoint", "always")),
     ((r"partitions", r"\d"), option("partitions", 0, -1, 50, [1, 1], [9, 9], [4, 0], 2.5, "2")),
     ((r"micro_batches", r"\d"), option("micro_batches", 0, -3, 2.5, "4", None)),
-    ((r"remat", r"always|never"), option("remat", "sometimes", True, ["always"] * 9, 3)),
+    ((r"remat", r"always|never"), option("remat", "sometimes", True, 3)),
+    ((r"remat", r"9"), option("remat", ["always"] * 9)),
     ((r"driver", r"threads|lockstep"), option("driver", "thread", "processes", 3)),
     ((r"schedule", r"gpipe"), option("schedule", "gpip", "fill", 7)),
     ((r"intra_op_threads",), option("intra_op_threads", 0, -1, "2")),
@@ -123,7 +124,8 @@ CONSTRUCTION: tuple[Misuse, ...] = (
 LAYERS: tuple[Misuse, ...] = (
     ((r"relu", r"nn\.ReLU\(\)|nn\.Module|module"), layer(lambda w: torch.relu, lambda w: F.relu)),
     ((r"Linear|in_features", r"Linear\(|arguments?|build|instance|lambda"), layer(lambda w: nn.Linear)),
-    ((r"layers?", r"tensor|module"), layer(lambda w: torch.ones(3), lambda w: 3, lambda w: None, lambda w: "x")),
+    ((r"layers?", r"tensor|module"), layer(lambda w: torch.ones(3), lambda w: 3, lambda w: "x")),
+    ((r"layer 2", r"leave it out|Identity"), layer(lambda w: None)),
     ((r"pipe|GPipe",), layer(lambda w: gpipe.GPipe([nn.Linear(w, w)], 1, 2))),
     ((r"layer 3", r"two arguments|2 arguments|tuple|one (argument|value|input)"), layers(
         lambda w: [Apply(lambda x: (x, x)), Two()])),

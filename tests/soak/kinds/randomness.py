@@ -62,7 +62,9 @@ def s12_foreign_draws(draw: Draw) -> Case:
     source, use = draw.choice(sources()), draw.choice(uses())
     layer = Apply(lambda x: use(x, source()))
     words = (r"layer \d", r"random|draw|numpy|generator|differ|same|state")
-    return network(draw, width, [layer, nn.Linear(width, width)], before=1, refusal=words, late=True)
+    return network(
+        draw, width, [layer, nn.Linear(width, width)], before=1, refusal=words, told=(r"not keyed",), late=True
+    )
 
 
 @kind("S12")
@@ -91,7 +93,9 @@ def s12_foreign_draw_of_weight(draw: Draw) -> Case:
             return out
 
     words = (r"layer \d", r"random|draw|numpy|generator|differ|same|state")
-    return network(draw, width, [Chooses(), nn.Linear(width, width)], before=1, refusal=words, late=True)
+    return network(
+        draw, width, [Chooses(), nn.Linear(width, width)], before=1, refusal=words, told=(r"not keyed",), late=True
+    )
 
 
 def draws() -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
