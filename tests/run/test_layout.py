@@ -44,7 +44,7 @@ def test_a_copy_lies_like_the_tensor_in_memory_of_its_own(name: str) -> None:
         assert copied.data_ptr() % 64 == tensor.data_ptr() % 64
         assert (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
         assert not tensor.numel() or copied.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-        assert not copied._is_view()
+        assert not copied._is_view() or copied.is_conj() or copied.is_neg()
     assert torch.equal(copy_of(tensor), tensor)
     assert moved(tensor, CPU) is tensor
 

@@ -45,6 +45,7 @@ class Loans:
 
     def __init__(self) -> None:
         self.works_in_place: dict[Modes, bool] = {}
+        self.changed: set[int] = set()  # of the latest run, by identity
 
     def lend(self, value: Tree, arrived: Mapping[str, Tensor | None], modes: Modes) -> Loan:
         """Gives the stage what it may work on."""
@@ -65,6 +66,7 @@ class Loans:
             RuntimeError: It worked in place where that would not be the same without the cut.
         """
         changed = [at for at, tensor in enumerate(loan.lent) if version(tensor) != loan.versions[at]]
+        self.changed = {id(loan.given[at]) for at in changed}
         if not changed and (modes in self.works_in_place or any(tensor.is_inference() for tensor in loan.lent)):
             return
         self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)

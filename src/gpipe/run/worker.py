@@ -305,8 +305,8 @@ class Worker:
                 hooked and not known and (len(one.aliases) > 1 or not wire.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
-        if stage.loans.works_in_place.get(stage.modes) and any(parcel.entangled for parcel in cell.given):
-            raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
+            if parcel.entangled and stage.loans.changed & set(map(id, tensors_in(one.value))):
+                raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
     def _loss(self, made: Made, m: int, trace: Trace) -> Tensor:
