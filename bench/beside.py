@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("before", nargs="?", type=Path, help="another checkout")
     parser.add_argument("--rounds", type=int, default=9, help="pairs of turns, at least")
     parser.add_argument("--seconds", type=float, default=20, help="for a row, about")
+    parser.add_argument("--work", nargs="+", choices=list(dict(ROWS)), default=list(dict(ROWS)))
+    parser.add_argument("--keep", default="beside", help="write the result under another name")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -127,7 +129,8 @@ def main() -> None:
         return
     commit = subprocess.check_output(["git", "-C", options.before, "rev-parse", "--short", "HEAD"], text=True).strip()
     lines, data = [], {}
-    for name, steps in ROWS:
+    for name in options.work:
+        steps = dict(ROWS)[name]
         for remat in REMATS:
             for way in WAYS:
                 turns = measure(options.before, (name, remat, way), steps, options.rounds, options.seconds)
@@ -143,7 +146,7 @@ def main() -> None:
     text = (
         f"# A step before and after, at {commit} and here\n\n{describe(about)}\n\nThe change is the median of pairs."
     )
-    write("beside", f"{text}\n\n{table(HEADER, lines)}", {"facts": about, "before": commit, "turns": data})
+    write(options.keep, f"{text}\n\n{table(HEADER, lines)}", {"facts": about, "before": commit, "turns": data})
 
 
 if __name__ == "__main__":
