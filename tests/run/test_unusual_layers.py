@@ -729,7 +729,7 @@ def test_a_workspace_that_is_handed_on_and_written_again_is_refused(driver: str)
 def test_a_loss_that_reads_a_layer_whose_buffers_change_is_told() -> None:
     layers = [nn.Linear(4, 4), Prototypes(), nn.Linear(4, 4)]
     pipe = gpipe.GPipe(layers, 2, M)
-    pipe.step(X, Y, lambda output, target: F.mse_loss(output, layers[1].get_buffer("mean").expand_as(output)))
+    pipe.step(X, Y, lambda output, target: F.mse_loss(output, layers[1].get_buffer("mean").clone().expand_as(output)))
     assert any(
         text.startswith("loss_fn, which reads layers, of which a forward changes buffers") for text in pipe.findings
     )
