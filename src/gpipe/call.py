@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe.run.ambient import Ambient
+from gpipe.run.batch import Output
 from gpipe.run.boundary import UNDEFINED, Gradients, replace_tensors, tensors_in
 from gpipe.run.layout import moved
 from gpipe.run.microbatch import Tree
 from gpipe.run.recorder import Recorder
 from gpipe.run.run import Run
 from gpipe.run.tracebacks import entrance
-from gpipe.run.worker import Output
 
 SECOND_BACKWARD = (
     "this forward's backward has run already, and the pipeline has let go of what it kept; "

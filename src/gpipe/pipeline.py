@@ -31,17 +31,18 @@ from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
 from gpipe.processes import Together, refuse_norms_of_a_part
 from gpipe.run.ambient import Ambient, untraced
+from gpipe.run.batch import Batch
 from gpipe.run.boundary import Parcel, cut
 from gpipe.run.collectives import local, whole
 from gpipe.run.engine import Wanted
 from gpipe.run.header import Asked, Header
 from gpipe.run.layers import Layers, release
+from gpipe.run.losses import NO_METRICS
 from gpipe.run.microbatch import Reduction, Tree, merge
 from gpipe.run.recorder import Recorder
 from gpipe.run.skips import Sequential, find_loss_pops, names, refuse_unused
 from gpipe.run.team import Alone, Team
 from gpipe.run.tracebacks import entrance
-from gpipe.run.worker import NO_METRICS, Batch
 from gpipe.summary import summary
 from gpipe.words import (
     TOO_MANY_FOR_CALLS,

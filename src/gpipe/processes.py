@@ -18,10 +18,12 @@ from gpipe.given import Given, check_loss_fn, check_values
 from gpipe.plan.action import parse_action
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.run.ambient import Ambient
+from gpipe.run.batch import Batch, Output
 from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.collectives import peers_of, tell_replicas, value_of
 from gpipe.run.engine import Engine
 from gpipe.run.header import Asked, Header, compare, hear, tell
+from gpipe.run.losses import NO_METRICS
 from gpipe.run.microbatch import Tree, merge, rows_of_parts, split
 from gpipe.run.net import Net
 from gpipe.run.place import Place
@@ -31,7 +33,6 @@ from gpipe.run.run import Run
 from gpipe.run.straggler import Stragglers
 from gpipe.run.tracebacks import innermost_code
 from gpipe.run.transport import Label
-from gpipe.run.worker import NO_METRICS, Batch, Output
 
 logger = logging.getLogger("gpipe")
 

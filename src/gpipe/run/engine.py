@@ -12,6 +12,7 @@ from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import forward_only
+from gpipe.run.batch import Batch
 from gpipe.run.batchnorm import find_drift
 from gpipe.run.council import LINKING, Council
 from gpipe.run.drivers import RankThreads
@@ -28,7 +29,7 @@ from gpipe.run.skips import Pop, find_loss_pops
 from gpipe.run.stage import Stage
 from gpipe.run.syncnorm import find_norms
 from gpipe.run.wires import wires_for
-from gpipe.run.worker import Batch, Worker
+from gpipe.run.worker import Worker
 
 
 class Wanted(NamedTuple):

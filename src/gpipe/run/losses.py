@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from gpipe.run.layout import copy_of
 from gpipe.run.microbatch import Reduction, Tree
 
 Told: TypeAlias = Mapping[str, object]
@@ -201,3 +202,14 @@ def _found_and_remedy(loss: object) -> str:
     if isinstance(loss, tuple):
         return f"a tuple of {len(loss)}: put what is not the loss into one, (loss, (..., ...))"
     return repr(loss)
+
+
+def with_own_version(target: Tensor) -> Tensor:
+    """A target whose changes in place are counted apart from those of other micro-batches, views of one tensor."""
+    return target if target.requires_grad else target.data
+
+
+def as_made(output: Tensor) -> Tensor:
+    """An output for the loss to work on in place: one that a stage only passed on is a view of a leaf."""
+    base = output._base
+    return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -45,3 +46,14 @@ def leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
             if behind is not None and behind not in seen:
                 seen.add(behind)
                 todo.append(behind)
+
+
+def failed_node(error: BaseException) -> int | None:
+    """The sequence number of the autograd node that raised, if it is written in Python."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        node = traceback.tb_frame.f_locals.get("self")
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return int(node._sequence_nr())
+        traceback = traceback.tb_next
+    return None

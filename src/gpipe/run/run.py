@@ -13,7 +13,9 @@ import torch
 from gpipe.plan.lower import halves
 from gpipe.plan.program import Program
 from gpipe.run.ambient import Ambient
+from gpipe.run.batch import Batch, Output
 from gpipe.run.drivers import lockstep, walk
+from gpipe.run.fingerprint import RecomputeError
 from gpipe.run.mailbox import Mailbox
 from gpipe.run.random_ops import CPU, unseeded
 from gpipe.run.recorder import Recorder
@@ -22,7 +24,7 @@ from gpipe.run.skips import version
 from gpipe.run.steps import Part
 from gpipe.run.transport import Transport
 from gpipe.run.wiring import Wiring, wiring
-from gpipe.run.worker import Batch, Output, RecomputeError, Worker
+from gpipe.run.worker import Worker
 
 if TYPE_CHECKING:
     from gpipe.run.engine import Engine

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gpipe.run.boundary import Gradients, Parcel
 from gpipe.run.buffers import Snapshot
-from gpipe.run.digest import Digest
+from gpipe.run.fingerprint import Fingerprint
 from gpipe.run.stage import Trace
 
 
@@ -25,8 +25,7 @@ class Cell:
     roots: list[list[Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
     trace: Trace = field(default_factory=Trace)
-    reached: frozenset[int] | None = None  # by its backward, which the recompute is compared with
-    digest: Digest | None = None  # of what the forward made: the recompute must make the same
+    fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same
 
 
 Store: TypeAlias = dict[tuple[int, int], Cell]

@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -11,28 +10,26 @@ import torch
 from torch import Tensor
 
 from gpipe.plan.action import Action, Kind
+from gpipe.run.batch import Batch, Output
 from gpipe.run.batchnorm import Deferred
 from gpipe.run.boundary import (
     Gradients,
     Parcel,
     cut,
-    detached,
     enter,
     replace_tensors,
     run_backward,
     tensors_in,
 )
 from gpipe.run.buffers import Snapshot
-from gpipe.run.digest import differ, digest
+from gpipe.run.fingerprint import Fingerprint, otherwise
 from gpipe.run.graph import HOOKED, Owners, tensors_left_on
 from gpipe.run.lane import Lane, Mark
-from gpipe.run.layout import copy_of, memory_of
+from gpipe.run.layout import memory_of
 from gpipe.run.loans import SHARED_IN_PLACE
-from gpipe.run.losses import NO_METRICS as NO_METRICS
-from gpipe.run.losses import read_loss
+from gpipe.run.losses import as_made, read_loss, with_own_version
 from gpipe.run.microbatch import Tree
-from gpipe.run.nodes import find_leaned, leaves_of
-from gpipe.run.skips import Pop
+from gpipe.run.nodes import failed_node, find_leaned
 from gpipe.run.stage import Made, Moment, Stage, Trace
 from gpipe.run.store import Cell, Store
 from gpipe.run.transport import Label, Message, Transport
@@ -45,20 +42,10 @@ NO_GRADIENT = (
 )
 
 
-OTHERWISE = (
-    "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
-    "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left somewhere); "
-    "draw by torch's functions, keep what changes in buffers, stash and pop what layers leave for each other, or use "
-    "remat='never' for this partition"
-)
 BACKWARD_IN_FORWARD = (
     "the forward of {stage} adds to gradients of its parameters: a layer calls backward() in it. A recompute would "
     "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
     "and have loss_fn.pop), or train these layers by themselves"
-)
-LEFT = (
-    "perhaps it reads a tensor that was left on a module ({left}), which is by now that of another micro-batch: have "
-    "the layer that makes it stash it, and pop it where it is used"
 )
 WRITES_IN_BACKWARD = (
     "the backward of {stage} writes buffers of it ({names}). Where a later forward reads them, as scales of FP8 are "
@@ -66,56 +53,6 @@ WRITES_IN_BACKWARD = (
     "on the schedule"
 )
 _NOTHING = nullcontext()
-
-
-class RecomputeError(RuntimeError):
-    """A recompute gave other values than its forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What the last stage made of a micro-batch, cut from its graph; `wants_gradient` says it of each tensor."""
-
-    value: Tree
-    wants_gradient: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, value: Tree) -> "Output":
-        """Cuts a value from its graph."""
-        wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
-        return cls(detached(value), wants)
-
-
-@dataclass
-class Batch:
-    """One mini-batch, as all ranks of a process share it.
-
-    `inputs` are taken by the first stage. The last stage fills `outputs`, or, with a loss function, `losses` and
-    `metrics`. `seeds[m]` is the gradient of micro-batch m's loss, None if it has no say; `output_gradients[m]` is
-    what comes back to the tensors of `outputs[m]` that want one, when the loss is computed outside; then the first
-    stage fills `input_gradients`. `first` counts the micro-batches of earlier replicas, so that each draws its own.
-    """
-
-    inputs: Sequence[Parcel]
-    seed: int
-    step: int
-    trains: bool
-    first: int = 0
-    deferred_batch_norm: bool = False
-    around_layers: Callable[[], AbstractContextManager[object]] | None = None
-    loss_fn: Callable[[Tree, Tree], object] | None = None
-    loss_index: int = 0  # the loss is keyed as the layer behind the last
-    loss_pops: Sequence[Pop] = ()
-    targets: Sequence[Tree] = ()
-    seeds: Sequence[float | None] = ()
-    outputs: dict[int, Output] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    metrics: dict[int, object] = field(default_factory=dict)
-    output_gradients: Sequence[Gradients] = ()
-    input_gradients: dict[int, Gradients] = field(default_factory=dict)
-    examines: bool = False
-    findings: list[str] = field(default_factory=list)  # what is to be told, where it `examines`
-    tell: Callable[[Sequence[str]], object] = len  # tells it: the backward of a call comes when it comes
 
 
 class Step(NamedTuple):
@@ -210,8 +147,7 @@ class Worker:
         elif not again:
             cell.roots.append([self._loss(made, m, cell.trace)])
         if again:
-            cell.digest = digest([*made.values, *made.for_loss.values()])
-            cell.reached = reached_from(made.values, stage, cell.given)
+            cell.fingerprint = Fingerprint.of(made, stage, cell.given)
             cell.roots, cell.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
             del self.store[step.stage, m]
@@ -256,9 +192,9 @@ class Worker:
 
     def _compare(self, stage: Stage, wires: Wiring, cell: Cell, m: int, made: Made) -> None:
         """Compares a recompute with its forward, bit for bit."""
-        assert cell.digest is not None
-        verdict = differ(cell.digest, digest([*made.values, *made.for_loss.values()]))
-        if verdict is True or cell.reached != reached_from(made.values, stage, cell.given):
+        assert cell.fingerprint is not None
+        verdict = cell.fingerprint.differs(Fingerprint.of(made, stage, cell.given))
+        if verdict is True:
             self._refuse(stage, wires, cell, m)
         if isinstance(verdict, Tensor):
             self.doubts.append(verdict)
@@ -267,11 +203,9 @@ class Worker:
         """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
         found = stage.find_unsteady(cell.given[-1].value, self._arrived(wires, cell), self._moment(m))
         cell.trace.point_at(found)
-        left = tensors_left_on(self.every) if found is None else ""
-        error = RecomputeError(OTHERWISE.format(layer="a layer of this partition" if found is None else found))
-        if left:
-            error.add_note(LEFT.format(left=left))
-        raise error
+        if found is None:
+            raise otherwise("a layer of this partition", tensors_left_on(self.every))
+        raise otherwise(str(found))
 
     def _given(self, step: Step) -> list[Parcel]:
         if step.stage == 0:  # wherever the user keeps it
@@ -380,7 +314,7 @@ class Worker:
         """Does what was left for the end of a run."""
         with self.lane.enter():
             if self.doubts and bool(torch.stack(self.doubts).any()):
-                raise RecomputeError(OTHERWISE.format(layer=f"a layer of {self.name}"))
+                raise otherwise(f"a layer of {self.name}")
             while self.commits:
                 self.commits.pop()()
 
@@ -397,41 +331,13 @@ class Worker:
         return layer or f"one of {', '.join(map(str, stage.layers))}"
 
 
-def reached_from(values: Sequence[Tree], stage: Stage, given: Sequence[Parcel]) -> frozenset[int]:
-    """What a backward would reach of the weights of a stage and of what it was given, by identity."""
-    reached = frozenset(map(id, leaves_of([tensor for value in values for tensor in tensors_in(value)])))
-    return reached & (stage.weights() | {id(leaf) for parcel in given for leaf in parcel.leaves})
-
-
 def gradients_of(stage: Stage) -> list[tuple[int, int]]:
     """What gradients the layers of a stage have, and how often they were added to."""
     grads = [p.grad for layer in stage.layers for p in layer.module.parameters()]
     return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
 
 
-def with_own_version(target: Tensor) -> Tensor:
-    """A target whose changes in place are counted apart from those of other micro-batches, views of one tensor."""
-    return target if target.requires_grad else target.data
-
-
-def as_made(output: Tensor) -> Tensor:
-    """An output for the loss to work on in place: one that a stage only passed on is a view of a leaf."""
-    base = output._base
-    return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output
-
-
 def stash_of(value: Tree) -> Tensor | None:
     """The value of a skip route."""
     assert value is None or isinstance(value, Tensor)
     return value
-
-
-def failed_node(error: BaseException) -> int | None:
-    """The sequence number of the autograd node that raised, if it is written in Python."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        node = traceback.tb_frame.f_locals.get("self")
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return int(node._sequence_nr())
-        traceback = traceback.tb_next
-    return None
