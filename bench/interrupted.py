@@ -23,8 +23,8 @@ from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.data import batches
-from gpipe.train.world import find_world, joined
+from gpipe.datasets import batches
+from gpipe.recipes.world import find_world, joined
 from tests.checkpoint.killed import kill_at
 from tests.checkpoint.networks import adamw, remembered
 from tests.processes.faults import LAYER_PHASES, Fault, Faulty, strike

@@ -82,7 +82,7 @@ def unkeyed(piped: gpipe.GPipe) -> Iterator[None]:
     """Has a pipe leave randomness to torch, in forwards and backwards."""
     with ExitStack() as stack:
         for name in ("stage.Visit", "worker.Visit", "worker.InBackward"):
-            stack.enter_context(patch(f"gpipe.run.{name}", nullcontext_of))
+            stack.enter_context(patch(f"gpipe.rng.{name}", nullcontext_of))
         yield
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from bench.machine import facts
 from bench.report import describe, table, write
-from gpipe.run.boundary import Parcel
-from gpipe.run.links import Link
-from gpipe.run.net import Net
-from gpipe.run.remote import RemoteLink
-from gpipe.run.transport import Label
+from gpipe.comm.local import Link
+from gpipe.comm.net import Net
+from gpipe.comm.tcp import RemoteLink
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Label
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}
 WAYS = ("stream and shared memory", "TCP over the loopback", "gloo")
@@ -38,9 +38,9 @@ def over_net(net: Net, first: bool, number: int, tensor: Tensor) -> Tensor:
     label = Label(0, number, gradient=False)
     other = 1 - net.rank
     if first:
-        net.send(other, label, Parcel(tensor, []))
+        net.send(other, label, BoundaryValue(tensor, []))
     message, _ = net.receive(other, label)
-    assert isinstance(message, Parcel)
+    assert isinstance(message, BoundaryValue)
     if not first:
         net.send(other, label, message)
     return message.tensor

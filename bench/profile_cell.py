@@ -143,11 +143,11 @@ class _Nowhere:
 
 
 WITHOUT: dict[str, tuple[str, object]] = {
-    "error notes: which layer": ("gpipe.run.stage._sequence_number", int),
-    "strides of gradients": ("gpipe.run.worker.KeptGradients", _Bare),
-    "keys of layers": ("gpipe.run.stage.Visit", _Nowhere),
-    "keys of the loss": ("gpipe.run.worker.Visit", _Nowhere),
-    "watch on backwards": ("gpipe.run.worker.InBackward", _Nowhere),
+    "error notes: which layer": ("gpipe.layers.stage._sequence_number", int),
+    "strides of gradients": ("gpipe.runtime.worker.KeptGradients", _Bare),
+    "keys of layers": ("gpipe.layers.stage.Visit", _Nowhere),
+    "keys of the loss": ("gpipe.runtime.worker.Visit", _Nowhere),
+    "watch on backwards": ("gpipe.runtime.worker.InBackward", _Nowhere),
 }
 """What can be taken away: where the library has it, and what stands in for it."""
 

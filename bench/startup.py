@@ -112,9 +112,9 @@ def train() -> dict[str, float]:
     import torch  # noqa: F401
 
     mark("torch")
-    from gpipe.cli import main as command
-    from gpipe.train import digits
-    from gpipe.train.loop import train_epoch
+    from gpipe.cli.main import main as command
+    from gpipe.recipes import digits
+    from gpipe.recipes.loop import train_epoch
 
     prepare = digits.prepare
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.run.microbatch import Reduction
-from gpipe.run.skips import Kept, run_layer
+from gpipe.layers.skips import Kept, run_layer
+from gpipe.values.microbatch import Reduction
 
 Tree: TypeAlias = object
 LossFunction: TypeAlias = Callable[..., Tensor]

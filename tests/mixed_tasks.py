@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import gpipe
-from gpipe.run.microbatch import Reduction
+from gpipe.values.microbatch import Reduction
 from tests import laws
 from tests.addresses import by_address, factor_of, twins
 from tests.laws import Tree

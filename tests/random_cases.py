@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.run.microbatch import Reduction
+from gpipe.values.microbatch import Reduction
 from tests.addresses import AddressedBuffer, Behind, ByAddress, Third, by_address, factor_of, misplaced, twins
 from tests.laws import REMATS, Tree, assert_same_bits, same_bits, tensors_in, train, train_plainly, weights_of
 from tests.odd_layers import Drift, EverySecond, Fork, Join, Noise, OnFirst, Pop, Stash, Turned, Unused

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.cli import main
-from gpipe.train import digits as job
-from gpipe.train.options import TrainOptions
+from gpipe.cli.main import main
+from gpipe.recipes import digits as job
+from gpipe.recipes.options import TrainOptions
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def test_mistakes_end_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture
 def test_a_missing_library_ends_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpipe.data.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("gpipe.datasets.digits.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits"])

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gpipe.amp import GradScaler as GradScaler
     from gpipe.checkpoint.load import find_checkpoint as find_checkpoint
     from gpipe.checkpoint.load import load as load
     from gpipe.checkpoint.manifest import CheckpointError as CheckpointError
@@ -14,33 +15,30 @@ if TYPE_CHECKING:
     from gpipe.checkpoint.sigterm import catch_sigterm as catch_sigterm
     from gpipe.checkpoint.weights import load_weights as load_weights
     from gpipe.checkpoint.weights import save_weights as save_weights
+    from gpipe.errors import RemoteError as RemoteError
+    from gpipe.layers.skips import Sequential as Sequential
     from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
     from gpipe.pipeline import GPipe as GPipe
-    from gpipe.run.allocator import keep_freed_memory as keep_freed_memory
-    from gpipe.run.microbatch import Whole as Whole
-    from gpipe.run.recorder import record as record
-    from gpipe.run.skips import Sequential as Sequential
-    from gpipe.run.transport import RemoteError as RemoteError
-    from gpipe.run.visit import visit as visit
-    from gpipe.scaler import GradScaler as GradScaler
+    from gpipe.rng.visit import visit as visit
+    from gpipe.runtime.recorder import record as record
+    from gpipe.values.microbatch import Whole as Whole
 
 _HOME = {
     "CheckpointError": "gpipe.checkpoint.manifest",
     "GPipe": "gpipe.pipeline",
-    "GradScaler": "gpipe.scaler",
-    "RemoteError": "gpipe.run.transport",
-    "Sequential": "gpipe.run.skips",
-    "Whole": "gpipe.run.microbatch",
+    "GradScaler": "gpipe.amp",
+    "RemoteError": "gpipe.errors",
+    "Sequential": "gpipe.layers.skips",
+    "Whole": "gpipe.values.microbatch",
     "catch_sigterm": "gpipe.checkpoint.sigterm",
     "detect_nonfinite": "gpipe.nonfinite",
     "find_checkpoint": "gpipe.checkpoint.load",
-    "keep_freed_memory": "gpipe.run.allocator",
     "load": "gpipe.checkpoint.load",
     "load_weights": "gpipe.checkpoint.weights",
-    "record": "gpipe.run.recorder",
+    "record": "gpipe.runtime.recorder",
     "save": "gpipe.checkpoint.save",
     "save_weights": "gpipe.checkpoint.weights",
-    "visit": "gpipe.run.visit",
+    "visit": "gpipe.rng.visit",
 }
 
 __all__ = [
@@ -53,7 +51,6 @@ __all__ = [
     "catch_sigterm",
     "detect_nonfinite",
     "find_checkpoint",
-    "keep_freed_memory",
     "load",
     "load_weights",
     "record",

@@ -1,5 +1,5 @@
 """Lets `python -m gpipe` be the command `gpipe`."""
 
-from gpipe.cli import main
+from gpipe.cli.main import main
 
 main()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from gpipe.pipeline import GPipe
-from gpipe.run.boundary import tensors_in
+from gpipe.values.tree import tensors_in
 
 
 @contextmanager

@@ -11,40 +11,9 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import torch
 from torch import Tensor, nn
 
-from gpipe.arguments import Arguments, Costs
-from gpipe.assembly import assemble
-from gpipe.call import Call, pipelined
-from gpipe.doctor import examine
-from gpipe.examination import Examination
-from gpipe.given import (
-    NO_GRAPH,
-    Given,
-    check_loss_fn,
-    check_numbers,
-    refuse_gradients_of_inputs,
-    refuse_tangents,
-    refuse_tracing,
-    split_alike,
-)
-from gpipe.plan.partition import Balance
-from gpipe.plan.planner import Plan, foresee
-from gpipe.plan.program import Program
-from gpipe.processes import Together, refuse_norms_of_a_part
-from gpipe.run.ambient import Ambient, untraced
-from gpipe.run.batch import Batch
-from gpipe.run.boundary import Parcel, cut
-from gpipe.run.collectives import local, whole
-from gpipe.run.engine import Wanted
-from gpipe.run.header import Asked, Header
-from gpipe.run.layers import Layers, release
-from gpipe.run.losses import NO_METRICS
-from gpipe.run.microbatch import Reduction, Tree, merge
-from gpipe.run.recorder import Recorder
-from gpipe.run.skips import Sequential, find_loss_pops, names, refuse_unused
-from gpipe.run.team import Alone, Team
-from gpipe.run.tracebacks import entrance
-from gpipe.summary import summary
-from gpipe.words import (
+from gpipe.build.assemble import assemble
+from gpipe.build.settings import Arguments, Costs
+from gpipe.build.words import (
     TOO_MANY_FOR_CALLS,
     TOO_MANY_FOR_PIPES,
     TOO_MANY_FOR_STEPS,
@@ -53,6 +22,38 @@ from gpipe.words import (
     WORDS_OF_STEPS,
     known_words,
 )
+from gpipe.distributed.handshake import Asked, Header
+from gpipe.distributed.reduce import local, whole
+from gpipe.distributed.session import Session, refuse_norms_of_a_part
+from gpipe.distributed.team import Alone, Team
+from gpipe.errors import entrance
+from gpipe.findings.advice import examine
+from gpipe.findings.examination import Examination
+from gpipe.findings.summary import summary
+from gpipe.layers.build import Layers, release
+from gpipe.layers.losses import NO_METRICS
+from gpipe.layers.skips import Sequential, find_loss_pops, names, refuse_unused
+from gpipe.plan.partition import Balance
+from gpipe.plan.planner import Plan, foresee
+from gpipe.plan.program import Program
+from gpipe.runtime.autograd import Call, pipelined
+from gpipe.runtime.batch import MiniBatch
+from gpipe.runtime.engine import Wanted
+from gpipe.runtime.inputs import (
+    NO_GRAPH,
+    StepInputs,
+    check_loss_fn,
+    check_numbers,
+    refuse_gradients_of_inputs,
+    refuse_tangents,
+    refuse_tracing,
+    split_alike,
+)
+from gpipe.runtime.modes import Ambient, untraced
+from gpipe.runtime.recorder import Recorder
+from gpipe.values.boundary import BoundaryValue, cut
+from gpipe.values.microbatch import Reduction, merge
+from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -156,7 +157,7 @@ class GPipe(nn.Module):
                 mesh=mesh,
             )
         )
-        self._together = None if self._engine.place is None else Together(self._engine, self._settings)
+        self._together = None if self._engine.position is None else Session(self._engine, self._settings)
         if self._together is not None:
             release(self._engine.stages, self._engine.own)
         self.step_number = 0
@@ -256,7 +257,7 @@ class GPipe(nn.Module):
     @property
     def program(self) -> Program:
         """The table that a training step of M micro-batches runs."""
-        return self._engine.plumbing(Wanted(self.micro_batches, trains=True)).program
+        return self._engine.compiled(Wanted(self.micro_batches, trains=True)).program
 
     @property
     def plan(self) -> Plan:
@@ -313,7 +314,7 @@ class GPipe(nn.Module):
                 `reduction` or `scale` than others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
-        given = Given(inputs, targets, loss_fn, reduction, scale, Ambient.here(), scaler)
+        given = StepInputs(inputs, targets, loss_fn, reduction, scale, Ambient.here(), scaler)
         batch = self._batch(given.ambient)
         before = self._examination.look(batch.step) if batch.trains and self.training else None
         together = self._together
@@ -324,7 +325,7 @@ class GPipe(nn.Module):
             self._examination.compare(before, rows, batch.findings, self, loss_fn)
         return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
 
-    def _step_here(self, given: Given, batch: Batch) -> tuple[int, Tensor | int, list[object]]:
+    def _step_here(self, given: StepInputs, batch: MiniBatch) -> tuple[int, Tensor | int, list[object]]:
         """Runs a step in this process; gives the rows of the last micro-batch, the loss and the metrics."""
         given = given.scaled(self.devices[-1])
         check_loss_fn(given.loss_fn)
@@ -339,7 +340,7 @@ class GPipe(nn.Module):
         return rows[-1], loss, [batch.metrics[m] for m in range(len(values))]
 
     def _step_together(
-        self, together: Together, given: Given, batch: Batch
+        self, together: Session, given: StepInputs, batch: MiniBatch
     ) -> tuple[int, Tensor | int, list[object]]:
         """Likewise in all processes."""
         with together.run() as talk:
@@ -383,11 +384,11 @@ class GPipe(nn.Module):
             self._examination.compare(before, rows, batch.findings)
         return output
 
-    def _call_here(self, inputs: Tree, batch: Batch, ambient: Ambient) -> tuple[int, Any]:
+    def _call_here(self, inputs: Tree, batch: MiniBatch, ambient: Ambient) -> tuple[int, Any]:
         """Runs the forward in this process; gives the rows of the last micro-batch, and the output."""
         rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
         cuts = [cut(value) for value in values]
-        batch.inputs = [parcel for parcel, _ in cuts]
+        batch.inputs = [crossing for crossing, _ in cuts]
         run = self._engine.start(len(values), batch)
         if ambient.grad:
             outputs = pipelined(Call(run, ambient, self.recorder), [leaves for _, leaves in cuts])
@@ -397,7 +398,7 @@ class GPipe(nn.Module):
         return rows[-1], merge(outputs)
 
     def _call_together(
-        self, together: Together, inputs: Tree, batch: Batch, ambient: Ambient, *, gather: bool
+        self, together: Session, inputs: Tree, batch: MiniBatch, ambient: Ambient, *, gather: bool
     ) -> tuple[int, Any]:
         """Likewise in all processes."""
         with together.run() as talk:
@@ -408,11 +409,11 @@ class GPipe(nn.Module):
                 )
             rows, values = self._read_inputs(together, inputs)
             cuts = [cut(value) for value in values]
-            batch.inputs = [parcel for parcel, _ in cuts]
+            batch.inputs = [crossing for crossing, _ in cuts]
             header = self._header(Asked.CALL, ambient, rows, len(values), gathers=gather)
             return talk.call(header, batch, [leaves for _, leaves in cuts], ambient, self.recorder)
 
-    def _read_inputs(self, together: Together, inputs: Tree) -> tuple[int, list[Tree]]:
+    def _read_inputs(self, together: Session, inputs: Tree) -> tuple[int, list[Tree]]:
         """The number of rows and the micro-batches, which only the first stage knows."""
         if not together.is_first:
             return 0, []
@@ -422,18 +423,18 @@ class GPipe(nn.Module):
     def _header(self, asked: Asked, ambient: Ambient, rows: int, parts: int, *, gathers: bool = False) -> Header:
         return Header(asked, self.step_number, ambient.grad, self.training, gathers, 0, 0, rows, parts)
 
-    def _prepare(self, batch: Batch, values: Sequence[Tree], given: Given) -> None:
+    def _prepare(self, batch: MiniBatch, values: Sequence[Tree], given: StepInputs) -> None:
         """Has a mini-batch be one of a step."""
         if given.ambient.grad:
             refuse_gradients_of_inputs(values)
-        batch.inputs = [Parcel(value, []) for value in values]
+        batch.inputs = [BoundaryValue(value, []) for value in values]
         batch.loss_fn = given.loss_fn
         layers, popped = self._engine.layers, names(given.loss_fn, "pop")
         refuse_unused(layers, popped)
         batch.loss_pops = find_loss_pops(layers, popped)
 
-    def _batch(self, ambient: Ambient) -> Batch:
-        return Batch(
+    def _batch(self, ambient: Ambient) -> MiniBatch:
+        return MiniBatch(
             (),
             self.seed,
             self.step_number,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.run.transport import RemoteError
+from gpipe.errors import RemoteError
 
 LIMIT = 150.0  # seconds after which a test gives up
 

@@ -23,7 +23,7 @@ from torch import nn
 import gpipe
 from gpipe.checkpoint import files, write
 from gpipe.checkpoint.folder import begin
-from gpipe.run.transport import RemoteError
+from gpipe.errors import RemoteError
 from tests.checkpoint.networks import build, differences, make, remembered, snapshot, train, trained
 from tests.checkpoint.ranks import LIMIT, RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 

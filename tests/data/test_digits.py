@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from gpipe.data import load_digits
+from gpipe.datasets import load_digits
 
 
 def test_the_split_is_fixed_stratified_and_complete() -> None:
@@ -33,14 +33,14 @@ def test_two_reads_are_equal() -> None:
 
 def test_the_file_is_read_as_scikit_learn_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     own = load_digits(8)
-    monkeypatch.setattr("gpipe.data.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("gpipe.datasets.digits.find_spec", lambda name: None)
     theirs = load_digits(8)
     assert torch.equal(own.train.images, theirs.train.images)
     assert torch.equal(own.held_out.classes, theirs.held_out.classes)
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpipe.data.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("gpipe.datasets.digits.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'gpipe\[digits\]'"):
         load_digits()

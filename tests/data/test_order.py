@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.data import batches, jitter
+from gpipe.datasets import batches, jitter
 
 
 @given(st.integers(1, 60), st.data(), st.integers(0, 2**40), st.integers(0, 1000))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import models
-from gpipe.run.boundary import Parcel
-from gpipe.run.codec import decode, encode
-from gpipe.run.layout import copy_of
+from gpipe.comm.codec import decode, encode
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.layout import copy_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -198,9 +198,9 @@ def test_autocast_and_grad_scaler_on_the_gpu() -> None:
 def test_what_is_copied_or_sent_begins_at_the_same_address_modulo_512() -> None:
     data = torch.randn(40, 7, device="cuda")
     for tensor in (data, data[1:], data[3:, ::2], data[5:].t()):
-        encoded = encode(Parcel(tensor, []))
+        encoded = encode(BoundaryValue(tensor, []))
         sent = decode(encoded.layout, bytearray(b"".join(map(bytes, encoded.pieces()))))
-        assert isinstance(sent, Parcel)
+        assert isinstance(sent, BoundaryValue)
         assert sent.tensor.data_ptr() % 64 == tensor.data_ptr() % 64
         assert copy_of(tensor).data_ptr() % 512 == tensor.data_ptr() % 512
         assert copy_of(tensor).stride() == sent.tensor.stride() == tensor.stride()

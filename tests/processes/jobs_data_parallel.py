@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gpipe
-from gpipe.run import collectives, process
+from gpipe.distributed import reduce as collectives
+from gpipe.distributed import session_run as process
 from tests.processes.jobs_faults import Json
 from tests.processes.marks import FOLDER
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.run import rendezvous
+from gpipe.distributed import rendezvous
 from tests.laws import plain_loop
 from tests.processes.listening import Listening, family, listening_sockets
 

@@ -12,24 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.run.place import Place
-from gpipe.run.wires import Wires
+from gpipe.comm.mesh import Position
+from gpipe.comm.nccl import NcclGroups
 
 Json = Any
 
 
-def _gloo(place: Place, crossings: Iterable[tuple[int, int]]) -> Wires:
-    return Wires(place, crossings, "gloo")
+def _gloo(place: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups:
+    return NcclGroups(place, crossings, "gloo")
 
 
-def _host(place: Place, crossings: Iterable[tuple[int, int]]) -> Wires:
-    return Wires(place, crossings, None)
+def _host(place: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups:
+    return NcclGroups(place, crossings, None)
 
 
 @contextmanager
 def wired(*, grouped: bool = True) -> Iterator[None]:
     """Has pipes treat the tensors of this CPU as those of a GPU, with process groups or without."""
-    with mock.patch("gpipe.run.engine.wires_for", _gloo if grouped else _host):
+    with mock.patch("gpipe.runtime.engine.wires_for", _gloo if grouped else _host):
         yield
 
 

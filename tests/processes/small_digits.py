@@ -11,11 +11,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpipe.cli import main
-from gpipe.data import Digits, load_digits
-from gpipe.train import digits as job
-from gpipe.train import loop
-from gpipe.train.recipe import Recipe
+from gpipe.cli.main import main
+from gpipe.datasets import Digits, load_digits
+from gpipe.recipes import digits as job
+from gpipe.recipes import loop
+from gpipe.recipes.recipe import Recipe
 
 BATCH_SIZE = 16
 STEPS = 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.run.collectives import BUCKET, _buckets, _pieces
+from gpipe.distributed.reduce import BUCKET, _buckets, _pieces
 from tests.laws import assert_same_bits
 from tests.processes import jobs_data_parallel as jobs
 from tests.processes.jobs_faults import Json

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe.run.layers import build
+from gpipe.layers.build import build
 from tests.laws import one_thread, run_layers
 from tests.processes import jobs_lazy
 from tests.processes.digests import digest

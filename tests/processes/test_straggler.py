@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpipe.run.straggler import WARMING_UP, WINDOW
+from gpipe.distributed.stragglers import WARMING_UP, WINDOW
 from tests.processes import jobs_straggler
 from tests.processes.launch import Crew
 from tests.processes.outcome import answers

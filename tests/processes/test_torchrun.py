@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.run import launcher
+from gpipe.distributed import launcher
 from tests.processes.torchrun import torchrun, wait_for
 
 

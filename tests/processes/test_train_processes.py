@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gpipe.train import digits as job
-from gpipe.train.options import TrainOptions
-from gpipe.train.recipe import Recipe
+from gpipe.recipes import digits as job
+from gpipe.recipes.options import TrainOptions
+from gpipe.recipes.recipe import Recipe
 from tests.processes.launch import ONE_THREAD, ROOT, TICK
 from tests.processes.listening import family, listening_sockets
 from tests.processes.small_digits import BATCH_SIZE, EPOCHS, GO, few

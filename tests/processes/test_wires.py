@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.run.wires import matchings, pairs_of
+from gpipe.comm.nccl import matchings, pairs_of
 from tests.processes import jobs_wires
 from tests.processes.digests import digests
 from tests.processes.faults import Fault

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.run import buffers, loans, run
-from gpipe.run.codec import decode, encode
-from gpipe.run.lane import Mark
-from gpipe.run.mailbox import Mailbox
-from gpipe.run.transport import Label, Message
+from gpipe.comm.codec import decode, encode
+from gpipe.layers import buffers
+from gpipe.layers import inplace as loans
+from gpipe.runtime import minibatch as run
+from gpipe.runtime.mailbox import Mailbox
+from gpipe.values.messages import Label, Message, ReadyEvent
 from tests.addresses import Behind, Third, in_the_middle
 from tests.laws import REMATS, one_thread, plain_loop, same_bits, weights_of
 from tests.odd_layers import Fork, Join
@@ -36,7 +37,7 @@ BLIND = 9  # of the models, which are also run where copies forget how their ten
 class Messages(Mailbox):
     """Hands over what would arrive if each rank were a process."""
 
-    def send(self, rank: int, label: Label, message: Message, mark: Mark) -> None:
+    def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
         """Hands a message to a rank."""
         encoded = encode(message)
         super().send(rank, label, decode(encoded.layout, bytearray(b"".join(map(bytes, encoded.pieces())))), mark)

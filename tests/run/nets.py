@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from gpipe.run.boundary import Parcel
-from gpipe.run.links import Link
-from gpipe.run.net import Net
-from gpipe.run.remote import RemoteLink
-from gpipe.run.status import Watched
-from gpipe.run.transport import Label
+from gpipe.comm.local import Link
+from gpipe.comm.net import Net
+from gpipe.comm.status import Watched
+from gpipe.comm.tcp import RemoteLink
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Label
 
 KINDS = (Link, RemoteLink)
 BIG = 2**20  # bytes: more than the stream takes
@@ -53,7 +53,7 @@ def label_of(number: int) -> Label:
 
 
 def send(net: Net, peer: int, number: int, size: int = 8) -> None:
-    net.send(peer, label_of(number), Parcel(torch.full([size // 8], number), []))
+    net.send(peer, label_of(number), BoundaryValue(torch.full([size // 8], number), []))
 
 
 def send_all(net: Net, numbers: Iterable[int], size: int) -> None:
@@ -64,7 +64,7 @@ def send_all(net: Net, numbers: Iterable[int], size: int) -> None:
 def receive(net: Net, peer: int, number: int, size: int = 8) -> None:
     """Receives a message, which must be right."""
     message, _ = net.receive(peer, label_of(number))
-    assert isinstance(message, Parcel)
+    assert isinstance(message, BoundaryValue)
     assert torch.equal(message.tensor, torch.full([size // 8], number))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import gpipe
-from gpipe.run.batchnorm import Deferred
+from gpipe.layers.batchnorm import Deferred
 from tests.laws import REMATS, assert_same_bits, one_thread, plain_call, plain_loop, run_layers, same_bits
 
 M = 4

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.run.boundary import Parcel, replace_tensors, tensors_in
-from gpipe.run.lane import Lane
+from gpipe.runtime.streams import RankStream
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.tree import replace_tensors, tensors_in
 from tests.laws import assert_same_bits, copied, one_thread, plain_call, run_layers, same_bits
 
 M = 3
@@ -250,13 +251,13 @@ def test_the_gradient_of_a_whole_input_is_added_up_as_in_the_plain_loop(driver: 
 def test_gradients_of_inputs_come_back_from_another_device(
     driver: str, remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def moved(lane: Lane, parcel: Parcel, mark: object) -> Parcel:
+    def moved(stream: RankStream, crossing: BoundaryValue, mark: object) -> BoundaryValue:
         """What crosses to another device has other leaves there."""
-        there = {id(t): copied(t.detach()).requires_grad_(t.requires_grad) for t in tensors_in(parcel.value)}
-        value = replace_tensors(parcel.value, lambda tensor: there[id(tensor)])
-        return Parcel(value, [there[id(leaf)] for leaf in parcel.leaves])
+        there = {id(t): copied(t.detach()).requires_grad_(t.requires_grad) for t in tensors_in(crossing.value)}
+        value = replace_tensors(crossing.value, lambda tensor: there[id(tensor)])
+        return BoundaryValue(value, [there[id(leaf)] for leaf in crossing.leaves])
 
-    monkeypatch.setattr(Lane, "take_parcel", moved)
+    monkeypatch.setattr(RankStream, "take_value", moved)
     inputs = [X.clone().requires_grad_() for _ in range(2)]
     squares(make(driver, remat)(inputs[0]), Y).backward()
     plain_call(build(), inputs[1], Y, squares, micro_batches=M, seed=4)

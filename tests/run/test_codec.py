@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gpipe.run.boundary import UNDEFINED, Gradients, Parcel
-from gpipe.run.codec import KEPT, Views, decode, encode
-from gpipe.run.microbatch import Tree
-from gpipe.run.transport import Message
+from gpipe.comm.codec import KEPT, Views, decode, encode
+from gpipe.values.boundary import UNDEFINED, BoundaryValue, Gradients
+from gpipe.values.messages import Message
+from gpipe.values.tree import Tree
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -133,7 +133,7 @@ def there_and_back(message: Message, gap: int = 0) -> Message:
 
 def assert_same(one: Message, other: Message, *, strides: bool = True) -> None:
     """The same trees of the same tensors, with the same tensor in the same places."""
-    items = [pytree.tree_flatten(m.value if isinstance(m, Parcel) else m) for m in (one, other)]
+    items = [pytree.tree_flatten(m.value if isinstance(m, BoundaryValue) else m) for m in (one, other)]
     (left, spec), (right, other_spec) = items
     assert spec == other_spec
     pairs = list(zip(left, right, strict=True))
@@ -160,9 +160,9 @@ def bits_of(tensor: Tensor) -> Tensor:
 @settings(LAW, max_examples=400)
 @given(tensors(), st.integers(0, 70))
 def test_a_tensor_comes_as_it_left(tensor: Tensor, gap: int) -> None:
-    back = there_and_back(Parcel(tensor, []), gap)
-    assert_same(back, Parcel(tensor, []))
-    assert isinstance(back, Parcel)
+    back = there_and_back(BoundaryValue(tensor, []), gap)
+    assert_same(back, BoundaryValue(tensor, []))
+    assert isinstance(back, BoundaryValue)
     assert [id(leaf) for leaf in back.leaves] == [id(back.value)] * tensor.requires_grad
     assert back.tensor.is_leaf
 
@@ -175,9 +175,9 @@ def test_a_tensor_comes_as_it_left(tensor: Tensor, gap: int) -> None:
 @example({"a": [()], 2: {}}, 0)
 @example([torch.ones(3)] * 3, 5)
 def test_a_tree_comes_as_it_left(tree: Tree, gap: int) -> None:
-    back = there_and_back(Parcel(tree, []), gap)
-    assert_same(back, Parcel(tree, []))
-    assert isinstance(back, Parcel)
+    back = there_and_back(BoundaryValue(tree, []), gap)
+    assert_same(back, BoundaryValue(tree, []))
+    assert isinstance(back, BoundaryValue)
     wanted = {id(t): t for t in pytree.tree_leaves(back.value) if isinstance(t, Tensor) and t.requires_grad}
     assert [id(leaf) for leaf in back.leaves] == list(wanted)
 
@@ -189,20 +189,20 @@ def test_memory_through_which_messages_keep_coming_gives_each_of_them(sent: Sequ
     views: Views = {}
     came = []
     for tensor, gap in sent:
-        encoded = encode(Parcel(tensor, []))
+        encoded = encode(BoundaryValue(tensor, []))
         memory[:] = b"\xff" * len(memory)
         memory[gap : gap + encoded.size] = b"".join(map(bytes, encoded.pieces()))
         came.append(decode(encoded.layout, memory, gap, views))
     memory[:] = b"\xff" * len(memory)
     for (tensor, _), back in zip(sent, came, strict=True):
-        assert_same(back, Parcel(tensor, []))
+        assert_same(back, BoundaryValue(tensor, []))
 
 
 def test_views_are_not_kept_without_end() -> None:
     memory = bytearray(2**16)
     views: Views = {}
     for size in range(1, 2 * KEPT):
-        encoded = encode(Parcel(torch.arange(size), []))
+        encoded = encode(BoundaryValue(torch.arange(size), []))
         memory[: encoded.size] = encoded.pieces()[0]
         decode(encoded.layout, memory, 0, views)
         assert len(views) <= KEPT
@@ -225,14 +225,14 @@ def test_gradients_come_as_they_left(found: Gradients) -> None:
     ids=["unfolded", "rows that overlap", "diagonals, expanded"],
 )
 def test_of_elements_that_overlap_only_the_bits_arrive(tensor: Tensor) -> None:
-    assert_same(there_and_back(Parcel(tensor, [])), Parcel(tensor, []), strides=False)
+    assert_same(there_and_back(BoundaryValue(tensor, [])), BoundaryValue(tensor, []), strides=False)
 
 
 def test_a_size_stays_a_size_and_a_container_what_it_is() -> None:
     counts = defaultdict(int, {(1, "a"): 2})
     for value in (torch.Size([2, 3]), {None: torch.Size(())}, {(1, (True, 2.5)): 3}, counts, deque([1], maxlen=3)):
-        back = there_and_back(Parcel(value, []))
-        assert isinstance(back, Parcel)
+        back = there_and_back(BoundaryValue(value, []))
+        assert isinstance(back, BoundaryValue)
         assert back.value == value
         assert isinstance(value, torch.Size) or type(back.value) is type(value)
 
@@ -240,8 +240,8 @@ def test_a_size_stays_a_size_and_a_container_what_it_is() -> None:
 def test_keys_stay_what_they_are_also_where_they_are_equal() -> None:
     """The layout that is kept for one is not the other's."""
     for key in (1, True, "1", 1, (1,), (True,), True, 1.0):
-        back = there_and_back(Parcel({key: torch.ones(1)}, []))
-        assert isinstance(back, Parcel)
+        back = there_and_back(BoundaryValue({key: torch.ones(1)}, []))
+        assert isinstance(back, BoundaryValue)
         assert isinstance(back.value, dict)
         assert [(found, type(found)) for found in back.value] == [(key, type(key))]
 
@@ -250,7 +250,7 @@ def test_complex_numbers_of_16_bytes_may_lie_at_any_address() -> None:
     """The processor reads them from multiples of 16 alone, and a message may end anywhere: it was killed."""
     tensor = torch.randn(33, 5, dtype=torch.complex128)
     for gap in range(17):
-        assert_same(there_and_back(Parcel(tensor, []), gap), Parcel(tensor, []))
+        assert_same(there_and_back(BoundaryValue(tensor, []), gap), BoundaryValue(tensor, []))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.bool])
@@ -259,20 +259,20 @@ def test_a_tensor_may_lie_at_any_address(dtype: torch.dtype) -> None:
     memory = torch.zeros(200, dtype=torch.uint8)
     for ahead in range(65):
         tensor = torch.empty(0, dtype=dtype).set_(memory.untyped_storage()[ahead:], 0, (2, 4), (4, 1))
-        back = there_and_back(Parcel(tensor, []))
-        assert_same(back, Parcel(tensor, []))
-        assert isinstance(back, Parcel)
+        back = there_and_back(BoundaryValue(tensor, []))
+        assert_same(back, BoundaryValue(tensor, []))
+        assert isinstance(back, BoundaryValue)
         assert back.tensor.data_ptr() % 64 == ahead % 64
 
 
 def test_an_expanded_tensor_travels_once() -> None:
-    assert encode(Parcel(torch.ones(1000, 1).expand(1000, 1000), [])).size == 4000
+    assert encode(BoundaryValue(torch.ones(1000, 1).expand(1000, 1000), [])).size == 4000
 
 
 def test_channels_last_stays_channels_last() -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    back = there_and_back(Parcel(images, []))
-    assert isinstance(back, Parcel)
+    back = there_and_back(BoundaryValue(images, []))
+    assert isinstance(back, BoundaryValue)
     assert back.tensor.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -310,4 +310,4 @@ REFUSED = {
 def test_what_cannot_travel_is_refused_by_name_when_it_leaves(name: str, within: bool) -> None:
     value, named = REFUSED[name]
     with pytest.raises(TypeError, match=named):
-        encode(Parcel((torch.ones(1), value) if within else value, []))
+        encode(BoundaryValue((torch.ones(1), value) if within else value, []))

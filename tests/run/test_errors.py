@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.run.drivers import RankThreads
+from gpipe.runtime.walk import RankThreads
 from tests.laws import assert_same_bits, plain_call, plain_loop, same_bits
 
 DRIVERS = ["lockstep", "threads"]

@@ -19,15 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from gpipe.run.boundary import Parcel
-from gpipe.run.codec import decode, encode
-from gpipe.run.damage import Damaged
-from gpipe.run.frames import HEADER, IN_SLOT, LARGEST_NEWS, header
-from gpipe.run.links import Link
-from gpipe.run.net import Net
-from gpipe.run.remote import BELIEVED, RemoteLink
-from gpipe.run.text import read_leaf, read_tree, write_tree
-from gpipe.run.transport import Label, RemoteError
+from gpipe.comm.codec import decode, encode
+from gpipe.comm.frames import HEADER, IN_SLOT, LARGEST_NEWS, header
+from gpipe.comm.local import Link
+from gpipe.comm.net import Net
+from gpipe.comm.tcp import BELIEVED, RemoteLink
+from gpipe.comm.tree_text import read_leaf, read_tree, write_tree
+from gpipe.comm.untrusted import Damaged
+from gpipe.errors import RemoteError
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Label
 from tests.run.nets import KINDS, label_of, nets
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -63,7 +64,7 @@ def damaged(data: bytes, seed: int) -> bytes:
 @settings(LAW, max_examples=400)
 @given(st.sampled_from(VALUES), st.integers(0, 2**32))
 def test_a_damaged_layout_is_refused_or_gives_some_message(value: Any, seed: int) -> None:
-    encoded, before = encode(Parcel(value, [])), set(sys.modules)
+    encoded, before = encode(BoundaryValue(value, [])), set(sys.modules)
     memory = bytearray(b"".join(map(bytes, encoded.pieces())) or b"\0")
     with suppress(Damaged):
         decode(damaged(encoded.layout, seed), memory)
@@ -147,15 +148,15 @@ def test_a_class_goes_where_it_is_registered_and_nowhere_else() -> None:
         return Kept(list(parts), name)
 
     with pytest.raises(TypeError, match="Kept"):
-        encode(Parcel(Kept([torch.ones(2)], "a"), []))
+        encode(BoundaryValue(Kept([torch.ones(2)], "a"), []))
     pytree.register_pytree_node(
         Kept, lambda kept: (kept.parts, kept.name), unflatten, serialized_type_name="tests.run.test_hostile.Kept"
     )
     try:
-        encoded = encode(Parcel(Kept([torch.ones(2)], (1, "a")), []))
+        encoded = encode(BoundaryValue(Kept([torch.ones(2)], (1, "a")), []))
         text = write_tree(pytree.tree_structure(Kept([0], (1, "a"))))
         back = decode(encoded.layout, bytearray(b"".join(map(bytes, encoded.pieces()))))
-        assert isinstance(back, Parcel)
+        assert isinstance(back, BoundaryValue)
         assert isinstance(back.value, Kept)
         assert back.value.name == (1, "a")
     finally:
@@ -175,8 +176,8 @@ def test_leaves_are_of_known_kinds(leaf: list[Any]) -> None:
 def test_who_lays_a_tensor_absurdly_far_apart_is_told_what_to_do() -> None:
     far = torch.empty_strided((2, 1), (2**45, 1), device="meta")
     with pytest.raises(TypeError, match=r"return its \.contiguous\(\)"):
-        encode(Parcel(far, []))
-    encode(Parcel(torch.empty(64, 50_000, device="meta")[:, :1], []))  # a column of a wide matrix may go
+        encode(BoundaryValue(far, []))
+    encode(BoundaryValue(torch.empty(64, 50_000, device="meta")[:, :1], []))  # a column of a wide matrix may go
 
 
 @contextmanager
@@ -191,7 +192,7 @@ def frame(slot: int = -1, layout: int = 0, size: int = 0, capacity: int = 0) -> 
     return header(1, LABEL, slot, layout, size, capacity, 0.0)
 
 
-LAYOUT = encode(Parcel(torch.ones(2), [])).layout
+LAYOUT = encode(BoundaryValue(torch.ones(2), [])).layout
 SENT: dict[str, bytes] = {
     "a layout of 4 GiB": frame(layout=2**32 - 1),
     "a slot that is none": frame(slot=3, size=8),

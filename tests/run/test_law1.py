@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.plan.order import linearize
-from gpipe.run import steps
-from gpipe.run.microbatch import Reduction
+from gpipe.runtime import rows as steps
+from gpipe.values.microbatch import Reduction
 from tests.addresses import twins
 from tests.laws import (
     REMATS,

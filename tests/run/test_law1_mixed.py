@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.run import run
-from gpipe.run.boundary import Parcel, replace_tensors, tensors_in
-from gpipe.run.lane import Mark
-from gpipe.run.mailbox import Mailbox
-from gpipe.run.transport import Label, Message
-from gpipe.run.worker import Step, Worker
+from gpipe.runtime import minibatch as run
+from gpipe.runtime.mailbox import Mailbox
+from gpipe.runtime.worker import Step, Worker
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Label, Message, ReadyEvent
+from gpipe.values.tree import replace_tensors, tensors_in
 from tests.laws import copied
 from tests.mixed_tasks import Way, check, generate_task, generate_way, run_pipe
 from tests.outcomes import differences
@@ -78,12 +78,12 @@ def test_the_poison_itself_works() -> None:
 class Copies(Mailbox):
     """Hands over copies, so that what one rank does to a tensor, no other rank can see."""
 
-    def send(self, rank: int, label: Label, message: Message, mark: Mark) -> None:
+    def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
         super().send(rank, label, _copy_of(message), mark)
 
 
 def _copy_of(message: Message) -> Message:
-    if not isinstance(message, Parcel):
+    if not isinstance(message, BoundaryValue):
         return [copied(found) if isinstance(found, Tensor) else found for found in message]
     copies: dict[int, Tensor] = {}
 
@@ -92,7 +92,7 @@ def _copy_of(message: Message) -> Message:
         return copies[id(tensor)]
 
     value = replace_tensors(message.value, copy)
-    return Parcel(value, [copies[id(leaf)] for leaf in message.leaves])
+    return BoundaryValue(value, [copies[id(leaf)] for leaf in message.leaves])
 
 
 def poisoned_boundaries() -> Iterator[None]:
@@ -100,7 +100,7 @@ def poisoned_boundaries() -> Iterator[None]:
 
     def backward(worker: Worker, step: Step) -> None:
         cell = worker.store[step.stage, step.micro_batch]
-        came = [tensor for parcel in cell.given for tensor in tensors_in(parcel.value)] if step.stage else []
+        came = [tensor for crossing in cell.given for tensor in tensors_in(crossing.value)] if step.stage else []
         came += [g for gradients in worker.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
         own_backward(worker, step)
         for tensor in came:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import gpipe
-from gpipe.run.collectives import add_over_replicas
-from gpipe.run.layout import alignment, copy_of, lies_like, like, moved, room
-from gpipe.run.place import Place
+from gpipe.comm.mesh import Position
+from gpipe.distributed.reduce import add_over_replicas
+from gpipe.values.layout import alignment, copy_of, lies_like, like, moved, room
 from tests.addresses import in_the_middle
 from tests.run.nets import nets, together
 
@@ -98,7 +98,7 @@ def test_gradients_that_are_added_over_replicas_stay_where_they_are() -> None:
     expected = [replica(0)[at].grad + replica(1)[at].grad for at in range(len(shapes))]  # type: ignore[operator]
     before = [[(p.grad.data_ptr(), p.grad.stride()) for p in some if p.grad is not None] for some in replicas]
     with nets(2) as made:
-        places = [Place(0, number, 1, 2, (0, 1), CPU, 60.0) for number in range(2)]
+        places = [Position(0, number, 1, 2, (0, 1), CPU, 60.0) for number in range(2)]
         together(*(lambda n=n: add_over_replicas(made[n], places[n], replicas[n]) for n in range(2)))
     for some, lay in zip(replicas, before, strict=True):
         found = [p.grad for p in some if p.grad is not None]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gpipe.run.layers import Outline, cut_into_stages, find_scripted, named_layers, outline, realize
-from gpipe.run.measure import count_flops
-from gpipe.run.shared import find_shared, find_ties
-from gpipe.run.skips import find_pops
+from gpipe.costs.measure import count_flops
+from gpipe.layers.build import Outline, cut_into_stages, find_scripted, named_layers, outline, realize
+from gpipe.layers.skips import find_pops
+from gpipe.layers.tied import find_shared, find_ties
 from tests.laws import same_bits
 from tests.odd_layers import Pop, Stash
 

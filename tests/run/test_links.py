@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.run.boundary import Parcel
-from gpipe.run.codec import decode, encode
-from gpipe.run.frames import CHUNK, SLOTS, Frame, Gone, News
-from gpipe.run.links import INLINE, Link
-from gpipe.run.remote import RemoteLink
-from gpipe.run.transport import Label
+from gpipe.comm.codec import decode, encode
+from gpipe.comm.frames import CHUNK, SLOTS, Frame, Gone, News
+from gpipe.comm.local import INLINE, Link
+from gpipe.comm.tcp import RemoteLink
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Label
 
 KINDS = (Link, RemoteLink)
 SIZES = (0, 4, 1000, INLINE - 4, INLINE, INLINE + 4, 2**17, 2**17 + 4, 2**20)
@@ -71,7 +71,7 @@ def told(link: Link) -> Sequence[object]:
 
 
 def put(link: Link, number: int, size: int) -> None:
-    link.put(RUN, Label(number, 0, gradient=False), encode(Parcel(tensor_of(size, number), [])), 1.5)
+    link.put(RUN, Label(number, 0, gradient=False), encode(BoundaryValue(tensor_of(size, number), [])), 1.5)
 
 
 def put_many(link: Link, count: int, size: int) -> None:
@@ -92,7 +92,7 @@ def take(link: Link, sender: Link | None = None) -> tuple[Frame, Tensor]:
     head = link.head()
     assert head is not None
     found = decode(*link.message(head))
-    assert isinstance(found, Parcel)
+    assert isinstance(found, BoundaryValue)
     link.done(head)
     return head, found.tensor
 
@@ -107,7 +107,7 @@ class Flow:
 
     def send(self, size: int) -> None:
         """Puts a message on its way; what has no room has others taken first."""
-        needed = encode(Parcel(tensor_of(size, 0), [])).size
+        needed = encode(BoundaryValue(tensor_of(size, 0), [])).size
         until(lambda: self._has_room(needed))
         put(self.one, self.sent, size)
         self.under_way.append((self.sent, size))
@@ -196,12 +196,12 @@ def test_a_message_may_be_longer_than_the_memory_that_it_comes_through(kind: typ
     with linked(kind, 2**14) as (one, other):
         for length in (1, CHUNK, 1, 3 * CHUNK, CHUNK // 2, 1):
             text = "ab" * length
-            one.put(RUN, Label(0, 0, gradient=False), encode(Parcel((text, torch.ones(3)), [])), 1.5)
+            one.put(RUN, Label(0, 0, gradient=False), encode(BoundaryValue((text, torch.ones(3)), [])), 1.5)
             until(lambda: one.has_left() & (other.head() is not None))
             head = other.head()
             assert head is not None
             found = decode(*other.message(head))
-            assert isinstance(found, Parcel)
+            assert isinstance(found, BoundaryValue)
             assert found.value[0] == text  # type: ignore[index]
             other.done(head)
         assert other.head() is None
@@ -321,7 +321,7 @@ def test_a_slot_whose_writer_was_interrupted_is_told_with_the_next_message(monke
 
     with linked(Link) as (one, other):
         with monkeypatch.context() as patch:
-            patch.setattr("gpipe.run.codec.Encoded.write", interrupted)
+            patch.setattr("gpipe.comm.codec.Encoded.write", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 put(one, 0, 2**20)
         for size in (2**20, 2**21):

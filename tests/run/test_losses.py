@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.run.losses import find_reduction
+from gpipe.layers.losses import find_reduction
 from tests.laws import assert_same_bits, plain_loop, same_bits
 
 ROWS, CLASSES, PIXELS = 7, 3, 2

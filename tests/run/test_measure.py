@@ -13,8 +13,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 
 import gpipe
-from gpipe.arguments import Costs
-from gpipe.run import measure
+from gpipe.build.settings import Costs
+from gpipe.costs import measure
 from tests.laws import assert_same_bits, plain_loop, same_bits
 from tests.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
 

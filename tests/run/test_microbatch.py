@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.run.microbatch import Tree, count_rows, merge, split, weights
+from gpipe.values.microbatch import count_rows, merge, split, weights
+from gpipe.values.tree import Tree
 
 LAW = settings(derandomize=True, deadline=None, database=None, max_examples=100)
 

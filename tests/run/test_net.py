@@ -10,16 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe.comm.frames import SLOTS
+from gpipe.comm.local import INLINE, Link
+from gpipe.comm.net import Net
+from gpipe.errors import RemoteError
 from gpipe.plan.action import Action, Kind
 from gpipe.plan.lower import place_recompute, place_transfers
 from gpipe.plan.program import Program
 from gpipe.plan.rules import receiver_of, sender_of
 from gpipe.plan.schedules import fill_drain
-from gpipe.run.boundary import Parcel
-from gpipe.run.frames import SLOTS
-from gpipe.run.links import INLINE, Link
-from gpipe.run.net import Net
-from gpipe.run.transport import Label, RemoteError
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Label
 from tests.run.nets import BIG, KINDS, label_of, nets, receive, send, send_all, together, wait_until, waits
 
 # Note "Room": every program that is one can be run, however little is under way at a time.
@@ -44,10 +45,10 @@ def walk(net: Net, program: Program, size: int, pauses: random.Random) -> None:
         assert all(due[early] <= at for _, early in held)  # and what waits does not grow with M
         if action.kind is Kind.SEND:
             value = torch.full([size // 8], hash(label(action)))
-            net.send(program.rank_of[receiver_of(action)], label(action), Parcel(value, []))
+            net.send(program.rank_of[receiver_of(action)], label(action), BoundaryValue(value, []))
         elif action.kind is Kind.RECEIVE:
             message, _ = net.receive(program.rank_of[sender_of(action)], label(action))
-            assert isinstance(message, Parcel)
+            assert isinstance(message, BoundaryValue)
             assert torch.equal(message.tensor, torch.full([size // 8], hash(label(action))))
         elif pauses.random() < 0.1:
             time.sleep(2e-3)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe.run import net as net_module
-from gpipe.run.frames import SLOTS
-from gpipe.run.links import Link
-from gpipe.run.net import Net
-from gpipe.run.remote import RemoteLink
-from gpipe.run.status import Status
-from gpipe.run.transport import RemoteError
+from gpipe.comm import net as net_module
+from gpipe.comm.frames import SLOTS
+from gpipe.comm.local import Link
+from gpipe.comm.net import Net
+from gpipe.comm.status import Status
+from gpipe.comm.tcp import RemoteLink
+from gpipe.errors import RemoteError
 from tests.run.nets import BIG, KINDS, LIMIT, label_of, nets, receive, send, together, wait_until, waits
 
 # Reports.
@@ -120,7 +120,7 @@ def test_a_stream_may_end_before_the_news_say_why(kind: type[Link], monkeypatch:
             time.sleep(0.1)
             second.fail(ValueError("why"))
 
-        monkeypatch.setattr("gpipe.run.net.SOON", LIMIT)
+        monkeypatch.setattr("gpipe.comm.net.SOON", LIMIT)
         raised, _ = together(lambda: receive(first, 1, 0), ends)
         assert isinstance(raised, RemoteError)
         assert raised.type_name == "ValueError"

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.plan.action import COMPUTE, TRANSFERS
 from gpipe.plan.timeline import Timeline, breakdown, merge
-from gpipe.run.lane import Lane
+from gpipe.runtime.streams import RankStream
 from tests.laws import same_bits
 
 K, M = 3, 4
@@ -124,7 +124,7 @@ def test_nothing_is_recorded_unless_asked_for(driver: str, monkeypatch: pytest.M
             assert pipe.recorder is recording
             pipe.step(X, Y, squares)
         assert pipe.recorder is None
-        monkeypatch.delattr(Lane, "stamp")  # no clock is read
+        monkeypatch.delattr(RankStream, "stamp")  # no clock is read
         pipe.step(X, Y, squares)
         squares(pipe(X), Y).backward()
         assert len(recording.timelines) == 1

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.run import rendezvous
-from gpipe.run.rendezvous import HELLO, _call, _Listening
+from gpipe.distributed import rendezvous
+from gpipe.distributed.rendezvous import HELLO, _call, _Listening
 from tests.processes.listening import listening_sockets
 
 SILENCE = 60.0

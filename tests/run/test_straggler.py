@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.run.straggler import NOTICEABLE, SLOW, WARMING_UP, WINDOW, Stragglers, ratios
+from gpipe.distributed.stragglers import NOTICEABLE, SLOW, WARMING_UP, WINDOW, Stragglers, ratios
 
 SECONDS = st.floats(NOTICEABLE, 10)
 

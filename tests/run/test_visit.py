@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
-from gpipe.run import random_ops
-from gpipe.run.visit import visit_key
+from gpipe.rng import random_ops
+from gpipe.rng.visit import visit_key
 from tests.laws import REMATS, assert_same_bits, plain_loop, same_bits
 
 Op = OpOverload[..., Any]

@@ -10,14 +10,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from gpipe.data import Digits, load_digits
+from gpipe.datasets import Digits, load_digits
 from gpipe.models import amoebanet_d
-from gpipe.train import digits as job
-from gpipe.train.options import TrainOptions
-from gpipe.train.plain import measure_plain_step
-from gpipe.train.progress import Epoch, Progress
-from gpipe.train.recipe import Recipe
-from gpipe.train.world import World
+from gpipe.recipes import digits as job
+from gpipe.recipes.options import TrainOptions
+from gpipe.recipes.plain import measure_plain_step
+from gpipe.recipes.progress import Epoch, Progress
+from gpipe.recipes.recipe import Recipe
+from gpipe.recipes.world import World
 
 OPTIONS = TrainOptions(filters=16, micro_batches=2, epochs=1)
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.train.options import TrainOptions
-from gpipe.train.recipe import Recipe
+from gpipe.recipes.options import TrainOptions
+from gpipe.recipes.recipe import Recipe
 
 
 @given(st.integers(1, 500), st.floats(0, 1))

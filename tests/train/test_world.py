@@ -1,8 +1,8 @@
 import pytest
 
-from gpipe.train.options import TrainOptions
-from gpipe.train.progress import Epoch, Progress, from_extra, to_extra
-from gpipe.train.world import World, find_world
+from gpipe.recipes.options import TrainOptions
+from gpipe.recipes.progress import Epoch, Progress, from_extra, to_extra
+from gpipe.recipes.world import World, find_world
 
 TORCHRUN = {
     "RANK": "3",

@@ -4,8 +4,8 @@ import json
 from types import TracebackType
 from typing import Any
 
-from gpipe.run.team import Team
-from gpipe.run.transport import RemoteError
+from gpipe.distributed.team import Team
+from gpipe.errors import RemoteError
 
 
 class Trouble:

@@ -17,7 +17,7 @@ from gpipe.checkpoint.manifest import NAME, CheckpointError, Manifest
 from gpipe.checkpoint.save import check_order, settle, team_of
 from gpipe.checkpoint.tensors import Shelf
 from gpipe.checkpoint.verify import find_damage, read_manifest
-from gpipe.run.team import Team
+from gpipe.distributed.team import Team
 
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
 EXTRA = r"extra\.safetensors"

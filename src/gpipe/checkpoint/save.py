@@ -24,8 +24,8 @@ from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.folder import Draft, begin
 from gpipe.checkpoint.gather import Part, copied, gather
 from gpipe.checkpoint.write import Job, await_parts, begin_part, finish, note_failure, write_part
-from gpipe.run.team import Alone, Team
-from gpipe.run.transport import RemoteError
+from gpipe.distributed.team import Alone, Team
+from gpipe.errors import RemoteError
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe

@@ -26,7 +26,7 @@ from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.gather import Part
 from gpipe.checkpoint.manifest import NAME, Manifest, to_bytes
 from gpipe.checkpoint.tensors import encoded
-from gpipe.run.transport import RemoteError
+from gpipe.errors import RemoteError
 
 POLL = 0.05  # seconds between two looks for the parts of other ranks
 

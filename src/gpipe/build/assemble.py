@@ -1,0 +1,192 @@
+"""A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gpipe.build.settings import Arguments, Settings, settle
+from gpipe.build.arguments import Mistakes, draw_seed
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.distributed.reduce import local
+from gpipe.distributed.agree import BUILDING, LINKING, Agreement
+from gpipe.values.digest import digest
+from gpipe.runtime.engine import Engine
+from gpipe.distributed.launcher import end_with_launcher
+from gpipe.layers.build import Outline, cut_into_stages, outline, realize
+from gpipe.comm.limits import explaining_limits
+from gpipe.comm.mesh import Position, find_position, is_joined
+from gpipe.layers.tied import Slot
+from gpipe.layers.tied import find_ties, tie
+
+
+def assemble(asked: Arguments) -> tuple[Settings, Engine]:
+    """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up.
+
+    Raises:
+        ValueError: Something cannot be, or differs between the processes.
+        RemoteError: Another process failed, or is gone.
+    """
+    if asked.driver != "process" and asked.mesh is None:
+        settings = settle(asked)
+        return settings, _engine(settings, None)
+    end_with_launcher()
+    if not is_joined():
+        _find_position(asked)  # says what is missing
+    with Agreement() as agreement, explaining_limits():
+        position = agreement.position = _find_position(asked)
+        settings = _settle_together(asked, position, agreement)
+        engine = _engine(settings, position)
+        engine.link(agreement)
+        return settings, engine
+
+
+def _engine(settings: Settings, position: Position | None) -> Engine:
+    own = range(len(settings.devices)) if position is None else [position.stage]
+    stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices, own)
+    return Engine(
+        stages,
+        SCHEDULES[settings.schedule],
+        settings.remat,
+        threaded=position is None and settings.driver != "lockstep",
+        intra_op_threads=settings.intra_op_threads,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        sync_batch_norm=settings.sync_batch_norm,
+        position=position,
+        tied=settings.tied,
+    )
+
+
+def _find_position(asked: Arguments) -> Position:
+    """Where this process stands among several."""
+    mistakes = Mistakes()
+    position, mistakes.found = find_position(asked.mesh, asked.partitions)
+    mistakes.check(
+        asked.driver in ("process", None),
+        f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
+    )
+    mistakes.raise_all()
+    assert position is not None
+    return position
+
+
+def _settle_together(asked: Arguments, position: Position, agreement: Agreement) -> Settings:
+    """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
+    drawn = agreement.greet(drawn=draw_seed() if asked.seed is None else None)[0]["drawn"]
+    seed = drawn if asked.seed is None else asked.seed
+    costs: Any = asked.costs
+    if position.rank:
+        costs = agreement.tell(BUILDING)[0]["costs"]  # who measures by himself would cut elsewhere
+    sketch = outline(asked.layers, seed if isinstance(seed, int) else 0)
+    if position.rank and len(costs) != len(sketch.layers):
+        raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
+    settings = settle(replace(asked, seed=seed, costs=costs), position, sketch)
+    if not position.rank:
+        agreement.tell(BUILDING, costs=list(settings.costs))
+    settings = _with_own_layers(settings, position, sketch, asked.ties)
+    _compare(agreement, settings, asked.ties)
+    if position.replicas > 1:
+        _compare_weights(agreement, settings, position)
+    return settings
+
+
+def _own(settings: Settings, position: Position) -> range:
+    """The indices of this process's layers."""
+    begin = sum(settings.layers_per_partition[: position.stage])
+    return range(begin, begin + settings.layers_per_partition[position.stage])
+
+
+def _with_own_layers(settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]) -> Settings:
+    own = _own(settings, position)
+    mistakes = Mistakes()
+    named, mistakes.found = realize(sketch, own)
+    mistakes.raise_all()
+    return replace(settings, layers=named, tied=_tie(named, ties, sketch, own))
+
+
+def _compare(agreement: Agreement, settings: Settings, ties: Sequence[Sequence[str]]) -> None:
+    """Checks that all processes have settled for the same."""
+    agreement.compare(
+        LINKING,
+        partitions=settings.layers_per_partition,
+        micro_batches=settings.micro_batches,
+        remat=settings.remat,
+        schedule=settings.schedule,
+        seed=settings.seed,
+        intra_op_threads=settings.intra_op_threads,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        sync_batch_norm=settings.sync_batch_norm,
+        ties=[list(group) for group in ties],
+        **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
+    )
+
+
+def _words(layer: nn.Module) -> str:
+    shapes = (f"{name} {tuple(parameter.shape)}" for name, parameter in layer.named_parameters())
+    return f"{type(layer).__name__}({', '.join(shapes)})"
+
+
+def _compare_weights(agreement: Agreement, settings: Settings, position: Position) -> None:
+    """Checks that the replicas begin with the same weights: they would stay as far apart as they are.
+
+    Raises:
+        ValueError: Names the layers whose weights differ.
+    """
+    layers = list(settings.layers.items())
+    every = agreement.tell(LINKING, weights={str(at): _checksum(layers[at][1]) for at in _own(settings, position)})
+    found = {(int(at), checksum) for theirs in every for at, checksum in theirs["weights"].items()}
+    several = Counter(at for at, _ in found)
+    apart = [
+        f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1
+    ]
+    if apart:
+        raise ValueError(
+            f"GPipe cannot be built:\n- the weights of {', '.join(apart)} differ between replicas: build the layers "
+            f"alike on every rank (torch.manual_seed before, or callables), or load the same weights"
+        )
+
+
+def _checksum(layer: nn.Module) -> int:
+    """Of the bits of all parameters and buffers."""
+    tensors = [local(tensor.detach()) for tensor in (*layer.parameters(), *layer.buffers()) if not is_lazy(tensor)]
+    found = 0
+    for word in digest(tensors).words:
+        found = zlib.crc32(word.cpu().view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _tie(
+    named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: range
+) -> list[list[Slot]]:
+    """Gives this process's copies of tied weights the value of the first; places of each group, in all processes."""
+    groups, _ = find_ties(named, ties)
+    index_of = {name: index for index, name in enumerate(named)}
+    held = [module for index, layer in enumerate(named.values()) if index in own for module in layer.modules()]
+    for group, places in zip(ties, groups, strict=True):
+        same = {id(_parameter(slot)) for slot in places}
+        here = [(module, leaf) for module in held for leaf, p in module._parameters.items() if id(p) in same]
+        if not here:
+            continue
+        first = index_of[_layer(group[0])]
+        if first not in own:
+            built, _ = realize(sketch, [first])
+            (((module, name), *_), *_), _ = find_ties(built, [group])
+            with torch.no_grad():
+                _parameter(here[0]).copy_(_parameter((module, name)))
+        tie([here])
+    return groups
+
+
+def _layer(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _parameter(slot: Slot) -> Tensor:
+    parameter = slot[0]._parameters[slot[1]]
+    assert parameter is not None
+    return parameter

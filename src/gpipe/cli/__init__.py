@@ -1,0 +1,1 @@
+"""The command `gpipe`: one module a subcommand."""

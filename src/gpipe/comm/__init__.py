@@ -1,0 +1,1 @@
+"""Messages between processes: nothing here knows what a pipeline is."""

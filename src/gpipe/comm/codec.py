@@ -1,0 +1,334 @@
+"""Messages as bytes: a layout that says what there is, and the bytes of the tensors behind it. No pickle.
+
+A tensor arrives as it lay when it left (layout.py), because the bits of what is computed from it depend on that. A
+layout is written and read once for as long as shapes stay the same: both ends keep those that they have seen.
+"""
+
+import json
+import mmap
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gpipe.comm.tree_text import At, read_dtype, read_leaf, read_tree, write_leaf, write_tree
+from gpipe.comm.untrusted import Damaged, check_shape, reading, why_too_wide
+from gpipe.values.boundary import BoundaryValue, Gradients
+from gpipe.values.layout import alignment, room
+from gpipe.values.messages import Message
+
+APART = 64  # bytes: where in a message tensors begin
+KEPT = 1024  # layouts
+NOT_DENSE = (
+    "a {name} of layout {layout} cannot go to another process; return a dense torch.Tensor (of a DTensor, its "
+    "full_tensor() or to_local())"
+)
+NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
+
+Buffer: TypeAlias = bytearray | mmap.mmap
+Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
+"""What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient, alignment."""
+Views: TypeAlias = dict[tuple[torch.dtype, tuple[int, ...], int], Tensor]
+"""Tensors over memory through which messages keep coming, by where they begin: making one takes as long as a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a tensor's elements are in a message, and how they lie in memory.
+
+    `size` leaves out what is only repeated: dimensions of stride 0 have size 1, and are expanded at the end.
+    `dense` elements travel in the order of memory, others in the order of their indices. `plain` ones lie in both.
+    `units` are what torch reads them as, and how many.
+    """
+
+    shape: Shape
+    start: int
+    end: int
+    units: tuple[torch.dtype, int]
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dense: bool
+    plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a message holds: its tree, with an extent in `extents` for each tensor and the others themselves.
+
+    If leaves is None it is one tensor and nothing around it, or one gradient; without a spec, a list of gradients.
+    """
+
+    is_value: bool
+    spec: pytree.TreeSpec | None
+    leaves: tuple[object, ...] | None
+    extents: tuple[Extent, ...]
+
+
+class Encoded(NamedTuple):
+    """A message as it is sent: its layout in bytes, and its tensors, each with the extent where it is put."""
+
+    layout: bytes
+    extents: tuple[Extent, ...]
+    size: int  # bytes that the tensors take, with what aligns them
+    tensors: list[Tensor]
+
+    def write(self, memory: Tensor) -> None:
+        """Puts the tensors into `size` bytes."""
+        with torch.no_grad():
+            for tensor, extent in zip(self.tensors, self.extents, strict=True):
+                if extent.end > extent.start:
+                    memory[extent.start : extent.end].view(tensor.dtype).copy_(flat(tensor, extent))
+
+    def pieces(self) -> list[bytearray | memoryview]:
+        """The `size` bytes, one after another."""
+        if len(self.extents) == 1 and self.extents[0].plain and self.tensors[0].is_contiguous():
+            return [self.tensors[0].numpy(force=True).data]  # no copy
+        memory = bytearray(self.size)
+        if memory:
+            self.write(torch.frombuffer(memory, dtype=torch.uint8))
+        return [memory]
+
+
+def encode(message: Message) -> Encoded:
+    """What is sent of a message.
+
+    Raises:
+        TypeError: It holds something that cannot go to another process.
+    """
+    if not isinstance(message, BoundaryValue):
+        return _encode_gradients(message)
+    tree = message.value
+    if type(tree) is Tensor:
+        _refuse_attributes(tree)
+        known = _of_one(True, *_key_of(tree), tree.requires_grad)
+        return Encoded(*known, [tree])
+    items, spec = pytree.tree_flatten(tree)
+    numbers: dict[int, int] = {}
+    tensors: list[Tensor] = []
+    leaves: list[object] = []
+    for item in items:
+        if not isinstance(item, Tensor):
+            leaves.append(write_leaf(item))
+            continue
+        if id(item) not in numbers:
+            _refuse_attributes(item)
+            numbers[id(item)] = len(tensors)
+            tensors.append(item)
+        leaves.append(["tensor", numbers[id(item)]])
+    return _encoded(True, write_tree(spec), leaves, tensors)
+
+
+def _refuse_attributes(tensor: Tensor) -> None:
+    if vars(tensor):
+        raise TypeError(
+            f"a tensor with attributes of somebody's own ({', '.join(vars(tensor))}) cannot go to another process "
+            f"with them; return a tuple or a dict of the tensor and of what it is to carry"
+        )
+
+
+def _key_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int]:
+    if tensor.layout is not torch.strided:
+        raise TypeError(NOT_DENSE.format(name="Tensor", layout=tensor.layout))
+    return tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor)
+
+
+def _encode_gradients(gradients: Gradients) -> Encoded:
+    tensors = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
+    if len(tensors) == len(gradients) == 1:
+        (one,) = tensors
+        return Encoded(*_of_one(False, *_key_of(one), False), tensors)
+    numbers = iter(range(len(tensors)))
+    leaves = [["tensor", next(numbers)] if isinstance(found, Tensor) else write_leaf(found) for found in gradients]
+    return _encoded(False, None, leaves, tensors)
+
+
+def _encoded(is_value: bool, spec: str | None, leaves: list[Any], tensors: list[Tensor]) -> Encoded:
+    shapes = tuple(map(shape_of, tensors))
+    return Encoded(*_of_many(is_value, spec, json.dumps(leaves), shapes), tensors)
+
+
+@lru_cache(KEPT)
+def _of_one(
+    is_value: bool,
+    dtype: torch.dtype,
+    size: torch.Size,
+    strides: tuple[int, ...],
+    aligned: int,
+    wants_gradient: bool,
+) -> tuple[bytes, tuple[Extent, ...], int]:
+    """How a message of one tensor is written: the usual one, so it must be quick."""
+    if too_wide := why_too_wide(dtype, tuple(size), strides):
+        raise TypeError(too_wide)
+    return _of_many(is_value, None, "null", ((dtype, tuple(size), strides, wants_gradient, aligned),))
+
+
+@lru_cache(KEPT)
+def _of_many(
+    is_value: bool, spec: str | None, leaves: str, shapes: tuple[Shape, ...]
+) -> tuple[bytes, tuple[Extent, ...], int]:
+    named = [[str(dtype).removeprefix("torch."), *others] for dtype, *others in shapes]
+    head, tail = json.dumps([is_value, spec]), json.dumps(named)
+    extents = extents_of(shapes)
+    return f"{head[:-1]}, {leaves}, {tail}]".encode(), extents, extents[-1].end if extents else 0
+
+
+def decode(
+    layout: bytes, memory: Buffer, offset: int = 0, views: Views | None = None, *, size: int | None = None
+) -> Message:
+    """The message of a layout and the bytes behind it, which may be used again afterwards, with the same `views`.
+
+    `size` is how many bytes its tensors are said to take.
+
+    Raises:
+        Damaged: Nothing writes that.
+    """
+    read = _read(layout)
+    needed = read.extents[-1].end if read.extents else 0
+    if offset + needed > len(memory) or size not in (None, needed):
+        raise Damaged(f"tensors of {needed} bytes, in a message of {len(memory) - offset if size is None else size}")
+    views = {} if views is None else views
+    tensors = [_take(extent, memory, offset, views) for extent in read.extents]
+    if read.leaves is None:
+        if not read.is_value:
+            return tensors  # type: ignore[return-value]  # gradients
+        return BoundaryValue(tensors[0], [tensors[0]] if tensors[0].requires_grad else [])
+    items = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
+    if read.spec is None:
+        return items  # type: ignore[return-value]  # gradients
+    value = pytree.tree_unflatten(items, read.spec)
+    return BoundaryValue(value, [tensor for tensor in tensors if tensor.requires_grad])
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """What is told of a tensor before it comes.
+
+    Raises:
+        TypeError: It is not dense, or more than a tensor.
+    """
+    if tensor.layout != torch.strided or type(tensor) is not Tensor:
+        raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
+    if tensor.is_quantized:
+        raise TypeError("a quantized tensor cannot go to another process; return its .dequantize()")
+    if too_wide := why_too_wide(tensor.dtype, tuple(tensor.shape), tensor.stride()):
+        raise TypeError(too_wide)
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, alignment(tensor)
+
+
+@lru_cache(KEPT)
+def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
+    """Where tensors of these shapes are in a message."""
+    extents: list[Extent] = []
+    at = 0
+    for shape in shapes:
+        dtype, size, strides, wants_gradient, aligned = shape
+        start = -(-at // APART) * APART
+        own = tuple(1 if stride == 0 and n else n for n, stride in zip(size, strides, strict=True))
+        ranked = sorted((stride, n) for n, stride in zip(own, strides, strict=True) if n != 1)
+        dense = apart = True
+        reach = 1  # elements up to the end of what was looked at
+        for stride, n in ranked:
+            dense, apart = dense and stride == reach, apart and stride >= reach
+            reach = stride * (n - 1) + reach
+        count = torch.Size(own).numel()
+        if not apart and count:  # elements that overlap in another way
+            own, strides, dense = size, _contiguous(size), True
+            shape = (dtype, size, strides, wants_gradient, aligned)
+            count = torch.Size(own).numel()
+        at = start + count * dtype.itemsize
+        plain = own == size and strides == _contiguous(size) and dtype in NUMPY and count > 0
+        wide = dtype.itemsize > 8  # torch reads complex128 from aligned addresses alone, or dies
+        units = (torch.uint8, at - start) if wide else (dtype, count)
+        extents.append(Extent(shape, start, at, units, own, strides, dense, plain))
+    return tuple(extents)
+
+
+def flat(tensor: Tensor, extent: Extent) -> Tensor:
+    """The elements of a tensor in one dimension, as they travel."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        for axis, count in enumerate(extent.size):  # without repetitions, which the copy would write out
+            tensor = tensor.narrow(axis, 0, count)
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    count = (extent.end - extent.start) // tensor.element_size()
+    if tensor.stride() != extent.strides:  # resolved just now, or overlapping
+        if not extent.dense or extent.strides == _contiguous(extent.size):
+            return tensor.expand(extent.size).contiguous().view(-1)
+        tensor = torch.empty_strided(extent.size, extent.strides, dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    if extent.dense:
+        return tensor.as_strided((count,), (1,))
+    return tensor.as_strided(extent.size, extent.strides).contiguous().view(-1)
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
+
+
+def _take(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
+    dtype, size, strides, wants_gradient, aligned = extent.shape
+    if extent.plain:
+        view = _view(extent, memory, offset, views)
+        tensor = room(dtype, size, strides, aligned, view.device).copy_(view) if aligned else view.clone()
+        return tensor.requires_grad_() if wants_gradient else tensor
+    if extent.end == extent.start:
+        return lay(torch.empty(0, dtype=dtype, device="cpu"), extent)
+    unit, count = extent.units
+    found = torch.frombuffer(memory, dtype=unit, count=count, offset=offset + extent.start).clone()
+    return lay(found if unit is dtype else found.view(dtype), extent)
+
+
+def lay(elements: Tensor, extent: Extent) -> Tensor:
+    """The tensor of these elements, laid as it left: in their own memory if it can be."""
+    dtype, size, strides, wants_gradient, aligned = extent.shape
+    if not elements.numel():
+        tensor = torch.empty_strided(size, strides, dtype=dtype, device=elements.device)
+    else:
+        if not extent.dense or aligned != alignment(elements):
+            found = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
+            elements = room(dtype, extent.size, extent.strides, aligned, elements.device).copy_(found)
+        tensor = elements.as_strided(size, strides)
+    return tensor.requires_grad_() if wants_gradient else tensor
+
+
+def _view(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
+    unit, count = extent.units
+    at = unit, extent.size, offset + extent.start
+    if at not in views:
+        if len(views) == KEPT:
+            views.clear()
+        views[at] = torch.frombuffer(memory, dtype=unit, count=count, offset=at[-1]).view(extent.size)
+    return views[at]
+
+
+@lru_cache(KEPT)
+def _read(layout: bytes) -> Layout:
+    with reading("a layout"):
+        is_value, spec, leaves, named = json.loads(layout.decode())  # of bytes it would guess the encoding
+        shapes = tuple(
+            (read_dtype(dtype), tuple(size), tuple(strides), wants, aligned)
+            for dtype, size, strides, wants, aligned in named
+        )
+        for shape in shapes:
+            check_shape(*shape)
+        tree = None if spec is None else read_tree(spec)
+        read = Layout(is_value, tree, None if leaves is None else tuple(map(read_leaf, leaves)), extents_of(shapes))
+        _check_whole(read)
+        return read
+
+
+def _check_whole(read: Layout) -> None:
+    """Checks that all tensors that are named are there."""
+    numbers = [leaf.number for leaf in read.leaves or () if isinstance(leaf, At)]
+    known = range(len(read.extents))
+    if type(read.is_value) is not bool or (len(known) != 1 if read.leaves is None else set(numbers) != set(known)):
+        raise ValueError(f"tensors {numbers} of {len(known)}")
+    if read.spec is not None and (read.leaves is None or read.spec.num_leaves != len(read.leaves)):
+        raise ValueError(f"{read.spec.num_leaves} leaves")
+    if read.is_value and read.spec is None and read.leaves is not None:
+        raise ValueError("leaves without a tree")

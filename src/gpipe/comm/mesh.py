@@ -1,0 +1,123 @@
+"""Where a process stands in the mesh: its stage, its replica, and who else trains the same pipe."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PIPELINE, DATA = "pp", "dp"
+LONGEST_SILENCE = 30.0
+"""Seconds after which a host that answers nothing counts as gone, if the process group's timeout is longer."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The stage and the replica of this process.
+
+    `members` are the ranks in the world of all processes of the pipe, by `replica * stages + stage`.
+    """
+
+    stage: int
+    replica: int
+    stages: int
+    replicas: int
+    members: tuple[int, ...]
+    device: torch.device
+    timeout: float
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those of the pipe."""
+        return self.replica * self.stages + self.stage
+
+    @property
+    def silence(self) -> float:
+        """Seconds of silence after which another host is gone."""
+        return min(self.timeout, LONGEST_SILENCE)
+
+
+def is_joined() -> bool:
+    """Whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def find_position(mesh: "DeviceMesh | None", partitions: object) -> tuple[Position | None, list[str]]:
+    """Reads the mesh, or makes one of the world; gives the position, and what is wrong."""
+    if not is_joined():
+        return None, [
+            "driver='process' needs torch.distributed: start with torchrun, and call "
+            "torch.distributed.init_process_group('gloo') (with GPUs 'cpu:gloo,cuda:nccl') first"
+        ]
+    count = partitions if isinstance(partitions, int) else len(partitions) if isinstance(partitions, Sequence) else 0
+    if mesh is None:
+        world = dist.get_world_size()
+        if count < 1 or world % count:
+            return None, [
+                f"partitions={partitions!r} over {world} processes: their number must be a multiple of K, one stage "
+                f"each; start as many, or give mesh="
+            ]
+        table = torch.arange(world).reshape(world // count, count)
+        kind = default_device().type
+    else:
+        names = mesh.mesh_dim_names or ()
+        if PIPELINE not in names:
+            return None, [
+                f"mesh has the dimensions {tuple(names)}; name one {PIPELINE!r} for the partitions, and perhaps one "
+                f"{DATA!r} for replicas: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'pp'))"
+            ]
+        if dist.get_rank() not in mesh.mesh:
+            return None, [
+                f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and this process is rank {dist.get_rank()}; "
+                f"give a mesh of all processes"
+            ]
+        table, kind = _plane(mesh, names), mesh.device_type
+        if count != table.shape[1]:
+            return None, [
+                f"partitions={partitions!r}, but the mesh has {table.shape[1]} processes along {PIPELINE!r}; they "
+                f"must be as many"
+            ]
+    found = (table == dist.get_rank()).nonzero()
+    replica, stage = map(int, found[0])
+    replicas, stages = table.shape
+    members = tuple(table.flatten().tolist())
+    return Position(stage, replica, stages, replicas, members, _device(kind), timeout_of_world()), []
+
+
+def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
+    """The world's ranks, replicas by stages, that share this process's position in all other dimensions."""
+    table = mesh.mesh.cpu()
+    own = (table == dist.get_rank()).nonzero()[0].tolist()
+    for axis in range(table.dim()):
+        if names[axis] not in (PIPELINE, DATA):
+            table = table.narrow(axis, own[axis], 1)
+    if DATA not in names:
+        return table.reshape(1, -1)
+    stages = table.shape[names.index(PIPELINE)]
+    if names.index(DATA) > names.index(PIPELINE):
+        return table.reshape(stages, -1).t()
+    return table.reshape(-1, stages)
+
+
+def default_device() -> torch.device:
+    """The device of this process by which the world talks, if no mesh says so."""
+    return _device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())))
+
+
+def timeout_of_world() -> float:
+    """Seconds that the process group waits for others."""
+    group = dist.group.WORLD
+    timeout: timedelta = group._get_backend(group.bound_device_id or torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    return timeout.total_seconds()

@@ -1,0 +1,1 @@
+"""What each layer costs: measured or counted."""

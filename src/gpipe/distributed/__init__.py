@@ -1,0 +1,1 @@
+"""A pipe over several processes: what they tell each other, before, in and between mini-batches."""

@@ -1,0 +1,218 @@
+"""Gradients added up over several processes, in one order everywhere, so that all have the same bits.
+
+They travel as the messages of a run do: what a failed run leaves on its way is thrown away by the next, which no
+collective of a process group can promise.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gpipe.comm.mesh import DATA, Position
+from gpipe.comm.net import Net
+from gpipe.layers.tied import Aliases
+from gpipe.values.boundary import BoundaryValue, Gradients
+from gpipe.values.messages import Label, Message
+from gpipe.values.tree import Tree
+
+if TYPE_CHECKING:
+    from gpipe.runtime.engine import Engine
+
+TIE, REDUCE, REDUCED, STATISTICS, LOCKSTEP = -2, -3, -4, -8, -9
+"""Routes of messages that no program lists."""
+BUCKET = 2**22
+"""Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""
+SMALL = 2**16
+"""Bytes of a gradient that is copied to be together with others: a message costs more."""
+NAMES = 2**32 - 1  # the number of the message that says which gradients there are
+
+Bucket: TypeAlias = list[Tensor]
+"""Gradients that travel together: flat pieces of the memory that `.grad` has."""
+
+
+def add_over_stages(engine: "Engine", aliases: Aliases) -> None:
+    """Adds up the gradients of shared weights over the stages that use them, on each of these stages."""
+    position = engine.position
+    assert position is not None
+    stage_of = [stage.index for stage in engine.stages for _ in stage.layers]
+    first = position.replica * position.stages
+    found = {at: dict(aliases.gradients(at)) for at in sorted(aliases.shared)}
+    common: dict[int, list[int]] = {}  # which shared parameters each other stage uses as well
+    for at in found:
+        for stage in {stage_of[layer] for layer in aliases.users[at]} - {position.stage}:
+            common.setdefault(stage, []).append(at)
+    for stage, shared in sorted(common.items()):
+        own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
+        engine.net.send(first + stage, Label(TIE, 0, gradient=True), own)
+    for stage, shared in sorted(common.items()):
+        theirs = iter(_gradients(engine.net.receive(first + stage, Label(TIE, 0, gradient=True))[0]))
+        for at in shared:
+            found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if stage_of[layer] == stage}
+    aliases.add_up(found)
+
+
+def peers_of(position: Position) -> list[int]:
+    """The processes that run this stage, one for each replica."""
+    return [replica * position.stages + position.stage for replica in range(position.replicas)]
+
+
+def add_over_replicas(net: Net, position: Position, parameters: Sequence[Tensor]) -> None:
+    """Adds up `.grad` over the replicas of a stage, in the order of the replicas.
+
+    Each replica adds up some of the buckets and tells the others the sums, so that all send and receive about as
+    much. A parameter that one of them has a gradient of has one everywhere afterwards.
+
+    Note "Ahead". A replica tells one round of buckets before it ends the one before: so all have work while messages
+    are under way, and never more than four are to one that takes none, for which a link has room (see `Net`).
+
+    Raises:
+        ValueError: A gradient is sparse.
+    """
+    peers = peers_of(position)
+    gradients = list(_all_gradients(net, peers, parameters))
+    staged = [gradient.contiguous() for gradient in gradients]  # mostly the same memory
+    buckets = _buckets(_pieces(staged))
+    rounds = [range(at, min(at + len(peers), len(buckets))) for at in range(0, len(buckets), len(peers))]
+    flat: dict[int, Tensor] = {}  # of the buckets under way
+    for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
+        for at, owner in zip(ahead, peers, strict=False):
+            flat[at] = _flat(buckets[at])
+            _tell(net, [owner], REDUCE, at, flat[at])
+        for at, owner in zip(behind, peers, strict=False):
+            if owner == net.rank:
+                _add(flat[at], [None if p == net.rank else _hear(net, p, REDUCE, at) for p in peers])
+                _tell(net, peers, REDUCED, at, flat[at])
+        for at, owner in zip(behind, peers, strict=False):
+            _put_back(buckets[at], flat.pop(at) if owner == net.rank else _hear(net, owner, REDUCED, at))
+    for gradient, summed in zip(gradients, staged, strict=True):
+        if summed is not gradient:
+            gradient.copy_(summed)
+
+
+def _flat(bucket: Bucket) -> Tensor:
+    """One tensor is much sooner sent than many."""
+    return bucket[0] if len(bucket) == 1 else torch.cat(bucket)
+
+
+def _put_back(bucket: Bucket, total: Tensor) -> None:
+    if len(bucket) > 1:
+        torch._foreach_copy_(bucket, total.split([piece.numel() for piece in bucket]))
+    elif total.data_ptr() != bucket[0].data_ptr():
+        bucket[0].copy_(total)
+
+
+def _add(own: Tensor, parts: Sequence[Tensor | None]) -> None:
+    """Puts the sum of all parts in their order into `own`, which is the one that is None."""
+    first, second, *others = [own if part is None else part for part in parts]
+    total = second.add_(first) if second is own else first.add_(second)  # the same sum, and mostly no copy
+    for other in others:
+        total.add_(other)
+    if total is not own:
+        own.copy_(total)
+
+
+def _tell(net: Net, peers: Sequence[int], route: int, at: int, told: Tensor) -> None:
+    for peer in peers:
+        if peer != net.rank:
+            net.send(peer, Label(route, at, gradient=True), [told])
+
+
+def _hear(net: Net, peer: int, route: int, at: int) -> Tensor:
+    (found,) = _gradients(net.receive(peer, Label(route, at, gradient=True))[0])
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _all_gradients(net: Net, peers: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The gradients that any replica has, zeros where it is another."""
+    own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
+    _tell(net, peers, REDUCE, NAMES, own)
+    present = own.clone()
+    for peer in peers:
+        if peer != net.rank:
+            present |= _hear(net, peer, REDUCE, NAMES)
+    for parameter, wanted in zip(parameters, present.tolist(), strict=True):
+        if wanted:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and cannot be added "
+                    f"up over replicas; use sparse=False"
+                )
+            yield local(parameter.grad)
+
+
+def _pieces(gradients: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Gradients in flat pieces, none larger than a bucket."""
+    for gradient in gradients:
+        flat = gradient.view(-1)
+        yield from [flat] if flat.nbytes <= BUCKET else flat.split(BUCKET // flat.element_size())
+
+
+def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
+    """Pieces in their order, a large one by itself, of small ones of one dtype as many as make a bucket."""
+    buckets: list[Bucket] = []
+    room = 0
+    for piece in pieces:
+        if not buckets or piece.nbytes > min(room, SMALL) or piece.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = BUCKET if piece.nbytes <= SMALL else piece.nbytes
+        buckets[-1].append(piece)
+        room -= piece.nbytes
+    return buckets
+
+
+def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -> None:
+    """Checks that all replicas have as many micro-batches, because they will wait for each other in each.
+
+    Raises:
+        ValueError: They have not.
+    """
+    counts = tell_replicas(net, position, LOCKSTEP, micro_batches)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{why}, but the replicas have {counts} of them; give each replica at least M rows in every step, and "
+            f"leave out a last mini-batch that is smaller (drop_last=True)"
+        )
+
+
+def tell_replicas(net: Net, position: Position, route: int, told: Tree) -> list[Any]:
+    """Tells the other replicas of a stage something, once a run; gives what each told, by replica."""
+    peers, label = peers_of(position), Label(route, 0, gradient=False)
+    for peer in peers:
+        if peer != net.rank:
+            net.send(peer, label, BoundaryValue(told, []))
+    return [told if peer == net.rank else value_of(net.receive(peer, label)[0]) for peer in peers]
+
+
+def value_of(message: Message) -> Any:
+    """The value of a boundary value."""
+    assert isinstance(message, BoundaryValue)
+    return message.value
+
+
+def reduces_itself(parameter: Tensor) -> bool:
+    """Whether a parameter is spread over the replicas, as `fully_shard` does it, which sums its gradient too."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and DATA in (mesh.mesh_dim_names or ())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def local(gradient: Tensor) -> Tensor:
+    """What this process has of a gradient: all, or its part of a DTensor."""
+    found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return found
+
+
+def _gradients(message: Message) -> list[Tensor | None]:
+    """Gradients of weights, which are never undefined."""
+    assert isinstance(message, list)
+    return [found if isinstance(found, Tensor) else None for found in message]

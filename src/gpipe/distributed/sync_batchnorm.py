@@ -1,0 +1,143 @@
+"""BatchNorm over replicas: a micro-batch is normalized together with the same micro-batch of the other replicas.
+
+`torch.nn.SyncBatchNorm` does that on GPUs only, and by collectives, in which the others would hang when a rank fails.
+Here count, mean and variance of each replica travel as the messages of a run do; the rest is left to autograd.
+Running statistics are those of the micro-batch of all replicas, so all replicas have the same.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe.comm.mesh import Position
+from gpipe.comm.net import Net
+from gpipe.distributed.reduce import peers_of, value_of
+from gpipe.layers.batchnorm import Statistics, update
+from gpipe.layers.stage import Layer
+from gpipe.layers.tied import is_compiled
+from gpipe.plan.action import Action, Kind
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Label
+
+NORM = -16
+"""The route of the first BatchNorm of a stage; those of the others follow below."""
+LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that of the other replicas"
+
+
+class Synced:
+    """The BatchNorms of one stage in one run.
+
+    Attributes:
+        kept: What the replicas told in a forward, for its recompute.
+    """
+
+    def __init__(self, net: Net, position: Position, micro_batches: int) -> None:
+        self.net = net
+        self.peers = peers_of(position)
+        self.micro_batches = micro_batches
+        self.kept: dict[Label, Tensor] = {}
+
+    @contextmanager
+    def in_place(self, norms: Sequence[_BatchNorm], now: Callable[[], Action]) -> Iterator[None]:
+        """Has these normalize over replicas; `now` is the action that is being done."""
+        self._uses: Counter[tuple[int, Action]] = Counter()
+        for number, norm in enumerate(norms):
+            norm.__dict__["forward"] = partial(self._forward, number, norm, now)
+        try:
+            yield
+        finally:
+            for norm in norms:
+                del norm.__dict__["forward"]
+
+    def _forward(self, number: int, norm: _BatchNorm, now: Callable[[], Action], input: Tensor) -> Tensor:
+        if not norm.training:
+            return _BatchNorm.forward(norm, input)
+        norm._check_input_dim(input)
+        action = now()
+        use = self._uses[number, action]
+        self._uses[number, action] += 1
+        assert action.micro_batch is not None
+        label = Label(NORM - number, use * self.micro_batches + action.micro_batch, gradient=False)
+        wide = input.float() if input.dtype.itemsize < 4 else input
+        variance, mean = torch.var_mean(wide, [at for at in range(input.dim()) if at != 1], correction=0)
+        own = torch.stack([torch.full_like(mean, input.numel() / input.shape[1]), mean, variance]).double()
+        every = _Exchange.apply(self, label, own, action.kind is Kind.RECOMPUTE)  # type: ignore[no-untyped-call]
+        batch = _merge(every, input)
+        if action.kind is not Kind.RECOMPUTE and norm.running_mean is not None:
+            update(norm, Statistics(batch.count, batch.mean.detach(), batch.squares.detach()))
+        return _normalize(norm, wide, batch).to(input.dtype)
+
+    def exchange(self, label: Label, own: Tensor, again: bool) -> Tensor:
+        """What each replica told, by replica."""
+        if again:
+            return self.kept.pop(label)
+        found = torch.stack(self._tell(label, dict.fromkeys(self.peers, own)))
+        self.kept[label] = found
+        return found
+
+    def sum_back(self, label: Label, gradients: Tensor) -> Tensor:
+        """The gradient of what this replica told, from those that all replicas have of what all told."""
+        back = Label(label.route, label.micro_batch, gradient=True)
+        first, *others = self._tell(back, dict(zip(self.peers, gradients, strict=True)))
+        return sum(others, start=first)
+
+    def _tell(self, label: Label, told: dict[int, Tensor]) -> list[Tensor]:
+        for peer, tensor in told.items():
+            if peer != self.net.rank:
+                self.net.send(peer, label, BoundaryValue(tensor.contiguous(), []))
+        return [
+            told[peer] if peer == self.net.rank else value_of(self.net.receive(peer, label)[0]) for peer in self.peers
+        ]
+
+
+def find_norms(layers: Sequence[Layer]) -> list[_BatchNorm]:
+    """The BatchNorms that some layers run, each once, in order.
+
+    Raises:
+        ValueError: One cannot be reached, or does something of its own.
+    """
+    modules = {module: None for layer in layers for module in layer.module.modules()}
+    norms = [module for module in modules if isinstance(module, _BatchNorm)]
+    inside = {part for whole in modules if is_compiled(whole) for part in whole.modules()}
+    for norm in norms:
+        if norm in inside or type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            why = "is inside of a compiled module" if norm in inside else "has a forward of its own"
+            raise ValueError(f"sync_batch_norm=True cannot replace the forward of a {type(norm).__name__}: it {why}")
+    return norms
+
+
+def _merge(every: Tensor, given: Tensor) -> Statistics:
+    """The statistics of all replicas together; `every` is [replicas, (count, mean, variance), channels]."""
+    counts, means, variances = every.unbind(1)
+    count = counts.sum(0)
+    if count[0] <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {given.size()}")
+    mean = (counts * means).sum(0) / count
+    squares = (counts * (variances + (means - mean) ** 2)).sum(0)
+    return Statistics(int(count[0]), mean, squares)
+
+
+def _normalize(norm: _BatchNorm, given: Tensor, batch: Statistics) -> Tensor:
+    shape = [1, -1] + [1] * (given.dim() - 2)
+    scale = (batch.squares / batch.count + norm.eps).rsqrt().to(given.dtype)
+    made = (given - batch.mean.to(given.dtype).view(shape)) * (
+        scale if norm.weight is None else scale * norm.weight
+    ).view(shape)
+    return made if norm.bias is None else made + norm.bias.view(shape)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, synced: Synced, label: Label, own: Tensor, again: bool) -> Tensor:
+        ctx.synced, ctx.label = synced, label
+        return synced.exchange(label, own, again)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, Tensor, None]:
+        return None, None, ctx.synced.sum_back(ctx.label, gradients), None

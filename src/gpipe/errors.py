@@ -1,0 +1,95 @@
+"""What a pipe raises for failures elsewhere, and short tracebacks.
+
+Where the public entrances of a pipe raise, its own frames in between are folded away.
+
+What a user sees is the line that called us, the entrance, and the frames of the user's own layer. Where code of ours
+fails by a bug, all frames stay.
+"""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import ParamSpec, TypeVar
+
+HOME = Path(__file__).parent
+THEIRS = tuple(f"{HOME / part}" for part in ("cli", "datasets", "models", "recipes"))
+"""Models and training loops of ours are as a user's."""
+BUGS = (AssertionError, AttributeError, LookupError, NameError)
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def entrance(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """Has what a function raises show the function's own frame and none behind it that is ours."""
+    code = innermost_code(function)
+
+    @wraps(function)
+    def entered(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            error.__traceback__ = folded(error, code)
+            raise
+
+    return entered
+
+
+def innermost_code(function: Callable[..., object]) -> CodeType:
+    """The code of a function that decorators have wrapped."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
+
+
+def folded(error: BaseException, entrance: CodeType | None = None) -> TracebackType | None:
+    """The traceback of an exception without frames of ours, but for that of the entrance."""
+    frames = []
+    here = error.__traceback__
+    while here is not None:
+        frames.append(here)
+        here = here.tb_next
+    if not frames or (isinstance(error, BUGS) and is_ours(frames[-1])):
+        return error.__traceback__
+    kept: TracebackType | None = None
+    for frame in reversed(frames):
+        if not is_ours(frame) or frame.tb_frame.f_code is entrance:
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
+
+
+def is_ours(frame: TracebackType) -> bool:
+    """Whether a frame is of the machinery."""
+    file = frame.tb_frame.f_code.co_filename
+    return file.startswith(f"{HOME}{os.sep}") and not file.startswith(THEIRS)
+
+
+class RemoteError(RuntimeError):
+    """Another process of the pipe failed, and with it this step here too.
+
+    Attributes:
+        rank: The number of the process that failed, `replica * stages + stage`.
+        type_name: The type of its exception, by name; empty if the process is gone without a word.
+        traceback: Its traceback as text, as far as there is one.
+
+    Example:
+        >>> import gpipe
+        >>> gpipe.RemoteError("rank 1 failed: ValueError: no", rank=1, type_name="ValueError").rank
+        1
+    """
+
+    def __init__(self, message: str, rank: int, type_name: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.type_name = type_name
+        self.traceback = traceback
+        self.heard = False  # from another process, not raised by the user's own code
+
+
+def heard(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
+    """The exception of a failure in another process."""
+    error = RemoteError(message, rank, type_name, its_traceback)
+    error.heard = True
+    return error

@@ -1,0 +1,106 @@
+"""Looks over what the training of a pipe shows, and tells each thing once."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from gpipe.findings.advice import FEW_ROWS, Draws, draws, examine_draws, examine_gradients, examine_rows
+from gpipe.findings.kept import (
+    Kept,
+    Seen,
+    buffers_of,
+    examine_kept,
+    examine_nodes,
+    examine_readers,
+    examine_threads,
+    kept_by,
+)
+from gpipe.layers.stage import Layer
+
+logger = logging.getLogger("gpipe")
+
+
+class Before(NamedTuple):
+    """What there was before a mini-batch: its step number, generators that no key reaches, what modules keep."""
+
+    step: int
+    draws: Draws
+    kept: Kept | None  # only before the first
+    buffers: Mapping[nn.Module, list[Seen]]  # likewise
+
+
+class Examination:
+    """What was found in a pipe so far.
+
+    Attributes:
+        findings: In words, each with what to do; for the user.
+        fresh: Whether no mini-batch was trained yet.
+    """
+
+    def __init__(
+        self,
+        findings: Sequence[str],
+        layers: Sequence[Layer],
+        *,
+        deferred: bool,
+        recomputes: bool,
+        threaded: bool,
+    ) -> None:
+        self.findings = list(findings)
+        self._layers = tuple(layers)  # of this process
+        self.fresh = True
+        self._deferred, self._recomputes, self._threaded = deferred, recomputes, threaded
+        self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
+        self._drawn: set[str] = set()  # the generators of which it was told that they were drawn from
+        for finding in self.findings:
+            logger.info(finding)
+
+    def look(self, step: int) -> Before:
+        """What there is before a mini-batch that trains."""
+        if not self.fresh:
+            return Before(step, draws(self._drawn), None, {})
+        named = self._named()
+        return Before(step, draws(self._drawn), kept_by(named), buffers_of(named))
+
+    def _named(self) -> dict[str, nn.Module]:
+        """The layers in words."""
+        return {str(layer): layer.module for layer in self._layers}
+
+    def compare(
+        self, before: Before, rows: int, seen: Sequence[str], whole: nn.Module | None = None, loss_fn: object = None
+    ) -> None:
+        """Tells what a mini-batch has shown: most of it the first one, the rest whenever it comes.
+
+        Args:
+            before: What there was.
+            rows: Of its last micro-batch.
+            seen: What the ranks found.
+            whole: The pipe, if its gradients are there.
+            loss_fn: The loss, if there was one.
+        """
+        self.tell(seen)
+        if before.kept is not None:
+            self.fresh = False
+            self.tell(examine_gradients(whole) if whole is not None else [])
+            named = self._named()
+            self.tell(examine_kept(before.kept, kept_by(named), recomputes=self._recomputes))
+            self.tell(examine_readers(named, loss_fn, before.buffers))
+            self.tell(examine_nodes(named))
+            self.tell(examine_threads(named) if self._threaded else [])
+        if before.draws:
+            drawn = examine_draws(self._named(), before.draws, draws(self._drawn), before.step)
+            self._drawn |= drawn.keys()
+            self.tell(list(drawn.values()))
+        if rows < self._few_rows:
+            few = examine_rows([layer.module for layer in self._layers], rows, self._deferred)
+            self._few_rows = 0 if few else rows
+            self.tell(few)
+
+    def tell(self, findings: Sequence[str]) -> None:
+        """Says what was found, each once, and keeps it."""
+        for finding in dict.fromkeys(findings):
+            if finding not in self.findings:
+                self.findings.append(finding)
+                logger.warning(finding)

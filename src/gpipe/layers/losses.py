@@ -1,0 +1,216 @@
+"""How the losses of micro-batches make that of the mini-batch: as torch's own losses average, each over what it does.
+
+Most divide by a number that grows with the rows. Losses of labels divide by the labels that count, each times the
+weight of its class, so a micro-batch has a share in the mini-batch's loss as it has in these.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from gpipe.values.layout import copy_of
+from gpipe.values.microbatch import Reduction
+from gpipe.values.tree import Tree
+
+Told: TypeAlias = Mapping[str, object]
+"""What a loss of torch was told about how to average: `reduction`, `weight`, and for labels `ignore_index`."""
+
+HOME = "torch.nn.modules.loss"
+NO_METRICS = object()
+IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
+NAMES = ("reduction", "ignore_index", "weight", "pos_weight", "var")
+IGNORED_LABELS = (
+    f"targets hold labels {IGNORED}, and loss_fn is none of torch's own, so it cannot be known whether it ignores "
+    f"them; micro-batches are weighed by their rows. If it averages over the other labels, give "
+    f"step(..., reduction=lambda target: (target != {IGNORED}).sum()), else reduction='mean'"
+)
+
+
+def find_reduction(loss_fn: object) -> Reduction | None:
+    """How a loss of torch.nn or torch.nn.functional averages, also in a `functools.partial`; None of any other.
+
+    Raises:
+        ValueError: It does not average: it gives a loss for each row.
+
+    >>> find_reduction(nn.MSELoss()), find_reduction(partial(functional.l1_loss, reduction="sum"))
+    ('mean', 'sum')
+    >>> count = find_reduction(nn.CrossEntropyLoss(ignore_index=0))
+    >>> float(count(torch.tensor([2, 0, 1])))
+    2.0
+    >>> find_reduction(lambda output, target: output.sum()) is None
+    True
+    """
+    told = _told(loss_fn)
+    if told is None or told["reduction"] is None:
+        return None
+    match told["reduction"]:
+        case "none":
+            raise ValueError(
+                "loss_fn gives a loss for each row, by reduction='none', and step() needs one of each micro-batch: "
+                "add .mean(), as in loss_fn=lambda output, target: loss(output, target).mean(), or leave "
+                "reduction='none' out"
+            )
+        case "sum":
+            return "sum"
+        case "mean" if "ignore_index" in told:
+            return partial(_sum_of_weights, ignored=told["ignore_index"], weight=told["weight"])
+    return "mean"
+
+
+def for_targets(reduction: Reduction, targets: Tree) -> Reduction:
+    """The same for these targets: where none of their labels is ignored, no micro-batch need be looked at."""
+    if not isinstance(reduction, partial) or not isinstance(targets, Tensor):
+        return reduction
+    ignored = reduction.keywords["ignored"]
+    return reduction if ignored is None or (targets == ignored).any() else partial(reduction, ignored=None)
+
+
+def holds_ignored_labels(targets: Tree) -> bool:
+    """Whether a tensor of whole numbers among the targets has labels that torch's losses would ignore."""
+    return any(
+        bool((leaf == IGNORED).any())
+        for leaf in pytree.tree_leaves(targets)
+        if isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32, torch.int16)
+    )
+
+
+def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequence[int]) -> None:
+    """Checks that a loss of torch holds nothing that has a row for each of the mini-batch's.
+
+    Raises:
+        ValueError: It does, and a micro-batch would be given the rows of all.
+    """
+    told = _told(loss_fn) if len(rows) > 1 else None
+    target = targets[0]
+    if told is None or not isinstance(target, Tensor) or not target.is_floating_point():
+        return
+    for name, value in told.items():
+        if isinstance(value, Tensor) and value.dim() >= target.dim() and value.shape[0] == sum(rows):
+            raise ValueError(
+                f"{name} of loss_fn has shape {tuple(value.shape)}, a row for each of the mini-batch's {sum(rows)}, "
+                f"and would meet micro-batches of {rows[0]}; hand it over among the targets, which are split: "
+                f"step(inputs, (targets, {name}), lambda output, t: loss(output, t[0], {name}=t[1]))"
+            )
+
+
+def _told(loss_fn: object) -> Told | None:
+    """What a loss of torch was told; None of what is not torch's, or does more than torch's."""
+    if isinstance(loss_fn, partial):
+        return None if loss_fn.args else _told_by_keywords(loss_fn.func, loss_fn.keywords)
+    if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", "_wrapped_call_impl"):
+        return _told(loss_fn.__self__) if isinstance(loss_fn.__self__, nn.Module) else None
+    if isinstance(loss_fn, nn.Module):
+        return _told_to_module(loss_fn)
+    return _told_by_keywords(loss_fn, {})
+
+
+def _told_to_module(module: nn.Module) -> Told | None:
+    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    kind = type(module)
+    if home_of_forward(module) != HOME or kind.__call__ is not nn.Module.__call__ or "forward" in vars(module):
+        return None
+    return {name: getattr(module, name) for name in NAMES if hasattr(module, name)}
+
+
+def home_of_forward(module: nn.Module) -> str:
+    """The module of Python that a module's forward was written in."""
+    return getattr(getattr(type(module), "forward", None), "__module__", "")
+
+
+def _told_by_keywords(called: object, keywords: Mapping[str, object]) -> Told | None:
+    if isinstance(called, (partial, nn.Module)):  # a partial of these
+        return None if keywords else _told(called)
+    compiled = hasattr(called, "_torchdynamo_orig_callable")
+    function: Any = inspect.unwrap(called) if compiled else called  # type: ignore[arg-type]  # a function then
+    known = getattr(functional, getattr(function, "__name__", ""), None)
+    if not callable(known) or known is not function:
+        return None
+    defaults, needed = _keywords(known)
+    if not keywords.keys() <= defaults.keys() | needed or not needed <= keywords.keys():
+        return None  # calling it will raise
+    told = {**defaults, **keywords}
+    return {name: told[name] for name in NAMES if name in told} | {"reduction": _reduction(told)}
+
+
+@lru_cache
+def _keywords(function: Callable[..., object]) -> tuple[Told, set[str]]:
+    """What a function takes behind its output and target: defaults by name, and the names of what must be given."""
+    behind = list(inspect.signature(function).parameters.values())[2:]
+    needed = {parameter.name for parameter in behind if parameter.default is inspect.Parameter.empty}
+    return {parameter.name: parameter.default for parameter in behind if parameter.name not in needed}, needed
+
+
+def _reduction(told: Told) -> object:
+    """The reduction, which the older `reduce` and `size_average` overrule."""
+    average, reduce = told.get("size_average"), told.get("reduce")
+    if average is None and reduce is None:
+        return told.get("reduction")
+    if reduce is False:
+        return "none"
+    return "sum" if average is False else "mean"
+
+
+def _sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
+    """The labels that count, each times the weight of its class; probabilities count by rows."""
+    if not isinstance(target, Tensor):
+        return 1.0  # the loss itself will say that it takes none
+    if target.is_floating_point():
+        return float(target.shape[0])
+    counts = None if ignored is None else target.ne(ignored)  # type: ignore[call-overload]  # a number
+    if not isinstance(weight, Tensor):
+        return target.numel() if counts is None else counts.sum()
+    labels = target.long().clamp(0, len(weight) - 1)  # one that is out of range is the loss's to refuse
+    found = weight.detach().double().to(target.device)[labels]
+    return (found if counts is None else found.mul(counts)).sum()
+
+
+def read_loss(returned: object) -> tuple[Tensor, object]:
+    """What a loss function returned: the loss, and metrics or `NO_METRICS`.
+
+    Raises:
+        TypeError: It is neither a scalar tensor nor `(scalar tensor, metrics)`.
+    """
+    loss, metrics = returned, NO_METRICS
+    if isinstance(returned, tuple) and len(returned) == 2 and not hasattr(returned, "loss"):
+        loss, metrics = returned
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss if loss.dim() == 0 else loss.reshape(()), metrics
+    raise TypeError(
+        f"loss_fn must return the micro-batch's loss, one real number, or (loss, metrics); it returned "
+        f"{_found_and_remedy(loss)}"
+    )
+
+
+def _found_and_remedy(loss: object) -> str:
+    if isinstance(loss, Tensor):
+        found = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}"
+        return f"{found}: add .mean()" if loss.numel() != 1 else f"{found}: give a floating-point loss"
+    if isinstance(loss, (int, float)):
+        return f"{loss!r}, a number that gradients cannot come from: return the tensor itself, without .item()"
+    if loss is None:
+        return "None: does its `return` lack?"
+    if hasattr(loss, "loss"):
+        return f"a {type(loss).__name__}: return its .loss"
+    if isinstance(loss, (dict, list)):
+        return f"a {type(loss).__name__}: return the loss in it, or (loss, metrics)"
+    if isinstance(loss, tuple):
+        return f"a tuple of {len(loss)}: put what is not the loss into one, (loss, (..., ...))"
+    return repr(loss)
+
+
+def with_own_version(target: Tensor) -> Tensor:
+    """A target whose changes in place are counted apart from those of other micro-batches, views of one tensor."""
+    return target if target.requires_grad else target.data
+
+
+def as_made(output: Tensor) -> Tensor:
+    """An output for the loss to work on in place: one that a stage only passed on is a view of a leaf."""
+    base = output._base
+    return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output

@@ -1,0 +1,208 @@
+"""A stage: consecutive layers on one device, tensors in, tensors out."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.layers.buffers import Buffers
+from gpipe.layers.inplace import InPlaceCheck
+from gpipe.layers.skips import Kept, Pop, alias, unpack
+from gpipe.rng.visit import Visit
+from gpipe.values.digest import differ, digest
+from gpipe.values.graph import leaves_of
+from gpipe.values.layout import copy_of, memory_of
+from gpipe.values.tree import Tree, replace_tensors, tensors_in
+
+LOSS = "loss_fn"
+"""What stands behind the last layer, in words."""
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+_OWN: AbstractContextManager[object] = nullcontext()
+TRIES = 4
+"""Times that a layer is run twice to see whether it gives the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class RngKey:
+    """When a stage is run: at which step, under which seed, and again or for the first time."""
+
+    seed: int
+    step: int
+    micro_batch: int
+    recomputing: bool = False
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer of the user's sequence, with its place and name in it."""
+
+    index: int
+    name: str
+    module: nn.Module
+    stash: tuple[str, ...] = ()
+    pop: tuple[Pop, ...] = ()
+    weights: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see shared.py)
+
+    def __str__(self) -> str:
+        return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
+
+    def run(self, value: Tree, popped: Mapping[str, Tensor | None], rng_key: RngKey) -> object:
+        """Runs the module, its randomness keyed."""
+        with self.weights, Visit(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
+            return self.module(value, **popped)
+
+
+@dataclass(slots=True)
+class LayerProgress:
+    """How far a run through a stage got: autograd's sequence number before each layer, and before the loss."""
+
+    numbers: list[int] = field(default_factory=list)
+    found: str = ""
+
+    def enter(self) -> None:
+        """Notes that the next layer begins, or behind the last layer the loss."""
+        self.numbers.append(_sequence_number())
+
+    def point_at(self, layer: "Layer | None") -> None:
+        """Has a layer that was found out be the last that began."""
+        if layer is not None:
+            self.found = str(layer)
+
+    def last_of(self, layers: Sequence[Layer]) -> str | None:
+        """In words, what was begun last."""
+        return self.found or layer_at(layers, len(self.numbers) - 1)
+
+    def maker_of(self, number: int | None, layers: Sequence[Layer]) -> str | None:
+        """In words, what made the autograd node with this sequence number."""
+        if number is None:
+            return None
+        return layer_at(layers, bisect_right(self.numbers, number) - 1)
+
+
+def layer_at(layers: Sequence[Layer], at: int) -> str | None:
+    """In words, the layer at a place in a stage, or the loss behind the last."""
+    if at < 0:
+        return None
+    return str(layers[at]) if at < len(layers) else LOSS
+
+
+class Made(NamedTuple):
+    """What a stage made of a micro-batch: a value for each route out, the main one last, and what the loss pops."""
+
+    values: list[Tree]
+    for_loss: Mapping[str, Tensor | None]
+
+
+class Stage:
+    """Runs its layers one after another for one micro-batch."""
+
+    def __init__(self, index: int, layers: Sequence[Layer], device: torch.device) -> None:
+        self.index = index
+        self.layers = tuple(layers)
+        self.device = device
+        self.buffers = Buffers([layer.module for layer in layers])
+        self.loans = InPlaceCheck()
+        self.first = self.layers[0].index
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a run: notes what its layers' modes are, for the whole of it."""
+        self._memory: set[int] | None = None
+        self.modes = tuple([layer.module.training for layer in self.layers])
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
+        if self._memory is None:
+            held = (t for layer in self.layers for t in (*layer.module.parameters(), *layer.module.buffers()))
+            self._memory = {memory_of(t) for t in held} - {0}
+        return tensor if tensor.requires_grad or memory_of(tensor) not in self._memory else copy_of(tensor)
+
+    def weights(self) -> set[int]:
+        """The parameters of the layers, by identity."""
+        return {id(weight) for layer in self.layers for weight in layer.module.parameters()}
+
+    def forward(
+        self,
+        value: Tree,
+        arrived: Mapping[str, Tensor | None],
+        departing: Sequence[tuple[str, str]],
+        for_loss: Sequence[Pop],
+        rng_key: RngKey,
+        progress: LayerProgress,
+    ) -> Made:
+        """Runs the layers.
+
+        Args:
+            value: What the main line brings.
+            arrived: What skip routes bring, by route name.
+            departing: The routes to send stashes by: name of the route, name of the stash.
+            for_loss: What the loss pops, if this is the last stage.
+            rng_key: When this is.
+            progress: Is told how far the run got.
+        """
+        modes = self.modes
+        loan = self.loans.lend(value, arrived, modes)
+        held: dict[str, Kept] = {}
+        try:
+            made = self._run(loan.value, loan.arrived, held, rng_key, progress)
+        except RuntimeError:
+            self.loans.forget(modes)
+            raise
+        self.loans.settle(loan, modes, self)
+        values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
+        return Made(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
+
+    def _run(
+        self,
+        value: Tree,
+        arrived: Mapping[str, Tensor | None],
+        held: dict[str, Kept],
+        rng_key: RngKey,
+        progress: LayerProgress,
+    ) -> Tree:
+        begun = progress.numbers
+        for layer in self.layers:
+            begun.append(_sequence_number())
+            if layer.pop or layer.stash:
+                value = self._run_with_skips(layer, value, arrived, held, rng_key)
+            else:
+                value = layer.run(value, {}, rng_key)
+        return value
+
+    def __str__(self) -> str:
+        return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
+
+    def _run_with_skips(
+        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], rng_key: RngKey
+    ) -> Tree:
+        popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
+        result = layer.run(value, popped, rng_key)
+        if not layer.stash:
+            return result
+        result, tensors = unpack(result, layer.stash)
+        held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+        return result
+
+    def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Kept]) -> Tensor | None:
+        """A stash for one use, of this stage or of an earlier one."""
+        return held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
+
+    def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
+        """A layer that gives something else when it is given the same; None if none does so now."""
+        held: dict[str, Kept] = {}
+        for layer in self.layers:
+            popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
+            made = [layer.run(replace_tensors(value, copy_of), popped, rng_key) for _ in range(TRIES)]
+            first, *others = ((digest([one]), set(map(id, leaves_of(tensors_in(one))))) for one in made)
+            if any(differ(first[0], other[0]) is True or first[1] != other[1] for other in others):
+                return layer
+            value = made[0]
+            if layer.stash:
+                value, tensors = unpack(value, layer.stash)
+                held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+        return None

@@ -1,0 +1,1 @@
+"""What `gpipe train` trains, on the public interface alone, as your own code would."""

@@ -1,0 +1,58 @@
+"""One epoch of training, and a look at held-out images."""
+
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+import gpipe
+from gpipe.datasets import Images
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def train_epoch(
+    pipe: gpipe.GPipe,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Images],
+    learning_rates: Sequence[float],
+    loss_fn: Loss,
+    after_step: Callable[[float], None] = lambda loss: None,
+) -> list[dict[str, float]]:
+    """Takes a step for each mini-batch, and tells its loss to `after_step`.
+
+    Returns:
+        For each step the seconds that went by outside the pipeline, by what they were for.
+    """
+    outside: list[dict[str, float]] = []
+    pipe.train()
+    start = perf_counter()
+    for batch, learning_rate in zip(batches, learning_rates, strict=True):
+        loaded = perf_counter()
+        loss = pipe.step(batch.images, batch.classes, loss_fn)
+        stepped = perf_counter()
+        update(optimizer, learning_rate)
+        told = loss.item()
+        updated = perf_counter()
+        outside.append({"data": loaded - start, "weight update": updated - stepped})
+        after_step(told)
+        start = perf_counter()
+    return outside
+
+
+def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Changes the weights by their gradients, and forgets the gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def measure_accuracy(pipe: gpipe.GPipe, held_out: Images) -> float:
+    """Returns the share of images that are classified rightly, from 0 to 1, by the pipeline in eval mode."""
+    pipe.eval()
+    logits = pipe(held_out.images, gather=True)
+    right = int((logits.argmax(dim=1) == held_out.classes.to(logits.device)).sum())
+    return right / len(held_out)

@@ -1,0 +1,1 @@
+"""Randomness keyed by seed, step, layer and micro-batch."""

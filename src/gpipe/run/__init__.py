@@ -1,1 +1,0 @@
-"""Floor 2: the runtime, on torch."""

@@ -1,0 +1,1 @@
+"""One mini-batch in one process: the executor of programs."""

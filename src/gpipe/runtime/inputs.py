@@ -1,0 +1,206 @@
+"""What one call of a pipe is given, checked and cut into micro-batches."""
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from gpipe.layers.losses import (
+    IGNORED_LABELS,
+    check_weights_of_rows,
+    find_reduction,
+    for_targets,
+    holds_ignored_labels,
+)
+from gpipe.runtime.modes import Ambient
+from gpipe.values.microbatch import Reduction, count_rows, rows_of_parts, split, weights
+from gpipe.values.splittable import find_strange_values, find_uncut_lists
+from gpipe.values.tree import Tree, tensors_in
+
+NO_GRAPH = (
+    "a pipe is run by threads or processes, which torch.jit and torch.export cannot follow; trace, script or export "
+    "the plain layers: torch.nn.Sequential(*layers)"
+)
+
+
+class StepInputs(NamedTuple):
+    """What one call of `step` is given, and the modes of the caller."""
+
+    inputs: Tree
+    targets: Tree
+    loss_fn: Callable[..., object]
+    reduction: Reduction | None
+    scale: float
+    ambient: Ambient
+    scaler: Any = None
+
+    def scaled(self, device: torch.device, *, processes: int = 1) -> "StepInputs":
+        """The same with the scale that the scaler says, which learns that it is in use."""
+        scale = read_scale(self.scale, self.scaler, device, processes=processes)
+        return self._replace(scale=scale, scaler=None)
+
+    @property
+    def kind(self) -> str:
+        """How the losses make one, in words that are the same for all replicas."""
+        reduction = self.reduction
+        if reduction is None:
+            reduction = find_reduction(self.loss_fn) or "mean"
+        return "weights of the targets" if callable(reduction) else str(reduction)
+
+    def shares(
+        self, rows: Sequence[int], targets: Sequence[Tree], over_replicas: Callable[[float], float] = float
+    ) -> list[float]:
+        """The share of each micro-batch in the loss, as asked, or else as the loss itself averages.
+
+        Raises:
+            ValueError: The weights make no mean, or the loss gives none.
+            TypeError: The reduction is none of those known.
+        """
+        if self.reduction is not None:
+            return weights(self.reduction, rows, targets, over_replicas)
+        check_weights_of_rows(self.loss_fn, targets, rows)
+        reduction = for_targets(find_reduction(self.loss_fn) or "mean", self.targets)
+        return weights(reduction, rows, targets, over_replicas)
+
+    def findings(self) -> list[str]:
+        """What is to be said of the way in which these losses are averaged."""
+        unread = self.reduction is None and find_reduction(self.loss_fn) is None
+        return [IGNORED_LABELS] if unread and holds_ignored_labels(self.targets) else []
+
+
+def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:
+    """The factor of the gradients, which a scaler knows.
+
+    Raises:
+        ValueError: Both are given, or the scale is no finite number but 0.
+        TypeError: The scaler is none, or not one for several processes, or the scale no number.
+    """
+    if scaler is None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"scale={scale!r}; give a number, or scaler= for a torch.amp.GradScaler")
+        if not math.isfinite(scale) or not scale:
+            raise ValueError(
+                f"scale={scale!r} would leave nothing of the gradients; give a finite number other than 0"
+            )
+        return scale
+    if scale != 1.0:
+        raise ValueError(f"scale={scale!r} and scaler= both say how gradients are scaled; leave scale out")
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler or a gpipe.GradScaler")
+    if processes > 1 and scaler.is_enabled() and not hasattr(scaler, "agrees"):
+        raise TypeError(
+            "scaler is a torch.amp.GradScaler, which looks at the gradients of this process alone: some ranks would "
+            "skip a step that others do; make it gpipe.GradScaler(pipe) in every process"
+        )
+    return float(scaler.scale(torch.ones((), device=device)))  # which also tells it that it is in use
+
+
+def check_numbers(**given: object) -> None:
+    """Checks that what has these names are numbers.
+
+    Raises:
+        TypeError: One is not.
+    """
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+            raise TypeError(f"{name}={value!r}; give a number")
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Checks that a loss can be called with an output and a target.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = f"nn.{loss_fn.__name__}" if hasattr(nn, loss_fn.__name__) else loss_fn.__name__
+        raise TypeError(f"loss_fn is the class {name}; give one of it: {name}()")
+    if not callable(loss_fn):
+        found = "None" if loss_fn is None else f"a {type(loss_fn).__name__}"
+        raise TypeError(
+            f"loss_fn is {found}; give a function of (output, target), such as nn.MSELoss() or "
+            f"torch.nn.functional.mse_loss"
+        )
+
+
+def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
+    """Cuts trees of as many rows as the `inputs` among them, by name; gives the rows of each part, and the parts.
+
+    There are at most `micro_batches` parts, and none is empty.
+
+    Raises:
+        ValueError: There are no rows, or not as many everywhere; names all that is wrong.
+        TypeError: Something in them cannot be split; names all that is.
+
+    >>> import torch
+    >>> rows, ((first, *_), targets) = split_alike(2, inputs=torch.zeros(5, 4), targets=torch.zeros(5))
+    >>> rows, first.shape, len(targets)
+    ([3, 2], torch.Size([3, 4]), 2)
+    """
+    check_values(**trees)
+    rows = count_rows(trees["inputs"])
+    parts = min(micro_batches, rows)
+    found = []
+    mistakes: list[str] = []
+    for what, tree in trees.items():
+        mistakes += find_uncut_lists(what, tree, rows) if parts > 1 else []
+        try:
+            found.append(split(tree, rows, parts, what))
+        except ValueError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return rows_of_parts(rows, parts), found
+
+
+def check_values(**trees: Tree) -> None:
+    """Checks that all in these trees can be split.
+
+    Raises:
+        TypeError: Names all that cannot.
+    """
+    strange = [text for what, tree in trees.items() for text in find_strange_values(what, tree)]
+    if strange:
+        raise TypeError("\n".join(strange))
+
+
+def refuse_tangents(inputs: Tree) -> None:
+    """Refuses inputs of forward-mode differentiation, whose tangents would be lost at the first cut.
+
+    Raises:
+        ValueError: One has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(inputs)):
+        raise ValueError(
+            "an input has a tangent (torch.autograd.forward_ad), and a pipeline carries none: use the plain layers "
+            "for forward-mode derivatives"
+        )
+
+
+def refuse_gradients_of_inputs(inputs: Tree) -> None:
+    """Refuses inputs of a step that would wait for gradients.
+
+    Raises:
+        ValueError: One requires a gradient.
+    """
+    if any(tensor.requires_grad for tensor in tensors_in(inputs)):
+        raise ValueError(
+            "an input requires a gradient, and step() gives none to its inputs; "
+            "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
+        )
+
+
+def refuse_tracing() -> None:
+    """Refuses to be made a graph of.
+
+    Raises:
+        TypeError: Torch traces or exports what runs.
+    """
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        raise TypeError(NO_GRAPH)

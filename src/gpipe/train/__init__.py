@@ -1,1 +1,0 @@
-"""Training jobs built on the public interface alone, as your own code would be."""
