@@ -22,7 +22,7 @@ class Mailbox:
         """Hands a message to a rank."""
         self._queues[rank].put((label, message, mark))
 
-    def receive(self, rank: int, label: Label) -> tuple[Message, ReadyEvent]:
+    def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message; others that come before it are kept."""
         early = self._early[rank]
         if label in early:

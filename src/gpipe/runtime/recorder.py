@@ -8,8 +8,9 @@ from typing import Protocol
 
 from gpipe.plan.action import Action, Kind
 from gpipe.plan.timeline import Span, Timeline
+from gpipe.runtime.steps import Step
 from gpipe.runtime.streams import RankStream, Stamp
-from gpipe.runtime.worker import Step, Worker
+from gpipe.runtime.worker import Worker
 
 
 class Recorder:
@@ -22,13 +23,13 @@ class Recorder:
     def __init__(self) -> None:
         self.timelines: list[Timeline] = []
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
-        self._lanes: Mapping[int, RankStream] = {}
+        self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
         self.began = 0.0  # by the clock that all processes of a host share
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
         """Begins a run on the stream of each rank that runs here."""
-        self._lanes = streams
+        self._streams = streams
         self._stamps = []
         self.began = time.perf_counter()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
@@ -46,7 +47,7 @@ class Recorder:
                 received = replace(action, kind=Kind.RECEIVE)
                 self._stamps.append((step.rank, received, max(asked, sent), stream.stamp()))
         start = stream.stamp()
-        step.work(worker, step)
+        worker.do(step)
         self._stamps.append((step.rank, action, start, stream.stamp()))
 
     def join(self, others: Sequence[tuple[float, Timeline]]) -> None:
@@ -66,18 +67,18 @@ class Recorder:
 
     def end(self) -> None:
         """Ends a run, and adds its timeline."""
-        ends = [stream.seconds(self._origins[rank], stream.stamp()) for rank, stream in self._lanes.items()]
+        ends = [stream.seconds(self._origins[rank], stream.stamp()) for rank, stream in self._streams.items()]
         spans = [
             Span(
                 rank,
                 action,
-                self._lanes[rank].seconds(self._origins[rank], start),
-                self._lanes[rank].seconds(self._origins[rank], end),
+                self._streams[rank].seconds(self._origins[rank], start),
+                self._streams[rank].seconds(self._origins[rank], end),
             )
             for rank, action, start, end in self._stamps
         ]
         spans.sort(key=lambda span: (span.start, span.rank))
-        self.timelines.append(Timeline(len(self._lanes), tuple(spans), max(ends)))
+        self.timelines.append(Timeline(len(self._streams), tuple(spans), max(ends)))
 
 
 class Recordable(Protocol):

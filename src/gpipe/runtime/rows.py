@@ -1,110 +1,122 @@
-"""The rows of a program as workers do them: what each step takes, does and gives."""
+"""The rows of a program, compiled to the steps that workers do: what each takes and gives is what the table says.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+A value or gradient that a program sends crosses ranks; where both ends of a route are on one rank, the program sends
+nothing, and the rank hands it over to itself. Transfers are no steps of their own: whoever makes a value sends it at
+once, in the order of the row, and whoever needs it waits for it then.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import assert_never
 
 from gpipe.plan.action import TRANSFERS, Action, Kind
+from gpipe.plan.lower import halves
 from gpipe.plan.order import linearize
-from gpipe.plan.program import Program
-from gpipe.plan.rules import sender_of
-from gpipe.runtime.steps import Wire, Wiring
-from gpipe.runtime.worker import Step, Worker
+from gpipe.plan.program import Program, ScheduleError
+from gpipe.plan.rules import receiver_of, sender_of
+from gpipe.runtime.steps import Connection, Connections, Step, Transfer
 from gpipe.values.messages import Label
 
 
 @dataclass(frozen=True)
 class Inbound:
-    """What a rank receives from others: for each message the place of its RECEIVE in the row, and who sends it."""
+    """What a rank receives from others: for each message the place of its RECEIVE in the row; and who sends any."""
 
     due: Mapping[Label, int]
-    senders: Mapping[Label, int]
+    senders: frozenset[int]
 
 
 @dataclass(frozen=True)
 class CompiledRows:
     """A program or half of one, as it is walked.
 
-    It has no transfers: whoever makes a value hands it over at once, and whoever needs it waits for it. `order`, if
-    given, is the order in which one thread alone walks it; any legal one gives the same bits.
+    `order`, if given, is the order in which one thread alone walks it; any legal one gives the same bits.
     """
 
     program: Program
-    wirings: Sequence[Wiring]
+    connections: Sequence[Connections]
     order: Sequence[tuple[int, int, Action]] = ()
 
     @cached_property
     def rows(self) -> tuple[tuple[Step, ...], ...]:
         """What each rank does."""
         return tuple(
-            self._steps((rank, at, action) for at, action in enumerate(row))
+            tuple(self._steps((rank, at, action) for at, action in enumerate(row)))
             for rank, row in enumerate(self.program.rows)
         )
 
     @cached_property
-    def inbound(self) -> tuple[Inbound, ...]:
-        """What each rank receives."""
-        return tuple(map(self._inbound, self.program.rows))
+    def steps(self) -> tuple[Step, ...]:
+        """What all ranks do, in one legal total order."""
+        return tuple(self._steps(self.order or linearize(self.program)))
 
-    def _inbound(self, row: Sequence[Action]) -> Inbound:
+    def inbound(self, rank: int) -> Inbound:
+        """What a rank receives."""
         numbers = {route: number for number, route in enumerate(self.program.routes)}
-        due, senders = {}, {}
-        for at, action in enumerate(row):
+        due, senders = {}, set()
+        for at, action in enumerate(self.program.rows[rank]):
             if action.kind is Kind.RECEIVE:
                 assert action.route is not None
                 assert action.micro_batch is not None
-                label = Label(numbers[action.route], action.micro_batch, action.carries_gradient)
-                due[label], senders[label] = at, self.program.rank_of[sender_of(action)]
-        return Inbound(due, senders)
+                due[Label(numbers[action.route], action.micro_batch, action.carries_gradient)] = at
+                senders.add(self.program.rank_of[sender_of(action)])
+        return Inbound(due, frozenset(senders))
 
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        """What all ranks do, in one legal total order."""
-        return self._steps(self.order or linearize(self.program))
+    def _steps(self, order: Iterable[tuple[int, int, Action]]) -> Iterator[Step]:
+        for rank, at, action in order:
+            if action.kind not in TRANSFERS:
+                takes, gives = self._transfers(action)
+                yield Step(rank, at, action, action.stage, action.micro_batch or 0, takes, gives)
 
-    def _steps(self, order: Iterable[tuple[int, int, Action]]) -> tuple[Step, ...]:
-        return tuple(
-            _step(rank, at, action, self.wirings[action.stage])
-            for rank, at, action in order
-            if action.kind not in TRANSFERS
+    def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+        """What an action takes and gives: values down the routes, gradients up. A recompute waits for nothing."""
+        ends = self.connections[action.stage]
+        if action.kind is Kind.FORWARD:
+            takes, gives = ends.ins, ends.outs
+        elif action.kind is Kind.BACKWARD:
+            takes, gives = ends.outs, ends.ins
+        else:
+            return (), ()
+        return (
+            tuple(self._transfer(Kind.RECEIVE, action, one) for one in takes),
+            tuple(self._transfer(Kind.SEND, action, one) for one in gives),
         )
 
-
-def _step(rank: int, at: int, action: Action, wires: Wiring) -> Step:
-    m = 0 if action.micro_batch is None else action.micro_batch
-    takes: Sequence[Wire] = ()
-    gives: Sequence[Wire] = ()
-    gradient = action.kind is Kind.BACKWARD
-    if action.kind is Kind.FORWARD:
-        takes, gives = wires.ins, wires.outs
-    elif gradient:
-        takes, gives = wires.outs, wires.ins
-    return Step(
-        rank,
-        at,
-        action,
-        action.stage,
-        m,
-        tuple(Label(wire.number, m, gradient) for wire in takes),
-        tuple((wire.rank, Label(wire.number, m, gradient)) for wire in gives),
-        _work(action),
-    )
+    def _transfer(self, kind: Kind, action: Action, one: Connection) -> Transfer:
+        assert action.micro_batch is not None
+        transfer = Action(kind, action.stage, action.micro_batch, one.route)
+        other = sender_of(transfer) if kind is Kind.RECEIVE else receiver_of(transfer)
+        peer: int | None = self.program.rank_of[other]
+        if transfer not in self.program.actions:
+            if peer != self.program.rank_of[action.stage]:
+                raise ScheduleError(f"{action} needs {transfer}, which this program does not have")
+            peer = None
+        return Transfer(peer, Label(one.number, action.micro_batch, action.kind is Kind.BACKWARD))
 
 
-def _work(action: Action) -> Callable[[Worker, Step], None]:
-    match action.kind:
-        case Kind.FORWARD:
-            return Worker.forward
-        case Kind.RECOMPUTE:
-            return Worker.recompute  # takes nothing: it does not wait for its gradient, and hides in the bubble
-        case Kind.BACKWARD:
-            return Worker.backward
-        case Kind.COMMIT:
-            return Worker.commit
-        case Kind.TIE | Kind.REDUCE:
-            return Worker.close
-        case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.SEND | Kind.RECEIVE:
-            raise ValueError(f"{action} is not done by a worker")
-        case _:
-            assert_never(action.kind)
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program with its halves, and how its stages are connected."""
+
+    whole: CompiledRows
+    forward: CompiledRows
+    backward: CompiledRows
+    connections: tuple[Connections, ...]
+
+    @property
+    def program(self) -> Program:
+        """The whole table."""
+        return self.whole.program
+
+    @cached_property
+    def checksum(self) -> int:
+        """The same for the same program."""
+        return zlib.crc32(self.program.to_text().encode())
+
+    @classmethod
+    def of(cls, program: Program) -> "CompiledProgram":
+        """Compiles a program that keeps the laws."""
+        connections = tuple(Connections.of(program, stage) for stage in range(program.stages))
+        forward, backward = (CompiledRows(half, connections) for half in halves(program))
+        return cls(CompiledRows(program, connections), forward, backward, connections)

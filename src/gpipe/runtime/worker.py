@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Never, assert_never
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from gpipe.layers.owners import HOOKED, Owners, tensors_left_on
 from gpipe.layers.stage import LayerProgress, Made, RngKey, Stage
 from gpipe.plan.action import Action, Kind
 from gpipe.rng.visit import InBackward, Visit
-from gpipe.runtime.batch import MiniBatch, Output
-from gpipe.runtime.saved import Saved, Store
-from gpipe.runtime.steps import Wiring
+from gpipe.runtime.others import Others
+from gpipe.runtime.state import MiniBatch, Output, Saved
+from gpipe.runtime.steps import Connections, Step
 from gpipe.runtime.streams import RankStream
 from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter, run_backward
 from gpipe.values.graph import failed_node, find_leaned
 from gpipe.values.layout import memory_of
-from gpipe.values.messages import Label, Message, ReadyEvent, Transport
+from gpipe.values.messages import Label, Message, ReadyEvent
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
 NO_GRADIENT = (
@@ -47,81 +47,105 @@ WRITES_IN_BACKWARD = (
 _NOTHING = nullcontext()
 
 
-class Step(NamedTuple):
-    """One action of a row as a worker does it: what it takes from other ranks, what it gives to them."""
-
-    rank: int
-    at: int  # its place in the program's row
-    action: Action
-    stage: int
-    micro_batch: int
-    takes: tuple[Label, ...]
-    gives: tuple[tuple[int, Label], ...]  # each with the rank that it is for
-    work: Callable[["Worker", "Step"], None]
-
-
 class Worker:
-    """One rank: its stages, what it holds, and how it does each kind of action."""
+    """One rank: its stages, what it holds, and how it does each kind of action.
+
+    Attributes:
+        saved: What its stages keep of micro-batches, by stage and micro-batch; empty after every run.
+        handed: What its stages have for each other, by what a message would be labelled; empty likewise.
+        taken: What a step was brought.
+        commits: The stages whose statistics are to be committed: at the end, since a failed step changes none.
+    """
 
     def __init__(
         self,
         rank: int,
-        stages: Mapping[int, tuple[Stage, Wiring]],
+        stages: Mapping[int, tuple[Stage, Connections]],
         stream: RankStream,
         batch: MiniBatch,
-        transport: Transport,
+        others: Others,
+        *,
+        owners: Owners | None = None,
+        every: Sequence[Stage] = (),
     ) -> None:
         self.rank = rank
-        self.name = f"rank {rank}"  # in messages
+        self.name = others.name(rank)  # in messages
         self.stages = stages
         self.stream = stream
         self.batch = batch
-        self.transport = transport
-        self.store: Store = {}
+        self.others = others
+        self.owners = owners
+        self.every = every  # stage of this process
+        self.saved: dict[tuple[int, int], Saved] = {}
+        self.handed: dict[Label, Message] = {}
         self.taken: list[Message] = []
         self.deferred: dict[int, Deferred] = {}
-        self.commits: list[Callable[[], None]] = []  # for the end: a failed step changes no statistics
-        self.closing: Mapping[Kind, Callable[[], None]] = {}  # what several processes do together
-        self.new_progress: Callable[[], LayerProgress] = LayerProgress
-        self.owners: Owners | None = None
-        self.every: Sequence[Stage] = [stage for stage, _ in stages.values()]  # of this process
+        self.commits: list[int] = []
         self._leaned: dict[tuple[int, int], set[int]] = {}
-        self.doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
+        self._doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
         self._seeds: dict[float, Tensor] = {}
-        for stage, wires in stages.values():
+        self._work = {kind: self._work_of(kind) for kind in Kind}
+        for stage, ends in stages.values():
             stage.begin()
-            if wires.recomputed or batch.examines:
+            if ends.recomputed or batch.examines:
                 stage.buffers.find()
             if batch.deferred_batch_norm:
                 self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
+
+    def _work_of(self, kind: Kind) -> Callable[[Step], None]:
+        match kind:
+            case Kind.FORWARD:
+                return self.forward
+            case Kind.RECOMPUTE:
+                return self.recompute
+            case Kind.BACKWARD:
+                return self.backward
+            case Kind.COMMIT:
+                return self.commit
+            case Kind.TIE | Kind.REDUCE:
+                return self.close
+            case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.SEND | Kind.RECEIVE:
+                return _not_done
+            case _:
+                assert_never(kind)
+
+    def do(self, step: Step) -> None:
+        """Does a step, once what it takes is here."""
+        self._work[step.action.kind](step)
 
     def take(self, step: Step) -> ReadyEvent:
         """Waits until what a step takes from other ranks is here; says when the last of it was sent."""
         mark: ReadyEvent = None
         taken = self.taken = []
-        for label in step.takes:
-            message, mark = self.transport.receive(self.rank, label)
-            taken.append(self.stream.take(message, mark))
+        for peer, label in step.takes:
+            if peer is None:
+                taken.append(self.handed.pop(label))
+            else:
+                message, mark = self.others.transport.receive(self.rank, peer, label)
+                taken.append(self.stream.take(message, mark))
         return mark
 
     def _give(self, step: Step, messages: Iterable[Message]) -> None:
-        for (rank, label), message in zip(step.gives, messages, strict=True):
-            self.transport.send(rank, label, message, self.stream.mark())
+        for (peer, label), message in zip(step.gives, messages, strict=True):
+            if peer is None:
+                self.handed[label] = message
+            else:
+                self.others.transport.send(peer, label, message, self.stream.mark())
 
     def forward(self, step: Step) -> None:
         """Runs a stage's layers on a micro-batch; with a recompute to come, keeps only what crossed the boundary."""
-        stage, wires = self.stages[step.stage]
+        stage, ends = self.stages[step.stage]
         m = step.micro_batch
         saved = Saved(self._given(step))
-        self.store[step.stage, m] = saved
-        again = m in wires.recomputed
+        self.saved[step.stage, m] = saved
+        again = m in ends.recomputed
         before = stage.buffers.before() if again else None
         grads = gradients_of(stage) if self.batch.examines else None
         if step.stage in self.deferred:
             with self.deferred[step.stage].collect(m):
-                made = self._run(stage, wires, saved, m)
+                made = self._run(stage, ends, saved, m)
         else:
-            made = self._run(stage, wires, saved, m)
+            made = self._run(stage, ends, saved, m)
         if grads is not None and grads != gradients_of(stage):
             raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=stage))
         if before is None:
@@ -129,7 +153,7 @@ class Worker:
         else:
             stage.buffers.after(before)
             saved.snapshot = before
-        if wires.outs:
+        if ends.outs:
             crossings = []
             for value in made.values:
                 crossing, roots = cut(value)
@@ -147,7 +171,7 @@ class Worker:
             saved.fingerprint = Fingerprint.of(made, stage, saved.given)
             saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
-            del self.store[step.stage, m]
+            del self.saved[step.stage, m]
 
     def _note_leaned(self, stage: int, crossings: Sequence[BoundaryValue], roots: Sequence[Sequence[Tensor]]) -> None:
         """Notes which leaves others were made from that cross too: as in the first micro-batch of the run."""
@@ -174,33 +198,33 @@ class Worker:
 
     def recompute(self, step: Step) -> None:
         """Runs a stage's layers once more, for their graph."""
-        stage, wires = self.stages[step.stage]
+        stage, ends = self.stages[step.stage]
         m = step.micro_batch
-        saved = self.store[step.stage, m]
+        saved = self.saved[step.stage, m]
         deferred = self.deferred.get(step.stage)
         with stage.buffers.as_before(saved.snapshot or {}), deferred.aside() if deferred else _NOTHING:
-            made = self._run(stage, wires, saved, m, recomputing=True)
-            self._compare(stage, wires, saved, m, made)
+            made = self._run(stage, ends, saved, m, recomputing=True)
+            self._compare(stage, ends, saved, m, made)
         saved.snapshot = None
-        if wires.outs:
+        if ends.outs:
             saved.roots = [cut(value)[1] for value in made.values]
         elif self.batch.loss_fn is None:
             saved.roots = [[tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad]]
         else:
             saved.roots = [[self._loss(made, m, saved.progress)]]
 
-    def _compare(self, stage: Stage, wires: Wiring, saved: Saved, m: int, made: Made) -> None:
+    def _compare(self, stage: Stage, ends: Connections, saved: Saved, m: int, made: Made) -> None:
         """Compares a recompute with its forward, bit for bit."""
         assert saved.fingerprint is not None
         verdict = saved.fingerprint.differs(Fingerprint.of(made, stage, saved.given))
         if verdict is True:
-            self._refuse(stage, wires, saved, m)
+            self._refuse(stage, ends, saved, m)
         if isinstance(verdict, Tensor):
-            self.doubts.append(verdict)
+            self._doubts.append(verdict)
 
-    def _refuse(self, stage: Stage, wires: Wiring, saved: Saved, m: int) -> None:
+    def _refuse(self, stage: Stage, ends: Connections, saved: Saved, m: int) -> None:
         """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
-        found = stage.find_unsteady(saved.given[-1].value, self._arrived(wires, saved), self._moment(m))
+        found = stage.find_unsteady(saved.given[-1].value, self._arrived(ends, saved), self._moment(m))
         saved.progress.point_at(found)
         if found is None:
             raise otherwise("a layer of this partition", tensors_left_on(self.every))
@@ -215,27 +239,27 @@ class Worker:
     def _moment(self, m: int, *, recomputing: bool = False) -> RngKey:
         return RngKey(self.batch.seed, self.batch.step, self.batch.first + m, recomputing)
 
-    def _arrived(self, wires: Wiring, saved: Saved) -> dict[str, Tensor | None]:
-        return {name: crossing.stashed for name, crossing in zip(wires.skips_in, saved.given, strict=False)}
+    def _arrived(self, ends: Connections, saved: Saved) -> dict[str, Tensor | None]:
+        return {name: crossing.stashed for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
 
-    def _run(self, stage: Stage, wires: Wiring, saved: Saved, m: int, *, recomputing: bool = False) -> Made:
-        """Runs the layers of a stage on what was kept; gives a value for each wire out, at least the main one."""
-        saved.progress = self.new_progress()  # of this run, not of the one before
+    def _run(self, stage: Stage, ends: Connections, saved: Saved, m: int, *, recomputing: bool = False) -> Made:
+        """Runs the layers of a stage on what was kept; gives a value for each connection out, at least the main one."""
+        saved.progress = self.others.new_progress()  # of this run, not of the one before
         for crossing in saved.given:
             crossing.check(stage)
         entered = [enter(crossing) for crossing in saved.given]
         saved.gradients = [one.gradients for one in entered]
-        arrived = {name: stash_of(one.value) for name, one in zip(wires.skips_in, entered, strict=False)}
+        arrived = {name: stash_of(one.value) for name, one in zip(ends.skips_in, entered, strict=False)}
         rng_key = self._moment(m, recomputing=recomputing)
         batch = self.batch
-        for_loss = () if wires.outs else batch.loss_pops
+        for_loss = () if ends.outs else batch.loss_pops
         with batch.around_layers() if batch.around_layers else _NOTHING:
-            made = stage.forward(entered[-1].value, arrived, wires.skips_out, for_loss, rng_key, saved.progress)
-        for wire, crossing, one in zip(wires.ins, saved.given, entered, strict=False):
+            made = stage.forward(entered[-1].value, arrived, ends.skips_out, for_loss, rng_key, saved.progress)
+        for end, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
             hooked = one.hooked()
             known = crossing.leaned is not None
             if hooked & (crossing.leaned or set()) or (
-                hooked and not known and (len(one.aliases) > 1 or not wire.alone)
+                hooked and not known and (len(one.aliases) > 1 or not end.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
             if crossing.entangled and stage.loans.changed & set(map(id, tensors_in(one.value))):
@@ -265,7 +289,7 @@ class Worker:
 
     def backward(self, step: Step) -> None:
         """Runs autograd through a stage, and hands on the gradients of what crossed its boundary."""
-        saved = self.store[step.stage, step.micro_batch]
+        saved = self.saved[step.stage, step.micro_batch]
         returned = self.taken if step.takes else [self._last_gradients(saved, step.micro_batch)]
         roots = [root for roots in saved.roots for root in roots]
         gradients = [gradient for gradients in returned for gradient in gradients]  # type: ignore[union-attr]
@@ -279,11 +303,11 @@ class Worker:
             run_backward(roots, gradients)
         if before is not None:
             self._tell_of_writes(stage, before)
-        if step.gives:
+        if step.stage:
             self._give(step, saved.gradients)
         else:
             self.batch.input_gradients[step.micro_batch] = saved.gradients[-1]
-        del self.store[step.stage, step.micro_batch]
+        del self.saved[step.stage, step.micro_batch]
 
     def _tell_of_writes(self, stage: Stage, before: Snapshot) -> None:
         """Notes the buffers that a backward has written."""
@@ -303,24 +327,38 @@ class Worker:
 
     def commit(self, step: Step) -> None:
         """Has the running statistics of a stage's BatchNorms changed once this run has ended well."""
-        self.commits.append(self.deferred[step.stage].commit)
+        self.commits.append(step.stage)
 
     def close(self, step: Step) -> None:
         """Does a closing action of gradients, with the other processes that it concerns."""
-        self.closing[step.action.kind]()
+        self.others.close(step.action)
+
+    def share(self) -> None:
+        """Has what is to be committed be the statistics of all replicas."""
+        with self.stream.enter():
+            self.others.share({stage: self.deferred[stage] for stage in self.commits})
+
+    def check_recomputes(self) -> None:
+        """Looks whether recomputes on a GPU gave what their forwards did.
+
+        Raises:
+            RecomputeError: One did not.
+        """
+        with self.stream.enter():
+            if self._doubts and bool(torch.stack(self._doubts).any()):
+                raise otherwise(f"a layer of {self.name}")
 
     def settle(self) -> None:
         """Does what was left for the end of a run."""
         with self.stream.enter():
-            if self.doubts and bool(torch.stack(self.doubts).any()):
-                raise otherwise(f"a layer of {self.name}")
-            while self.commits:
-                self.commits.pop()()
+            for stage in self.commits:
+                self.deferred[stage].commit()
+        self.commits.clear()
 
     def layer_of(self, action: Action, error: BaseException) -> str | None:
         """In words, the layer in which an action failed, as far as that can be known."""
         stage, _ = self.stages[action.stage]
-        saved = None if action.micro_batch is None else self.store.get((action.stage, action.micro_batch))
+        saved = None if action.micro_batch is None else self.saved.get((action.stage, action.micro_batch))
         if saved is None:
             return None
         if action.kind is Kind.BACKWARD:
@@ -328,6 +366,10 @@ class Worker:
         else:
             layer = saved.progress.last_of(stage.layers)
         return layer or f"one of {', '.join(map(str, stage.layers))}"
+
+
+def _not_done(step: Step) -> Never:
+    raise ValueError(f"{step.action} is not done by a worker")
 
 
 def gradients_of(stage: Stage) -> list[tuple[int, int]]:

@@ -34,8 +34,8 @@ class Transport(Protocol):
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
         """Hands a message to a rank, without waiting for it."""
 
-    def receive(self, rank: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message to this rank.
+    def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
+        """Waits for a message to a rank.
 
         Raises:
             Cancelled: The run was cancelled.

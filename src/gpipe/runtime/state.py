@@ -1,4 +1,4 @@
-"""What all ranks of a process share of one mini-batch."""
+"""What is held while one mini-batch is under way: by all ranks of a process together, and by each between its steps."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gpipe.layers.buffers import Snapshot
+from gpipe.layers.fingerprint import Fingerprint
 from gpipe.layers.skips import Pop
+from gpipe.layers.stage import LayerProgress
 from gpipe.values.boundary import BoundaryValue, Gradients, detached
 from gpipe.values.tree import Tree, tensors_in
 
@@ -23,7 +26,6 @@ class Output:
         """Cuts a value from its graph."""
         wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
         return cls(detached(value), wants)
-
 
 @dataclass
 class MiniBatch:
@@ -55,3 +57,21 @@ class MiniBatch:
     examines: bool = False
     findings: list[str] = field(default_factory=list)  # what is to be told, where it `examines`
     tell: Callable[[Sequence[str]], object] = len  # tells it: the backward of a call comes when it comes
+
+
+@dataclass(slots=True)
+class Saved:
+    """What a stage keeps of one micro-batch between its forward and its backward.
+
+    `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots`, for
+    each connection out of the stage (at the last one, for the loss or the output), the tensors of the graph whose
+    gradients will come back. With rematerialization the last two are of the recompute: only what crossed the boundary
+    is kept.
+    """
+
+    given: list[BoundaryValue]
+    gradients: list[Gradients] = field(default_factory=list)
+    roots: list[list[Tensor]] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    progress: LayerProgress = field(default_factory=LayerProgress)
+    fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same

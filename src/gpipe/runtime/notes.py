@@ -1,0 +1,85 @@
+"""What an exception of a layer is told before it reaches the user: where in the pipeline it was, and what to do."""
+
+from gpipe.layers.stage import LOSS
+from gpipe.plan.action import Kind
+from gpipe.plan.program import Program
+from gpipe.runtime.worker import Worker
+
+PHASES = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+    Kind.SEND: "send",
+    Kind.RECEIVE: "receive",
+    Kind.REDUCE: "reduction over replicas",
+    Kind.TIE: "summation of shared gradients",
+    Kind.COMMIT: "commit of BatchNorm statistics",
+}
+
+ONE_VALUE = "Expected more than 1 value per channel"  # how torch's normalizations begin to refuse
+WRONG_NUMBER = ("missing ", "takes ")  # so Python goes on where arguments are too few or too many
+ONE_VALUE_A_LAYER = (
+    "\na layer is given one value, what the layer before returned, also where that is a tuple: let forward take one "
+    "argument and unpack it there, as in def forward(self, both): x, mask = both"
+)
+NOT_TENSORS = {
+    "NoneType": "does its forward lack a return?",
+    "tuple": "a layer is given all of it, as of an LSTM or an attention; put one between that takes the tensor out",
+    "dict": "a layer is given all of it; put one between that takes the tensor out",
+}
+TWO_VALUES_A_LOSS = "\nthe loss is called as loss_fn(output, target), with what one micro-batch gave and its targets"
+OF_A_THREAD = "'_thread._local' object has no attribute"
+NOT_OF_THIS_THREAD = (
+    "\na threading.local has what each thread has set there, and rank threads have set nothing: use a "
+    "contextvars.ContextVar, which they see as the caller has it, or driver='lockstep'"
+)
+TOO_FEW_VALUES = (
+    "\nthis micro-batch is too small to normalize: use fewer micro-batches or a larger mini-batch, "
+    "and leave out a last mini-batch that is smaller (drop_last=True)"
+)
+
+
+def add_note(error: BaseException, worker: Worker, program: Program, at: int) -> None:
+    if not isinstance(getattr(error, "__notes__", []), list):
+        del error.__notes__  # something of the user's own, where Python wants a list
+    error.add_note(describe(worker, program, at, error))
+
+
+def describe(worker: Worker, program: Program, at: int, error: BaseException) -> str:
+    """The note on an exception: where in the pipeline it happened."""
+    layer = worker.layer_of(program.rows[worker.rank][at], error)
+    return f"{in_words(program, worker.rank, at, layer, worker.name)}{advice(error, layer)}"
+
+
+def advice(error: BaseException, layer: str | None) -> str:
+    """What to do about an exception of Python's or torch's whose text does not say it of a pipe."""
+    said = error.args[0] if error.args else ""  # an exception's own text may be code that raises
+    if not isinstance(said, str):
+        return ""
+    if said.startswith(ONE_VALUE):
+        return TOO_FEW_VALUES
+    if said.startswith(OF_A_THREAD):
+        return NOT_OF_THIS_THREAD
+    for kind, remedy in NOT_TENSORS.items():
+        if said.endswith(f"must be Tensor, not {kind}") and layer not in (None, LOSS):
+            return f"\nif it is what the layer before returned: {remedy}"
+    called, _, rest = said.partition("() ")
+    if type(error) is not TypeError or not rest.startswith(WRONG_NUMBER):
+        return ""
+    owner, _, method = called.rpartition(".")
+    if method == "forward" and layer is not None and layer.endswith(f": {owner.rpartition('.')[2]})"):
+        return ONE_VALUE_A_LAYER
+    return TWO_VALUES_A_LOSS if layer == LOSS else ""
+
+
+def in_words(program: Program, rank: int, at: int, layer: str | None, name: str) -> str:
+    """A place in the row of a rank, with the row around it."""
+    row = program.rows[rank]
+    action = row[at]
+    computes_loss = layer == LOSS and action.kind in (Kind.FORWARD, Kind.RECOMPUTE)
+    phase = "loss" if computes_loss else PHASES[action.kind]
+    what = phase + ("" if action.micro_batch is None else f" of micro-batch {action.micro_batch}")
+    where = [name, f"stage {action.stage}", *([layer] if layer and not computes_loss else [])]
+    return f"in the {what}, {', '.join(where)}, action {at + 1} of {len(row)}:\n    {program.around(rank, at)}"
