@@ -47,7 +47,7 @@ class Program:
         rank_of: Iterable[int] | None = None,
         skips: Iterable[Route] = (),
     ) -> "Program":
-        """Makes a program of the rows of a schedule, one row a stage; rows that share a rank must be one already."""
+        """Makes a program of the rows of a schedule, one row a rank; `rank_of` or each stage its own."""
         table: Rows = tuple(map(tuple, rows))
         ranks = tuple(range(len(table)) if rank_of is None else rank_of)
         return cls(ranks, micro_batches, (*main_line(len(ranks)), *skips), table)

@@ -1,6 +1,6 @@
 """Makes the program of a mini-batch and has it run: everything of a pipe that is not its face."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from gpipe.layers.tied import Tied, find_exposed, find_race, find_shared
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
-from gpipe.plan.program import Program, Rows
-from gpipe.plan.schedules import forward_only
+from gpipe.plan.program import Program
+from gpipe.plan.schedules import Schedule, forward_only_rows
 from gpipe.runtime.batch import MiniBatch
 from gpipe.runtime.minibatch import CompiledProgram, MiniBatchRun
 from gpipe.runtime.streams import RankStream, streams_on
@@ -47,7 +47,7 @@ class Engine:
     def __init__(
         self,
         stages: Sequence[Stage],
-        schedule: Callable[[int, int], Rows],
+        schedule: Schedule,
         remat: Sequence[Remat],
         *,
         threaded: bool,
@@ -165,8 +165,9 @@ class Engine:
 
     def _make_program(self, wanted: Wanted) -> Program:
         stages, micro_batches, trains = len(self.stages), wanted.micro_batches, wanted.trains
-        rows = (self.schedule if trains else forward_only)(stages, micro_batches)
-        program = Program.of(rows, micro_batches, skips=self._skip_routes(wanted.loss_pops))
+        placement = self.schedule.placement(stages, 1)
+        rows = (self.schedule.rows if trains else forward_only_rows)(placement, micro_batches)
+        program = Program.of(rows, micro_batches, rank_of=placement, skips=self._skip_routes(wanted.loss_pops))
         program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))
         if self.deferred_batch_norm:
             program = place_commits(program, range(stages))
