@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe.build.settings import Arguments, Settings, settle
-from gpipe.build.arguments import Mistakes, draw_seed
+from gpipe.build.arguments import Mistakes, count_ranks, draw_seed
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.distributed.reduce import local
 from gpipe.distributed.agree import BUILDING, LINKING, Agreement
 from gpipe.values.digest import digest
+from gpipe.distributed.session import Session
+from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.runtime.engine import Engine
 from gpipe.distributed.launcher import end_with_launcher
-from gpipe.layers.build import Outline, cut_into_stages, outline, realize
+from gpipe.layers.build import Outline, cut_into_stages, outline, realize, release
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
 from gpipe.layers.tied import Slot
 from gpipe.layers.tied import find_ties, tie
 
 
-def assemble(asked: Arguments) -> tuple[Settings, Engine]:
+def assemble(asked: Arguments) -> tuple[Settings, Session]:
     """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up.
 
     Raises:
@@ -34,38 +36,52 @@ def assemble(asked: Arguments) -> tuple[Settings, Engine]:
     """
     if asked.driver != "process" and asked.mesh is None:
         settings = settle(asked)
-        return settings, _engine(settings, None)
+        return settings, _session(settings, None)
     end_with_launcher()
     if not is_joined():
         _find_position(asked)  # says what is missing
     with Agreement() as agreement, explaining_limits():
         position = agreement.position = _find_position(asked)
         settings = _settle_together(asked, position, agreement)
-        engine = _engine(settings, position)
-        engine.link(agreement)
-        return settings, engine
+        session = _session(settings, position)
+        session.link(agreement)
+        release(session.engine.stages, session.engine.own)
+        return settings, session
 
 
-def _engine(settings: Settings, position: Position | None) -> Engine:
-    own = range(len(settings.devices)) if position is None else [position.stage]
-    stages = cut_into_stages(settings.layers, settings.layers_per_partition, settings.devices, own)
-    return Engine(
+def _session(settings: Settings, position: Position | None) -> Session:
+    row = None if position is None else position.row
+    own = [stage for stage, rank in enumerate(settings.placement) if row in (None, rank)]
+    devices = [settings.devices[rank] for rank in settings.placement]
+    stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own)
+    if settings.sync_batch_norm:
+        find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike
+    engine = Engine(
         stages,
+        settings.placement,
         SCHEDULES[settings.schedule],
         settings.remat,
+        tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
         intra_op_threads=settings.intra_op_threads,
         deferred_batch_norm=settings.deferred_batch_norm,
-        sync_batch_norm=settings.sync_batch_norm,
+        row=row,
+        replicas=1 if position is None else position.replicas,
+    )
+    return Session(
+        engine,
+        settings.micro_batches,
         position=position,
-        tied=settings.tied,
+        sync_batch_norm=settings.sync_batch_norm,
+        costs=settings.partition.seconds,
+        measured=settings.in_seconds,
     )
 
 
 def _find_position(asked: Arguments) -> Position:
     """Where this process stands among several."""
     mistakes = Mistakes()
-    position, mistakes.found = find_position(asked.mesh, asked.partitions)
+    position, mistakes.found = find_position(asked.mesh, asked.partitions, count_ranks(asked.partitions, asked.schedule))
     mistakes.check(
         asked.driver in ("process", None),
         f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
@@ -95,10 +111,11 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     return settings
 
 
-def _own(settings: Settings, position: Position) -> range:
+def _own(settings: Settings, position: Position) -> list[int]:
     """The indices of this process's layers."""
-    begin = sum(settings.layers_per_partition[: position.stage])
-    return range(begin, begin + settings.layers_per_partition[position.stage])
+    counts = zip(settings.placement, settings.layers_per_partition, strict=True)
+    row_of = [row for row, count in counts for _ in range(count)]
+    return [layer for layer, row in enumerate(row_of) if row == position.row]
 
 
 def _with_own_layers(settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]) -> Settings:
@@ -161,7 +178,7 @@ def _checksum(layer: nn.Module) -> int:
 
 
 def _tie(
-    named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: range
+    named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: Collection[int]
 ) -> list[list[Slot]]:
     """Gives this process's copies of tied weights the value of the first; places of each group, in all processes."""
     groups, _ = find_ties(named, ties)

@@ -19,14 +19,14 @@ LONGEST_SILENCE = 30.0
 
 @dataclass(frozen=True)
 class Position:
-    """The stage and the replica of this process.
+    """Which row of the program this process runs, and for which replica.
 
     `members` are the ranks in the world of all processes of the pipe, by their numbers there (`rank_of`).
     """
 
-    stage: int
+    row: int
     replica: int
-    stages: int
+    rows: int
     replicas: int
     members: tuple[int, ...]
     device: torch.device
@@ -35,21 +35,21 @@ class Position:
     @property
     def rank(self) -> int:
         """The number of this process among those of the pipe."""
-        return self.rank_of(self.stage)
+        return self.rank_of(self.row)
 
-    def rank_of(self, stage: int, replica: int | None = None) -> int:
-        """The number of the process that has a stage, of this replica if no other is given."""
-        return rank_of(stage, self.replica if replica is None else replica, self.stages)
+    def rank_of(self, row: int, replica: int | None = None) -> int:
+        """The number of the process that runs a row, for this replica if no other is given."""
+        return rank_of(row, self.replica if replica is None else replica, self.rows)
 
     @property
     def ranks_of_replica(self) -> range:
         """The processes of this replica, in their order."""
-        return range(self.rank_of(0), self.rank_of(0) + self.stages)
+        return range(self.rank_of(0), self.rank_of(0) + self.rows)
 
     @property
-    def ranks_of_stage(self) -> list[int]:
+    def ranks_of_row(self) -> list[int]:
         """The processes that run what this one runs, one for each replica."""
-        return [self.rank_of(self.stage, replica) for replica in range(self.replicas)]
+        return [self.rank_of(self.row, replica) for replica in range(self.replicas)]
 
     @property
     def silence(self) -> float:
@@ -57,9 +57,9 @@ class Position:
         return min(self.timeout, LONGEST_SILENCE)
 
 
-def rank_of(stage: int, replica: int, stages: int) -> int:
-    """The number of a process among those of a pipe: replica by replica, in each stage by stage."""
-    return replica * stages + stage
+def rank_of(row: int, replica: int, rows: int) -> int:
+    """The number of a process among those of a pipe: replica by replica, in each row by row."""
+    return replica * rows + row
 
 
 def is_joined() -> bool:
@@ -67,22 +67,24 @@ def is_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def find_position(mesh: "DeviceMesh | None", partitions: object) -> tuple[Position | None, list[str]]:
-    """Reads the mesh, or makes one of the world; gives the position, and what is wrong."""
+def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> tuple[Position | None, list[str]]:
+    """Reads the mesh, or makes one of the world; gives the position, and what is wrong.
+
+    `partitions` is what the user gave, `ranks` how many processes a replica needs for it; 0 if it cannot be.
+    """
     if not is_joined():
         return None, [
             "driver='process' needs torch.distributed: start with torchrun, and call "
             "torch.distributed.init_process_group('gloo') (with GPUs 'cpu:gloo,cuda:nccl') first"
         ]
-    count = partitions if isinstance(partitions, int) else len(partitions) if isinstance(partitions, Sequence) else 0
     if mesh is None:
         world = dist.get_world_size()
-        if count < 1 or world % count:
+        if ranks < 1 or world % ranks:
             return None, [
-                f"partitions={partitions!r} over {world} processes: their number must be a multiple of K, one stage "
+                f"partitions={partitions!r} over {world} processes: their number must be a multiple of K, one partition "
                 f"each; start as many, or give mesh="
             ]
-        table = torch.arange(world).reshape(world // count, count)
+        table = torch.arange(world).reshape(world // ranks, ranks)
         kind = default_device().type
     else:
         names = mesh.mesh_dim_names or ()
@@ -97,16 +99,16 @@ def find_position(mesh: "DeviceMesh | None", partitions: object) -> tuple[Positi
                 f"give a mesh of all processes"
             ]
         table, kind = _plane(mesh, names), mesh.device_type
-        if count != table.shape[1]:
+        if ranks != table.shape[1]:
             return None, [
                 f"partitions={partitions!r}, but the mesh has {table.shape[1]} processes along {PIPELINE!r}; they "
                 f"must be as many"
             ]
     found = (table == dist.get_rank()).nonzero()
-    replica, stage = map(int, found[0])
-    replicas, stages = table.shape
+    replica, row = map(int, found[0])
+    replicas, rows = table.shape
     members = tuple(table.flatten().tolist())
-    return Position(stage, replica, stages, replicas, members, _device(kind), timeout_of_world()), []
+    return Position(row, replica, rows, replicas, members, _device(kind), timeout_of_world()), []
 
 
 def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:

@@ -51,13 +51,13 @@ def matchings(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     return found
 
 
-def pairs_of(stages: int, replicas: int, crossings: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The pairs of processes that have tensors for each other: within a replica, and the replicas of a stage.
+def pairs_of(rows: int, replicas: int, crossings: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The pairs of processes that have tensors for each other: within a replica, and the replicas of a row.
 
     >>> sorted(pairs_of(2, 2, {(0, 1)}))
     [(0, 1), (0, 2), (1, 3), (2, 3)]
     """
-    table = [[rank_of(stage, replica, stages) for stage in range(stages)] for replica in range(replicas)]
+    table = [[rank_of(row, replica, rows) for row in range(rows)] for replica in range(replicas)]
     within = {(ranks[low], ranks[high]) for ranks in table for low, high in crossings}
     return within | {pair for one, other in combinations(table, 2) for pair in zip(one, other, strict=True)}
 
@@ -96,13 +96,13 @@ class Coming:
 class NcclGroups:
     """The groups by which the tensors of one device go to and from other processes.
 
-    `crossings` are the pairs of stages that have tensors for each other; replicas of a stage always have. All
+    `crossings` are the pairs of rows that have tensors for each other; replicas of a row always have. All
     processes of the world make it at the same time. Without a backend tensors go through the hosts' memory.
     """
 
     def __init__(self, position: Position, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
         self._rank, self._members, self._device = position.rank, position.members, position.device
-        numbers = matchings(pairs_of(position.stages, position.replicas, crossings)) if backend else {}
+        numbers = matchings(pairs_of(position.rows, position.replicas, crossings)) if backend else {}
         self._groups = _groups(numbers, backend, position.timeout)
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._arriving = _stream(position.device)

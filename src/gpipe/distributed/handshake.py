@@ -1,13 +1,12 @@
 """What the first stage tells the others before a run: one message of fixed layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.errors import heard
 from gpipe.values.boundary import BoundaryValue
@@ -32,14 +31,14 @@ class Header:
     """
 
     asked: int
-    step_number: int
-    trains: int
-    in_training: int
-    gathers: int
-    call: int
-    checksum: int
-    rows: int
-    micro_batches: int
+    step_number: int = 0
+    trains: int = 0
+    in_training: int = 0
+    gathers: int = 0
+    call: int = 0
+    checksum: int = 0
+    rows: int = 0
+    micro_batches: int = 0
 
 
 WORDS = {
@@ -53,16 +52,15 @@ WORDS = {
 }
 
 
-def tell(net: Net, position: Position, header: Header) -> None:
-    """Tells the other stages of this replica."""
+def tell(net: Net, peers: Iterable[int], header: Header) -> None:
+    """Tells the other processes of this replica."""
     numbers = torch.tensor(astuple(header), dtype=torch.int64)
-    for stage in range(1, position.stages):
-        net.send(position.rank_of(stage), Label(Control.HEADER, 0, gradient=False), BoundaryValue(numbers, []))
+    for peer in peers:
+        net.send(peer, Label(Control.HEADER, 0, gradient=False), BoundaryValue(numbers, []))
 
 
-def hear(net: Net, position: Position) -> Header:
-    """Waits for what the first stage tells."""
-    first = position.rank_of(0)
+def hear(net: Net, first: int) -> Header:
+    """Waits for what the process of the first stage tells."""
     message, _ = net.receive(first, Label(Control.HEADER, 0, gradient=False))
     numbers = message.value if isinstance(message, BoundaryValue) else None
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.shape != (len(fields(Header)),):
@@ -70,26 +68,20 @@ def hear(net: Net, position: Position) -> Header:
     return Header(*numbers.tolist())
 
 
-def compare(told: Header, own: Header, position: Position) -> None:
-    """Checks that this process does what the first stage does.
+def compare(told: Header, first: int, own: Header, rank: int) -> None:
+    """Checks that this process does what that of the first stage does.
 
     Raises:
         ValueError: Names what differs.
     """
-    mistakes = list(_differences(told, own, position))
+    mistakes = [
+        f"{words} is {getattr(told, name)} on rank {first} and {getattr(own, name)} on rank {rank}"
+        for name, words in WORDS.items()
+        if getattr(told, name) != getattr(own, name)
+    ]
     if mistakes:
+        mistakes = mistakes[:1] if told.asked != own.asked else mistakes  # all else follows
         raise ValueError(
             f"the processes have come apart: {'; '.join(mistakes)}. Call the pipe in every process, as often, and "
             f"with the same arguments"
         )
-
-
-def _differences(told: Header, own: Header, position: Position) -> Iterator[str]:
-    first = position.rank_of(0)
-    if told.asked != own.asked:  # all else follows
-        yield f"{WORDS['asked']} is {told.asked} on rank {first} and {own.asked} on rank {position.rank}"
-        return
-    for field in fields(Header):
-        theirs, mine = getattr(told, field.name), getattr(own, field.name)
-        if theirs != mine and field.name in WORDS:
-            yield f"{WORDS[field.name]} is {theirs} on rank {first} and {mine} on rank {position.rank}"

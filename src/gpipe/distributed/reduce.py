@@ -5,7 +5,7 @@ collective of a process group can promise.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,41 +17,42 @@ from gpipe.values.boundary import BoundaryValue, Gradients
 from gpipe.values.messages import Control, Label, Message
 from gpipe.values.tree import Tree
 
-if TYPE_CHECKING:
-    from gpipe.runtime.engine import Engine
-
 BUCKET = 2**22
 """Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""
 SMALL = 2**16
 """Bytes of a gradient that is copied to be together with others: a message costs more."""
-NAMES = 2**32 - 1  # the number of the message that says which gradients there are
+MOST = 2**20
+"""Messages that a stage numbers, one for each bucket, and the last for the one that says which gradients there are."""
 
 Bucket: TypeAlias = list[Tensor]
 """Gradients that travel together: flat pieces of the memory that `.grad` has."""
 
 
-def add_over_stages(engine: "Engine", aliases: Aliases) -> None:
-    """Adds up the gradients of shared weights over the stages that use them, on each of these stages."""
-    position = engine.position
-    assert position is not None
+def add_over_stages(
+    net: Net, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: Aliases
+) -> None:
+    """Adds up the gradients of shared weights over the stages that use them, in each process that has one of these.
+
+    `placement` is the row of each stage, `stage_of` the stage of each layer.
+    """
     label = Label(Control.TIED_GRADIENTS, 0, gradient=True)
-    stage_of = [stage.index for stage in engine.stages for _ in stage.layers]
+    row_of = [placement[stage] for stage in stage_of]  # of each layer
     found = {at: dict(aliases.gradients(at)) for at in sorted(aliases.shared)}
-    common: dict[int, list[int]] = {}  # which shared parameters each other stage uses as well
+    common: dict[int, list[int]] = {}  # which shared parameters each other row uses as well
     for at in found:
-        for stage in {stage_of[layer] for layer in aliases.users[at]} - {position.stage}:
-            common.setdefault(stage, []).append(at)
-    for stage, shared in sorted(common.items()):
+        for row in {row_of[layer] for layer in aliases.users[at]} - {position.row}:
+            common.setdefault(row, []).append(at)
+    for row, shared in sorted(common.items()):
         own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
-        engine.net.send(position.rank_of(stage), label, own)
-    for stage, shared in sorted(common.items()):
-        theirs = iter(_gradients(engine.net.receive(position.rank_of(stage), label)[0]))
+        net.send(position.rank_of(row), label, own)
+    for row, shared in sorted(common.items()):
+        theirs = iter(_gradients(net.receive(position.rank_of(row), label)[0]))
         for at in shared:
-            found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if stage_of[layer] == stage}
+            found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if row_of[layer] == row}
     aliases.add_up(found)
 
 
-def add_over_replicas(net: Net, position: Position, parameters: Sequence[Tensor]) -> None:
+def add_over_replicas(net: Net, position: Position, stage: int, parameters: Sequence[Tensor]) -> None:
     """Adds up `.grad` over the replicas of a stage, in the order of the replicas.
 
     Each replica adds up some of the buckets and tells the others the sums, so that all send and receive about as
@@ -63,8 +64,9 @@ def add_over_replicas(net: Net, position: Position, parameters: Sequence[Tensor]
     Raises:
         ValueError: A gradient is sparse.
     """
-    peers = position.ranks_of_stage
-    gradients = list(_all_gradients(net, peers, parameters))
+    peers = position.ranks_of_row
+    first = stage * MOST
+    gradients = list(_all_gradients(net, peers, first + MOST - 1, parameters))
     staged = [gradient.contiguous() for gradient in gradients]  # mostly the same memory
     buckets = _buckets(_pieces(staged))
     rounds = [range(at, min(at + len(peers), len(buckets))) for at in range(0, len(buckets), len(peers))]
@@ -72,18 +74,17 @@ def add_over_replicas(net: Net, position: Position, parameters: Sequence[Tensor]
     for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
         for at, owner in zip(ahead, peers, strict=False):
             flat[at] = _flat(buckets[at])
-            _tell(net, [owner], Control.GRADIENTS, at, flat[at])
+            _tell(net, [owner], Control.GRADIENTS, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             if owner == net.rank:
-                _add(flat[at], [None if p == net.rank else _hear(net, p, Control.GRADIENTS, at) for p in peers])
-                _tell(net, peers, Control.SUMMED_GRADIENTS, at, flat[at])
+                _add(flat[at], [None if p == net.rank else _hear(net, p, Control.GRADIENTS, first + at) for p in peers])
+                _tell(net, peers, Control.SUMMED_GRADIENTS, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
-            _put_back(
-                buckets[at], flat.pop(at) if owner == net.rank else _hear(net, owner, Control.SUMMED_GRADIENTS, at)
-            )
-    for gradient, summed in zip(gradients, staged, strict=True):
-        if summed is not gradient:
-            gradient.copy_(summed)
+            here = owner == net.rank
+            _put_back(buckets[at], flat.pop(at) if here else _hear(net, owner, Control.SUMMED_GRADIENTS, first + at))
+    for gradient, total in zip(gradients, staged, strict=True):
+        if total is not gradient:
+            gradient.copy_(total)
 
 
 def _flat(bucket: Bucket) -> Tensor:
@@ -120,14 +121,14 @@ def _hear(net: Net, peer: int, route: int, at: int) -> Tensor:
     return found
 
 
-def _all_gradients(net: Net, peers: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+def _all_gradients(net: Net, peers: Sequence[int], at: int, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
-    _tell(net, peers, Control.GRADIENTS, NAMES, own)
+    _tell(net, peers, Control.GRADIENTS, at, own)
     present = own.clone()
     for peer in peers:
         if peer != net.rank:
-            present |= _hear(net, peer, Control.GRADIENTS, NAMES)
+            present |= _hear(net, peer, Control.GRADIENTS, at)
     for parameter, wanted in zip(parameters, present.tolist(), strict=True):
         if wanted:
             if parameter.grad is None:
@@ -174,9 +175,9 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
         )
 
 
-def tell_replicas(net: Net, position: Position, route: int, told: Tree) -> list[Any]:
-    """Tells the other replicas of a stage something, once a run; gives what each told, by replica."""
-    peers, label = position.ranks_of_stage, Label(route, 0, gradient=False)
+def tell_replicas(net: Net, position: Position, route: int, told: Tree, *, number: int = 0) -> list[Any]:
+    """Tells the other replicas of this row something, once a run for each number; gives what each told, by replica."""
+    peers, label = position.ranks_of_row, Label(route, number, gradient=False)
     for peer in peers:
         if peer != net.rank:
             net.send(peer, label, BoundaryValue(told, []))

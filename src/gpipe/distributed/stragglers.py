@@ -34,11 +34,14 @@ class Stragglers:
     a rank can only be compared with those of other replicas that have the same layers.
     """
 
-    def __init__(self, costs: Sequence[float], replicas: int, *, measured: bool) -> None:
-        self._stages = len(costs)
+    def __init__(
+        self, costs: Sequence[float], replicas: int, *, measured: bool, stages: Sequence[str] | None = None
+    ) -> None:
+        self._rows = len(costs)
+        self._stages = [f"stage {row}" for row in range(self._rows)] if stages is None else stages
         self._measured = measured
         ranks = range(len(costs) * replicas)
-        self._alike = [ranks] if measured else [ranks[stage :: len(costs)] for stage in range(len(costs))]
+        self._alike = [ranks] if measured else [ranks[row :: len(costs)] for row in range(len(costs))]
         self._shares = list(costs if measured else [1.0] * len(costs)) * replicas
         self._last = [deque[float](maxlen=WINDOW) for _ in ranks]
         self._named: set[int] = set()
@@ -62,9 +65,9 @@ class Stragglers:
         return found
 
     def _say(self, rank: int, ratio: float, seconds: float) -> str:
-        replica, stage = divmod(rank, self._stages)
+        replica, row = divmod(rank, self._rows)
         share = "its share by the measured costs" if self._measured else "what the same layers take in other replicas"
         return (
-            f"rank {rank} (stage {stage}, replica {replica}) is slow, and the others wait for it: it was busy "
+            f"rank {rank} ({self._stages[row]}, replica {replica}) is slow, and the others wait for it: it was busy "
             f"{ratio:.1f} times {share}, {seconds:.3g} s in the last step; something else may use its device"
         )

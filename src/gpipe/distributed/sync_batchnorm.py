@@ -37,7 +37,7 @@ class Synced:
 
     def __init__(self, net: Net, position: Position, micro_batches: int) -> None:
         self.net = net
-        self.peers = position.ranks_of_stage
+        self.peers = position.ranks_of_row
         self.micro_batches = micro_batches
         self.kept: dict[Label, Tensor] = {}
 

@@ -1,10 +1,8 @@
-"""Messages between processes: the transport of one run.
-
-The number of a rank in a row is its stage; its process is that stage of the same replica.
-"""
+"""Messages between the processes of a replica: the transport of one run."""
 
 from collections.abc import Callable
 
+from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.comm.status import Seen
 from gpipe.runtime.rows import Inbound
@@ -16,15 +14,13 @@ class P2P:
 
     cancelled = False
 
-    def __init__(self, net: Net, first: int) -> None:
+    def __init__(self, net: Net, position: Position) -> None:
         self.net = net
-        self.first = first  # the process of the replica's stage 0
-        self._inbound = Inbound({}, {})
+        self.position = position
 
     def begin(self, inbound: Inbound, sees: Callable[[int, Seen], str]) -> None:
         """Begins a row."""
-        self._inbound = inbound
-        self.net.expect(inbound.due, {self.first + rank for rank in inbound.senders.values()}, sees)
+        self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
 
     def reach(self, at: int) -> None:
         """Notes how far in its row this rank is."""
@@ -32,11 +28,11 @@ class P2P:
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
         """Puts a message on its way to a rank; waits only while too many are under way already."""
-        self.net.send(self.first + rank, label, message)
+        self.net.send(self.position.rank_of(rank), label, message)
 
-    def receive(self, rank: int, label: Label) -> tuple[Message, ReadyEvent]:
+    def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message to this rank."""
-        return self.net.receive(self.first + self._inbound.senders[label], label)
+        return self.net.receive(self.position.rank_of(sender), label)
 
     def cancel(self) -> None:
         """Nothing to wake: this process has one rank, and the others learn of it by `Net.fail`."""

@@ -6,25 +6,17 @@ is dropped takes everything with it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe.errors import entrance
-from gpipe.runtime.batch import Output
-from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.modes import Ambient
-from gpipe.runtime.recorder import Recorder
-from gpipe.values.boundary import UNDEFINED, Gradients
-from gpipe.values.layout import moved
+from gpipe.runtime.state import Output
+from gpipe.values.boundary import Gradients
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
-SECOND_BACKWARD = (
-    "this forward's backward has run already, and the pipeline has let go of what it kept; "
-    "call the pipe again, or add the losses up and call backward once"
-)
 CREATE_GRAPH = (
     "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "
     "boundaries; use the plain layers for higher derivatives"
@@ -35,46 +27,14 @@ ONLY_SOME = (
 )
 
 
-class Call:
+class Call(Protocol):
     """One forward, and its backward if that ever comes."""
-
-    def __init__(self, run: MiniBatchRun, ambient: Ambient, recorder: Recorder | None) -> None:
-        self._run: MiniBatchRun | None = run
-        self._ambient = ambient
-        self._recorder = recorder
-        self._wants: list[tuple[bool, ...]] = []
 
     def forward(self) -> list[Output]:
         """Runs all forwards; gives the outputs of all micro-batches."""
-        assert self._run is not None
-        self._run.go_forward(self._ambient, self._recorder)
-        outputs = self._run.take_outputs()
-        self._wants = [output.wants_gradient for output in outputs]
-        return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch."""
-        run, self._run = self._run, None
-        if run is None:
-            raise RuntimeError(SECOND_BACKWARD)
-        if all(gradient is None for gradient in gradients):  # autograd came here, and so they are undefined
-            run.batch.output_gradients = [[UNDEFINED] * sum(wants) for wants in self._wants]
-        else:
-            run.batch.output_gradients = self._parted(gradients)
-        run.go_backward(self._ambient, self._recorder)
-        run.batch.tell(run.batch.findings)
-        return [
-            moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
-            for m, crossing in enumerate(run.batch.inputs)
-            for leaf, gradient in zip(crossing.leaves, run.batch.input_gradients[m], strict=True)
-        ]
-
-    def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """The gradients of those tensors of each output that want one."""
-        remaining = iter(gradients)
-        return [
-            [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
-        ]
 
 
 def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:

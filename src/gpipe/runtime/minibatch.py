@@ -1,81 +1,69 @@
 """One mini-batch on its way through the stages of a process."""
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
+from torch import nn
 
 from gpipe.layers.fingerprint import RecomputeError
-from gpipe.layers.tied import Aliases, BufferGuard
-from gpipe.plan.lower import halves
-from gpipe.plan.program import Program
+from gpipe.layers.stage import Stage
+from gpipe.layers.tied import Aliases, BufferGuard, Slot
+from gpipe.plan.action import Kind
 from gpipe.rng.random_ops import CPU, unseeded
-from gpipe.runtime.batch import MiniBatch, Output
-from gpipe.runtime.mailbox import Mailbox
 from gpipe.runtime.modes import Ambient
+from gpipe.runtime.others import Others
 from gpipe.runtime.recorder import Recorder
-from gpipe.runtime.rows import CompiledRows
-from gpipe.runtime.steps import Wiring, wiring
+from gpipe.runtime.rows import CompiledProgram, CompiledRows
+from gpipe.runtime.state import MiniBatch, Output
+from gpipe.runtime.threads import RankThreads
 from gpipe.runtime.walk import lockstep, walk
 from gpipe.runtime.worker import Worker
-from gpipe.values.messages import Transport
 from gpipe.values.tree import version
-
-if TYPE_CHECKING:
-    from gpipe.runtime.engine import Engine
-
-
-@dataclass(frozen=True)
-class CompiledProgram:
-    """A program and how its stages are connected."""
-
-    whole: CompiledRows
-    forward: CompiledRows
-    backward: CompiledRows
-    wirings: tuple[Wiring, ...]
-
-    @property
-    def program(self) -> Program:
-        """The whole table."""
-        return self.whole.program
-
-    @cached_property
-    def checksum(self) -> int:
-        """The same for the same program."""
-        return zlib.crc32(self.program.to_text().encode())
-
-    @classmethod
-    def of(cls, program: Program) -> "CompiledProgram":
-        """Looks the connections up."""
-        wirings = tuple(wiring(program, stage) for stage in range(program.stages))
-        forward, backward = halves(program)
-        return cls(
-            CompiledRows(program, wirings), CompiledRows(forward, wirings), CompiledRows(backward, wirings), wirings
-        )
 
 
 class MiniBatchRun:
-    """One mini-batch on its way: all its state is here, none in the pipe or its threads."""
+    """One mini-batch under way: all its state is here, none in the pipe or its threads.
 
-    def __init__(self, engine: "Engine", compiled: CompiledProgram, batch: MiniBatch) -> None:
-        self.engine = engine
+    Args:
+        compiled: What is run.
+        batch: The mini-batch.
+        workers: One for each rank of this process.
+        stages: Those of this process.
+        threads: One for each rank; None for all in the calling thread.
+        intra_op_threads: CPU threads of one operation.
+        aliases: Of shared weights.
+        exposed: The buffers that layers of several stages use.
+        others: What is done together with other processes.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledProgram,
+        batch: MiniBatch,
+        workers: Sequence[Worker],
+        stages: Sequence[Stage],
+        threads: RankThreads | None,
+        intra_op_threads: int,
+        aliases: Aliases,
+        exposed: Mapping[Slot, str],
+        others: Others,
+    ) -> None:
         self.compiled = compiled
         self.batch = batch
-        self.aliases = Aliases(engine.shared, engine.own)
-        self.transport = self._make_transport()
-        self.workers: list[Worker] = []
-
-    def _make_transport(self) -> Transport:
-        return Mailbox(self.compiled.program.ranks)
+        self.workers = workers
+        self.stages = stages
+        self.threads = threads
+        self.intra_op_threads = intra_op_threads
+        self.aliases = aliases
+        self.exposed = exposed
+        self.others = others
 
     def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
         """Runs the whole program."""
-        self._go(self.compiled.whole, ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.compiled.whole, ambient, recorder, self.threads)
         self._finish()
 
     def go_forward(self, ambient: Ambient, recorder: Recorder | None) -> None:
@@ -84,12 +72,12 @@ class MiniBatchRun:
         Raises:
             ValueError: A mode is active that a recompute would not see.
         """
-        if ambient.strangers and any(wires.recomputed for wires in self.compiled.wirings):
+        if ambient.strangers and any(ends.recomputed for ends in self.compiled.connections):
             raise ValueError(
                 f"{', '.join(ambient.strangers)} is active, and would not see what a backward recomputes of this "
                 f"call; use step(), or remat='never'"
             )
-        self._go(self.compiled.forward, ambient, recorder, threaded=self.engine.threaded)
+        self._go(self.compiled.forward, ambient, recorder, self.threads)
         self._weights = self._find_weights()  # behind it: lazy modules come by theirs in it
 
     def go_backward(self, ambient: Ambient, recorder: Recorder | None) -> None:
@@ -106,8 +94,8 @@ class MiniBatchRun:
                 "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
                 "backward, which would recompute with the new value; call backward first, or use remat='never'"
             )
-        on_cuda = any(stream.device.type == "cuda" for stream in self.engine.streams.values())
-        self._go(self.compiled.backward, ambient, recorder, threaded=self.engine.threaded and not on_cuda)
+        on_cuda = any(worker.stream.device.type == "cuda" for worker in self.workers)
+        self._go(self.compiled.backward, ambient, recorder, None if on_cuda else self.threads)
         self._finish()
 
     def take_outputs(self) -> list[Output]:
@@ -115,44 +103,47 @@ class MiniBatchRun:
         made, self.batch.outputs = self.batch.outputs, {}
         return [made[m] for m in range(len(made))]
 
+    def settle(self) -> None:
+        """Commits what only a run may change that has ended well everywhere."""
+        for worker in self.workers:
+            worker.settle()
+
     def _find_weights(self) -> tuple[list[tuple[int, int]], list[bool]]:
         """What a recompute depends on: which parameters, how often changed, and the modules' modes."""
-        again = [stage for stage in self.engine.own if self.compiled.wirings[stage.index].recomputed]
+        again = [stage for stage in self.stages if self.compiled.connections[stage.index].recomputed]
         modules = [layer.module for stage in again for layer in stage.layers]
         weights = [(id(parameter), version(parameter)) for module in modules for parameter in module.parameters()]
-        return weights, [part.training for module in modules for part in module.modules()]
+        moves = any(is_sharded(part) for module in modules for part in module.modules())
+        return [] if moves else weights, [part.training for module in modules for part in module.modules()]
 
     def _finish(self) -> None:
-        self._add_up()
-        held = [worker.rank for worker in self.workers if worker.store]
+        if self.batch.trains and not any(action.kind is Kind.TIE for action in self.compiled.program.actions):
+            self.aliases.add_up()
+        held = [worker.rank for worker in self.workers if worker.saved or worker.handed]
         if held:
             raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
 
     def _clear(self) -> None:
         for worker in self.workers:
-            worker.store.clear()
+            worker.saved.clear()
+            worker.handed.clear()
 
-    def _add_up(self) -> None:
-        if self.batch.trains:
-            self.aliases.add_up()
-
-    def _go(self, part: CompiledRows, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
-        streams = list(self.engine.streams.values())
-        for stream in streams:
+    def _go(
+        self, rows: CompiledRows, ambient: Ambient, recorder: Recorder | None, threads: RankThreads | None
+    ) -> None:
+        streams = {worker.rank: worker.stream for worker in self.workers}
+        for stream in streams.values():
             stream.begin()
         if recorder is not None:
-            recorder.begin(self.engine.streams)
+            recorder.begin(streams)
         here = Ambient.here()  # for a backward, not what its forward had around it
-        if threaded:
+        if threads is not None:
             here.refuse_strangers()
-        buffers = BufferGuard(self.engine.exposed)
+        devices = {stream.device for stream in streams.values()} | {CPU}
+        buffers = BufferGuard(self.exposed)
         try:
-            with (
-                ambient.fresh_casts(),
-                self.aliases.in_place(),
-                unseeded({stream.device for stream in streams} | {CPU}),
-            ):
-                self._drive(part, ambient, recorder, threaded=threaded)
+            with ambient.fresh_casts(), self.aliases.in_place(), unseeded(devices):
+                self._drive(rows, ambient, recorder, threads)
             buffers.check()
         except RecomputeError:
             self._clear()
@@ -162,25 +153,32 @@ class MiniBatchRun:
             self._clear()
             raise
         for worker in self.workers:
-            worker.settle()
-        for stream in streams:
+            worker.check_recomputes()
+        for stream in streams.values():
             stream.end()
         if recorder is not None:
             recorder.end()
 
-    def _drive(self, part: CompiledRows, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
-        with intra_op_threads(self.engine.intra_op_threads):  # MKL has one number for all threads
-            if threaded:
+    def _drive(
+        self, rows: CompiledRows, ambient: Ambient, recorder: Recorder | None, threads: RankThreads | None
+    ) -> None:
+        with intra_op_threads(self.intra_op_threads), self.others.around(rows):  # MKL has one number for all threads
+            if threads is not None:
                 contexts = [copy_context() for _ in self.workers]
                 jobs = [
-                    partial(context.run, _row, worker, part, self.transport, ambient, recorder)
+                    partial(context.run, _row, worker, rows, ambient, recorder)
                     for context, worker in zip(contexts, self.workers, strict=True)
                 ]
-                self.engine.threads.run(jobs, self.transport.cancel)
+                threads.run(jobs, self.others.transport.cancel)
                 self._tell_of_variables(contexts)
-            else:
+            elif len(self.workers) == rows.program.ranks:
                 with ambient.rank_thread():
-                    lockstep(part, self.workers, recorder)
+                    lockstep(rows, self.workers, recorder)
+            else:
+                for worker in self.workers:
+                    _row(worker, rows, ambient, recorder)
+        for worker in self.workers:
+            worker.share()
 
     def _tell_of_variables(self, contexts: Sequence[Context]) -> None:
         """Notes the context variables that layers have set."""
@@ -203,11 +201,14 @@ OF_PYTHON = {"decimal_context"}
 """What Python sets by itself."""
 
 
-def _row(
-    worker: Worker, part: CompiledRows, transport: Transport, ambient: Ambient, recorder: Recorder | None
-) -> None:
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was told of a module: it puts other parameters in their places while layers run."""
+    return hasattr(type(module), "set_gradient_divide_factor")
+
+
+def _row(worker: Worker, rows: CompiledRows, ambient: Ambient, recorder: Recorder | None) -> None:
     with ambient.rank_thread():
-        walk(worker, part, transport, recorder)
+        walk(worker, rows, recorder)
 
 
 @contextmanager

@@ -1,0 +1,92 @@
+"""A call of the pipe under grad, in all processes: its forward, and its backward whenever that comes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from torch import Tensor
+
+from gpipe.distributed.handshake import Asked, Header
+from gpipe.distributed.peers import Peers
+from gpipe.runtime.minibatch import MiniBatchRun
+from gpipe.runtime.modes import Ambient
+from gpipe.runtime.recorder import Recorder
+from gpipe.runtime.state import Output
+from gpipe.values.boundary import UNDEFINED, Gradients
+from gpipe.values.layout import moved
+
+SECOND_BACKWARD = (
+    "this forward's backward has run already, and the pipeline has let go of what it kept; "
+    "call the pipe again, or add the losses up and call backward once"
+)
+
+
+class PipelinedCall:
+    """One forward of all processes, and its backward.
+
+    Args:
+        meet: Begins a run in all processes.
+        peers: Those of the forward's.
+        run: The mini-batch.
+        head: What was said of it.
+        ambient: The caller's modes.
+        recorder: Records both, if there is one.
+    """
+
+    def __init__(
+        self,
+        meet: Callable[[], AbstractContextManager[Peers]],
+        peers: Peers,
+        run: MiniBatchRun,
+        head: Header,
+        ambient: Ambient,
+        recorder: Recorder | None,
+    ) -> None:
+        self._meet = meet
+        self._peers: Peers | None = peers
+        self._run: MiniBatchRun | None = run
+        self._head = head
+        self._ambient, self._recorder = ambient, recorder
+        self._wants: list[tuple[bool, ...]] = []
+
+    def forward(self) -> list[Output]:
+        """Runs all forwards; gives the outputs of all micro-batches, in every process."""
+        (peers, self._peers), run = (self._peers, None), self._run
+        assert peers is not None
+        assert run is not None
+        run.go_forward(self._ambient, self._recorder)
+        outputs = peers.gather(run.take_outputs(), self._head.micro_batches)
+        self._wants = [output.wants_gradient for output in outputs]
+        peers.finish(run, self._recorder, None)
+        return outputs
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch.
+
+        Over processes the gradients of the output count that the one with the last stage has.
+        """
+        with self._meet() as peers:
+            run, self._run = self._run, None
+            if run is None:
+                raise RuntimeError(SECOND_BACKWARD)
+            peers.head(replace(self._head, asked=Asked.BACKWARD), lambda _: run.compiled.checksum)
+            if all(gradient is None for gradient in gradients):  # autograd came here, and so they are undefined
+                run.batch.output_gradients = [[UNDEFINED] * sum(wants) for wants in self._wants]
+            else:
+                run.batch.output_gradients = self._parted(gradients)
+            run.go_backward(self._ambient, self._recorder)
+            run.batch.tell(run.batch.findings)
+            found = [
+                moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
+                for m, crossing in enumerate(run.batch.inputs)
+                for leaf, gradient in zip(crossing.leaves, run.batch.input_gradients[m], strict=True)
+            ]
+            peers.finish(run, self._recorder, None)
+        return found
+
+    def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """The gradients of those tensors of each output that want one."""
+        remaining = iter(gradients)
+        return [
+            [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
+        ]

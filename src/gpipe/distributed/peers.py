@@ -1,0 +1,167 @@
+"""What the processes of a pipe tell each other in one run, in a form that one process alone has too."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from gpipe.comm.mesh import Position
+from gpipe.comm.net import Net
+from gpipe.distributed.handshake import Asked, Header, compare, hear, tell
+from gpipe.distributed.process_row import ProcessRow
+from gpipe.distributed.reduce import tell_replicas, value_of
+from gpipe.distributed.stragglers import Stragglers
+from gpipe.layers.tied import Aliases
+from gpipe.plan.action import parse_action
+from gpipe.plan.timeline import Span, Timeline
+from gpipe.runtime.engine import Engine
+from gpipe.runtime.minibatch import MiniBatchRun
+from gpipe.runtime.others import Alone, Others
+from gpipe.runtime.recorder import Recorder
+from gpipe.runtime.rows import CompiledProgram
+from gpipe.runtime.state import Output
+from gpipe.values.boundary import BoundaryValue
+from gpipe.values.messages import Control, Label
+from gpipe.values.tree import Tree
+
+logger = logging.getLogger("gpipe")
+
+
+class Peers(Protocol):
+    """Those who run a mini-batch together."""
+
+    def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
+        """What the process of the first stage says of the run, which knows the rows and the micro-batches.
+
+        `checksum` is that of the program for so many micro-batches.
+
+        Raises:
+            ValueError: A process does something else than that of the first stage.
+        """
+
+    def join(self, compiled: CompiledProgram, aliases: Aliases) -> Others:
+        """What a mini-batch does together with those of the others."""
+
+    def tell_replicas(self, route: Control, told: Tree) -> list[Any]:
+        """Tells the other replicas something; gives what each told, by replica."""
+
+    def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
+        """Gives every process of the replica the outputs that the last stage made."""
+
+    def finish(self, run: MiniBatchRun, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
+        """Ends a run once all have come to its end; gives what each tells, by rank."""
+
+    def exchange(self, asked: Asked, told: Tree) -> list[Any]:
+        """Tells all something between runs; gives what each told, by rank."""
+
+
+class NoPeers:
+    """One process that runs all stages."""
+
+    def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
+        """What this process says itself."""
+        return own
+
+    def join(self, compiled: CompiledProgram, aliases: Aliases) -> Others:
+        """Nothing."""
+        return Alone(compiled, aliases)
+
+    def tell_replicas(self, route: Control, told: Tree) -> list[Any]:
+        """Gives what was told."""
+        return [told]
+
+    def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
+        """They are here."""
+        return list(outputs)
+
+    def finish(self, run: MiniBatchRun, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
+        """Ends a run; gives what was told."""
+        run.settle()
+        return [told]
+
+    def exchange(self, asked: Asked, told: Tree) -> list[Any]:
+        """Gives what was told."""
+        return [told]
+
+
+class LinkedPeers:
+    """This process and those that it is linked to."""
+
+    def __init__(
+        self, engine: Engine, net: Net, position: Position, stragglers: Stragglers, *, sync_batch_norm: bool
+    ) -> None:
+        self.engine, self.net, self.position, self.stragglers = engine, net, position, stragglers
+        self.sync_batch_norm = sync_batch_norm
+        self.first, self.last = (position.rank_of(engine.placement[stage]) for stage in (0, -1))
+        self._began, self._waited = time.perf_counter(), net.waited
+
+    def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
+        """What the process of the first stage says of the run, compared with what is done here."""
+        if self.net.rank == self.first:
+            told = replace(own, checksum=checksum(own.micro_batches))
+            tell(self.net, [peer for peer in self.position.ranks_of_replica if peer != self.first], told)
+            return told
+        told = hear(self.net, self.first)
+        if told.asked == own.asked and told.trains == own.trains:
+            own = replace(own, checksum=checksum(told.micro_batches))
+        compare(told, self.first, own, self.net.rank)
+        return told
+
+    def join(self, compiled: CompiledProgram, aliases: Aliases) -> Others:
+        """The row of this process."""
+        sync = self.sync_batch_norm
+        return ProcessRow(self.engine, self.net, self.position, compiled, aliases, sync_batch_norm=sync)
+
+    def tell_replicas(self, route: Control, told: Tree) -> list[Any]:
+        """Tells the other replicas something; gives what each told, by replica."""
+        return tell_replicas(self.net, self.position, route, told)
+
+    def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
+        """Gives every process of the replica the outputs that the last stage made."""
+        labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
+        if self.net.rank != self.last:
+            return [Output(*value_of(self.net.receive(self.last, label)[0])) for label in labels]
+        for label, output in zip(labels, outputs, strict=True):
+            for peer in self.position.ranks_of_replica:
+                if peer != self.last:
+                    self.net.send(peer, label, BoundaryValue((output.value, output.wants_gradient), []))
+        return list(outputs)
+
+    def finish(self, run: MiniBatchRun, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
+        """Ends a run once all processes have come to its end; gives what each tells, by rank."""
+        busy = time.perf_counter() - self._began - (self.net.waited - self._waited)
+        seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
+        every = self.net.agree((told, seconds, None if recorder is None else _timeline_text(recorder)))
+        run.settle()
+        texts = [text for _, _, text in every]
+        if recorder is not None and None not in texts:
+            recorder.join([_read_timeline(rank, text) for rank, text in enumerate(texts)])
+        if trains and not self.net.rank:
+            for finding in self.stragglers.note([float(theirs) for _, theirs, _ in every]):
+                logger.warning(finding)
+        return [theirs for theirs, _, _ in every]
+
+    def exchange(self, asked: Asked, told: Tree) -> list[Any]:
+        """Tells all processes something between runs; gives what each told, by rank.
+
+        Raises:
+            ValueError: A process does something else.
+        """
+        self.head(Header(asked), lambda micro_batches: 0)
+        return self.net.agree(told)
+
+
+def _timeline_text(recorder: Recorder) -> str:
+    timeline = recorder.timelines[-1]
+    spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
+    return json.dumps([recorder.began, timeline.seconds, spans])
+
+
+def _read_timeline(rank: int, text: str) -> tuple[float, Timeline]:
+    began, seconds, spans = json.loads(text)
+    found = tuple(Span(rank, parse_action(action), start, end) for action, start, end in spans)
+    return began, Timeline(1, found, seconds)
