@@ -34,8 +34,8 @@ from gpipe.layers.build import Layers, release
 from gpipe.layers.losses import NO_METRICS
 from gpipe.layers.skips import Sequential, find_loss_pops, names, refuse_unused
 from gpipe.plan.partition import Balance
-from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
+from gpipe.plan.simulate import Plan, predict
 from gpipe.runtime.autograd import Call, pipelined
 from gpipe.runtime.batch import MiniBatch
 from gpipe.runtime.engine import Wanted
@@ -274,7 +274,7 @@ class GPipe(nn.Module):
         >>> round(pipe.plan.bubble, 3)
         0.158
         """
-        return foresee(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
+        return predict(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
 
     @entrance
     @known_words(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)

@@ -6,7 +6,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.build.settings import Settings
 from gpipe.findings.advice import partitions
-from gpipe.plan.planner import Plan
+from gpipe.plan.simulate import Plan
 from gpipe.plan.timeline import bubble
 
 
