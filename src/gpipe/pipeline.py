@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from gpipe.build.assemble import assemble
 from gpipe.build.settings import Arguments, Costs
-from gpipe.build.words import (
+from gpipe.build.unknown_arguments import (
     TOO_MANY_FOR_CALLS,
     TOO_MANY_FOR_PIPES,
     TOO_MANY_FOR_STEPS,
     WORDS_OF_CALLS,
     WORDS_OF_PIPES,
     WORDS_OF_STEPS,
-    known_words,
+    refuse_unknown,
 )
 from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.reduce import local, whole
@@ -115,7 +115,7 @@ class GPipe(nn.Module):
     """
 
     @entrance
-    @known_words(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
+    @refuse_unknown(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
     def __init__(
         self,
         layers: Layers,
@@ -277,7 +277,7 @@ class GPipe(nn.Module):
         return predict(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
 
     @entrance
-    @known_words(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
+    @refuse_unknown(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
     @untraced
     def step(
         self,
@@ -353,7 +353,7 @@ class GPipe(nn.Module):
             return talk.step(header, batch, given, self.recorder)
 
     @entrance
-    @known_words(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS)
+    @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS)
     @untraced
     def forward(self, inputs: Tree, *, gather: bool = False) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.

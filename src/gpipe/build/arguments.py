@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe.plan.lower import REMATS, Remat
 from gpipe.layers.build import find_scripted
-from gpipe.layers.misfits import find_misfits, find_pipes
+from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes
 from gpipe.comm.mesh import Position
 from gpipe.layers.tied import Tied, find_ties
 from gpipe.layers.skips import find_pops
@@ -78,7 +78,7 @@ def check_layers(
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     mistakes.found += find_scripted(named)
-    mistakes.found += [*find_pipes(named), *find_misfits(named)]
+    mistakes.found += [*find_pipes(named), *find_invalid_layers(named)]
     try:
         find_pops(list(named.values()))
     except ValueError as error:

@@ -16,10 +16,10 @@ from gpipe.layers.build import Layers, Outline, named_layers
 from gpipe.costs.measure import as_in_training, count_flops, measure_by, measure_seconds
 from gpipe.values.microbatch import count_rows, split
 from gpipe.values.tree import Tree
-from gpipe.layers.misfits import find_without_values
+from gpipe.layers.invalid_layers import find_without_values
 from gpipe.comm.mesh import Position
 from gpipe.layers.tied import Tied, tie
-from gpipe.values.splittable import find_strange_values
+from gpipe.values.input_checks import find_strange_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,9 +13,9 @@ from gpipe.layers.buffers import Buffers
 from gpipe.layers.inplace import InPlaceCheck
 from gpipe.layers.skips import Kept, Pop, alias, unpack
 from gpipe.rng.visit import Visit
+from gpipe.values.autograd_graph import leaves_of
 from gpipe.values.digest import differ, digest
-from gpipe.values.graph import leaves_of
-from gpipe.values.layout import copy_of, memory_of
+from gpipe.values.layout import copy_of, storage_address
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
 LOSS = "loss_fn"
@@ -91,7 +91,7 @@ def layer_at(layers: Sequence[Layer], at: int) -> str | None:
     return str(layers[at]) if at < len(layers) else LOSS
 
 
-class Made(NamedTuple):
+class StageOutput(NamedTuple):
     """What a stage made of a micro-batch: a value for each route out, the main one last, and what the loss pops."""
 
     values: list[Tree]
@@ -119,8 +119,8 @@ class Stage:
         """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
         if self._memory is None:
             held = (t for layer in self.layers for t in (*layer.module.parameters(), *layer.module.buffers()))
-            self._memory = {memory_of(t) for t in held} - {0}
-        return tensor if tensor.requires_grad or memory_of(tensor) not in self._memory else copy_of(tensor)
+            self._memory = {storage_address(t) for t in held} - {0}
+        return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
 
     def weights(self) -> set[int]:
         """The parameters of the layers, by identity."""
@@ -134,7 +134,7 @@ class Stage:
         for_loss: Sequence[Pop],
         rng_key: RngKey,
         progress: LayerProgress,
-    ) -> Made:
+    ) -> StageOutput:
         """Runs the layers.
 
         Args:
@@ -155,7 +155,7 @@ class Stage:
             raise
         self.loans.settle(loan, modes, self)
         values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
-        return Made(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
+        return StageOutput(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
 
     def _run(
         self,

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe.layers.stage import Layer, Stage
 from gpipe.values.boundary import run_backward
-from gpipe.values.layout import memory_of, moved
+from gpipe.values.layout import moved, storage_address
 from gpipe.values.tree import version
 
 Slot: TypeAlias = tuple[nn.Module, str]
@@ -116,7 +116,10 @@ def find_exposed(stages: Sequence[Stage]) -> dict[Slot, str]:
     for layer in (layer for stage in stages for layer in stage.layers):
         for module in layer.module.modules():
             for name, buffer in module._buffers.items():
-                for seen in (module, *([memory_of(buffer)] if buffer is not None and memory_of(buffer) else [])):
+                for seen in (
+                    module,
+                    *([storage_address(buffer)] if buffer is not None and storage_address(buffer) else []),
+                ):
                     first = home.setdefault(seen, layer)
                     if stage_of[first.index] != stage_of[layer.index]:
                         found[module, name] = f"{first} and {layer}"

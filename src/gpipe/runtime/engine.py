@@ -16,10 +16,10 @@ from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.session_run import DistributedRun
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.layers.batchnorm import find_drift
-from gpipe.layers.owners import Owners
 from gpipe.layers.skips import Pop, find_loss_pops
 from gpipe.layers.stage import Stage
 from gpipe.layers.tied import Tied, find_exposed, find_race, find_shared
+from gpipe.layers.weight_owners import WeightOwners
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
@@ -221,7 +221,7 @@ class Engine:
             run.workers[-1].every = self.own
         weights = run.aliases.sources.values()
         if batch.trains and (len(self.own) > 1 or weights):
-            owners = Owners(self.own, weights)
+            owners = WeightOwners(self.own, weights)
             for worker in run.workers:
                 worker.owners = owners
         return run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpipe.layers.fingerprint import RecomputeError
+from gpipe.layers.recompute_check import RecomputeError
 from gpipe.layers.tied import Aliases, BufferGuard
 from gpipe.plan.lower import halves
 from gpipe.plan.program import Program

@@ -6,7 +6,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from gpipe.layers.buffers import Snapshot
-from gpipe.layers.fingerprint import Fingerprint
+from gpipe.layers.recompute_check import Fingerprint
 from gpipe.layers.stage import LayerProgress
 from gpipe.values.boundary import BoundaryValue, Gradients
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from gpipe.layers.batchnorm import Deferred
 from gpipe.layers.buffers import Snapshot
-from gpipe.layers.fingerprint import Fingerprint, otherwise
 from gpipe.layers.inplace import SHARED_IN_PLACE
 from gpipe.layers.losses import as_made, read_loss, with_own_version
-from gpipe.layers.owners import HOOKED, Owners, tensors_left_on
-from gpipe.layers.stage import LayerProgress, Made, RngKey, Stage
+from gpipe.layers.recompute_check import Fingerprint, otherwise
+from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
+from gpipe.layers.weight_owners import HOOKED, WeightOwners, tensors_left_on
 from gpipe.plan.action import Action, Kind
 from gpipe.rng.visit import InBackward, Visit
 from gpipe.runtime.batch import MiniBatch, Output
 from gpipe.runtime.saved import Saved, Store
 from gpipe.runtime.steps import Wiring
 from gpipe.runtime.streams import RankStream
+from gpipe.values.autograd_graph import failed_node, find_ancestors
 from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter, run_backward
-from gpipe.values.graph import failed_node, find_leaned
-from gpipe.values.layout import memory_of
+from gpipe.values.layout import storage_address
 from gpipe.values.messages import Label, Message, ReadyEvent, Transport
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
@@ -83,9 +83,9 @@ class Worker:
         self.commits: list[Callable[[], None]] = []  # for the end: a failed step changes no statistics
         self.closing: Mapping[Kind, Callable[[], None]] = {}  # what several processes do together
         self.new_progress: Callable[[], LayerProgress] = LayerProgress
-        self.owners: Owners | None = None
+        self.owners: WeightOwners | None = None
         self.every: Sequence[Stage] = [stage for stage, _ in stages.values()]  # of this process
-        self._leaned: dict[tuple[int, int], set[int]] = {}
+        self._ancestors: dict[tuple[int, int], set[int]] = {}
         self.doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
         self._seeds: dict[float, Tensor] = {}
         for stage, wires in stages.values():
@@ -135,7 +135,7 @@ class Worker:
                 crossing, roots = cut(value)
                 crossings.append(crossing)
                 saved.roots.append(roots)
-            self._note_leaned(step.stage, crossings, saved.roots)
+            self._note_ancestors(step.stage, crossings, saved.roots)
             self._part_memory(stage, crossings)
             self._give(step, crossings)
         elif self.batch.loss_fn is None:
@@ -149,14 +149,16 @@ class Worker:
         if not self.batch.trains:
             del self.store[step.stage, m]
 
-    def _note_leaned(self, stage: int, crossings: Sequence[BoundaryValue], roots: Sequence[Sequence[Tensor]]) -> None:
+    def _note_ancestors(
+        self, stage: int, crossings: Sequence[BoundaryValue], roots: Sequence[Sequence[Tensor]]
+    ) -> None:
         """Notes which leaves others were made from that cross too: as in the first micro-batch of the run."""
         flat = [root for some in roots for root in some]
-        if (stage, len(flat)) not in self._leaned:
-            self._leaned[stage, len(flat)] = find_leaned(flat) if len(flat) > 1 else set()
+        if (stage, len(flat)) not in self._ancestors:
+            self._ancestors[stage, len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
         first = 0
         for crossing, some in zip(crossings, roots, strict=True):
-            crossing.leaned = frozenset(at - first for at in self._leaned[stage, len(flat)] if at >= first)
+            crossing.ancestors = frozenset(at - first for at in self._ancestors[stage, len(flat)] if at >= first)
             first += len(some)
 
     def _part_memory(self, stage: Stage, crossings: Sequence[BoundaryValue]) -> None:
@@ -167,10 +169,10 @@ class Worker:
             crossing.check(stage)  # notes versions
         if len(crossings) > 1:
             used = Counter(
-                at for crossing in crossings for at in {memory_of(t) for t in tensors_in(crossing.value)} if at
+                at for crossing in crossings for at in {storage_address(t) for t in tensors_in(crossing.value)} if at
             )
             for crossing in crossings:
-                crossing.entangled = any(used[memory_of(t)] > 1 for t in tensors_in(crossing.value))
+                crossing.shares_storage = any(used[storage_address(t)] > 1 for t in tensors_in(crossing.value))
 
     def recompute(self, step: Step) -> None:
         """Runs a stage's layers once more, for their graph."""
@@ -189,7 +191,7 @@ class Worker:
         else:
             saved.roots = [[self._loss(made, m, saved.progress)]]
 
-    def _compare(self, stage: Stage, wires: Wiring, saved: Saved, m: int, made: Made) -> None:
+    def _compare(self, stage: Stage, wires: Wiring, saved: Saved, m: int, made: StageOutput) -> None:
         """Compares a recompute with its forward, bit for bit."""
         assert saved.fingerprint is not None
         verdict = saved.fingerprint.differs(Fingerprint.of(made, stage, saved.given))
@@ -218,7 +220,7 @@ class Worker:
     def _arrived(self, wires: Wiring, saved: Saved) -> dict[str, Tensor | None]:
         return {name: crossing.stashed for name, crossing in zip(wires.skips_in, saved.given, strict=False)}
 
-    def _run(self, stage: Stage, wires: Wiring, saved: Saved, m: int, *, recomputing: bool = False) -> Made:
+    def _run(self, stage: Stage, wires: Wiring, saved: Saved, m: int, *, recomputing: bool = False) -> StageOutput:
         """Runs the layers of a stage on what was kept; gives a value for each wire out, at least the main one."""
         saved.progress = self.new_progress()  # of this run, not of the one before
         for crossing in saved.given:
@@ -233,16 +235,16 @@ class Worker:
             made = stage.forward(entered[-1].value, arrived, wires.skips_out, for_loss, rng_key, saved.progress)
         for wire, crossing, one in zip(wires.ins, saved.given, entered, strict=False):
             hooked = one.hooked()
-            known = crossing.leaned is not None
-            if hooked & (crossing.leaned or set()) or (
+            known = crossing.ancestors is not None
+            if hooked & (crossing.ancestors or set()) or (
                 hooked and not known and (len(one.aliases) > 1 or not wire.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
-            if crossing.entangled and stage.loans.changed & set(map(id, tensors_in(one.value))):
+            if crossing.shares_storage and stage.loans.changed & set(map(id, tensors_in(one.value))):
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
-    def _loss(self, made: Made, m: int, progress: LayerProgress) -> Tensor:
+    def _loss(self, made: StageOutput, m: int, progress: LayerProgress) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
         batch = self.batch
         progress.enter()
@@ -253,7 +255,7 @@ class Worker:
         batch.losses[m] = loss.detach()
         return loss
 
-    def _call_loss_fn(self, made: Made, m: int) -> object:
+    def _call_loss_fn(self, made: StageOutput, m: int) -> object:
         batch = self.batch
         assert batch.loss_fn is not None
         target = replace_tensors(batch.targets[m], with_own_version)

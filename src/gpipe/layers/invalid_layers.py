@@ -1,4 +1,4 @@
-"""What is given as a layer and is none: what it is, in the user's words, and what to write instead."""
+"""Says of what is given as a layer and cannot be one what it is, in the user's words, and what to write instead."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +21,10 @@ def is_maker(layer: object) -> bool:
     return callable(layer) and _function_of_torch(layer) is None and _needed(layer) == []
 
 
-def describe_misfit(at: int, layer: object) -> str:
+def describe_invalid_layer(at: int, layer: object) -> str:
     """Why something cannot be a layer, and what to give instead.
 
-    >>> describe_misfit(1, torch.relu)
+    >>> describe_invalid_layer(1, torch.relu)
     'layer 1 is the function relu; give a module: nn.ReLU()'
     """
     start = f"layer {at} is "
@@ -83,7 +83,7 @@ def _needed(layer: object) -> list[str] | None:
     return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in positional]
 
 
-def describe_layers(layers: object) -> str | None:
+def describe_invalid_sequence(layers: object) -> str | None:
     """Why something cannot be the sequence of layers; None if it can."""
     kind = type(layers).__name__
     if isinstance(layers, (Mapping, nn.ModuleDict)):
@@ -99,7 +99,7 @@ def describe_layers(layers: object) -> str | None:
     return None
 
 
-def find_misfits(named: Mapping[str, nn.Module]) -> Iterator[str]:
+def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
     """The modules that cannot be layers, and what to do."""
     for name, layer in named.items():
         start = f"layer {name} ({type(layer).__name__})"

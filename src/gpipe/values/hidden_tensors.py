@@ -1,4 +1,4 @@
-"""Finds tensors where torch's pytree does not look: in objects that it takes for leaves."""
+"""Finds tensors inside of objects that torch's pytree takes for leaves, so that no boundary loses their gradients."""
 
 import gc
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Words of other libraries, and ours for them: what to write instead of an argument that there is none of."""
+"""Refuses unknown arguments of `GPipe`, `step` and a call: names what to write instead of other libraries' words."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ TOO_MANY_FOR_CALLS = (
 )
 
 
-def known_words(words: Mapping[str, str], too_many: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+def refuse_unknown(words: Mapping[str, str], too_many: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
     """Has a function refuse what it does not know: keywords, all at once, each with our word for it, and too many."""
 
     def read(function: Callable[Given, Made]) -> Callable[Given, Made]:

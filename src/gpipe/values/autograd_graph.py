@@ -1,4 +1,4 @@
-"""What autograd's graph says: which leaves a backward reaches, and which tensors were made from which."""
+"""Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 
-def find_leaned(roots: Sequence[Tensor]) -> set[int]:
+def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
     """The places of those tensors from which others of them were made.
 
     >>> import torch
     >>> one = torch.ones(2, requires_grad=True) * 2
-    >>> find_leaned([one, one * 3, one.detach()])
+    >>> find_ancestors([one, one * 3, one.detach()])
     {0}
     """
     edges: set[tuple[Node | None, int]] = set()

@@ -1,4 +1,4 @@
-"""What inputs and targets may hold: tensors that can be split by rows, in containers that can be looked into."""
+"""Finds what in inputs and targets cannot be split by rows into micro-batches, and says what to give instead."""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeGuard
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from gpipe.values.hidden import hides_tensors
+from gpipe.values.hidden_tensors import hides_tensors
 from gpipe.values.microbatch import Whole
 from gpipe.values.tree import Tree
 

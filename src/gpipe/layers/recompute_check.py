@@ -1,14 +1,14 @@
-"""What is known of a forward, by which its recompute is compared with it: bits, and what needs gradients."""
+"""Compares a recompute with its forward: the bits that a stage made, and the leaves that its backward would reach."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from gpipe.layers.stage import Made, Stage
+from gpipe.layers.stage import Stage, StageOutput
+from gpipe.values.autograd_graph import leaves_of
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.digest import Digest, differ, digest
-from gpipe.values.graph import leaves_of
 from gpipe.values.tree import tensors_in
 
 OTHERWISE = (
@@ -34,7 +34,7 @@ class Fingerprint(NamedTuple):
     reached: frozenset[int]
 
     @classmethod
-    def of(cls, made: Made, stage: Stage, given: Sequence[BoundaryValue]) -> "Fingerprint":
+    def of(cls, made: StageOutput, stage: Stage, given: Sequence[BoundaryValue]) -> "Fingerprint":
         """Of what a stage made of what it was given."""
         roots = [tensor for value in made.values for tensor in tensors_in(value)]
         own = stage.weights() | {id(leaf) for crossing in given for leaf in crossing.leaves}

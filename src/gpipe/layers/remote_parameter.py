@@ -1,4 +1,4 @@
-"""A parameter that another process holds: without values, and with no gradient that one could take for none."""
+"""Stands in for a parameter that another process holds: no values, and a `.grad` that is refused instead of None."""
 
 import sys
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 READERS = (nn.Module._apply.__code__,)  # moves gradients along with their parameters, if there are any
 
 
-class Elsewhere(nn.Parameter):
+class RemoteParameter(nn.Parameter):
     """Stands for a parameter of another process in a module of the user's; whoever asks for its gradient is told so.
 
     A copy of it is one too. In another process, where a pickle may come to, it is a plain parameter without values.
 
     >>> import torch
-    >>> weight = elsewhere(nn.Parameter(torch.empty(2, device="meta")), 3)
+    >>> weight = stand_in(nn.Parameter(torch.empty(2, device="meta")), 3)
     >>> weight.shape, weight.requires_grad
     (torch.Size([2]), True)
     >>> weight.grad  # doctest: +ELLIPSIS
@@ -49,7 +49,7 @@ class Elsewhere(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = elsewhere(self, self.layer)
+            memo[id(self)] = stand_in(self, self.layer)
         found: Tensor = memo[id(self)]
         return found
 
@@ -57,10 +57,10 @@ class Elsewhere(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def elsewhere(empty: Tensor, layer: int) -> Tensor:
+def stand_in(empty: Tensor, layer: int) -> Tensor:
     """What stands for a tensor of another process's layer; `empty` is without values; buffers stay just that."""
     if not isinstance(empty, nn.Parameter):
         return empty
-    made = Elsewhere(empty.detach(), empty.requires_grad)
+    made = RemoteParameter(empty.detach(), empty.requires_grad)
     made.layer = layer
     return made

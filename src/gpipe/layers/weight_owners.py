@@ -1,11 +1,11 @@
-"""Whose weights a backward reaches: all of a weight's gradient must come from one stage, to be added up in order."""
+"""Refuses a backward that reaches the weights of another stage: one stage alone adds to a gradient, in order."""
 
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from gpipe.layers.stage import Stage
-from gpipe.values.graph import leaves_of
+from gpipe.values.autograd_graph import leaves_of
 
 FOREIGN = (
     "the backward of {stage} reaches {name}, which is not its own: by a reference past the layers, in loss_fn, or in "
@@ -15,7 +15,7 @@ FOREIGN = (
 )
 
 
-class Owners:
+class WeightOwners:
     """Which stage each weight of a run belongs to."""
 
     def __init__(self, stages: Sequence[Stage], shared: Iterable[Tensor]) -> None:
