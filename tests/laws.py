@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.layers.skips import Kept, run_layer
+from gpipe.layers.skips import Stashed, run_layer
 from gpipe.values.microbatch import Reduction
 
 Tree: TypeAlias = object
@@ -39,7 +39,7 @@ def weights_of(seed: int) -> Iterator[None]:
 
 def run_layers(layers: Sequence[nn.Module], value: Tree, *, seed: int, step: int, micro_batch: int) -> Tree:
     """The reference: each layer in turn, its randomness keyed by where and when it runs."""
-    held: dict[str, Kept] = {}
+    held: dict[str, Stashed] = {}
     for index, layer in enumerate(layers):
         with gpipe.visit(seed, step, index, micro_batch):
             value = run_layer(layer, value, held)

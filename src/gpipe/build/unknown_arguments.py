@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 M = "micro_batches=, M, how many micro-batches"
 K = "partitions=, K, or the number of layers of each"
@@ -67,15 +67,15 @@ TOO_MANY_FOR_CALLS = (
 )
 
 
-def refuse_unknown(words: Mapping[str, str], too_many: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+def refuse_unknown(words: Mapping[str, str], too_many: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Has a function refuse what it does not know: keywords, all at once, each with our word for it, and too many."""
 
-    def read(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    def read(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
         positional = sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
         @wraps(function)
-        def called(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
             if not kwargs.keys() <= parameters.keys() or _is_counts(kwargs.get("balance")):
                 raise TypeError("\n".join(_mistakes(kwargs, list(parameters), words)))
             if len(args) > positional:

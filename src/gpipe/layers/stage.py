@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe.layers.buffers import Buffers
 from gpipe.layers.inplace import InPlaceCheck
-from gpipe.layers.skips import Kept, Pop, alias, unpack
+from gpipe.layers.skips import Pop, Stashed, alias, unpack
 from gpipe.rng.visit import Visit
 from gpipe.values.autograd_graph import leaves_of
 from gpipe.values.digest import differ, digest
@@ -147,7 +147,7 @@ class Stage:
         """
         modes = self.modes
         loan = self.loans.lend(value, arrived, modes)
-        held: dict[str, Kept] = {}
+        held: dict[str, Stashed] = {}
         try:
             made = self._run(loan.value, loan.arrived, held, rng_key, progress)
         except RuntimeError:
@@ -161,7 +161,7 @@ class Stage:
         self,
         value: Tree,
         arrived: Mapping[str, Tensor | None],
-        held: dict[str, Kept],
+        held: dict[str, Stashed],
         rng_key: RngKey,
         progress: LayerProgress,
     ) -> Tree:
@@ -178,23 +178,28 @@ class Stage:
         return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_with_skips(
-        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], rng_key: RngKey
+        self,
+        layer: Layer,
+        value: Tree,
+        arrived: Mapping[str, Tensor | None],
+        held: dict[str, Stashed],
+        rng_key: RngKey,
     ) -> Tree:
         popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
         result = layer.run(value, popped, rng_key)
         if not layer.stash:
             return result
         result, tensors = unpack(result, layer.stash)
-        held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+        held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return result
 
-    def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Kept]) -> Tensor | None:
+    def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Stashed]) -> Tensor | None:
         """A stash for one use, of this stage or of an earlier one."""
         return held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
 
     def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
         """A layer that gives something else when it is given the same; None if none does so now."""
-        held: dict[str, Kept] = {}
+        held: dict[str, Stashed] = {}
         for layer in self.layers:
             popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
             made = [layer.run(replace_tensors(value, copy_of), popped, rng_key) for _ in range(TRIES)]
@@ -204,5 +209,5 @@ class Stage:
             value = made[0]
             if layer.stash:
                 value, tensors = unpack(value, layer.stash)
-                held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+                held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return None
