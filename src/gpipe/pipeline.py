@@ -27,7 +27,7 @@ from gpipe.distributed.reduce import local, whole
 from gpipe.distributed.session import Session, refuse_norms_of_a_part
 from gpipe.distributed.team import Alone, Team
 from gpipe.errors import entrance
-from gpipe.findings.advice import examine
+from gpipe.findings.before_training import examine_settings
 from gpipe.findings.examination import Examination
 from gpipe.findings.summary import summary
 from gpipe.layers.build import Layers, release
@@ -162,7 +162,7 @@ class GPipe(nn.Module):
             release(self._engine.stages, self._engine.own)
         self.step_number = 0
         self._examination = Examination(
-            [*examine(self._settings), *self._engine.findings()],
+            [*examine_settings(self._settings), *self._engine.findings()],
             [layer for stage in self._engine.own for layer in stage.layers],
             deferred=self._engine.deferred_batch_norm,
             recomputes=any(remat != "never" for remat in self._settings.remat),

@@ -1,11 +1,11 @@
-"""A pipe in words: its partitions, what they cost, what a step will take, and what the doctor found."""
+"""A pipe in words: its partitions, what they cost, what a step will take, and the findings."""
 
 from collections.abc import Iterator, Sequence
 
 from torch.nn.parameter import is_lazy
 
 from gpipe.build.settings import Settings
-from gpipe.findings.advice import partitions
+from gpipe.findings.before_training import partitions
 from gpipe.plan.simulate import Plan
 from gpipe.plan.timeline import bubble
 

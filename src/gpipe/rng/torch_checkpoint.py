@@ -54,7 +54,7 @@ class Generators:
 
 
 class RngStates(NamedTuple):
-    """The states of torch's generators that a checkpoint saved: of the CPU, and of each device that its inputs are on."""
+    """The states of torch's generators that a checkpoint saved: of the CPU, and of each device of its inputs."""
 
     cpu: Tensor | None
     devices: dict[int, Tensor]
