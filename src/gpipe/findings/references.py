@@ -14,7 +14,7 @@ Place: TypeAlias = tuple[str, str]
 
 
 def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]]:
-    """The attributes of modules, by the words for their layer, and what their forwards and hooks read beside these."""
+    """The attributes of modules, by the words for their layer, and what forwards and hooks read beside these."""
     for words, root in layers.items():
         for path, module in root.named_modules():
             own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
