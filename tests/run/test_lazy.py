@@ -226,7 +226,7 @@ def test_routes_costs_and_shared_weights_are_found_in_the_outline() -> None:
     zoo: list[Made] = [tied, lambda: Stash("e0", W), lambda: embedding, Reads, tied, lambda: Pop({"e0": W}, W)]
     found, (whole, _) = outlined(zoo).layers, named_layers(zoo, 0)
     assert find_pops(list(found.values())) == find_pops(list(whole.values()))
-    assert [list(s.places) for s in find_shared(list(found.values()))] == [[0, 2, 4]]
+    assert [list(s.slots) for s in find_shared(list(found.values()))] == [[0, 2, 4]]
     ties = [("0.weight", "3.linear.weight"), ("3.linear.bias", "nowhere")]
     assert find_ties(found, ties)[1] == find_ties(whole, ties)[1] == find_ties(whole, ties[1:])[1]
     assert embedding.weight.device == CPU
@@ -237,7 +237,7 @@ def test_a_weight_shared_between_a_module_and_a_callable_is_found_in_the_outline
     embedding = nn.Linear(W, W)
     zoo: list[Made] = [embedding, lambda: nn.Sequential(nn.Tanh(), embedding, nn.Linear(W, W))]
     found = outlined(zoo if first else zoo[::-1]).layers
-    assert [list(shared.places) for shared in find_shared(list(found.values()))] == [[0, 1], [0, 1]]
+    assert [list(shared.slots) for shared in find_shared(list(found.values()))] == [[0, 1], [0, 1]]
     assert found["0" if first else "1"] is embedding
     assert [p.is_meta for p in found["1" if first else "0"].parameters()] == [False, False, True, True]
 
@@ -327,7 +327,7 @@ def test_all_that_a_second_call_does_otherwise_is_named_at_once() -> None:
 
     numbers = iter([nn.Tanh(), 3])
     found = outlined([embed, lambda: nn.Linear(2, next(sizes)), cache(Rotary), tied, lambda: next(numbers)])
-    assert [list(shared.places) for shared in find_shared(list(found.layers.values()))] == [[0, 3]]
+    assert [list(shared.slots) for shared in find_shared(list(found.layers.values()))] == [[0, 3]]
     anew = "let every call build the whole layer anew, and name weights that it shares with another layer in ties="
     same = "it is called in every process, so let every call build the same layer"
     assert realize(found, range(1, 5))[1] == [

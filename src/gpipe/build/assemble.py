@@ -21,7 +21,7 @@ from gpipe.distributed.launcher import end_with_launcher
 from gpipe.layers.build import Outline, cut_into_stages, outline, realize
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
-from gpipe.layers.tied import Slot
+from gpipe.layers.buffers import Slot
 from gpipe.layers.tied import find_ties, tie
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
-from gpipe.layers.tied import Aliases
+from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.values.boundary import BoundaryValue, Gradients
 from gpipe.values.messages import Control, Label, Message
 from gpipe.values.tree import Tree
@@ -30,7 +30,7 @@ Bucket: TypeAlias = list[Tensor]
 """Gradients that travel together: flat pieces of the memory that `.grad` has."""
 
 
-def add_over_stages(engine: "Engine", aliases: Aliases) -> None:
+def add_over_stages(engine: "Engine", aliases: WeightAliases) -> None:
     """Adds up the gradients of shared weights over the stages that use them, on each of these stages."""
     position = engine.position
     assert position is not None

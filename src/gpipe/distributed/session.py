@@ -132,7 +132,7 @@ def _ties_of_names(engine: Engine) -> Iterator[tuple[str, str]]:
         for leaf in module._parameters
     }
     for shared in engine.shared:
-        places = [(at, id(module), leaf) for at, found in shared.places.items() for module, leaf in found]
+        places = [(at, id(module), leaf) for at, found in shared.slots.items() for module, leaf in found]
         first, *others = [names[place] for place in places]  # a module that is several layers has several names
         yield from ((other, first) for other in others)
 

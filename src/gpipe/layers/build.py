@@ -275,7 +275,7 @@ def cut_into_stages(
         stages.append(Stage(index, held, device))
         first += count
     for shared in find_shared(list(named.values())):  # each lives where it is first used
-        home = stage_of[min(shared.places)]
+        home = stage_of[min(shared.slots)]
         if home in own:
             shared.parameter.data = moved(shared.parameter.data, stages[home].device)
     return stages

@@ -16,9 +16,10 @@ from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.session_run import DistributedRun
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.layers.batchnorm import find_drift
+from gpipe.layers.shared_buffers import find_shared_buffers, find_shared_norm
 from gpipe.layers.skips import Pop, find_loss_pops
 from gpipe.layers.stage import Stage
-from gpipe.layers.tied import Tied, find_exposed, find_race, find_shared
+from gpipe.layers.tied import Tied, find_shared
 from gpipe.layers.weight_owners import WeightOwners
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
@@ -61,7 +62,7 @@ class Engine:
         self.own = self.stages if position is None else (self.stages[position.stage],)  # what runs in this process
         self.position = position
         self.shared = find_shared([layer.module for stage in stages for layer in stage.layers], tied)
-        self.exposed = find_exposed(self.stages)
+        self.shared_buffers = find_shared_buffers(self.stages)
         self.deferred_batch_norm = deferred_batch_norm
         if deferred_batch_norm and sync_batch_norm:
             raise ValueError(
@@ -71,7 +72,7 @@ class Engine:
         self.sync_batch_norm = sync_batch_norm
         if sync_batch_norm:
             find_norms([layer for stage in self.stages for layer in stage.layers])  # refused everywhere alike
-        race = find_race(self.stages)
+        race = find_shared_norm(self.stages)
         if race:
             raise ValueError(race)
         self.schedule = schedule
@@ -208,7 +209,7 @@ class Engine:
 
     def _stages_that_share(self) -> list[int]:
         stage_of = [stage.index for stage in self.stages for _ in stage.layers]
-        return sorted({stage_of[index] for item in self.shared for index in item.places})
+        return sorted({stage_of[index] for item in self.shared for index in item.slots})
 
     def start(self, micro_batches: int, batch: MiniBatch) -> MiniBatchRun:
         """Prepares the run of one mini-batch."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpipe.layers.recompute_check import RecomputeError
-from gpipe.layers.tied import Aliases, BufferGuard
+from gpipe.layers.shared_buffers import SharedBufferCheck
+from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.lower import halves
 from gpipe.plan.program import Program
 from gpipe.rng.random_ops import CPU, unseeded
@@ -66,7 +67,7 @@ class MiniBatchRun:
         self.engine = engine
         self.compiled = compiled
         self.batch = batch
-        self.aliases = Aliases(engine.shared, engine.own)
+        self.aliases = WeightAliases(engine.shared, engine.own)
         self.transport = self._make_transport()
         self.workers: list[Worker] = []
 
@@ -145,7 +146,7 @@ class MiniBatchRun:
         here = Ambient.here()  # for a backward, not what its forward had around it
         if threaded:
             here.refuse_strangers()
-        buffers = BufferGuard(self.engine.exposed)
+        buffers = SharedBufferCheck(self.engine.shared_buffers)
         try:
             with (
                 ambient.fresh_casts(),

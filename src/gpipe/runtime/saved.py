@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from gpipe.layers.buffers import Snapshot
+from gpipe.layers.buffers import SavedBuffers
 from gpipe.layers.recompute_check import Fingerprint
 from gpipe.layers.stage import LayerProgress
 from gpipe.values.boundary import BoundaryValue, Gradients
@@ -23,7 +23,7 @@ class Saved:
     given: list[BoundaryValue]
     gradients: list[Gradients] = field(default_factory=list)
     roots: list[list[Tensor]] = field(default_factory=list)
-    snapshot: Snapshot | None = None
+    snapshot: SavedBuffers | None = None
     progress: LayerProgress = field(default_factory=LayerProgress)
     fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe.layers.batchnorm import Deferred
-from gpipe.layers.buffers import Snapshot
+from gpipe.layers.buffers import SavedBuffers
 from gpipe.layers.inplace import SHARED_IN_PLACE
 from gpipe.layers.losses import as_made, read_loss, with_own_version
 from gpipe.layers.recompute_check import Fingerprint, otherwise
@@ -287,7 +287,7 @@ class Worker:
             self.batch.input_gradients[step.micro_batch] = saved.gradients[-1]
         del self.store[step.stage, step.micro_batch]
 
-    def _tell_of_writes(self, stage: Stage, before: Snapshot) -> None:
+    def _tell_of_writes(self, stage: Stage, before: SavedBuffers) -> None:
         """Notes the buffers that a backward has written."""
         written = {f"{type(module).__name__}.{name}": None for module, name in stage.buffers.after(before)}
         if written:
