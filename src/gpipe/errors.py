@@ -70,7 +70,7 @@ class RemoteError(RuntimeError):
     """Another process of the pipe failed, and with it this step here too.
 
     Attributes:
-        rank: The number of the process that failed, `replica * stages + stage`.
+        rank: The number of the process that failed: those of a replica stand side by side.
         type_name: The type of its exception, by name; empty if the process is gone without a word.
         traceback: Its traceback as text, as far as there is one.
 

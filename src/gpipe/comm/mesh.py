@@ -21,7 +21,7 @@ LONGEST_SILENCE = 30.0
 class Position:
     """The stage and the replica of this process.
 
-    `members` are the ranks in the world of all processes of the pipe, by `replica * stages + stage`.
+    `members` are the ranks in the world of all processes of the pipe, by their numbers there (`rank_of`).
     """
 
     stage: int
@@ -35,12 +35,31 @@ class Position:
     @property
     def rank(self) -> int:
         """The number of this process among those of the pipe."""
-        return self.replica * self.stages + self.stage
+        return self.rank_of(self.stage)
+
+    def rank_of(self, stage: int, replica: int | None = None) -> int:
+        """The number of the process that has a stage, of this replica if no other is given."""
+        return rank_of(stage, self.replica if replica is None else replica, self.stages)
+
+    @property
+    def ranks_of_replica(self) -> range:
+        """The processes of this replica, in their order."""
+        return range(self.rank_of(0), self.rank_of(0) + self.stages)
+
+    @property
+    def ranks_of_stage(self) -> list[int]:
+        """The processes that run what this one runs, one for each replica."""
+        return [self.rank_of(self.stage, replica) for replica in range(self.replicas)]
 
     @property
     def silence(self) -> float:
         """Seconds of silence after which another host is gone."""
         return min(self.timeout, LONGEST_SILENCE)
+
+
+def rank_of(stage: int, replica: int, stages: int) -> int:
+    """The number of a process among those of a pipe: replica by replica, in each stage by stage."""
+    return replica * stages + stage
 
 
 def is_joined() -> bool:

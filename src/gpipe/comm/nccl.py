@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from gpipe.comm import codec
 from gpipe.comm.frames import Gone
-from gpipe.comm.mesh import Position
+from gpipe.comm.mesh import Position, rank_of
 from gpipe.comm.untrusted import check_shape, reading
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Message
@@ -57,9 +57,9 @@ def pairs_of(stages: int, replicas: int, crossings: Iterable[tuple[int, int]]) -
     >>> sorted(pairs_of(2, 2, {(0, 1)}))
     [(0, 1), (0, 2), (1, 3), (2, 3)]
     """
-    within = {(r * stages + low, r * stages + high) for r in range(replicas) for low, high in crossings}
-    beside = combinations(range(replicas), 2)
-    return within | {(one * stages + s, other * stages + s) for one, other in beside for s in range(stages)}
+    table = [[rank_of(stage, replica, stages) for stage in range(stages)] for replica in range(replicas)]
+    within = {(ranks[low], ranks[high]) for ranks in table for low, high in crossings}
+    return within | {pair for one, other in combinations(table, 2) for pair in zip(one, other, strict=True)}
 
 
 @dataclass(frozen=True)

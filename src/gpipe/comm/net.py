@@ -35,13 +35,10 @@ from gpipe.comm.status import Seen, Status
 from gpipe.comm.untrusted import Damaged
 from gpipe.errors import heard
 from gpipe.values.boundary import BoundaryValue
-from gpipe.values.messages import Label, Message, ReadyEvent
+from gpipe.values.messages import Control, Label, Message, ReadyEvent
 from gpipe.values.tree import Tree
 
 logger = logging.getLogger("gpipe")
-
-AGREE = -1
-"""The route of what all processes tell each other; see also the routes in `collectives.py`."""
 
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
@@ -52,9 +49,10 @@ class Net:
     """The links of one process.
 
     Attributes:
-        rank: Its number; `replica * stages + stage`.
+        rank: Its number among them.
         size: How many processes there are.
         run: The number of the current run.
+        at: How far its row is.
         due: Where in this rank's row each message is received.
         sees: Says in words what a peer was last seen at.
     """
@@ -78,7 +76,7 @@ class Net:
         self.sees: Callable[[int, Seen], str] = _in_no_step
         self.waited = 0.0  # seconds, in all
         self.status = Status()
-        self._at = 0
+        self.at = 0
         self._parting = False
         self._tells_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
@@ -111,7 +109,7 @@ class Net:
 
     def reach(self, at: int) -> None:
         """Notes how far the row is, for this process and for those who watch it."""
-        self._at = at
+        self.at = at
         self.status.reach(self.run, at)
 
     def send(self, peer: int, label: Label, message: Message) -> None:
@@ -181,7 +179,7 @@ class Net:
             return False
         if head.run == self.run:
             label = head.label
-            if label != wanted and self.due.get(label, -1) > self._at:
+            if label != wanted and self.due.get(label, -1) > self.at:
                 return False
             self._early[peer, label] = (self._open(peer, link, head), head.sent or None)
         elif self._wires is not None:  # what follows comes all the same
@@ -322,7 +320,7 @@ class Net:
         Raises:
             RemoteError: A process failed, or is gone.
         """
-        label = Label(AGREE, 0, gradient=False)
+        label = Label(Control.AGREEMENT, 0, gradient=False)
         if self.rank:
             self.send(0, label, BoundaryValue(told, []))
             with self._at_parting():

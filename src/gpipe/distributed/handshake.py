@@ -11,10 +11,7 @@ from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.errors import heard
 from gpipe.values.boundary import BoundaryValue
-from gpipe.values.messages import Label
-
-HEADER = -5
-"""The route of headers."""
+from gpipe.values.messages import Control, Label
 
 
 class Asked(IntEnum):
@@ -60,15 +57,13 @@ def tell(net: Net, position: Position, header: Header) -> None:
     """Tells the other stages of this replica."""
     numbers = torch.tensor(astuple(header), dtype=torch.int64)
     for stage in range(1, position.stages):
-        net.send(
-            position.replica * position.stages + stage, Label(HEADER, 0, gradient=False), BoundaryValue(numbers, [])
-        )
+        net.send(position.rank_of(stage), Label(Control.HEADER, 0, gradient=False), BoundaryValue(numbers, []))
 
 
 def hear(net: Net, position: Position) -> Header:
     """Waits for what the first stage tells."""
-    first = position.replica * position.stages
-    message, _ = net.receive(first, Label(HEADER, 0, gradient=False))
+    first = position.rank_of(0)
+    message, _ = net.receive(first, Label(Control.HEADER, 0, gradient=False))
     numbers = message.value if isinstance(message, BoundaryValue) else None
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.shape != (len(fields(Header)),):
         raise heard(f"rank {first} sent what gpipe never sends: a header that is none", first)
@@ -90,7 +85,7 @@ def compare(told: Header, own: Header, position: Position) -> None:
 
 
 def _differences(told: Header, own: Header, position: Position) -> Iterator[str]:
-    first = position.replica * position.stages
+    first = position.rank_of(0)
     if told.asked != own.asked:  # all else follows
         yield f"{WORDS['asked']} is {told.asked} on rank {first} and {own.asked} on rank {position.rank}"
         return

@@ -14,14 +14,12 @@ from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
 from gpipe.layers.tied import Aliases
 from gpipe.values.boundary import BoundaryValue, Gradients
-from gpipe.values.messages import Label, Message
+from gpipe.values.messages import Control, Label, Message
 from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:
     from gpipe.runtime.engine import Engine
 
-TIE, REDUCE, REDUCED, STATISTICS, LOCKSTEP = -2, -3, -4, -8, -9
-"""Routes of messages that no program lists."""
 BUCKET = 2**22
 """Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""
 SMALL = 2**16
@@ -36,8 +34,8 @@ def add_over_stages(engine: "Engine", aliases: Aliases) -> None:
     """Adds up the gradients of shared weights over the stages that use them, on each of these stages."""
     position = engine.position
     assert position is not None
+    label = Label(Control.TIED_GRADIENTS, 0, gradient=True)
     stage_of = [stage.index for stage in engine.stages for _ in stage.layers]
-    first = position.replica * position.stages
     found = {at: dict(aliases.gradients(at)) for at in sorted(aliases.shared)}
     common: dict[int, list[int]] = {}  # which shared parameters each other stage uses as well
     for at in found:
@@ -45,17 +43,12 @@ def add_over_stages(engine: "Engine", aliases: Aliases) -> None:
             common.setdefault(stage, []).append(at)
     for stage, shared in sorted(common.items()):
         own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
-        engine.net.send(first + stage, Label(TIE, 0, gradient=True), own)
+        engine.net.send(position.rank_of(stage), label, own)
     for stage, shared in sorted(common.items()):
-        theirs = iter(_gradients(engine.net.receive(first + stage, Label(TIE, 0, gradient=True))[0]))
+        theirs = iter(_gradients(engine.net.receive(position.rank_of(stage), label)[0]))
         for at in shared:
             found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if stage_of[layer] == stage}
     aliases.add_up(found)
-
-
-def peers_of(position: Position) -> list[int]:
-    """The processes that run this stage, one for each replica."""
-    return [replica * position.stages + position.stage for replica in range(position.replicas)]
 
 
 def add_over_replicas(net: Net, position: Position, parameters: Sequence[Tensor]) -> None:
@@ -70,7 +63,7 @@ def add_over_replicas(net: Net, position: Position, parameters: Sequence[Tensor]
     Raises:
         ValueError: A gradient is sparse.
     """
-    peers = peers_of(position)
+    peers = position.ranks_of_stage
     gradients = list(_all_gradients(net, peers, parameters))
     staged = [gradient.contiguous() for gradient in gradients]  # mostly the same memory
     buckets = _buckets(_pieces(staged))
@@ -79,13 +72,15 @@ def add_over_replicas(net: Net, position: Position, parameters: Sequence[Tensor]
     for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
         for at, owner in zip(ahead, peers, strict=False):
             flat[at] = _flat(buckets[at])
-            _tell(net, [owner], REDUCE, at, flat[at])
+            _tell(net, [owner], Control.GRADIENTS, at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             if owner == net.rank:
-                _add(flat[at], [None if p == net.rank else _hear(net, p, REDUCE, at) for p in peers])
-                _tell(net, peers, REDUCED, at, flat[at])
+                _add(flat[at], [None if p == net.rank else _hear(net, p, Control.GRADIENTS, at) for p in peers])
+                _tell(net, peers, Control.SUMMED_GRADIENTS, at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
-            _put_back(buckets[at], flat.pop(at) if owner == net.rank else _hear(net, owner, REDUCED, at))
+            _put_back(
+                buckets[at], flat.pop(at) if owner == net.rank else _hear(net, owner, Control.SUMMED_GRADIENTS, at)
+            )
     for gradient, summed in zip(gradients, staged, strict=True):
         if summed is not gradient:
             gradient.copy_(summed)
@@ -128,11 +123,11 @@ def _hear(net: Net, peer: int, route: int, at: int) -> Tensor:
 def _all_gradients(net: Net, peers: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
-    _tell(net, peers, REDUCE, NAMES, own)
+    _tell(net, peers, Control.GRADIENTS, NAMES, own)
     present = own.clone()
     for peer in peers:
         if peer != net.rank:
-            present |= _hear(net, peer, REDUCE, NAMES)
+            present |= _hear(net, peer, Control.GRADIENTS, NAMES)
     for parameter, wanted in zip(parameters, present.tolist(), strict=True):
         if wanted:
             if parameter.grad is None:
@@ -171,7 +166,7 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
     Raises:
         ValueError: They have not.
     """
-    counts = tell_replicas(net, position, LOCKSTEP, micro_batches)
+    counts = tell_replicas(net, position, Control.MICRO_BATCHES, micro_batches)
     if len(set(counts)) > 1:
         raise ValueError(
             f"{why}, but the replicas have {counts} of them; give each replica at least M rows in every step, and "
@@ -181,7 +176,7 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
 
 def tell_replicas(net: Net, position: Position, route: int, told: Tree) -> list[Any]:
     """Tells the other replicas of a stage something, once a run; gives what each told, by replica."""
-    peers, label = peers_of(position), Label(route, 0, gradient=False)
+    peers, label = position.ranks_of_stage, Label(route, 0, gradient=False)
     for peer in peers:
         if peer != net.rank:
             net.send(peer, label, BoundaryValue(told, []))

@@ -16,7 +16,7 @@ from gpipe.build.settings import Settings
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.distributed.handshake import Asked, Header, compare, hear, tell
-from gpipe.distributed.reduce import peers_of, tell_replicas, value_of
+from gpipe.distributed.reduce import tell_replicas, value_of
 from gpipe.distributed.session_run import DistributedRun
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.errors import innermost_code
@@ -31,14 +31,11 @@ from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder
 from gpipe.values.boundary import BoundaryValue, Gradients
-from gpipe.values.messages import Label
+from gpipe.values.messages import Control, Label
 from gpipe.values.microbatch import merge, rows_of_parts, split
 from gpipe.values.tree import Tree
 
 logger = logging.getLogger("gpipe")
-
-WEIGHT, OUTPUT, GIVEN = -6, -7, -10
-"""Routes of the weights of replicas, of outputs, and of how replicas average and scale."""
 
 
 class Session:
@@ -68,7 +65,7 @@ class Session:
     @property
     def first(self) -> int:
         """The process of this replica's first stage."""
-        return self.position.replica * self.position.stages
+        return self.position.rank_of(0)
 
     @contextmanager
     def run(self) -> Iterator["SessionRun"]:
@@ -101,7 +98,7 @@ class Session:
         with self.run() as talk:
             talk.meet(Asked.NORMS)
             every = talk.net.agree((named, list(norms)))
-        own = every[self.first : self.first + self.position.stages]
+        own = [every[rank] for rank in self.position.ranks_of_replica]
         found = {name: norm for names, theirs in reversed(own) for name, norm in zip(names, theirs, strict=True)}
         order = [name for names, _ in own for name in names]
         return [found[name] for name in dict.fromkeys(order)]
@@ -236,8 +233,10 @@ class SessionRun:
         """
         if self.position.replicas == 1:
             return
-        peers = peers_of(self.position)
-        every = tell_replicas(self.net, self.position, GIVEN, {"reduction": given.kind, "scale": given.scale})
+        peers = self.position.ranks_of_stage
+        every = tell_replicas(
+            self.net, self.position, Control.REDUCTION, {"reduction": given.kind, "scale": given.scale}
+        )
         mistakes = [
             ", ".join(f"{name} is {told[name]!r} on rank {peer}" for peer, told in zip(peers, every, strict=True))
             for name in every[0]
@@ -251,7 +250,7 @@ class SessionRun:
 
     def _add_over_replicas(self, own: float) -> float:
         """Adds up a weight over the last stages of all replicas."""
-        found: float = sum(tell_replicas(self.net, self.position, WEIGHT, own))
+        found: float = sum(tell_replicas(self.net, self.position, Control.WEIGHT, own))
         return found
 
     def call(
@@ -279,7 +278,7 @@ class SessionRun:
     def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every stage of the replica the outputs that the last one made."""
         last = self.together.first + self.position.stages - 1
-        labels = [Label(OUTPUT, m, gradient=False) for m in range(micro_batches)]
+        labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
         if not self.together.is_last:
             return [Output(*value_of(self.net.receive(last, label)[0])) for label in labels]
         for label, output in zip(labels, outputs, strict=True):

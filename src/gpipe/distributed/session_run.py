@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from gpipe.comm.mesh import Position
 from gpipe.comm.status import Seen, Status
 from gpipe.distributed.reduce import (
-    STATISTICS,
     add_over_replicas,
     add_over_stages,
     check_lockstep,
@@ -29,7 +28,7 @@ from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.rows import CompiledRows
 from gpipe.runtime.walk import in_words, walk
 from gpipe.runtime.worker import Worker
-from gpipe.values.messages import Transport
+from gpipe.values.messages import Control, Transport
 
 if TYPE_CHECKING:
     from gpipe.runtime.engine import Engine
@@ -42,7 +41,7 @@ class DistributedRun(MiniBatchRun):
     """One row of a mini-batch's program; the others run in other processes."""
 
     def _make_transport(self) -> Transport:
-        return P2P(self.engine.net, self._place.replica * self._place.stages)
+        return P2P(self.engine.net, self._place.rank_of(0))
 
     def _drive(self, part: CompiledRows, ambient: Ambient, recorder: Recorder | None, *, threaded: bool) -> None:
         (worker,) = self.workers
@@ -91,7 +90,7 @@ class DistributedRun(MiniBatchRun):
         if LOCKSTEP not in reasons:
             return nullcontext()
         row = part.program.rows[worker.rank]
-        return self._sync.in_place(norms, lambda: row[self.engine.net._at])
+        return self._sync.in_place(norms, lambda: row[self.engine.net.at])
 
     def _settle_spread(self, spread: Sequence[nn.Module]) -> None:
         """Has modules that are spread over the replicas add up gradients, which are weighed already."""
@@ -121,7 +120,7 @@ class DistributedRun(MiniBatchRun):
             return
         (deferred,) = worker.deferred.values()
         with worker.stream.enter():
-            deferred.hear(tell_replicas(self.engine.net, self._place, STATISTICS, deferred.told()))
+            deferred.hear(tell_replicas(self.engine.net, self._place, Control.DEFERRED_STATISTICS, deferred.told()))
 
     def _add_up(self) -> None:
         """Done by TIE."""

@@ -17,16 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
-from gpipe.distributed.reduce import peers_of, value_of
+from gpipe.distributed.reduce import value_of
 from gpipe.layers.batchnorm import Statistics, update
 from gpipe.layers.stage import Layer
 from gpipe.layers.tied import is_compiled
 from gpipe.plan.action import Action, Kind
 from gpipe.values.boundary import BoundaryValue
-from gpipe.values.messages import Label
+from gpipe.values.messages import Control, Label
 
-NORM = -16
-"""The route of the first BatchNorm of a stage; those of the others follow below."""
 LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that of the other replicas"
 
 
@@ -39,7 +37,7 @@ class Synced:
 
     def __init__(self, net: Net, position: Position, micro_batches: int) -> None:
         self.net = net
-        self.peers = peers_of(position)
+        self.peers = position.ranks_of_stage
         self.micro_batches = micro_batches
         self.kept: dict[Label, Tensor] = {}
 
@@ -63,7 +61,7 @@ class Synced:
         use = self._uses[number, action]
         self._uses[number, action] += 1
         assert action.micro_batch is not None
-        label = Label(NORM - number, use * self.micro_batches + action.micro_batch, gradient=False)
+        label = Label(Control.BATCHNORM - number, use * self.micro_batches + action.micro_batch, gradient=False)
         wide = input.float() if input.dtype.itemsize < 4 else input
         variance, mean = torch.var_mean(wide, [at for at in range(input.dim()) if at != 1], correction=0)
         own = torch.stack([torch.full_like(mean, input.numel() / input.shape[1]), mean, variance]).double()

@@ -8,7 +8,7 @@ class Team(Protocol):
     """The processes of a pipe; in one process there is one, however many stages it runs.
 
     Attributes:
-        rank: The number of this process, `replica * stages + stage`.
+        rank: The number of this process.
         size: How many processes there are.
     """
 

@@ -1,5 +1,6 @@
 """The seam between ranks: a worker hands messages over, a transport brings them."""
 
+from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -11,8 +12,35 @@ ReadyEvent: TypeAlias = torch.cuda.Event | float | None
 """When a tensor that crosses is whole: an event on its maker's stream, or on a CPU the time, for the recorder."""
 
 
+class Control(IntEnum):
+    """What processes tell each other outside of the program: in a label it stands where routes have their place."""
+
+    AGREEMENT = -1
+    """What all processes tell each other."""
+    TIED_GRADIENTS = -2
+    """Gradients of shared weights, between the stages that use them."""
+    GRADIENTS = -3
+    """Which gradients a replica has, and then the gradients, to the replica that adds them up."""
+    SUMMED_GRADIENTS = -4
+    """Gradients of all replicas added up."""
+    HEADER = -5
+    """What the first stage tells the others before a run."""
+    WEIGHT = -6
+    """By how much the micro-batches of a replica count."""
+    OUTPUT = -7
+    """An output of the last stage, for the others."""
+    DEFERRED_STATISTICS = -8
+    """Statistics of BatchNorm over the mini-batch of a replica."""
+    MICRO_BATCHES = -9
+    """How many micro-batches a replica has."""
+    REDUCTION = -10
+    """By what a replica averages and scales losses."""
+    BATCHNORM = -16
+    """Statistics of a micro-batch of a replica, at the stage's first BatchNorm; those of the others follow below."""
+
+
 class Label(NamedTuple):
-    """What a message carries: which route (its place in the program), which micro-batch, value or gradient."""
+    """What a message carries: a route (its place in the program, or a `Control`), micro-batch, value or gradient."""
 
     route: int
     micro_batch: int
