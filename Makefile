@@ -14,7 +14,7 @@ test-processors: $(VENV)/.ready  ## Law 1 under processors of both makers, by qe
 	$(PYTHON) -m tests.processors
 
 soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written from the contract: about half an hour.
-	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out bench/results/soak
+	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out tests/soak/results/soak
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
