@@ -21,13 +21,13 @@ from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from gpipe.plan import schedules
 from gpipe.plan.action import Route, parse_action
 from gpipe.plan.cost import StageCost
 from gpipe.plan.laws import check
 from gpipe.plan.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program
 from gpipe.plan.rules import needs
-from gpipe.plan import schedules
 from gpipe.plan.simulate import simulate
 from gpipe.report import timeline_svg
 

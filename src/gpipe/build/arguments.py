@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe.plan.lower import REMATS, Remat
+from gpipe.comm.mesh import Position
 from gpipe.layers.build import find_scripted
 from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes
-from gpipe.comm.mesh import Position
-from gpipe.layers.tied import Tied, find_ties
 from gpipe.layers.skips import find_pops
+from gpipe.layers.tied import Tied, find_ties
+from gpipe.plan.lower import REMATS, Remat
 
 
 class Mistakes:
@@ -132,7 +132,9 @@ def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, .
     return tuple(each)  # type: ignore[arg-type]  # checked above
 
 
-def read_devices(devices: object, stages: int, position: Position | None, mistakes: Mistakes) -> tuple[torch.device, ...]:
+def read_devices(
+    devices: object, stages: int, position: Position | None, mistakes: Mistakes
+) -> tuple[torch.device, ...]:
     """The device of each partition; that of the process if there are several."""
     if position is not None:
         mistakes.check(

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.build.settings import Arguments, Settings, settle
 from gpipe.build.arguments import Mistakes, draw_seed
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.distributed.reduce import local
-from gpipe.distributed.agree import BUILDING, LINKING, Agreement
-from gpipe.values.digest import digest
-from gpipe.runtime.engine import Engine
-from gpipe.distributed.launcher import end_with_launcher
-from gpipe.layers.build import Outline, cut_into_stages, outline, realize
+from gpipe.build.settings import Arguments, Settings, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
+from gpipe.distributed.agree import BUILDING, LINKING, Agreement
+from gpipe.distributed.launcher import end_with_launcher
+from gpipe.distributed.reduce import local
 from gpipe.layers.buffers import Slot
+from gpipe.layers.build import Outline, cut_into_stages, outline, realize
 from gpipe.layers.tied import find_ties, tie
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.runtime.engine import Engine
+from gpipe.values.digest import digest
 
 
 def assemble(asked: Arguments) -> tuple[Settings, Engine]:
@@ -101,7 +101,9 @@ def _own(settings: Settings, position: Position) -> range:
     return range(begin, begin + settings.layers_per_partition[position.stage])
 
 
-def _with_own_layers(settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]) -> Settings:
+def _with_own_layers(
+    settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]
+) -> Settings:
     own = _own(settings, position)
     mistakes = Mistakes()
     named, mistakes.found = realize(sketch, own)
@@ -160,9 +162,7 @@ def _checksum(layer: nn.Module) -> int:
     return found
 
 
-def _tie(
-    named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: range
-) -> list[list[Slot]]:
+def _tie(named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: range) -> list[list[Slot]]:
     """Gives this process's copies of tied weights the value of the first; places of each group, in all processes."""
     groups, _ = find_ties(named, ties)
     index_of = {name: index for index, name in enumerate(named)}

@@ -8,18 +8,27 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.build.arguments import Mistakes, as_int, check_layers, count_stages, is_count, read_devices, read_remat, read_seed
+from gpipe.build.arguments import (
+    Mistakes,
+    as_int,
+    check_layers,
+    count_stages,
+    is_count,
+    read_devices,
+    read_remat,
+    read_seed,
+)
+from gpipe.comm.mesh import Position
+from gpipe.costs.measure import as_in_training, count_flops, measure_by, measure_seconds
+from gpipe.layers.build import Layers, Outline, named_layers
+from gpipe.layers.invalid_layers import find_without_values
+from gpipe.layers.tied import Tied, tie
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Balance, Partition, given, partition
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.layers.build import Layers, Outline, named_layers
-from gpipe.costs.measure import as_in_training, count_flops, measure_by, measure_seconds
+from gpipe.values.input_checks import find_strange_values
 from gpipe.values.microbatch import count_rows, split
 from gpipe.values.tree import Tree
-from gpipe.layers.invalid_layers import find_without_values
-from gpipe.comm.mesh import Position
-from gpipe.layers.tied import Tied, tie
-from gpipe.values.input_checks import find_strange_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
