@@ -2,7 +2,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PLAN_VENV := .venv-plan
 
-.PHONY: demo test soak test-processors lint test-plan bench clean
+.PHONY: demo test soak test-processors lint test-plan docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits
@@ -14,7 +14,7 @@ test-processors: $(VENV)/.ready  ## Law 1 under processors of both makers, by qe
 	$(PYTHON) -m tests.processors
 
 soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written from the contract: about half an hour.
-	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out bench/results/soak
+	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out tests/soak/results/soak
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
@@ -26,6 +26,9 @@ test-plan: $(PLAN_VENV)/.ready
 	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 	$(PLAN_VENV)/bin/python -m pytest -q tests/plan src/gpipe/plan
 
+docs: $(VENV)/.docs  ## Build the documentation: docs/_build/index.html.
+	$(VENV)/bin/sphinx-build -q -W --keep-going -E -b html docs docs/_build
+
 bench: $(VENV)/.bench  ## Measure what a step costs, beside other runtimes: about half an hour.
 	$(PYTHON) -m bench.sleep
 	$(PYTHON) -m bench.table2
@@ -35,6 +38,10 @@ bench: $(VENV)/.bench  ## Measure what a step costs, beside other runtimes: abou
 
 bench-%: $(VENV)/.bench  ## One workload: bench-transformer, bench-conv, ...
 	$(PYTHON) -m bench.run $*
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
@@ -52,4 +59,4 @@ $(PLAN_VENV)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PLAN_VENV)
+	rm -rf $(VENV) $(PLAN_VENV) docs/_build docs/_generated

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.report import of, table, with_time_left
 from tests.processes.faults import EXCEPTIONS
 from tests.processes.jobs_construction import BEFORE, FEW, construct, save_and_die
 from tests.processes.launch import Crew, Job, run_ranks
 from tests.processes.outcome import HungError, Outcome
 from tests.processes.torchrun import torchrun, wait_for
+
+from bench.report import of, table, with_time_left
 
 KINDS = ("SIGKILL", "os._exit", "SIGSEGV", "FaultError", "KeyboardInterrupt", FEW)
 PLACES = 10

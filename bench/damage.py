@@ -18,13 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from tests.checkpoint.networks import Odd, build, differences, remembered, snapshot, trained
+from tests.checkpoint.ranks import RankPipe, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 
 import gpipe
 from bench.damages import LATEST, Damage, bits, contents, latests, mixtures, places
 from bench.machine import facts
 from bench.report import describe, of, table, with_time_left, write
-from tests.checkpoint.networks import Odd, build, differences, remembered, snapshot, trained
-from tests.checkpoint.ranks import RankPipe, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 from tests.checkpoint.test_damage import FILES
 
 BITS = 8

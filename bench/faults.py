@@ -25,13 +25,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench import construction, damage, resume
-from bench.machine import facts
-from bench.report import describe, of, table, with_time_left, write
 from tests.processes.faults import KINDS, PHASES
 from tests.processes.launch import Crew
 from tests.processes.matrix import Case, Finding, cases, run, shortfalls
 from tests.processes.torchrun import torchrun, wait_for
+
+from bench import construction, damage, resume
+from bench.machine import facts
+from bench.report import describe, of, table, with_time_left, write
 
 WAIT = 5.0
 """Seconds after the launcher's death at which a worker that still runs is an orphan."""

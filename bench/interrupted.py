@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from tests.checkpoint.killed import kill_at
+from tests.checkpoint.networks import adamw, remembered
+from tests.processes.faults import LAYER_PHASES, Fault, Faulty, strike
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
@@ -25,9 +28,6 @@ from torch.utils import _pytree as pytree
 import gpipe
 from gpipe.datasets import batches
 from gpipe.recipes.world import find_world, joined
-from tests.checkpoint.killed import kill_at
-from tests.checkpoint.networks import adamw, remembered
-from tests.processes.faults import LAYER_PHASES, Fault, Faulty, strike
 
 Json: TypeAlias = Any
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
 from rich.progress import track
-
-from bench import machine, report
 from tests.odd_layers import Fork, OnFirst
 from tests.random_cases import Case, check_case, random_case
+
+from bench import machine, report
 
 
 def kinds_of(case: Case) -> Iterator[str]:

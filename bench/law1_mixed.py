@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from random import Random
 
 from rich.progress import track
+from tests.mixed_tasks import Task, Way, check
 
 from bench.law1 import keep
-from tests.mixed_tasks import Task, Way, check
 
 
 def contents_of(task: Task) -> Iterator[str]:

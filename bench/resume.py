@@ -21,14 +21,15 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from tempfile import TemporaryDirectory
 
-from bench import interrupted
-from bench.interrupted import STEPS, Json, Layout, Moment
-from bench.machine import facts
-from bench.report import describe, of, table, with_time_left, write
 from tests.processes.launch import run_ranks
 from tests.processes.matrix import numbers
 from tests.processes.outcome import HungError, Outcome, told_by
 from tests.processes.torchrun import torchrun
+
+from bench import interrupted
+from bench.interrupted import STEPS, Json, Layout, Moment
+from bench.machine import facts
+from bench.report import describe, of, table, with_time_left, write
 
 TOLERANCE = 1e-4
 """Of numbers that are sums made in another order, or have grown from such over all steps."""

@@ -18,16 +18,16 @@ THEIRS = tuple(f"{HOME / part}" for part in ("cli", "datasets", "models", "recip
 """Models and training loops of ours are as a user's."""
 BUGS = (AssertionError, AttributeError, LookupError, NameError)
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def entrance(function: Callable[Given, Made]) -> Callable[Given, Made]:
+def entrance(function: Callable[P, R]) -> Callable[P, R]:
     """Has what a function raises show the function's own frame and none behind it that is ours."""
     code = innermost_code(function)
 
     @wraps(function)
-    def entered(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except BaseException as error:

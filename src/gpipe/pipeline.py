@@ -1,65 +1,49 @@
 """`GPipe`, the facade that a user sees."""
 
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe.build.assemble import assemble
 from gpipe.build.settings import Arguments, Costs
-from gpipe.build.words import (
+from gpipe.build.unknown_arguments import (
     TOO_MANY_FOR_CALLS,
     TOO_MANY_FOR_PIPES,
     TOO_MANY_FOR_STEPS,
     WORDS_OF_CALLS,
     WORDS_OF_PIPES,
     WORDS_OF_STEPS,
-    known_words,
+    refuse_unknown,
 )
 from gpipe.distributed.handshake import Asked, Header
-from gpipe.distributed.reduce import local, whole
-from gpipe.distributed.session import Session, refuse_norms_of_a_part
-from gpipe.distributed.team import Alone, Team
+from gpipe.distributed.norms import clip_grad_norm_
+from gpipe.distributed.session import Session
 from gpipe.errors import entrance
-from gpipe.findings.advice import examine
-from gpipe.findings.examination import Examination
+from gpipe.findings.before_training import examine_settings
+from gpipe.findings.examination import Before, Examination
 from gpipe.findings.summary import summary
-from gpipe.layers.build import Layers, release
-from gpipe.layers.losses import NO_METRICS
-from gpipe.layers.skips import Sequential, find_loss_pops, names, refuse_unused
+from gpipe.layers.build import Layers
+from gpipe.module import Partitioned
 from gpipe.plan.partition import Balance
-from gpipe.plan.planner import Plan, foresee
 from gpipe.plan.program import Program
-from gpipe.runtime.autograd import Call, pipelined
-from gpipe.runtime.batch import MiniBatch
+from gpipe.plan.simulate import Plan, predict
 from gpipe.runtime.engine import Wanted
-from gpipe.runtime.inputs import (
-    NO_GRAPH,
-    StepInputs,
-    check_loss_fn,
-    check_numbers,
-    refuse_gradients_of_inputs,
-    refuse_tangents,
-    refuse_tracing,
-    split_alike,
-)
+from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
 from gpipe.runtime.modes import Ambient, untraced
 from gpipe.runtime.recorder import Recorder
-from gpipe.values.boundary import BoundaryValue, cut
-from gpipe.values.microbatch import Reduction, merge
+from gpipe.runtime.state import MiniBatch
+from gpipe.values.microbatch import Reduction
 from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class GPipe(nn.Module):
+class GPipe(Partitioned):
     """Trains a sequence of layers, cut into partitions, with micro-batches flowing through them (paper, section 2).
 
     The result is the same, bit for bit, for every number of partitions: that of the plain layers run micro-batch
@@ -92,9 +76,8 @@ class GPipe(nn.Module):
         seed: Keys all randomness of the layers; None draws one number from torch's generator.
         intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
         driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging. By
-            default threads; only if eight mini-batches show layers of a millisecond or less is the calling thread
-            tried, and the faster kept. `"process"`: this process runs one partition, others the others. All call the
-            same then; only the first reads inputs, only the last reads targets. The bits are the same.
+            default threads. `"process"`: this process runs one partition, others the others. All call the same then;
+            `reads_inputs` and `reads_targets` say who reads them. The bits are the same.
         mesh: For processes: where they are, a `DeviceMesh` with a dimension `"pp"` of K and perhaps one `"dp"` of
             replicas, whose gradients are added up. By default the world, K processes in a row to a replica. Over
             `mesh["dp"]` layers may be sharded by `fully_shard` once the pipe is built, and optimizers by
@@ -115,7 +98,7 @@ class GPipe(nn.Module):
     """
 
     @entrance
-    @known_words(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
+    @refuse_unknown(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
     def __init__(
         self,
         layers: Layers,
@@ -136,8 +119,7 @@ class GPipe(nn.Module):
         driver: str | None = None,
         mesh: "DeviceMesh | None" = None,
     ) -> None:
-        super().__init__()
-        self._settings, self._engine = assemble(
+        settings, session = assemble(
             Arguments(
                 layers,
                 partitions,
@@ -157,63 +139,17 @@ class GPipe(nn.Module):
                 mesh=mesh,
             )
         )
-        self._together = None if self._engine.position is None else Session(self._engine, self._settings)
-        if self._together is not None:
-            release(self._engine.stages, self._engine.own)
+        super().__init__(settings, session)
         self.step_number = 0
-        self._examination = Examination(
-            [*examine(self._settings), *self._engine.findings()],
-            [layer for stage in self._engine.own for layer in stage.layers],
-            deferred=self._engine.deferred_batch_norm,
-            recomputes=any(remat != "never" for remat in self._settings.remat),
-            threaded=self._engine.threaded,
-        )
         self.recorder: Recorder | None = None
-        # At last, and not by add_module: a layer may be named like any of these.
-        self._modules.update(self._own_layers())
-
-    def __len__(self) -> int:
-        """The number of layers, of all partitions."""
-        return len(self._settings.layers)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """The layers, in order; over processes this one's."""
-        return iter(self._own_layers().values())
-
-    @overload
-    def __getitem__(self, at: int) -> nn.Module: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequential: ...
-
-    def __getitem__(self, at: int | slice) -> nn.Module:
-        """A layer by its place among all, or a `gpipe.Sequential` of several, as on `nn.Sequential`.
-
-        >>> import gpipe, torch
-        >>> pipe = gpipe.GPipe([torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)], 2, 4)
-        >>> pipe[-1].out_features, len(pipe), len(pipe[:2])
-        (1, 3, 2)
-
-        Raises:
-            IndexError: There is no such layer, or another process has it.
-        """
-        names = list(self._settings.layers)
-        if isinstance(at, slice):
-            return Sequential(OrderedDict((name, self._own_layer(name)) for name in names[at]))
-        try:
-            name = names[at]
-        except (TypeError, IndexError):
-            last = len(names) - 1
-            raise IndexError(
-                f"there is no layer {at!r}; give one of 0 to {last}, -1 for the last, or a slice"
-            ) from None
-        return self._own_layer(name)
-
-    def _own_layer(self, name: str) -> nn.Module:
-        own = self._own_layers()
-        if name not in own:
-            raise IndexError(f"layer {name} is another process's; this one has {', '.join(own)}")
-        return own[name]
+        self._examination = Examination(
+            [*examine_settings(settings), *session.findings()],
+            [layer for stage in session.engine.own for layer in stage.layers],
+            deferred=session.engine.deferred_batch_norm,
+            recomputes=any(remat != "never" for remat in settings.remat),
+            threaded=session.engine.threaded,
+        )
+        self._hold_layers()
 
     @property
     def findings(self) -> list[str]:
@@ -223,11 +159,11 @@ class GPipe(nn.Module):
     @property
     def partitions(self) -> int:
         """K."""
-        return len(self._settings.layers_per_partition)
+        return len(self._settings.devices)
 
     @property
     def layers_per_partition(self) -> tuple[int, ...]:
-        """The number of layers of each partition."""
+        """The number of layers of each stage: of each partition, where that is one."""
         return self._settings.layers_per_partition
 
     @property
@@ -255,6 +191,16 @@ class GPipe(nn.Module):
         self._settings = replace(self._settings, seed=seed)
 
     @property
+    def reads_inputs(self) -> bool:
+        """Whether this process has the first stage, and reads inputs; in one process always."""
+        return self._session.reads_inputs
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this process has the last stage, and reads targets; in one process always."""
+        return self._session.reads_targets
+
+    @property
     def program(self) -> Program:
         """The table that a training step of M micro-batches runs."""
         return self._engine.compiled(Wanted(self.micro_batches, trains=True)).program
@@ -274,10 +220,10 @@ class GPipe(nn.Module):
         >>> round(pipe.plan.bubble, 3)
         0.158
         """
-        return foresee(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
+        return predict(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
 
     @entrance
-    @known_words(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
+    @refuse_unknown(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
     @untraced
     def step(
         self,
@@ -316,44 +262,15 @@ class GPipe(nn.Module):
         """
         given = StepInputs(inputs, targets, loss_fn, reduction, scale, Ambient.here(), scaler)
         batch = self._batch(given.ambient)
-        before = self._examination.look(batch.step) if batch.trains and self.training else None
-        together = self._together
-        step = partial(self._step_together, together) if together else self._step_here
-        rows, loss, metrics = step(given, batch)
+        before = self._look(batch)
+        rows, loss, metrics = self._session.step(given, batch, self._header(given.ambient), self.recorder)
         self._count_step()
         if before is not None:
             self._examination.compare(before, rows, batch.findings, self, loss_fn)
-        return loss if all(metric is NO_METRICS for metric in metrics) else (loss, metrics)
-
-    def _step_here(self, given: StepInputs, batch: MiniBatch) -> tuple[int, Tensor | int, list[object]]:
-        """Runs a step in this process; gives the rows of the last micro-batch, the loss and the metrics."""
-        given = given.scaled(self.devices[-1])
-        check_loss_fn(given.loss_fn)
-        self._examination.tell(given.findings())
-        rows, (values, targets) = split_alike(self.micro_batches, inputs=given.inputs, targets=given.targets)
-        self._prepare(batch, values, given)
-        shares = given.shares(rows, targets)
-        batch.targets = targets
-        batch.seeds = [share * given.scale if share else None for share in shares]
-        self._engine.start(len(values), batch).go(given.ambient, self.recorder)
-        loss = sum(batch.losses[m] * share for m, share in enumerate(shares) if share)
-        return rows[-1], loss, [batch.metrics[m] for m in range(len(values))]
-
-    def _step_together(
-        self, together: Session, given: StepInputs, batch: MiniBatch
-    ) -> tuple[int, Tensor | int, list[object]]:
-        """Likewise in all processes."""
-        with together.run() as talk:
-            given = given.scaled(self.devices[-1], processes=together.size)
-            if together.is_last:
-                self._examination.tell(given.findings())
-            rows, values = self._read_inputs(together, given.inputs)
-            self._prepare(batch, values, given)
-            header = self._header(Asked.STEP, given.ambient, rows, len(values))
-            return talk.step(header, batch, given, self.recorder)
+        return (loss, metrics) if metrics else loss
 
     @entrance
-    @known_words(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS)
+    @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS)
     @untraced
     def forward(self, inputs: Tree, *, gather: bool = False) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
@@ -374,64 +291,19 @@ class GPipe(nn.Module):
         refuse_tracing()
         ambient = Ambient.here()
         batch = self._batch(ambient)
-        before = self._examination.look(batch.step) if batch.trains and self.training else None
-        if self._together is None:
-            rows, output = self._call_here(inputs, batch, ambient)
-        else:
-            rows, output = self._call_together(self._together, inputs, batch, ambient, gather=gather)
+        before = self._look(batch)
+        header = self._header(ambient)
+        rows, output = self._session.call(inputs, batch, header, ambient, self.recorder, gather=gather)
         self._count_step()
         if before is not None:
             self._examination.compare(before, rows, batch.findings)
         return output
 
-    def _call_here(self, inputs: Tree, batch: MiniBatch, ambient: Ambient) -> tuple[int, Any]:
-        """Runs the forward in this process; gives the rows of the last micro-batch, and the output."""
-        rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
-        cuts = [cut(value) for value in values]
-        batch.inputs = [crossing for crossing, _ in cuts]
-        run = self._engine.start(len(values), batch)
-        if ambient.grad:
-            outputs = pipelined(Call(run, ambient, self.recorder), [leaves for _, leaves in cuts])
-        else:
-            run.go(ambient, self.recorder)
-            outputs = [output.value for output in run.take_outputs()]
-        return rows[-1], merge(outputs)
+    def _look(self, batch: MiniBatch) -> Before | None:
+        return self._examination.look(batch.step) if batch.trains and self.training else None
 
-    def _call_together(
-        self, together: Session, inputs: Tree, batch: MiniBatch, ambient: Ambient, *, gather: bool
-    ) -> tuple[int, Any]:
-        """Likewise in all processes."""
-        with together.run() as talk:
-            if ambient.grad and not gather:
-                raise ValueError(
-                    "under grad every process needs the output, to call backward(): use pipe(inputs, gather=True), "
-                    "or torch.no_grad()"
-                )
-            rows, values = self._read_inputs(together, inputs)
-            cuts = [cut(value) for value in values]
-            batch.inputs = [crossing for crossing, _ in cuts]
-            header = self._header(Asked.CALL, ambient, rows, len(values), gathers=gather)
-            return talk.call(header, batch, [leaves for _, leaves in cuts], ambient, self.recorder)
-
-    def _read_inputs(self, together: Session, inputs: Tree) -> tuple[int, list[Tree]]:
-        """The number of rows and the micro-batches, which only the first stage knows."""
-        if not together.is_first:
-            return 0, []
-        rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
-        return sum(rows), values
-
-    def _header(self, asked: Asked, ambient: Ambient, rows: int, parts: int, *, gathers: bool = False) -> Header:
-        return Header(asked, self.step_number, ambient.grad, self.training, gathers, 0, 0, rows, parts)
-
-    def _prepare(self, batch: MiniBatch, values: Sequence[Tree], given: StepInputs) -> None:
-        """Has a mini-batch be one of a step."""
-        if given.ambient.grad:
-            refuse_gradients_of_inputs(values)
-        batch.inputs = [BoundaryValue(value, []) for value in values]
-        batch.loss_fn = given.loss_fn
-        layers, popped = self._engine.layers, names(given.loss_fn, "pop")
-        refuse_unused(layers, popped)
-        batch.loss_pops = find_loss_pops(layers, popped)
+    def _header(self, ambient: Ambient) -> Header:
+        return Header(Asked.STEP, self.step_number, ambient.grad, self.training)
 
     def _batch(self, ambient: Ambient) -> MiniBatch:
         return MiniBatch(
@@ -446,32 +318,14 @@ class GPipe(nn.Module):
             tell=self._examination.tell,
         )
 
-    @property
-    def team(self) -> Team:
-        """The processes of this pipe: for what they have to tell each other between steps."""
-        return Alone() if self._together is None else self._together
-
-    @property
-    def ties_of_names(self) -> dict[str, str]:
-        """The name of each parameter that has an earlier name, and that name; over processes."""
-        return {} if self._together is None else dict(self._together.ties_of_names)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process by name, one that is shared with another under its first name there."""
-        if self._together is not None and self.partitions > 1:
-            refuse_norms_of_a_part()
-        first = self.ties_of_names if remove_duplicate else {}
-        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
-            yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
-
     def _count_step(self) -> None:
         if self.training:
             self.step_number += 1
 
-    def _own_layers(self) -> dict[str, nn.Module]:
-        return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
+    @property
+    def team(self) -> Session:
+        """The processes of this pipe: for what they have to tell each other between steps."""
+        return self._session
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.
@@ -486,17 +340,7 @@ class GPipe(nn.Module):
             TypeError: The norm is no number.
         """
         check_numbers(max_norm=max_norm, norm_type=norm_type)
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norms = [whole(torch.linalg.vector_norm(gradient, norm_type)).to(self.devices[0]) for gradient in gradients]
-        if self._together is not None:
-            norms = self._together.gather_norms(self, norms)
-        if not norms:
-            return torch.zeros(())
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-        for gradient in gradients:
-            local(gradient).mul_(factor.to(gradient.device))
-        return total
+        return clip_grad_norm_(self._session, self, self.devices[0], max_norm, norm_type)
 
     def summary(self) -> str:
         """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
@@ -504,7 +348,7 @@ class GPipe(nn.Module):
 
     def close(self) -> None:
         """Ends the rank threads, and the links to other processes; the next step makes new ones."""
-        self._engine.close()
+        self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -513,47 +357,3 @@ class GPipe(nn.Module):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets what is the pipe's own also where a layer has the same name; layers stay what they are."""
-        if isinstance(vars(GPipe).get(name), property):
-            object.__setattr__(self, name, value)
-        elif name not in self.__dict__.get("_modules", ()):
-            super().__setattr__(name, value)
-        elif name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            raise TypeError(
-                f"layer {name!r} stands in a partition and cannot be replaced: the old one would go on running; "
-                f"replace it before, or make a new pipe"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle leaves the recorder behind, as it does threads."""
-        return {**vars(self), "recorder": None}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves nothing to other devices: partitions stay where `devices` put them. Other changes are fine."""
-        devices = dict.fromkeys(self.devices)
-        for device in devices:
-            if fn(torch.empty(0, device=device)).device != device:
-                raise ValueError(
-                    f"the partitions are on {', '.join(map(str, devices))}; a pipe cannot be moved as a whole, "
-                    f"make a new one with devices=..."
-                )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
-        return self
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
-        """What `DistributedDataParallel` asks of a module that it wraps; others that list attributes find none."""
-        if sys._getframe(1).f_globals.get("__name__") != nn.parallel.distributed.__name__:
-            raise AttributeError("_ddp_params_and_buffers_to_ignore")
-        raise TypeError(
-            "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
-            "itself, M times a step; average .grad over the replicas after step(), before the optimizer's"
-        )
-
-    def __prepare_scriptable__(self) -> Self:
-        """What `torch.jit.script` asks for."""
-        raise TypeError(NO_GRAPH)

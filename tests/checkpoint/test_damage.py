@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import gpipe
-from tests.checkpoint.networks import Odd, adamw, build, differences, make, remembered, snapshot, trained
-from tests.checkpoint.ranks import optimizer_of, rank_pipes, run_ranks
+from tests.support.checkpointed import Odd, adamw, build, differences, make, remembered, snapshot, trained
+from tests.support.thread_ranks import optimizer_of, rank_pipes, run_ranks
 
 Victim = tuple[gpipe.GPipe, torch.optim.Optimizer]
 FILES = [

@@ -24,8 +24,8 @@ import gpipe
 from gpipe.checkpoint import files, write
 from gpipe.checkpoint.folder import begin
 from gpipe.errors import RemoteError
-from tests.checkpoint.networks import build, differences, make, remembered, snapshot, train, trained
-from tests.checkpoint.ranks import LIMIT, RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
+from tests.support.checkpointed import build, differences, make, remembered, snapshot, train, trained
+from tests.support.thread_ranks import LIMIT, RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 
 
 @pytest.fixture

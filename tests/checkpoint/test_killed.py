@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import gpipe
-from tests.checkpoint.killed import CASES, OPERATIONS
-from tests.checkpoint.networks import trained
+from tests.support.checkpointed import trained
+from tests.support.killed import CASES, OPERATIONS
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(case: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.checkpoint.killed", case, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.killed", case, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.checkpoint.networks import M, X, Y, build_tied, differences, make, remembered, train, trained
+from tests.support.checkpointed import M, X, Y, build_tied, differences, make, remembered, train, trained
 
 LIMIT = 170  # seconds
 

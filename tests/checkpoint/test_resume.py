@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.checkpoint.networks import build, build_tied, differences, make, remembered, snapshot
-from tests.checkpoint.ranks import save_in_ranks
-from tests.laws import same_bits
+from tests.support.checkpointed import build, build_tied, differences, make, remembered, snapshot
+from tests.support.plain_loop import same_bits
+from tests.support.thread_ranks import save_in_ranks
 
 Optimize = Callable[[Any], torch.optim.Optimizer]
 ROWS = 28  # of the data, which is gone through 7 at a time, in an order of each epoch's own

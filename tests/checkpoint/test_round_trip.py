@@ -14,7 +14,7 @@ from torch import nn
 
 import gpipe
 from gpipe.checkpoint.values import ADVICE
-from tests.checkpoint.networks import (
+from tests.support.checkpointed import (
     M,
     Odd,
     X,
@@ -28,7 +28,7 @@ from tests.checkpoint.networks import (
     train,
     trained,
 )
-from tests.checkpoint.ranks import RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
+from tests.support.thread_ranks import RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 
 Build = Callable[[], list[nn.Module]]
 

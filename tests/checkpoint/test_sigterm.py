@@ -12,8 +12,8 @@ import pytest
 
 import gpipe
 from gpipe.checkpoint.sigterm import TERMINATED, Termination
-from tests.checkpoint.networks import make, trained
-from tests.checkpoint.ranks import RankPipe, all_well, rank_pipes, run_ranks
+from tests.support.checkpointed import make, trained
+from tests.support.thread_ranks import RankPipe, all_well, rank_pipes, run_ranks
 
 SCRIPT = """
     import os, signal, sys, torch, gpipe

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import gpipe
-from tests.checkpoint.networks import differences, make, remembered, snapshot, train, trained
-from tests.checkpoint.ranks import rank_pipes, run_ranks
+from tests.support.checkpointed import differences, make, remembered, snapshot, train, trained
+from tests.support.thread_ranks import rank_pipes, run_ranks
 
 
 @pytest.fixture

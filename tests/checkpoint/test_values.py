@@ -17,7 +17,7 @@ from torch import Tensor
 import gpipe
 from gpipe.checkpoint.tensors import DTYPES, Shelf, encoded
 from gpipe.checkpoint.values import Encoder, decode
-from tests.laws import same_bits
+from tests.support.plain_loop import same_bits
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 KEYS = st.text() | st.integers() | st.tuples(st.booleans(), st.text())

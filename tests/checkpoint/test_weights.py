@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gpipe
-from tests.checkpoint.networks import build, build_tied, differences, make, snapshot
-from tests.checkpoint.ranks import RankPipe, all_well, rank_pipes, run_ranks
-from tests.laws import same_bits
+from tests.support.checkpointed import build, build_tied, differences, make, snapshot
+from tests.support.plain_loop import same_bits
+from tests.support.thread_ranks import RankPipe, all_well, rank_pipes, run_ranks
 
 INDEX = "model.safetensors.index.json"
 

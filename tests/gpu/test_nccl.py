@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import gpipe
-from tests.gpu import jobs_nccl as jobs
-from tests.processes.launch import run_ranks
-from tests.processes.outcome import answers
+from tests.support.jobs import nccl as jobs
+from tests.support.processes.launch import run_ranks
+from tests.support.processes.outcome import answers
 
 pytestmark = pytest.mark.gpu
 

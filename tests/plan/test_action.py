@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from gpipe.plan.action import CLOSING, COMPUTE, TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.plan.program import Program
-from tests.plan.strategies import LAW, listed, lowered_programs
+from tests.support.programs import LAW, listed, lowered_programs
 
 numbers = st.integers(0, 10**6)
 names = st.text(min_size=1).filter(lambda name: name.split() == [name] and not set(name) & set("@:"))

@@ -12,7 +12,7 @@ from gpipe.plan.laws import check
 from gpipe.plan.program import Program, ScheduleError
 from gpipe.plan.rules import needs
 from gpipe.plan.schedules import fill_drain, forward_only
-from tests.plan.strategies import LAW, bare_programs, closed, listed, lowered, lowered_programs, parsed
+from tests.support.programs import LAW, bare_programs, closed, listed, lowered, lowered_programs, parsed
 
 OPTIONAL = {Kind.RECOMPUTE, *CLOSING}  # without them a program is another, lawful one
 

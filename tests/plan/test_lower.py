@@ -21,7 +21,7 @@ from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, ScheduleError
 from gpipe.plan.rules import BACKWARDS, needs
 from gpipe.plan.schedules import fill_drain, forward_only
-from tests.plan.strategies import (
+from tests.support.programs import (
     LAW,
     REMATS,
     bare_programs,

@@ -8,7 +8,7 @@ from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, ScheduleError
 from gpipe.plan.rules import needs
 from gpipe.plan.schedules import fill_drain
-from tests.plan.strategies import LAW, lowered, lowered_programs, parsed, seeds
+from tests.support.programs import LAW, lowered, lowered_programs, parsed, seeds
 
 
 def assert_is_legal(order: list[tuple[int, int, Action]], program: Program) -> None:

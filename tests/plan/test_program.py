@@ -4,7 +4,7 @@ from hypothesis import given
 from gpipe.plan.action import COMPUTE, MAIN, Kind, Route
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import fill_drain
-from tests.plan.strategies import LAW, computing, listed, lowered, lowered_programs
+from tests.support.programs import LAW, computing, listed, lowered, lowered_programs
 
 
 @LAW

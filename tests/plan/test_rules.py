@@ -10,7 +10,7 @@ from gpipe.plan.lower import place_commits, place_reduces, place_ties, place_tra
 from gpipe.plan.program import Program
 from gpipe.plan.rules import needs, receiver_of, sender_of
 from gpipe.plan.schedules import fill_drain
-from tests.plan.strategies import LAW, SPLIT, bare_programs, listed, lowered, lowered_programs, scattered
+from tests.support.programs import LAW, SPLIT, bare_programs, listed, lowered, lowered_programs, scattered
 
 
 def through_transfers(action: Action, program: Program) -> Iterator[Action]:

@@ -15,7 +15,7 @@ from gpipe.plan.rules import needs
 from gpipe.plan.schedules import fill_drain, forward_only
 from gpipe.plan.simulate import simulate
 from gpipe.plan.timeline import Span, bubble
-from tests.plan.strategies import LAW, REMATS, listed, lowered, lowered_programs, parsed, skips
+from tests.support.programs import LAW, REMATS, listed, lowered, lowered_programs, parsed, skips
 
 COUNTS = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in range(1, 17)]
 

@@ -9,7 +9,7 @@ from gpipe.plan.cost import StageCost
 from gpipe.plan.lower import Remat
 from gpipe.plan.simulate import simulate
 from gpipe.plan.timeline import Span, Timeline, breakdown, bubble, merge
-from tests.plan.strategies import LAW, REMATS, closed, lowered, micro_batch_counts, stage_counts
+from tests.support.programs import LAW, REMATS, closed, lowered, micro_batch_counts, stage_counts
 
 moments = st.floats(0, 1000)
 ACTIONS = [Action(kind, 0, 0, Route(0, 1) if kind in {Kind.SEND, Kind.RECEIVE} else None) for kind in Kind]

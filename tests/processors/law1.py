@@ -1,6 +1,6 @@
 """Law 1 on the processor that this runs on: plain layers of odd widths through pipes, and in the plain loop.
 
-Unlike in `tests.addresses`, it is the processor's own products that depend on where their operands lie, or not.
+Unlike in `tests.support.addresses`, it is the processor's own products that depend on where operands lie, or not.
 """
 
 import logging
@@ -23,9 +23,9 @@ from gpipe.layers import inplace as loans
 from gpipe.runtime import minibatch as run
 from gpipe.runtime.mailbox import Mailbox
 from gpipe.values.messages import Label, Message, ReadyEvent
-from tests.addresses import Behind, Third, in_the_middle
-from tests.laws import REMATS, one_thread, plain_loop, same_bits, weights_of
-from tests.odd_layers import Fork, Join
+from tests.support.addresses import Behind, Third, in_the_middle
+from tests.support.odd_layers import Fork, Join
+from tests.support.plain_loop import REMATS, one_thread, plain_loop, same_bits, weights_of
 
 WIDTHS = (3, 5, 7, 13, 33)
 DRIVERS = ("threads", "lockstep", "messages")

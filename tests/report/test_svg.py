@@ -8,7 +8,7 @@ from gpipe.plan.timeline import Span, Timeline
 from gpipe.report import timeline_svg, timelines_svg
 from gpipe.report.kinds import NAMES
 from gpipe.report.svg import LEFT, RIGHT, WIDTH, Scale
-from tests.report.timelines import pipelined
+from tests.support.timelines import pipelined
 
 SVG = "{http://www.w3.org/2000/svg}"
 

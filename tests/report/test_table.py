@@ -6,7 +6,7 @@ from rich.console import Console
 
 from gpipe.plan.timeline import breakdown
 from gpipe.report import breakdown_table, percentages
-from tests.report.timelines import pipelined
+from tests.support.timelines import pipelined
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=10).filter(any))

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from gpipe.report import trace_json
-from tests.report.timelines import pipelined
+from tests.support.timelines import pipelined
 
 
 def test_a_track_for_each_rank_and_a_slice_for_each_action() -> None:

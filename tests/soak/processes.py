@@ -24,7 +24,7 @@ from .case import Case, Kind, Setting
 from .judge import FAILED, Outcome, Verdict, attempt, compare, decide, loop
 from .kinds import KINDS
 from .piped import Piped
-from .run import matches, show, table, write
+from .run import keep, matches, show, table
 
 # Kinds whose scripts, hooks and switches do not need all layers in one process.
 SUBSET = """
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         team.end()
     print(table(verdicts))
     if options.out:
-        write(Path(options.out), verdicts)
+        keep(Path(options.out), verdicts)
     return int(any(verdict.verdict in FAILED for verdict in verdicts))
 
 

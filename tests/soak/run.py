@@ -7,9 +7,6 @@ python -m tests.soak.run --only s1_tensor_hook --seed 17 -v
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +18,7 @@ from pathlib import Path
 from .case import Kind
 from .judge import FAILED, VERDICTS, Verdict
 from .kinds import KINDS
+from .results import describe, facts, write
 from .worker import Worker
 
 
@@ -37,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = soak(chosen, options)
     print(table(verdicts))
     if options.out:
-        write(Path(options.out), verdicts)
+        keep(Path(options.out), verdicts)
     return int(any(verdict.verdict in FAILED for verdict in verdicts))
 
 
@@ -136,38 +134,14 @@ def _counts(verdicts: Sequence[Verdict]) -> str:
     return " | ".join(str(counts[name] or "") for name in VERDICTS)
 
 
-def write(path: Path, verdicts: Sequence[Verdict]) -> None:
+def keep(path: Path, verdicts: Sequence[Verdict]) -> None:
     """The table, and all that failed in full, with where and how it was made."""
-    made = {
-        "command": " ".join(["python -m", __spec__.name if __spec__ else __name__, *sys.argv[1:]]),
-        "machine": f"{processor()}, {platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head = "".join(f"- {name}: {value}\n" for name, value in made.items())
-    path.with_suffix(".md").write_text(f"# Soak\n\n{head}\n{table(verdicts)}\n")
+    about = facts()
     kept = [
         asdict(v) if v.verdict in FAILED else {"kind": v.kind, "number": v.number, "verdict": v.verdict}
         for v in verdicts
     ]
-    path.with_suffix(".json").write_text(json.dumps(made | {"verdicts": kept}, indent=1))
-
-
-def processor() -> str:
-    """The name of the processor, where it can be found."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def commit() -> str:
-    """The commit of the library in use."""
-    import gpipe
-
-    folder = Path(str(gpipe.__file__)).parent
-    run = subprocess.run(["git", "-C", folder, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return run.stdout.strip() or "unknown"
+    write(path, f"# Soak\n\n{describe(about)}\n\n{table(verdicts)}", {"facts": about, "verdicts": kept})
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe.plan.lower import REMATS, Remat
-from gpipe.layers.build import find_scripted
-from gpipe.layers.misfits import find_misfits, find_pipes
 from gpipe.comm.mesh import Position
-from gpipe.layers.tied import Tied, find_ties
+from gpipe.layers.build import find_scripted
+from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes
 from gpipe.layers.skips import find_pops
+from gpipe.layers.tied import Tied, find_ties
+from gpipe.plan.lower import REMATS, Remat
+from gpipe.plan.schedules import SCHEDULES, Schedule
 
 
 class Mistakes:
@@ -78,7 +79,7 @@ def check_layers(
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     mistakes.found += find_scripted(named)
-    mistakes.found += [*find_pipes(named), *find_misfits(named)]
+    mistakes.found += [*find_pipes(named), *find_invalid_layers(named)]
     try:
         find_pops(list(named.values()))
     except ValueError as error:
@@ -91,8 +92,25 @@ def check_layers(
     return tied
 
 
-def count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistakes) -> int:
-    """K, or 0 if it cannot be; how many layers there are is not known where `layers` is 0."""
+def schedule_of(name: object) -> Schedule:
+    """A schedule by its name; GPipe's where there is none, which is a mistake of its own."""
+    return SCHEDULES.get(name if isinstance(name, str) else "", SCHEDULES["gpipe"])
+
+
+def count_ranks(partitions: object, schedule: Schedule) -> int:
+    """K, the number of ranks, as far as these can say it; else 0."""
+    if isinstance(partitions, int) and is_count(partitions):
+        return partitions
+    stages = len(partitions) if isinstance(partitions, Sequence) and not isinstance(partitions, str) else 0
+    return 0 if stages % schedule.stages_per_rank else stages // schedule.stages_per_rank
+
+
+def read_placement(
+    partitions: int | Sequence[int], schedule: Schedule, layers: int, mistakes: Mistakes
+) -> tuple[int, ...]:
+    """The rank of each stage, or nothing if it cannot be; how many layers there are is not known where that is 0."""
+    ranks, each = count_ranks(partitions, schedule), schedule.stages_per_rank
+    placement = schedule.placement(ranks, each) if ranks else ()
     if isinstance(partitions, Sequence) and not isinstance(partitions, str) and partitions:
         if mistakes.check(
             all(map(is_count, partitions)),
@@ -102,18 +120,22 @@ def count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistake
                 not layers or sum(partitions) == layers,
                 f"partitions={list(partitions)} adds up to {sum(partitions)} layers, but there are {layers}",
             )
-        return len(partitions)
+        mistakes.check(
+            ranks > 0,
+            f"partitions={list(partitions)} has {len(partitions)} stages, and the schedule puts {each} on each rank; "
+            f"give a multiple of that",
+        )
+        return placement
     if not mistakes.check(
         is_count(partitions),
         f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{_as_ints(partitions)}",
     ):
-        return 0
-    assert isinstance(partitions, int)
+        return ()
     fits = mistakes.check(
-        not layers or partitions <= layers,
+        not layers or len(placement) <= layers,
         f"partitions={partitions}, but there are only {layers} layers; give at most that, or cut the layers finer",
     )
-    return partitions if fits else 0
+    return placement if fits else ()
 
 
 def _as_ints(partitions: object) -> str:
@@ -132,23 +154,25 @@ def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, .
     return tuple(each)  # type: ignore[arg-type]  # checked above
 
 
-def read_devices(devices: object, stages: int, position: Position | None, mistakes: Mistakes) -> tuple[torch.device, ...]:
+def read_devices(
+    devices: object, ranks: int, position: Position | None, mistakes: Mistakes
+) -> tuple[torch.device, ...]:
     """The device of each partition; that of the process if there are several."""
     if position is not None:
         mistakes.check(
             devices is None,
             "devices is for one process; each of several has the device of the mesh, and of LOCAL_RANK",
         )
-        return (position.device,) * stages
+        return (position.device,) * ranks
     if devices is None:
         there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
-        return tuple(there[stage % len(there)] for stage in range(stages))
-    each: list[Any] = [devices] * max(stages, 1)
+        return tuple(there[rank % len(there)] for rank in range(ranks))
+    each: list[Any] = [devices] * max(ranks, 1)
     if isinstance(devices, Iterable) and not isinstance(devices, str):
         each = list(devices)
     mistakes.check(
-        not stages or len(each) == stages,
-        f"devices has {len(each)} entries for {stages} partitions; give one for each",
+        not ranks or len(each) == ranks,
+        f"devices has {len(each)} entries for {ranks} partitions; give one for each",
     )
     found = [_read_device(item, mistakes) for item in each]
     return tuple(device for device in found if device is not None)

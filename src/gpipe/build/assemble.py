@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gpipe.build.arguments import Mistakes, count_ranks, draw_seed, schedule_of
 from gpipe.build.settings import Arguments, Settings, settle
-from gpipe.build.arguments import Mistakes, count_ranks, draw_seed
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.distributed.reduce import local
-from gpipe.distributed.agree import BUILDING, LINKING, Agreement
-from gpipe.values.digest import digest
-from gpipe.distributed.session import Session
-from gpipe.distributed.sync_batchnorm import find_norms
-from gpipe.runtime.engine import Engine
-from gpipe.distributed.launcher import end_with_launcher
-from gpipe.layers.build import Outline, cut_into_stages, outline, realize, release
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
-from gpipe.layers.tied import Slot
+from gpipe.distributed.agree import BUILDING, LINKING, Agreement
+from gpipe.distributed.launcher import end_with_launcher
+from gpipe.distributed.reduce import local
+from gpipe.distributed.session import Session
+from gpipe.distributed.sync_batchnorm import find_norms
+from gpipe.layers.buffers import Slot
+from gpipe.layers.build import Outline, cut_into_stages, outline, realize, release
 from gpipe.layers.tied import find_ties, tie
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.runtime.engine import Engine
+from gpipe.values.digest import digest
 
 
 def assemble(asked: Arguments) -> tuple[Settings, Session]:
@@ -81,7 +81,9 @@ def _session(settings: Settings, position: Position | None) -> Session:
 def _find_position(asked: Arguments) -> Position:
     """Where this process stands among several."""
     mistakes = Mistakes()
-    position, mistakes.found = find_position(asked.mesh, asked.partitions, count_ranks(asked.partitions, asked.schedule))
+    position, mistakes.found = find_position(
+        asked.mesh, asked.partitions, count_ranks(asked.partitions, schedule_of(asked.schedule))
+    )
     mistakes.check(
         asked.driver in ("process", None),
         f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
@@ -118,7 +120,9 @@ def _own(settings: Settings, position: Position) -> list[int]:
     return [layer for layer, row in enumerate(row_of) if row == position.row]
 
 
-def _with_own_layers(settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]) -> Settings:
+def _with_own_layers(
+    settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]
+) -> Settings:
     own = _own(settings, position)
     mistakes = Mistakes()
     named, mistakes.found = realize(sketch, own)

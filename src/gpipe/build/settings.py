@@ -8,18 +8,28 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.build.arguments import Mistakes, as_int, check_layers, count_stages, is_count, read_devices, read_remat, read_seed
+from gpipe.build.arguments import (
+    Mistakes,
+    as_int,
+    check_layers,
+    is_count,
+    read_devices,
+    read_placement,
+    read_remat,
+    read_seed,
+    schedule_of,
+)
+from gpipe.comm.mesh import Position
+from gpipe.costs.measure import as_in_training, count_flops, measure_by, measure_seconds
+from gpipe.layers.build import Layers, Outline, named_layers
+from gpipe.layers.invalid_layers import find_without_values
+from gpipe.layers.tied import Tied, tie
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Balance, Partition, given, partition
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.layers.build import Layers, Outline, named_layers
-from gpipe.costs.measure import as_in_training, count_flops, measure_by, measure_seconds
+from gpipe.values.input_checks import find_strange_values
 from gpipe.values.microbatch import count_rows, split
 from gpipe.values.tree import Tree
-from gpipe.layers.misfits import find_without_values
-from gpipe.comm.mesh import Position
-from gpipe.layers.tied import Tied, tie
-from gpipe.values.splittable import find_strange_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +71,7 @@ class Settings:
 
     layers: dict[str, nn.Module]
     partition: Partition
+    placement: tuple[int, ...]  # the rank of each stage
     in_seconds: bool  # the costs were measured
     micro_batches: int
     remat: tuple[Remat, ...]
@@ -102,9 +113,9 @@ def settle(asked: Arguments, position: Position | None = None, sketch: Outline |
     _check_numbers_and_names(asked, mistakes)
     _check_costs(asked.costs, asked.sample, known, mistakes)
     mistakes.found += find_strange_values("sample", asked.sample)
-    stages = count_stages(asked.partitions, known, mistakes)
-    remats = read_remat(asked.remat, stages, mistakes)
-    devices = read_devices(asked.devices, stages, position, mistakes)
+    placement = read_placement(asked.partitions, schedule_of(asked.schedule), known, mistakes)
+    remats = read_remat(asked.remat, len(placement), mistakes)
+    devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
     makers = {} if sketch is None else sketch.makers
     if all(device.type != "meta" for device in devices):
         modules = {name: layer for at, (name, layer) in enumerate(named.items()) if at not in makers}
@@ -114,7 +125,8 @@ def settle(asked: Arguments, position: Position | None = None, sketch: Outline |
         tie(tied)
     return Settings(
         layers=named,
-        partition=_cut(asked, list(named.values()), remats, devices[0]),
+        partition=_cut(asked, list(named.values()), len(placement), remats, devices[0]),
+        placement=placement,
         in_seconds=asked.in_seconds,
         micro_batches=asked.micro_batches,
         remat=remats,
@@ -146,6 +158,11 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     if asked.driver is not None:
         mistakes.check_known("driver", asked.driver, get_args(Driver))
     mistakes.check_known("balance", asked.balance, get_args(Balance))
+    mistakes.check(
+        not (asked.deferred_batch_norm and asked.sync_batch_norm),
+        "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "
+        "they are those of all replicas already, so leave out the first",
+    )
 
 
 def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
@@ -168,13 +185,15 @@ def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) ->
         )
 
 
-def _cut(asked: Arguments, layers: Sequence[nn.Module], remats: Sequence[Remat], device: torch.device) -> Partition:
+def _cut(
+    asked: Arguments, layers: Sequence[nn.Module], stages: int, remats: Sequence[Remat], device: torch.device
+) -> Partition:
     """Which layers go together: as the user says, or by what they cost."""
     sample = _first_micro_batch(asked.sample, asked.micro_batches)
     with as_in_training(device, asked.intra_op_threads):
         costs = _find_costs("time" if asked.in_seconds else asked.costs, layers, sample, device, remats)
     if isinstance(asked.partitions, int):
-        return partition(costs, asked.partitions, balance=asked.balance)
+        return partition(costs, stages, balance=asked.balance)
     return given(asked.partitions, costs)
 
 

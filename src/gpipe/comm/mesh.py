@@ -81,8 +81,8 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
         world = dist.get_world_size()
         if ranks < 1 or world % ranks:
             return None, [
-                f"partitions={partitions!r} over {world} processes: their number must be a multiple of K, one partition "
-                f"each; start as many, or give mesh="
+                f"partitions={partitions!r} over {world} processes: their number must be a multiple of K, one for "
+                f"each partition; start as many, or give mesh="
             ]
         table = torch.arange(world).reshape(world // ranks, ranks)
         kind = default_device().type

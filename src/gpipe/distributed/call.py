@@ -76,7 +76,7 @@ class PipelinedCall:
                 run.batch.output_gradients = self._parted(gradients)
             run.go_backward(self._ambient, self._recorder)
             run.batch.tell(run.batch.findings)
-            found = [
+            found: Gradients = [
                 moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
                 for m, crossing in enumerate(run.batch.inputs)
                 for leaf, gradient in zip(crossing.leaves, run.batch.input_gradients[m], strict=True)

@@ -15,7 +15,7 @@ from gpipe.distributed.handshake import Asked, Header, compare, hear, tell
 from gpipe.distributed.process_row import ProcessRow
 from gpipe.distributed.reduce import tell_replicas, value_of
 from gpipe.distributed.stragglers import Stragglers
-from gpipe.layers.tied import Aliases
+from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import parse_action
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.runtime.engine import Engine
@@ -43,7 +43,7 @@ class Peers(Protocol):
             ValueError: A process does something else than that of the first stage.
         """
 
-    def join(self, compiled: CompiledProgram, aliases: Aliases) -> Others:
+    def join(self, compiled: CompiledProgram, aliases: WeightAliases) -> Others:
         """What a mini-batch does together with those of the others."""
 
     def tell_replicas(self, route: Control, told: Tree) -> list[Any]:
@@ -66,7 +66,7 @@ class NoPeers:
         """What this process says itself."""
         return own
 
-    def join(self, compiled: CompiledProgram, aliases: Aliases) -> Others:
+    def join(self, compiled: CompiledProgram, aliases: WeightAliases) -> Others:
         """Nothing."""
         return Alone(compiled, aliases)
 
@@ -111,7 +111,7 @@ class LinkedPeers:
         compare(told, self.first, own, self.net.rank)
         return told
 
-    def join(self, compiled: CompiledProgram, aliases: Aliases) -> Others:
+    def join(self, compiled: CompiledProgram, aliases: WeightAliases) -> Others:
         """The row of this process."""
         sync = self.sync_batch_norm
         return ProcessRow(self.engine, self.net, self.position, compiled, aliases, sync_batch_norm=sync)

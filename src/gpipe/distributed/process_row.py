@@ -21,7 +21,7 @@ from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.distributed.transport import P2P
 from gpipe.layers.batchnorm import Deferred
 from gpipe.layers.stage import LayerProgress, layer_at
-from gpipe.layers.tied import Aliases
+from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Action, Kind
 from gpipe.plan.program import Program
 from gpipe.runtime.engine import Engine
@@ -46,7 +46,7 @@ class ProcessRow:
         net: Net,
         position: Position,
         compiled: CompiledProgram,
-        aliases: Aliases,
+        aliases: WeightAliases,
         *,
         sync_batch_norm: bool,
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
-from gpipe.layers.tied import Aliases
+from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.values.boundary import BoundaryValue, Gradients
 from gpipe.values.messages import Control, Label, Message
 from gpipe.values.tree import Tree
@@ -22,14 +22,14 @@ BUCKET = 2**22
 SMALL = 2**16
 """Bytes of a gradient that is copied to be together with others: a message costs more."""
 MOST = 2**20
-"""Messages that a stage numbers, one for each bucket, and the last for the one that says which gradients there are."""
+"""Messages that a stage numbers: one for each bucket, and the last says which gradients there are."""
 
 Bucket: TypeAlias = list[Tensor]
 """Gradients that travel together: flat pieces of the memory that `.grad` has."""
 
 
 def add_over_stages(
-    net: Net, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: Aliases
+    net: Net, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: WeightAliases
 ) -> None:
     """Adds up the gradients of shared weights over the stages that use them, in each process that has one of these.
 
@@ -77,7 +77,9 @@ def add_over_replicas(net: Net, position: Position, stage: int, parameters: Sequ
             _tell(net, [owner], Control.GRADIENTS, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             if owner == net.rank:
-                _add(flat[at], [None if p == net.rank else _hear(net, p, Control.GRADIENTS, first + at) for p in peers])
+                _add(
+                    flat[at], [None if p == net.rank else _hear(net, p, Control.GRADIENTS, first + at) for p in peers]
+                )
                 _tell(net, peers, Control.SUMMED_GRADIENTS, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             here = owner == net.rank
@@ -176,7 +178,7 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
 
 
 def tell_replicas(net: Net, position: Position, route: int, told: Tree, *, number: int = 0) -> list[Any]:
-    """Tells the other replicas of this row something, once a run for each number; gives what each told, by replica."""
+    """Tells the other replicas something, once a run for each number; gives what each told, by replica."""
     peers, label = position.ranks_of_row, Label(route, number, gradient=False)
     for peer in peers:
         if peer != net.rank:

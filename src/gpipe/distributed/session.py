@@ -17,6 +17,7 @@ from gpipe.comm.mesh import Position
 from gpipe.comm.nccl import wires_for
 from gpipe.comm.net import Net
 from gpipe.distributed.agree import LINKING, Agreement
+from gpipe.distributed.call import PipelinedCall
 from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.peers import LinkedPeers, NoPeers, Peers
 from gpipe.distributed.rendezvous import connect
@@ -24,7 +25,6 @@ from gpipe.distributed.stragglers import Stragglers
 from gpipe.layers.batchnorm import find_drift
 from gpipe.layers.losses import NO_METRICS
 from gpipe.layers.skips import find_loss_pops, names, refuse_unused
-from gpipe.distributed.call import PipelinedCall
 from gpipe.plan.schedules import Placement
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.engine import Engine
@@ -125,7 +125,7 @@ class Session:
             self._net = None
             raise
 
-    def _linked(self) -> Net:
+    def linked(self) -> Net:
         """The links, made anew by all processes at once if they were closed."""
         if self._net is None:
             with Agreement() as agreement, explaining_limits():
@@ -152,7 +152,7 @@ class Session:
         if self.position is None:
             yield NoPeers()
             return
-        net = self._linked()
+        net = self.linked()
         try:
             net.begin()
             sync = self.sync_batch_norm

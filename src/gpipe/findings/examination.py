@@ -1,4 +1,4 @@
-"""Looks over what the training of a pipe shows, and tells each thing once."""
+"""Asks everything in this package of a pipe that trains, and tells the user each finding once."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 from torch import nn
 
-from gpipe.findings.advice import FEW_ROWS, Draws, draws, examine_draws, examine_gradients, examine_rows
-from gpipe.findings.kept import (
-    Kept,
-    Seen,
+from gpipe.findings.in_training import FEW_ROWS, find_few_rows, find_unused_parameters
+from gpipe.findings.randomness import RandomStates, find_unkeyed_draws, random_states
+from gpipe.findings.side_effects import (
+    Snapshot,
+    TensorVersion,
     buffers_of,
-    examine_kept,
-    examine_nodes,
-    examine_readers,
-    examine_threads,
-    kept_by,
+    find_buffer_readers,
+    find_grad_fn_readers,
+    find_side_effects,
+    find_thread_locals,
+    snapshot,
 )
 from gpipe.layers.stage import Layer
 
@@ -23,12 +24,12 @@ logger = logging.getLogger("gpipe")
 
 
 class Before(NamedTuple):
-    """What there was before a mini-batch: its step number, generators that no key reaches, what modules keep."""
+    """What there was before a mini-batch: its step number, states of generators, what modules refer to."""
 
     step: int
-    draws: Draws
-    kept: Kept | None  # only before the first
-    buffers: Mapping[nn.Module, list[Seen]]  # likewise
+    random_states: RandomStates
+    snapshot: Snapshot | None  # only before the first
+    buffers: Mapping[nn.Module, list[TensorVersion]]  # likewise
 
 
 class Examination:
@@ -60,9 +61,9 @@ class Examination:
     def look(self, step: int) -> Before:
         """What there is before a mini-batch that trains."""
         if not self.fresh:
-            return Before(step, draws(self._drawn), None, {})
+            return Before(step, random_states(self._drawn), None, {})
         named = self._named()
-        return Before(step, draws(self._drawn), kept_by(named), buffers_of(named))
+        return Before(step, random_states(self._drawn), snapshot(named), buffers_of(named))
 
     def _named(self) -> dict[str, nn.Module]:
         """The layers in words."""
@@ -81,20 +82,20 @@ class Examination:
             loss_fn: The loss, if there was one.
         """
         self.tell(seen)
-        if before.kept is not None:
+        if before.snapshot is not None:
             self.fresh = False
-            self.tell(examine_gradients(whole) if whole is not None else [])
+            self.tell(find_unused_parameters(whole) if whole is not None else [])
             named = self._named()
-            self.tell(examine_kept(before.kept, kept_by(named), recomputes=self._recomputes))
-            self.tell(examine_readers(named, loss_fn, before.buffers))
-            self.tell(examine_nodes(named))
-            self.tell(examine_threads(named) if self._threaded else [])
-        if before.draws:
-            drawn = examine_draws(self._named(), before.draws, draws(self._drawn), before.step)
+            self.tell(find_side_effects(before.snapshot, snapshot(named), recomputes=self._recomputes))
+            self.tell(find_buffer_readers(named, loss_fn, before.buffers))
+            self.tell(find_grad_fn_readers(named))
+            self.tell(find_thread_locals(named) if self._threaded else [])
+        if before.random_states:
+            drawn = find_unkeyed_draws(self._named(), before.random_states, random_states(self._drawn), before.step)
             self._drawn |= drawn.keys()
             self.tell(list(drawn.values()))
         if rows < self._few_rows:
-            few = examine_rows([layer.module for layer in self._layers], rows, self._deferred)
+            few = find_few_rows([layer.module for layer in self._layers], rows, self._deferred)
             self._few_rows = 0 if few else rows
             self.tell(few)
 

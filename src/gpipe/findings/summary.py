@@ -1,12 +1,12 @@
-"""A pipe in words: its partitions, what they cost, what a step will take, and what the doctor found."""
+"""A pipe in words: its partitions, what they cost, what a step will take, and the findings."""
 
 from collections.abc import Iterator, Sequence
 
 from torch.nn.parameter import is_lazy
 
 from gpipe.build.settings import Settings
-from gpipe.findings.advice import partitions
-from gpipe.plan.planner import Plan
+from gpipe.findings.before_training import partitions
+from gpipe.plan.simulate import Plan
 from gpipe.plan.timeline import bubble
 
 
@@ -26,7 +26,7 @@ def _table(settings: Settings) -> Iterator[str]:
         mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         yield (
-            f"{stage:>9}  {span:<16} {settings.devices[stage]!s:<8} {settings.remat[stage]:<12} "
+            f"{stage:>9}  {span:<16} {settings.devices[settings.placement[stage]]!s:<8} {settings.remat[stage]:<12} "
             f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {costs[stage] / (sum(costs) or 1):>6.1%}"
         )
 
@@ -43,7 +43,7 @@ def _balance(settings: Settings) -> Iterator[str]:
 
 
 def _step(plan: Plan) -> Iterator[str]:
-    k, m = plan.program.stages, plan.program.micro_batches
+    k, m = plan.program.ranks, plan.program.micro_batches
     yield f"K={k} partitions, M={m} micro-batches: bubble (K-1)/(M+K-1) = {bubble(k, m):.1%} if they are equal"
     takes = f"{plan.timeline.seconds:.4g} s, " if plan.unit == "seconds" else ""
     yield f"predicted step: {takes}{plan.bubble:.1%} of it idle, if every partition has a device of its own"

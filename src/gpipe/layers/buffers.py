@@ -18,11 +18,12 @@ from gpipe.values.layout import copy_of
 from gpipe.values.tree import version
 
 Slot: TypeAlias = tuple[nn.Module, str]
+"""Where a parameter or a buffer stands: a module, and its name there."""
 SMALL = 2**20
 """Bytes up to which a buffer on a GPU is copied for every forward."""
 
 
-class Before(NamedTuple):
+class SavedBuffer(NamedTuple):
     """A buffer, and its value, before a forward; `there` is whether there was one of that name."""
 
     tensor: Tensor | None
@@ -31,9 +32,9 @@ class Before(NamedTuple):
     there: bool = True
 
 
-Snapshot: TypeAlias = dict[Slot, Before]
+SavedBuffers: TypeAlias = dict[Slot, SavedBuffer]
 """All buffers before a forward."""
-_NONE, _ABSENT = Before(None), Before(None, there=False)
+_NONE, _ABSENT = SavedBuffer(None), SavedBuffer(None, there=False)
 
 
 class Buffers:
@@ -41,75 +42,75 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
-        self.places: list[Slot] = []
+        self.slots: list[Slot] = []
         self._parts: list[nn.Module] = []
-        self._kept: dict[Slot, Before] = {}
+        self._copies: dict[Slot, SavedBuffer] = {}
 
     def find(self) -> None:
         """Looks the buffers up anew; modules may have come or gone since the last step."""
-        self._kept.clear()
+        self._copies.clear()
         self._parts = list({part: None for root in self.modules for part in root.modules()})
-        self.places = [(part, name) for part in self._parts for name in part._buffers]
+        self.slots = [(part, name) for part in self._parts for name in part._buffers]
 
     def forget(self) -> None:
         """Lets go of the copies, behind a forward that nobody compared with them."""
-        self._kept.clear()
+        self._copies.clear()
 
-    def before(self) -> Snapshot:
+    def before(self) -> SavedBuffers:
         """The buffers before a forward."""
         if self._are_others():
             self.find()
-        return {place: self._keep(place) for place in self.places}
+        return {slot: self._keep(slot) for slot in self.slots}
 
     def _are_others(self) -> bool:
-        return sum(len(part._buffers) for part in self._parts) != len(self.places)
+        return sum(len(part._buffers) for part in self._parts) != len(self.slots)
 
-    def _keep(self, place: Slot) -> Before:
-        module, name = place
+    def _keep(self, slot: Slot) -> SavedBuffer:
+        module, name = slot
         tensor = module._buffers.get(name)
         if tensor is None:
             return _NONE
         if is_lazy(tensor):
-            return Before(tensor)
-        kept = self._kept.get(place)
+            return SavedBuffer(tensor)
+        kept = self._copies.get(slot)
         if kept is None or kept.tensor is not tensor or kept.version != version(tensor):
-            kept = self._kept[place] = Before(tensor, version(tensor), copy_of(tensor.detach()))
+            kept = self._copies[slot] = SavedBuffer(tensor, version(tensor), copy_of(tensor.detach()))
         return kept
 
-    def after(self, before: Snapshot) -> list[Slot]:
+    def after(self, before: SavedBuffers) -> list[Slot]:
         """The buffers that are not what they were; those that are new join the snapshot."""
-        changed = [place for place, was in before.items() if _is_changed(place, was)]
-        for place in changed:
-            self._kept.pop(place, None)
+        changed = [slot for slot, was in before.items() if _is_changed(slot, was)]
+        for slot in changed:
+            self._copies.pop(slot, None)
         for (module, name), was in before.items():
             if was.tensor is not None and was.copy is None and not is_lazy(was.tensor):  # it has values since
-                before[module, name] = Before(was.tensor, -1, copy_of(was.tensor.detach()))
+                before[module, name] = SavedBuffer(was.tensor, -1, copy_of(was.tensor.detach()))
         if self._are_others():
             self.find()
-            new = [place for place in self.places if place not in before]
+            new = [slot for slot in self.slots if slot not in before]
             before.update(dict.fromkeys(new, _ABSENT))
             changed += new
         return changed
 
     @contextmanager
-    def as_before(self, snapshot: Snapshot) -> Iterator[None]:
+    def as_before(self, snapshot: SavedBuffers) -> Iterator[None]:
         """Shows modules their buffers as they were, and puts the real ones back."""
-        apart = [(place, was) for place, was in snapshot.items() if _is_changed(place, was)]
-        real = [(place, place[0]._buffers.get(place[1]), place[1] in place[0]._buffers) for place, _ in apart]
+        apart = [(slot, was) for slot, was in snapshot.items() if _is_changed(slot, was)]
+        real = [(slot, slot[0]._buffers.get(slot[1]), slot[1] in slot[0]._buffers) for slot, _ in apart]
         _refuse_views(snapshot, apart)
-        copies: dict[int, Tensor] = {}  # one tensor in several places stays one
-        for place, was in apart:
+        copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
+        for slot, was in apart:
             if was.copy is not None and id(was.tensor) not in copies:
                 copies[id(was.tensor)] = copy_of(was.copy)
-            _put(place, was.tensor if was.copy is None else copies[id(was.tensor)], there=was.there)
+            _put(slot, was.tensor if was.copy is None else copies[id(was.tensor)], there=was.there)
         try:
             yield
         finally:
-            for place, tensor, there in real:
-                _put(place, tensor, there=there)
+            for slot, tensor, there in real:
+                _put(slot, tensor, there=there)
 
 
-def _refuse_views(snapshot: Snapshot, apart: Sequence[tuple[Slot, Before]]) -> None:
+def _refuse_views(snapshot: SavedBuffers, apart: Sequence[tuple[Slot, SavedBuffer]]) -> None:
     """Refuses changed buffers that share memory: copies of them would not change together.
 
     Raises:
@@ -133,16 +134,16 @@ def _refuse_views(snapshot: Snapshot, apart: Sequence[tuple[Slot, Before]]) -> N
         )
 
 
-def _put(place: Slot, tensor: Tensor | None, *, there: bool) -> None:
-    module, name = place
+def _put(slot: Slot, tensor: Tensor | None, *, there: bool) -> None:
+    module, name = slot
     if there:
         module._buffers[name] = tensor
     else:
         module._buffers.pop(name, None)
 
 
-def _is_changed(place: Slot, was: Before) -> bool:
-    module, name = place
+def _is_changed(slot: Slot, was: SavedBuffer) -> bool:
+    module, name = slot
     now = module._buffers.get(name)
     if now is not was.tensor or (name in module._buffers) != was.there:
         return True

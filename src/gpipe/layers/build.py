@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gpipe.layers.elsewhere import elsewhere
-from gpipe.layers.misfits import describe_layers, describe_misfit, is_maker
+from gpipe.layers.invalid_layers import describe_invalid_layer, describe_invalid_sequence, is_maker
+from gpipe.layers.remote_parameter import stand_in
 from gpipe.layers.skips import find_pops, names
 from gpipe.layers.stage import Layer, Stage
 from gpipe.layers.tied import find_shared
@@ -73,7 +73,7 @@ def outline(layers: object, seed: int) -> Outline:
     """
     makers: dict[int, Maker] = {}
     known = WeakIdKeyDictionary()
-    if isinstance(layers, Iterable) and not isinstance(layers, nn.Module) and not describe_layers(layers):
+    if isinstance(layers, Iterable) and not isinstance(layers, nn.Module) and not describe_invalid_sequence(layers):
         layers = list(layers)
         for layer in layers:
             if isinstance(layer, nn.Module):  # stays as it is, also where a callable puts it into another
@@ -116,7 +116,7 @@ def _named(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[s
     """Reads what the user gave; `make` turns the callable of an index into a layer."""
     if isinstance(layers, nn.Sequential):
         return {name: module for name, module in layers._modules.items() if module is not None}, []
-    if wrong := describe_layers(layers):
+    if wrong := describe_invalid_sequence(layers):
         return {}, [wrong]
     if isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
         return {}, [
@@ -131,7 +131,7 @@ def _named(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[s
         if isinstance(layer, nn.Module):
             named[str(at)] = layer
         else:
-            mistakes.append(describe_misfit(at, layer))
+            mistakes.append(describe_invalid_layer(at, layer))
     return named, mistakes
 
 
@@ -275,7 +275,7 @@ def cut_into_stages(
         stages.append(Stage(index, held, device))
         first += count
     for shared in find_shared(list(named.values())):  # each lives where it is first used
-        home = stage_of[min(shared.places)]
+        home = stage_of[min(shared.slots)]
         if home in own:
             shared.parameter.data = moved(shared.parameter.data, stages[home].device)
     return stages
@@ -294,6 +294,6 @@ def release(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in kept and not _is_empty(tensor):
-                    held[name] = known.setdefault(tensor, elsewhere(_on_meta(tensor), index))
+                    held[name] = known.setdefault(tensor, stand_in(_on_meta(tensor), index))
         if isinstance(part, nn.RNNBase):  # keeps a list of its weights beside its parameters
             part._flat_weights = [getattr(part, weight, None) for weight in part._flat_weights_names]

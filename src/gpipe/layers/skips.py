@@ -124,17 +124,17 @@ def _in_words(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-class Kept(NamedTuple):
+class Stashed(NamedTuple):
     """A stash that waits for its pops."""
 
     tensor: Tensor | None
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor | None) -> "Kept":
+    def of(cls, tensor: Tensor | None) -> "Stashed":
         """Keeps a tensor that was stashed."""
-        kept = alias(tensor)
-        return cls(kept, version(kept))
+        stashed = alias(tensor)
+        return cls(stashed, version(stashed))
 
     def pop(self, name: str) -> Tensor | None:
         """The tensor for one use, as it was stashed."""
@@ -182,13 +182,13 @@ class Sequential(nn.Sequential):
     def forward(self, input: object) -> object:
         """Runs the layers one after another."""
         find_pops(list(self))
-        held: dict[str, Kept] = {}
+        held: dict[str, Stashed] = {}
         for layer in self:
             input = run_layer(layer, input, held)
         return input
 
 
-def run_layer(layer: nn.Module, value: object, held: dict[str, Kept]) -> object:
+def run_layer(layer: nn.Module, value: object, held: dict[str, Stashed]) -> object:
     """Runs one layer, popping from and stashing into `held`; for loops over plain layers."""
     popped = {name: held[name].pop(name) for name in names(layer, "pop")}
     result = layer(value, **popped)
@@ -196,7 +196,7 @@ def run_layer(layer: nn.Module, value: object, held: dict[str, Kept]) -> object:
     if not stash:
         return result
     result, tensors = unpack(result, stash)
-    held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+    held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
     return result
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from gpipe.layers.buffers import Buffers
 from gpipe.layers.inplace import InPlaceCheck
-from gpipe.layers.skips import Kept, Pop, alias, unpack
+from gpipe.layers.skips import Pop, Stashed, alias, unpack
 from gpipe.rng.visit import Visit
+from gpipe.values.autograd_graph import leaves_of
 from gpipe.values.digest import differ, digest
-from gpipe.values.graph import leaves_of
-from gpipe.values.layout import copy_of, memory_of
+from gpipe.values.layout import copy_of, storage_address
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
 LOSS = "loss_fn"
@@ -91,7 +91,7 @@ def layer_at(layers: Sequence[Layer], at: int) -> str | None:
     return str(layers[at]) if at < len(layers) else LOSS
 
 
-class Made(NamedTuple):
+class StageOutput(NamedTuple):
     """What a stage made of a micro-batch: a value for each route out, the main one last, and what the loss pops."""
 
     values: list[Tree]
@@ -119,8 +119,8 @@ class Stage:
         """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
         if self._memory is None:
             held = (t for layer in self.layers for t in (*layer.module.parameters(), *layer.module.buffers()))
-            self._memory = {memory_of(t) for t in held} - {0}
-        return tensor if tensor.requires_grad or memory_of(tensor) not in self._memory else copy_of(tensor)
+            self._memory = {storage_address(t) for t in held} - {0}
+        return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
 
     def weights(self) -> set[int]:
         """The parameters of the layers, by identity."""
@@ -134,7 +134,7 @@ class Stage:
         for_loss: Sequence[Pop],
         rng_key: RngKey,
         progress: LayerProgress,
-    ) -> Made:
+    ) -> StageOutput:
         """Runs the layers.
 
         Args:
@@ -147,7 +147,7 @@ class Stage:
         """
         modes = self.modes
         loan = self.loans.lend(value, arrived, modes)
-        held: dict[str, Kept] = {}
+        held: dict[str, Stashed] = {}
         try:
             made = self._run(loan.value, loan.arrived, held, rng_key, progress)
         except RuntimeError:
@@ -155,13 +155,13 @@ class Stage:
             raise
         self.loans.settle(loan, modes, self)
         values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
-        return Made(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
+        return StageOutput(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
 
     def _run(
         self,
         value: Tree,
         arrived: Mapping[str, Tensor | None],
-        held: dict[str, Kept],
+        held: dict[str, Stashed],
         rng_key: RngKey,
         progress: LayerProgress,
     ) -> Tree:
@@ -178,23 +178,28 @@ class Stage:
         return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_with_skips(
-        self, layer: Layer, value: Tree, arrived: Mapping[str, Tensor | None], held: dict[str, Kept], rng_key: RngKey
+        self,
+        layer: Layer,
+        value: Tree,
+        arrived: Mapping[str, Tensor | None],
+        held: dict[str, Stashed],
+        rng_key: RngKey,
     ) -> Tree:
         popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
         result = layer.run(value, popped, rng_key)
         if not layer.stash:
             return result
         result, tensors = unpack(result, layer.stash)
-        held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+        held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return result
 
-    def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Kept]) -> Tensor | None:
+    def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Stashed]) -> Tensor | None:
         """A stash for one use, of this stage or of an earlier one."""
         return held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
 
     def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
         """A layer that gives something else when it is given the same; None if none does so now."""
-        held: dict[str, Kept] = {}
+        held: dict[str, Stashed] = {}
         for layer in self.layers:
             popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
             made = [layer.run(replace_tensors(value, copy_of), popped, rng_key) for _ in range(TRIES)]
@@ -204,5 +209,5 @@ class Stage:
             value = made[0]
             if layer.stash:
                 value, tensors = unpack(value, layer.stash)
-                held |= {name: Kept.of(tensor) for name, tensor in tensors.items()}
+                held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return None

@@ -59,7 +59,7 @@ class Partition:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """What each stage costs: its layers over its speed, and the transfers at its ends; unit of the costs."""
+        """What each stage costs: its layers over its speed, and the transfers at its ends; in the unit of costs."""
         chain, moved = self.chain, (0.0, *self.chain.transfers, 0.0)
         each = zip(chain.speeds, self.bounds, strict=True)
         return tuple(math.fsum(chain.costs[a:b]) / speed + moved[a] + moved[b] for speed, (a, b) in each)
@@ -77,7 +77,7 @@ class Partition:
 
     @property
     def lower_bound(self) -> float:
-        """What the slowest stage costs at least: the mean, or the biggest layer on the fastest device."""
+        """The least cost of a slowest stage, which is the mean, or the biggest layer on the fastest device."""
         return max(self.mean, max(self.chain.costs) / max(self.chain.speeds))
 
     @property

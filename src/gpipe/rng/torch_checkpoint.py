@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 FILE = checkpoint.__file__
 MARK = "_gpipe_drew_here"  # on a state that was noted: what stands there now is a key's
-STREAM = "_gpipe_stream"  # beside the variables of a recompute: what it draws from
+GENERATORS = "_gpipe_generators"  # beside the variables of a recompute: what it draws from
 
 FORGETS = (
     "something random is drawn inside of torch.utils.checkpoint, which does not keep what a recompute needs to draw "
@@ -38,14 +38,14 @@ COMPILED = (
 )
 
 
-class Stream:
-    """A generator for each device, made when first drawn from."""
+class Generators:
+    """The generators that a visit or a recompute draws from: one for each device, made when first drawn from."""
 
     def __init__(self, start: Callable[[torch.device], torch.Generator]) -> None:
         self._start = start
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def generator(self, device: torch.device) -> torch.Generator:
+    def on(self, device: torch.device) -> torch.Generator:
         """The generator of a device."""
         found = self._generators.get(device)
         if found is None:
@@ -53,20 +53,20 @@ class Stream:
         return found
 
 
-class Kept(NamedTuple):
-    """The generators' states that a checkpoint noted: of the CPU, and of each device that its inputs are on."""
+class RngStates(NamedTuple):
+    """The states of torch's generators that a checkpoint saved: of the CPU, and of each device of its inputs."""
 
     cpu: Tensor | None
     devices: dict[int, Tensor]
 
     @classmethod
-    def of(cls, names: Any) -> "Kept":
+    def of(cls, names: Any) -> "RngStates":
         """As the variables of a checkpoint have them."""
         states = zip(names.get("fwd_devices", ()), names.get("fwd_device_states", ()), strict=True)
         return cls(names.get("fwd_cpu_state"), dict(states))
 
     def state(self, device: torch.device) -> Tensor | None:
-        """The state of a device's generator, if it was noted."""
+        """The state of a device's generator, if it was saved."""
         return self.cpu if device.type in ("cpu", "meta") else self.devices.get(device.index)
 
 
@@ -74,7 +74,7 @@ class Kept(NamedTuple):
 class Forward:
     """The forward of a checkpoint, as its frame shows it."""
 
-    kept: Kept
+    states: RngStates
     preserves: bool
     release: Callable[[], None]  # tells it to leave the default generator alone in its recompute
 
@@ -84,7 +84,7 @@ class Forward:
         Raises:
             RuntimeError: The checkpoint keeps no state for it, and that is needed.
         """
-        state = self.kept.state(device)
+        state = self.states.state(device)
         if state is None:
             if needed:
                 raise RuntimeError(_forgets(device, preserves=self.preserves))
@@ -108,9 +108,9 @@ class Recompute:
     """A recompute that is under way, as its frame shows it."""
 
     frame: FrameType
-    kept: Kept
+    states: RngStates
 
-    def stream(self, *, sure: bool) -> Stream:
+    def generators(self, *, sure: bool) -> Generators:
         """What it draws from, from its first draw to its last.
 
         Raises:
@@ -118,7 +118,7 @@ class Recompute:
         """
 
         def start(device: torch.device) -> torch.Generator:
-            state = self.kept.state(device)
+            state = self.states.state(device)
             if state is None or (sure and not hasattr(state, MARK)):
                 raise RuntimeError(UNSEEN)
             generator = torch.Generator("cpu" if device.type == "meta" else device)
@@ -126,9 +126,9 @@ class Recompute:
             return generator
 
         names = self.frame.f_locals
-        if STREAM not in names:
-            names[STREAM] = Stream(start)
-        found: Stream = names[STREAM]
+        if GENERATORS not in names:
+            names[GENERATORS] = Generators(start)
+        found: Generators = names[GENERATORS]
         return found
 
 
@@ -156,9 +156,9 @@ def find_checkpoints(until: FrameType | None) -> Checkpoints:
                 case "checkpoint" if "gen" in frame.f_locals:
                     forwards.append(_non_reentrant(frame.f_locals["gen"].gi_frame.f_locals))
                 case "backward" if "outputs" not in frame.f_locals:
-                    return Checkpoints(forwards, Recompute(frame, Kept.of(vars(frame.f_locals["ctx"]))))
+                    return Checkpoints(forwards, Recompute(frame, RngStates.of(vars(frame.f_locals["ctx"]))))
                 case "recompute_fn":
-                    return Checkpoints(forwards, Recompute(frame, Kept.of(frame.f_locals)))
+                    return Checkpoints(forwards, Recompute(frame, RngStates.of(frame.f_locals)))
         elif "run_and_save_rng_state" in code.co_qualname and code.co_filename == rng_prims.__file__:
             raise RuntimeError(COMPILED)
         frame = frame.f_back
@@ -169,7 +169,7 @@ def _reentrant(ctx: Any) -> Forward:
     def release() -> None:
         ctx.preserve_rng_state = False
 
-    return Forward(Kept.of(vars(ctx)), ctx.preserve_rng_state, release)
+    return Forward(RngStates.of(vars(ctx)), ctx.preserve_rng_state, release)
 
 
 def _non_reentrant(names: Any) -> Forward:
@@ -179,4 +179,4 @@ def _non_reentrant(names: Any) -> Forward:
     def release() -> None:
         cells["preserve_rng_state"].cell_contents = False
 
-    return Forward(Kept.of(names), names["preserve_rng_state"], release)
+    return Forward(RngStates.of(names), names["preserve_rng_state"], release)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpipe.rng.random_ops import Keyed
-from gpipe.rng.torch_checkpoint import Stream, find_checkpoints
+from gpipe.rng.torch_checkpoint import Generators, find_checkpoints
 
 IN_BACKWARD = (
     "{} draws random numbers in its backward, where no key reaches them: they would depend on which rank comes "
@@ -49,13 +49,13 @@ class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like t
 
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
         super().__init__()
-        self._stream = Stream(partial(_start, (seed, step, layer, micro_batch)))
+        self._generators = Generators(partial(_start, (seed, step, layer, micro_batch)))
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator to draw from next on a device."""
         found = find_checkpoints(self.entered_by)
-        stream = self._stream if found.recompute is None else found.recompute.stream(sure=False)
-        generator = stream.generator(device)
+        generators = self._generators if found.recompute is None else found.recompute.generators(sure=False)
+        generator = generators.on(device)
         needed = self.grad or torch.is_grad_enabled()  # else no backward follows
         for forward in found.forwards:
             forward.note(device, generator, needed=needed, releases=self.piped)
@@ -92,7 +92,7 @@ class InBackward(Keyed):
         found = find_checkpoints(self.entered_by)
         if found.recompute is None:
             raise RuntimeError(IN_BACKWARD.format(self._maker(_node(self.entered_by)) or "a layer"))
-        generator = found.recompute.stream(sure=True).generator(device)
+        generator = found.recompute.generators(sure=True).on(device)
         for forward in found.forwards:
             forward.note(device, generator, needed=True, releases=True)
         return generator

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from gpipe.layers.owners import Owners
+from gpipe.layers.shared_buffers import find_shared_buffers, find_shared_norm
 from gpipe.layers.skips import Pop, find_loss_pops
 from gpipe.layers.stage import Stage
-from gpipe.layers.tied import Aliases, Tied, find_exposed, find_race, find_shared
+from gpipe.layers.tied import Tied, find_shared
+from gpipe.layers.weight_aliases import WeightAliases
+from gpipe.layers.weight_owners import WeightOwners
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
@@ -72,8 +74,8 @@ class Engine:
         self.row, self.replicas = row, replicas
         self.own = tuple(stage for stage in stages if row in (None, placement[stage.index]))  # what runs here
         self.shared = find_shared(self.layers, tied)
-        self.exposed = find_exposed(self.stages)
-        if race := find_race(self.stages):
+        self.shared_buffers = find_shared_buffers(self.stages)
+        if race := find_shared_norm(self.stages):
             raise ValueError(race)
         self._reset()
 
@@ -168,17 +170,17 @@ class Engine:
 
     def _stages_that_share(self) -> list[int]:
         stage_of = self.stage_of
-        return sorted({stage_of[index] for item in self.shared for index in item.places})
+        return sorted({stage_of[index] for item in self.shared for index in item.slots})
 
     def start(
-        self, micro_batches: int, batch: MiniBatch, join: Callable[[CompiledProgram, Aliases], Others] = Alone
+        self, micro_batches: int, batch: MiniBatch, join: Callable[[CompiledProgram, WeightAliases], Others] = Alone
     ) -> MiniBatchRun:
         """Prepares the run of one mini-batch, joined to those of other processes."""
         compiled = self.compiled(self.wanted(micro_batches, batch))
-        aliases = Aliases(self.shared, self.own)
+        aliases = WeightAliases(self.shared, self.own)
         others = join(compiled, aliases)
         weights = aliases.sources.values()
-        owners = Owners(self.own, weights) if batch.trains and (len(self.own) > 1 or weights) else None
+        owners = WeightOwners(self.own, weights) if batch.trains and (len(self.own) > 1 or weights) else None
         workers = []
         for rank, stream in self.streams.items():
             held = {
@@ -195,6 +197,6 @@ class Engine:
             self.threads if self.threaded else None,
             self.intra_op_threads,
             aliases,
-            self.exposed,
+            self.shared_buffers,
             others,
         )

@@ -17,8 +17,8 @@ from gpipe.layers.losses import (
     holds_ignored_labels,
 )
 from gpipe.runtime.modes import Ambient
+from gpipe.values.input_checks import find_strange_values, find_uncut_lists
 from gpipe.values.microbatch import Reduction, count_rows, rows_of_parts, split, weights
-from gpipe.values.splittable import find_strange_values, find_uncut_lists
 from gpipe.values.tree import Tree, tensors_in
 
 NO_GRAPH = (

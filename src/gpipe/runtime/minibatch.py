@@ -8,9 +8,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from gpipe.layers.fingerprint import RecomputeError
+from gpipe.layers.buffers import Slot
+from gpipe.layers.recompute_check import RecomputeError
+from gpipe.layers.shared_buffers import SharedBufferCheck
 from gpipe.layers.stage import Stage
-from gpipe.layers.tied import Aliases, BufferGuard, Slot
+from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Kind
 from gpipe.rng.random_ops import CPU, unseeded
 from gpipe.runtime.modes import Ambient
@@ -35,7 +37,7 @@ class MiniBatchRun:
         threads: One for each rank; None for all in the calling thread.
         intra_op_threads: CPU threads of one operation.
         aliases: Of shared weights.
-        exposed: The buffers that layers of several stages use.
+        shared_buffers: The buffers that layers of several stages use.
         others: What is done together with other processes.
     """
 
@@ -47,8 +49,8 @@ class MiniBatchRun:
         stages: Sequence[Stage],
         threads: RankThreads | None,
         intra_op_threads: int,
-        aliases: Aliases,
-        exposed: Mapping[Slot, str],
+        aliases: WeightAliases,
+        shared_buffers: Mapping[Slot, str],
         others: Others,
     ) -> None:
         self.compiled = compiled
@@ -58,7 +60,7 @@ class MiniBatchRun:
         self.threads = threads
         self.intra_op_threads = intra_op_threads
         self.aliases = aliases
-        self.exposed = exposed
+        self.shared_buffers = shared_buffers
         self.others = others
 
     def go(self, ambient: Ambient, recorder: Recorder | None) -> None:
@@ -140,7 +142,7 @@ class MiniBatchRun:
         if threads is not None:
             here.refuse_strangers()
         devices = {stream.device for stream in streams.values()} | {CPU}
-        buffers = BufferGuard(self.exposed)
+        buffers = SharedBufferCheck(self.shared_buffers)
         try:
             with ambient.fresh_casts(), self.aliases.in_place(), unseeded(devices):
                 self._drive(rows, ambient, recorder, threads)

@@ -106,11 +106,11 @@ class Ambient:
         return enter
 
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def untraced(function: Callable[Given, Made]) -> Callable[Given, Made]:
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps `torch.compile` out of a function: it would trace locks, threads and queues.
 
     `torch.compiler.disable` would load the compiler, which takes seconds. Where it is not loaded, nothing compiles.
@@ -118,7 +118,7 @@ def untraced(function: Callable[Given, Made]) -> Callable[Given, Made]:
     hidden = _disable_dynamo(function)
 
     @wraps(function)
-    def guarded(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return guarded

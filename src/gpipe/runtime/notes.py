@@ -42,6 +42,7 @@ TOO_FEW_VALUES = (
 
 
 def add_note(error: BaseException, worker: Worker, program: Program, at: int) -> None:
+    """Tells an exception where it was raised."""
     if not isinstance(getattr(error, "__notes__", []), list):
         del error.__notes__  # something of the user's own, where Python wants a list
     error.add_note(describe(worker, program, at, error))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from gpipe.layers.batchnorm import Deferred
 from gpipe.layers.stage import LayerProgress
-from gpipe.layers.tied import Aliases
+from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Action
 from gpipe.runtime.mailbox import Mailbox
 from gpipe.runtime.rows import CompiledProgram, CompiledRows
@@ -41,7 +41,7 @@ class Others(Protocol):
 class Alone:
     """All ranks are of this process: they hand each other what they have, and tell nobody."""
 
-    def __init__(self, compiled: CompiledProgram, aliases: Aliases) -> None:
+    def __init__(self, compiled: CompiledProgram, aliases: WeightAliases) -> None:
         self.transport: Transport = Mailbox(compiled.program.ranks)
 
     def name(self, rank: int) -> str:

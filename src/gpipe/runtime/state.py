@@ -1,4 +1,4 @@
-"""What is held while one mini-batch is under way: by all ranks of a process together, and by each between its steps."""
+"""What is held while a mini-batch is under way: by all ranks of a process, and by each between its steps."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gpipe.layers.buffers import Snapshot
-from gpipe.layers.fingerprint import Fingerprint
+from gpipe.layers.buffers import SavedBuffers
+from gpipe.layers.recompute_check import Fingerprint
 from gpipe.layers.skips import Pop
 from gpipe.layers.stage import LayerProgress
 from gpipe.values.boundary import BoundaryValue, Gradients, detached
@@ -26,6 +26,7 @@ class Output:
         """Cuts a value from its graph."""
         wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
         return cls(detached(value), wants)
+
 
 @dataclass
 class MiniBatch:
@@ -63,15 +64,15 @@ class MiniBatch:
 class Saved:
     """What a stage keeps of one micro-batch between its forward and its backward.
 
-    `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots`, for
-    each connection out of the stage (at the last one, for the loss or the output), the tensors of the graph whose
-    gradients will come back. With rematerialization the last two are of the recompute: only what crossed the boundary
-    is kept.
+    `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots`,
+    for each connection out of the stage (at the last one, for the loss or the output), the tensors of the graph
+    whose gradients will come back. With rematerialization the last two are of the recompute: only what crossed the
+    boundary is kept.
     """
 
     given: list[BoundaryValue]
     gradients: list[Gradients] = field(default_factory=list)
     roots: list[list[Tensor]] = field(default_factory=list)
-    snapshot: Snapshot | None = None
+    snapshot: SavedBuffers | None = None
     progress: LayerProgress = field(default_factory=LayerProgress)
     fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same

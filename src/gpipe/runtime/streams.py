@@ -77,7 +77,7 @@ class RankStream:
             return moved[id(tensor)]
 
         value = replace_tensors(crossing.value, move)
-        return BoundaryValue(value, [moved[id(leaf)] for leaf in crossing.leaves], crossing.leaned)
+        return BoundaryValue(value, [moved[id(leaf)] for leaf in crossing.leaves], crossing.ancestors)
 
     def take_gradients(self, gradients: Gradients, mark: ReadyEvent) -> Gradients:
         """Brings gradients that another rank made to this device."""

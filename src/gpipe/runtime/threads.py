@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ from gpipe.values.messages import Cancelled
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
 """A job, and where to say that it is done."""
 AT_EXIT = 2.0
-"""Seconds that the interpreter waits for threads at its end: one that it takes out of torch's C++ aborts the process."""
+"""Seconds that the interpreter waits for threads at its end: one that it ends inside of C++ aborts the process."""
 
 
 class RankThreads:
@@ -31,7 +31,7 @@ class RankThreads:
         self.intra_op_threads = intra_op_threads
         self._jobs: list[SimpleQueue[Task | None]] = []
         self._threads: list[threading.Thread] = []
-        self._stop: "weakref.finalize[[], RankThreads] | None" = None
+        self._stop: weakref.finalize[Any, RankThreads] | None = None
         self._pid = 0
         self._home, self._lock = os.getpid(), threading.Lock()
 

@@ -49,5 +49,3 @@ def _do(worker: Worker, step: Step, recorder: Recorder | None) -> None:
     if step.takes:
         worker.take(step)
     worker.do(step)
-
-

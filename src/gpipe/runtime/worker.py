@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from gpipe.layers.batchnorm import Deferred
-from gpipe.layers.buffers import Snapshot
-from gpipe.layers.fingerprint import Fingerprint, otherwise
+from gpipe.layers.buffers import SavedBuffers
 from gpipe.layers.inplace import SHARED_IN_PLACE
 from gpipe.layers.losses import as_made, read_loss, with_own_version
-from gpipe.layers.owners import HOOKED, Owners, tensors_left_on
-from gpipe.layers.stage import LayerProgress, Made, RngKey, Stage
+from gpipe.layers.recompute_check import Fingerprint, otherwise
+from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
+from gpipe.layers.weight_owners import HOOKED, WeightOwners, tensors_left_on
 from gpipe.plan.action import Action, Kind
 from gpipe.rng.visit import InBackward, Visit
 from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch, Output, Saved
 from gpipe.runtime.steps import Connections, Step
 from gpipe.runtime.streams import RankStream
+from gpipe.values.autograd_graph import failed_node, find_ancestors
 from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter, run_backward
-from gpipe.values.graph import failed_node, find_leaned
-from gpipe.values.layout import memory_of
+from gpipe.values.layout import storage_address
 from gpipe.values.messages import Label, Message, ReadyEvent
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
@@ -65,7 +65,7 @@ class Worker:
         batch: MiniBatch,
         others: Others,
         *,
-        owners: Owners | None = None,
+        owners: WeightOwners | None = None,
         every: Sequence[Stage] = (),
     ) -> None:
         self.rank = rank
@@ -81,7 +81,7 @@ class Worker:
         self.taken: list[Message] = []
         self.deferred: dict[int, Deferred] = {}
         self.commits: list[int] = []
-        self._leaned: dict[tuple[int, int], set[int]] = {}
+        self._ancestors: dict[tuple[int, int], set[int]] = {}
         self._doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
         self._seeds: dict[float, Tensor] = {}
         self._work = {kind: self._work_of(kind) for kind in Kind}
@@ -159,7 +159,7 @@ class Worker:
                 crossing, roots = cut(value)
                 crossings.append(crossing)
                 saved.roots.append(roots)
-            self._note_leaned(step.stage, crossings, saved.roots)
+            self._note_ancestors(step.stage, crossings, saved.roots)
             self._part_memory(stage, crossings)
             self._give(step, crossings)
         elif self.batch.loss_fn is None:
@@ -173,14 +173,16 @@ class Worker:
         if not self.batch.trains:
             del self.saved[step.stage, m]
 
-    def _note_leaned(self, stage: int, crossings: Sequence[BoundaryValue], roots: Sequence[Sequence[Tensor]]) -> None:
+    def _note_ancestors(
+        self, stage: int, crossings: Sequence[BoundaryValue], roots: Sequence[Sequence[Tensor]]
+    ) -> None:
         """Notes which leaves others were made from that cross too: as in the first micro-batch of the run."""
         flat = [root for some in roots for root in some]
-        if (stage, len(flat)) not in self._leaned:
-            self._leaned[stage, len(flat)] = find_leaned(flat) if len(flat) > 1 else set()
+        if (stage, len(flat)) not in self._ancestors:
+            self._ancestors[stage, len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
         first = 0
         for crossing, some in zip(crossings, roots, strict=True):
-            crossing.leaned = frozenset(at - first for at in self._leaned[stage, len(flat)] if at >= first)
+            crossing.ancestors = frozenset(at - first for at in self._ancestors[stage, len(flat)] if at >= first)
             first += len(some)
 
     def _part_memory(self, stage: Stage, crossings: Sequence[BoundaryValue]) -> None:
@@ -191,10 +193,10 @@ class Worker:
             crossing.check(stage)  # notes versions
         if len(crossings) > 1:
             used = Counter(
-                at for crossing in crossings for at in {memory_of(t) for t in tensors_in(crossing.value)} if at
+                at for crossing in crossings for at in {storage_address(t) for t in tensors_in(crossing.value)} if at
             )
             for crossing in crossings:
-                crossing.entangled = any(used[memory_of(t)] > 1 for t in tensors_in(crossing.value))
+                crossing.shares_storage = any(used[storage_address(t)] > 1 for t in tensors_in(crossing.value))
 
     def recompute(self, step: Step) -> None:
         """Runs a stage's layers once more, for their graph."""
@@ -213,7 +215,7 @@ class Worker:
         else:
             saved.roots = [[self._loss(made, m, saved.progress)]]
 
-    def _compare(self, stage: Stage, ends: Connections, saved: Saved, m: int, made: Made) -> None:
+    def _compare(self, stage: Stage, ends: Connections, saved: Saved, m: int, made: StageOutput) -> None:
         """Compares a recompute with its forward, bit for bit."""
         assert saved.fingerprint is not None
         verdict = saved.fingerprint.differs(Fingerprint.of(made, stage, saved.given))
@@ -242,8 +244,10 @@ class Worker:
     def _arrived(self, ends: Connections, saved: Saved) -> dict[str, Tensor | None]:
         return {name: crossing.stashed for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
 
-    def _run(self, stage: Stage, ends: Connections, saved: Saved, m: int, *, recomputing: bool = False) -> Made:
-        """Runs the layers of a stage on what was kept; gives a value for each connection out, at least the main one."""
+    def _run(
+        self, stage: Stage, ends: Connections, saved: Saved, m: int, *, recomputing: bool = False
+    ) -> StageOutput:
+        """Runs the layers of a stage on what was kept; gives a value for each connection out, the main one last."""
         saved.progress = self.others.new_progress()  # of this run, not of the one before
         for crossing in saved.given:
             crossing.check(stage)
@@ -257,16 +261,16 @@ class Worker:
             made = stage.forward(entered[-1].value, arrived, ends.skips_out, for_loss, rng_key, saved.progress)
         for end, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
             hooked = one.hooked()
-            known = crossing.leaned is not None
-            if hooked & (crossing.leaned or set()) or (
+            known = crossing.ancestors is not None
+            if hooked & (crossing.ancestors or set()) or (
                 hooked and not known and (len(one.aliases) > 1 or not end.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
-            if crossing.entangled and stage.loans.changed & set(map(id, tensors_in(one.value))):
+            if crossing.shares_storage and stage.loans.changed & set(map(id, tensors_in(one.value))):
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
-    def _loss(self, made: Made, m: int, progress: LayerProgress) -> Tensor:
+    def _loss(self, made: StageOutput, m: int, progress: LayerProgress) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
         batch = self.batch
         progress.enter()
@@ -277,7 +281,7 @@ class Worker:
         batch.losses[m] = loss.detach()
         return loss
 
-    def _call_loss_fn(self, made: Made, m: int) -> object:
+    def _call_loss_fn(self, made: StageOutput, m: int) -> object:
         batch = self.batch
         assert batch.loss_fn is not None
         target = replace_tensors(batch.targets[m], with_own_version)
@@ -309,7 +313,7 @@ class Worker:
             self.batch.input_gradients[step.micro_batch] = saved.gradients[-1]
         del self.saved[step.stage, step.micro_batch]
 
-    def _tell_of_writes(self, stage: Stage, before: Snapshot) -> None:
+    def _tell_of_writes(self, stage: Stage, before: SavedBuffers) -> None:
         """Notes the buffers that a backward has written."""
         written = {f"{type(module).__name__}.{name}": None for module, name in stage.buffers.after(before)}
         if written:

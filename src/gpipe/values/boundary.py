@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gpipe.values.hidden import hides_tensors, refuse_hidden_tensors
+from gpipe.values.hidden_tensors import hides_tensors, refuse_hidden_tensors
 from gpipe.values.tree import Tree, replace_tensors, tensors_in, version
 
 
@@ -46,14 +46,14 @@ class BoundaryValue:
     """A value as it crosses a boundary.
 
     `value` is what the next stage sees; `leaves` are its tensors that want a gradient, each once, in a fixed order.
-    `leaned` are those from which others were made that cross with them, if that is known here: their gradient is
+    `ancestors` are those from which others were made that cross with them, if that is known here: their gradient is
     whole only where they were made.
     """
 
     value: Tree
     leaves: list[Tensor]
-    leaned: frozenset[int] | None = None
-    entangled: bool = False  # whether it shares memory with another value that crosses
+    ancestors: frozenset[int] | None = None
+    shares_storage: bool = False  # with another value that crosses
     versions: list[int] | None = None  # of its tensors, as far as they are noted
 
     def check(self, stage: object) -> None:

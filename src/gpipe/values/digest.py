@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gpipe.values.hidden import OPAQUE
+from gpipe.values.hidden_tensors import OPAQUE
 from gpipe.values.layout import PLAIN
 from gpipe.values.tree import Tree
 

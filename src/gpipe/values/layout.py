@@ -27,8 +27,8 @@ def alignment(tensor: Tensor) -> int:
     return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, 1))
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Where the memory that a tensor lies in begins, the same for all its views; 0 where there is none to share."""
+def storage_address(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins, the same for all its views; 0 where there is none to share."""
     if is_lazy(tensor) or type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
         return 0
     return tensor.untyped_storage().data_ptr()

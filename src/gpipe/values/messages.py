@@ -40,7 +40,7 @@ class Control(IntEnum):
 
 
 class Label(NamedTuple):
-    """What a message carries: a route (its place in the program) or a `Control`, the micro-batch, value or gradient."""
+    """What a message carries: a route (its place in the program, or a `Control`), micro-batch, value or gradient."""
 
     route: int
     micro_batch: int

@@ -1,0 +1,183 @@
+"""Draws programs from their table while the pages are built, so that no picture can be older than the code.
+
+    {rows} fill_drain             the rows of a schedule, as text
+    {timeline} fill_drain         what the simulator makes of them, as a picture
+    {needs} 1F0 1B0             what the rules say that these actions need
+    {module-docstring} gpipe.plan.rules
+    {reading-order}             modules, one a line, each with its length and its first line
+
+The first three take the options `stages`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and the flags
+`transfers`, `commits`, `ties` and `reduces`, which place these actions.
+"""
+
+from hashlib import sha256
+from importlib import import_module
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from gpipe.plan import schedules
+from gpipe.plan.action import Route, parse_action
+from gpipe.plan.cost import StageCost
+from gpipe.plan.laws import check
+from gpipe.plan.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
+from gpipe.plan.program import Program
+from gpipe.plan.rules import needs
+from gpipe.plan.simulate import simulate
+from gpipe.report import timeline_svg
+
+FORWARD = 0.010  # seconds; a backward takes two of them
+SOURCE = Path(__file__).parent.parent.parent / "src"
+
+
+def routes(text: str) -> list[Route]:
+    """Reads skip connections, such as `early/3:0>2`."""
+    return list(Program.from_text(f"routes {text}").routes)
+
+
+class Table(SphinxDirective):
+    """What needs a program, which its options describe."""
+
+    optional_arguments = 8
+    option_spec = {  # noqa: RUF012  # as docutils has it
+        "stages": directives.positive_int,
+        "micro-batches": directives.positive_int,
+        "remat": str,
+        "skip": routes,
+        "transfers": directives.flag,
+        "commits": directives.flag,
+        "ties": directives.flag,
+        "reduces": directives.flag,
+        "title": str,
+    }
+
+    def program(self, schedule: str) -> Program:
+        """Makes the program by the same passes as a pipe does."""
+        stages, micro_batches = self.options.get("stages", 4), self.options.get("micro-batches", 4)
+        rows = getattr(schedules, schedule)(stages, micro_batches)
+        program = Program.of(rows, micro_batches, skips=self.options.get("skip", ()))
+        program = place_recompute(program, [self.options.get("remat", "never")] * stages)
+        if "transfers" in self.options:
+            program = place_transfers(program)
+        for option, place in {"commits": place_commits, "ties": place_ties, "reduces": place_reduces}.items():
+            program = place(program, range(stages)) if option in self.options else program
+        if "transfers" in self.options:
+            check(program)
+        return program
+
+
+class ProgramText(Table):
+    """The rows, one a rank."""
+
+    def run(self) -> list[nodes.Node]:
+        """Returns them as text."""
+        program = self.program(self.arguments[0])
+        lines = (f"rank {rank}   " + " ".join(map(str, row)) for rank, row in enumerate(program.rows))
+        return [literal("\n".join(lines))]
+
+
+class TimelinePicture(Table):
+    """What the simulator makes of a program."""
+
+    def run(self) -> list[nodes.Node]:
+        """Returns it as a picture."""
+        program = self.program(self.arguments[0])
+        costs = [StageCost(forward=FORWARD, backward=2 * FORWARD)] * program.stages
+        title = self.options.get("title", "")
+        svg = timeline_svg(simulate(program, costs).timeline, title)
+        folder = Path(self.env.srcdir) / "_generated"
+        folder.mkdir(exist_ok=True)
+        file = folder / f"{sha256(svg.encode()).hexdigest()[:16]}.svg"
+        file.write_text(svg, encoding="utf-8")
+        image = nodes.image(uri=f"/_generated/{file.name}", alt=title)
+        return [nodes.container("", image, classes=["picture"])]
+
+
+class Needs(Table):
+    """What `gpipe.plan.rules.needs` says of some actions of the schedule `fill_drain`."""
+
+    def run(self) -> list[nodes.Node]:
+        """Returns a line for each."""
+        program = self.program("fill_drain")
+        actions = [parse_action(text) for text in self.arguments]
+        width = max(map(len, self.arguments))
+        lines = (f"{action!s:{width}}  needs  {'  '.join(map(str, needs(action, program)))}" for action in actions)
+        return [literal("\n".join(line.removesuffix("needs  ") for line in lines))]
+
+
+class ModuleDocstring(SphinxDirective):
+    """The docstring of a module, as it stands in the source."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Returns it as text."""
+        return [literal(cleandoc(import_module(self.arguments[0]).__doc__ or ""))]
+
+
+class ReadingOrder(SphinxDirective):
+    """Modules with their length and what they say of themselves."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Returns a table, and the sum of the lines."""
+        modules = [line.strip() for line in self.content if line.strip()]
+        rows, total = [], 0
+        for name in modules:
+            file = SOURCE.joinpath(*name.split(".")).with_suffix(".py")
+            text = file.read_text()
+            total += len(text.splitlines())
+            first = " ".join((import_module(name).__doc__ or "").split("\n\n")[0].split())
+            rows.append((name.removeprefix("gpipe."), str(len(text.splitlines())), first))
+        return [table(("module", "lines", "which says of itself"), [*rows, ("together", str(total), "")])]
+
+
+def literal(text: str) -> nodes.literal_block:
+    """Text as it is."""
+    return nodes.literal_block(text, text, language="text")
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
+    """A table whose first column is code."""
+    group = nodes.tgroup(cols=len(heads))
+    group += [nodes.colspec(colwidth=width) for width in (20, 7, 73)]
+    head, body = nodes.thead(), nodes.tbody()
+    head += _row([nodes.paragraph(text=cell) for cell in heads])
+    for name, *cells in rows:
+        first = nodes.paragraph("", "", nodes.literal(text=name) if "." in name else nodes.Text(name))
+        body += _row([first, *(nodes.paragraph(text=cell) for cell in cells)])
+    group += [head, body]
+    return nodes.table("", group)
+
+
+def _row(cells: list[nodes.paragraph]) -> nodes.row:
+    return nodes.row("", *(nodes.entry("", cell) for cell in cells))
+
+
+def fences(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
+    """Has docstrings, which reStructuredText reads here, keep their pictures between ``` fences."""
+    kept, inside = list[str](), False
+    for line in lines:
+        if line.strip().startswith("```"):
+            inside = not inside
+            kept += [line.split("```")[0] + "::", ""] if inside else [""]
+        else:
+            kept.append(f"    {line}" if inside else line)
+    lines[:] = kept
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Tells Sphinx of the directives."""
+    app.add_directive("rows", ProgramText)
+    app.add_directive("timeline", TimelinePicture)
+    app.add_directive("needs", Needs)
+    app.add_directive("module-docstring", ModuleDocstring)
+    app.add_directive("reading-order", ReadingOrder)
+    app.connect("autodoc-process-docstring", fences)
+    return {"parallel_read_safe": True}

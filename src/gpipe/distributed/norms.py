@@ -1,0 +1,84 @@
+"""Norms of gradients, and names of parameters, over all processes: each parameter counts once."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.distributed.handshake import Asked
+from gpipe.distributed.reduce import local, whole
+from gpipe.distributed.session import Session
+from gpipe.errors import innermost_code
+from gpipe.runtime.engine import Engine
+
+NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
+
+
+def clip_grad_norm_(
+    session: Session, module: nn.Module, device: torch.device, max_norm: float, norm_type: float
+) -> Tensor:
+    """Scales the gradients of all processes so that their norm together is at most `max_norm`; gives what it was.
+
+    The norms of parameters are put together in the order of the layers, on one device.
+    """
+    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    norms = [whole(torch.linalg.vector_norm(gradient, norm_type)).to(device) for _, gradient in named]
+    norms = _gathered(session, [name for name, _ in named], norms)
+    if not norms:
+        return torch.zeros(())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    for _, gradient in named:
+        local(gradient).mul_(factor.to(gradient.device))
+    return total
+
+
+def _gathered(session: Session, named: Sequence[str], norms: Sequence[Tensor]) -> list[Tensor]:
+    """The norms of all parameters of the replica, each once, in the order of the layers."""
+    if session.position is None:
+        return list(norms)
+    with session.run() as peers:
+        every = peers.exchange(Asked.NORMS, (list(named), list(norms)))
+    own = [dict(zip(*every[rank], strict=True)) for rank in session.position.ranks_of_replica]
+    layers = [layer for stage in session.engine.stages for layer in stage.layers]
+    rows = [session.engine.placement[stage] for stage in session.engine.stage_of]
+    return [
+        norm
+        for layer, row in zip(layers, rows, strict=False)
+        for name, norm in own[row].items()
+        if name.partition(".")[0] == layer.name
+    ]
+
+
+def refuse_norms_of_a_part() -> None:
+    """Refuses to give the parameters of this process to those who would take theirs for the norm of all.
+
+    Raises:
+        ValueError: It is torch's `clip_grad_norm_` or `get_total_norm` that asks.
+    """
+    codes = {innermost_code(norm): norm.__name__ for norm in NORMS}
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]  # None ends it
+        if name := codes.get(frame.f_code):
+            raise ValueError(
+                f"torch.nn.utils.{name} would see the gradients of this process's partition alone, and what it does "
+                f"would depend on how the layers are cut; have all processes call pipe.clip_grad_norm_(max_norm)"
+            )
+
+
+def find_tied_names(engine: Engine) -> dict[str, str]:
+    """The name of each parameter that has an earlier name, and that name."""
+    names = {
+        (layer.index, id(module), leaf): f"{layer.name}.{path}.{leaf}" if path else f"{layer.name}.{leaf}"
+        for stage in engine.stages
+        for layer in stage.layers
+        for path, module in layer.module.named_modules()
+        for leaf in module._parameters
+    }
+    found: dict[str, str] = {}
+    for shared in engine.shared:
+        places = [(at, id(module), leaf) for at, slots in shared.slots.items() for module, leaf in slots]
+        first, *others = [names[place] for place in places]  # a module that is several layers has several names
+        found |= dict.fromkeys(others, first)
+    return found

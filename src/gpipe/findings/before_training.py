@@ -1,0 +1,58 @@
+"""Tells before the first step what in the settings of a pipe will cost time, and what to do about it."""
+
+from collections.abc import Iterator
+
+from gpipe.build.settings import Settings
+from gpipe.findings.randomness import find_own_generators
+from gpipe.plan.timeline import bubble
+
+DWARFS = 1.5  # a partition this many times the mean sets the pace for all
+
+
+def examine_settings(settings: Settings) -> list[str]:
+    """Tells what can be said of a pipe before it has run."""
+    return [
+        *_bubble(settings),
+        *_empty_partitions(settings),
+        *_giants(settings),
+        *find_own_generators(settings.layers),
+    ]
+
+
+def _bubble(settings: Settings) -> Iterator[str]:
+    k, m = len(settings.devices), settings.micro_batches
+    if k > 1 and m < 4 * k:
+        yield (
+            f"M={m} micro-batches for K={k} partitions leave a bubble of {bubble(k, m):.0%}; with M={4 * k}, four "
+            f"times K, it would be {bubble(k, 4 * k):.0%}"
+        )
+
+
+def _empty_partitions(settings: Settings) -> Iterator[str]:
+    for stage, layers in enumerate(partitions(settings)):
+        if not any(True for name in layers for _ in settings.layers[name].parameters()):
+            yield (
+                f"partition {stage} has no parameters; an optimizer over it alone would be refused, and it does "
+                f"little work: give costs, or join its layers to a neighbour by partitions=[...]"
+            )
+
+
+def _giants(settings: Settings) -> Iterator[str]:
+    names = list(settings.layers)
+    cost = dict(zip(names, settings.costs, strict=True))
+    shares = [sum(cost[name] for name in layers) for layers in partitions(settings)]
+    mean = sum(shares) / len(shares)
+    for stage, share in enumerate(shares):
+        if mean and share > DWARFS * mean:
+            largest = max(partitions(settings)[stage], key=cost.__getitem__)
+            yield (
+                f"partition {stage} costs {share / mean:.1f} times the mean, so the others wait for it; its largest "
+                f"layer is {largest} with {cost[largest] / share:.0%} of it: cut that layer finer, use fewer "
+                f"partitions, or give measured costs"
+            )
+
+
+def partitions(settings: Settings) -> list[list[str]]:
+    """The names of the layers of each partition."""
+    names = iter(settings.layers)
+    return [[next(names) for _ in range(count)] for count in settings.layers_per_partition]

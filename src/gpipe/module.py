@@ -1,0 +1,142 @@
+"""What `torch.nn.Module` promises, kept by a pipe: its layers under their own names, copies, moves, attributes."""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.build.settings import Settings
+from gpipe.distributed.norms import find_tied_names, refuse_norms_of_a_part
+from gpipe.distributed.session import Session
+from gpipe.layers.skips import Sequential
+from gpipe.runtime.engine import Engine
+from gpipe.runtime.inputs import NO_GRAPH
+from gpipe.runtime.recorder import Recorder
+
+
+class Partitioned(nn.Module):
+    """A sequence of layers, of which this process may hold some."""
+
+    recorder: Recorder | None
+
+    def __init__(self, settings: Settings, session: Session) -> None:
+        super().__init__()
+        self._settings = settings
+        self._session = session
+        self._tied_names = {} if session.position is None else find_tied_names(session.engine)
+
+    @property
+    def _engine(self) -> Engine:
+        return self._session.engine
+
+    def _hold_layers(self) -> None:
+        """Takes the layers of this process for modules: at last, and not by add_module, whatever they are named."""
+        self._modules.update(self._own_layers())
+
+    def _own_layers(self) -> dict[str, nn.Module]:
+        return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
+
+    def __len__(self) -> int:
+        """The number of layers, of all partitions."""
+        return len(self._settings.layers)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers, in order; over processes this one's."""
+        return iter(self._own_layers().values())
+
+    @overload
+    def __getitem__(self, at: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequential: ...
+
+    def __getitem__(self, at: int | slice) -> nn.Module:
+        """A layer by its place among all, or a `gpipe.Sequential` of several, as on `nn.Sequential`.
+
+        >>> import gpipe, torch
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)], 2, 4)
+        >>> pipe[-1].out_features, len(pipe), len(pipe[:2])
+        (1, 3, 2)
+
+        Raises:
+            IndexError: There is no such layer, or another process has it.
+        """
+        names = list(self._settings.layers)
+        if isinstance(at, slice):
+            return Sequential(OrderedDict((name, self._own_layer(name)) for name in names[at]))
+        try:
+            name = names[at]
+        except (TypeError, IndexError):
+            last = len(names) - 1
+            raise IndexError(
+                f"there is no layer {at!r}; give one of 0 to {last}, -1 for the last, or a slice"
+            ) from None
+        return self._own_layer(name)
+
+    def _own_layer(self, name: str) -> nn.Module:
+        own = self._own_layers()
+        if name not in own:
+            raise IndexError(f"layer {name} is another process's; this one has {', '.join(own)}")
+        return own[name]
+
+    @property
+    def ties_of_names(self) -> dict[str, str]:
+        """The name of each parameter that has an earlier name, and that name; over processes."""
+        return dict(self._tied_names)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process by name, one that is shared with another under its first name there."""
+        if self._session.position is not None and self._session.position.rows > 1:
+            refuse_norms_of_a_part()
+        first = self._tied_names if remove_duplicate else {}
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what is the pipe's own also where a layer has the same name; layers stay what they are."""
+        if isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        elif name not in self.__dict__.get("_modules", ()):
+            super().__setattr__(name, value)
+        elif name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            raise TypeError(
+                f"layer {name!r} stands in a partition and cannot be replaced: the old one would go on running; "
+                f"replace it before, or make a new pipe"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle leaves the recorder behind, as it does threads."""
+        return {**vars(self), "recorder": None}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves nothing to other devices: partitions stay where `devices` put them. Other changes are fine."""
+        devices = dict.fromkeys(self._settings.devices)
+        for device in devices:
+            if fn(torch.empty(0, device=device)).device != device:
+                raise ValueError(
+                    f"the partitions are on {', '.join(map(str, devices))}; a pipe cannot be moved as a whole, "
+                    f"make a new one with devices=..."
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
+        """What `DistributedDataParallel` asks of a module that it wraps; others that list attributes find none."""
+        if sys._getframe(1).f_globals.get("__name__") != nn.parallel.distributed.__name__:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        raise TypeError(
+            "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
+            "itself, M times a step; average .grad over the replicas after step(), before the optimizer's"
+        )
+
+    def __prepare_scriptable__(self) -> Self:
+        """What `torch.jit.script` asks for."""
+        raise TypeError(NO_GRAPH)

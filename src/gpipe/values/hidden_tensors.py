@@ -1,0 +1,56 @@
+"""Finds tensors inside of objects that torch's pytree takes for leaves, so that no boundary loses their gradients."""
+
+import gc
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device)
+"""What holds no tensor of its own, however far it leads."""
+MOST = 100_000  # objects that are looked at
+
+HIDDEN = (
+    "a {name} holds tensors where torch cannot see them (torch.utils._pytree takes it for a single value), so they "
+    "would not be cut, split or given gradients; use tensors, tuples, lists or dicts, or register the class with "
+    "torch.utils._pytree.register_pytree_node"
+)
+
+
+def hides_tensors(item: object) -> bool:
+    """Whether a tensor can be reached from an object, by whatever it refers to: attributes, slots, items, closures.
+
+    >>> class Box: pass
+    >>> box = Box(); box.inner = [{"deep": torch.ones(1)}]
+    >>> hides_tensors(box), hides_tensors({box}), hides_tensors(Box()), hides_tensors(range(3))
+    (True, True, False, False)
+    """
+    todo, seen = [item], {id(item)}
+    while todo and len(seen) < MOST:
+        found = todo.pop()
+        if isinstance(found, Tensor):
+            return True
+        for inner in () if isinstance(found, OPAQUE) else _referred_to(found):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                todo.append(inner)
+    return False
+
+
+def _referred_to(found: object) -> Iterable[object]:
+    if isinstance(found, FunctionType):  # but not the module that it stands in
+        return [found.__closure__, found.__defaults__, found.__kwdefaults__, found.__dict__]
+    return gc.get_referents(found)
+
+
+def refuse_hidden_tensors(value: object) -> None:
+    """Refuses a value with leaves that hide tensors.
+
+    Raises:
+        TypeError: Names the type.
+    """
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, (Tensor, *OPAQUE)) and hides_tensors(leaf):
+            raise TypeError(HIDDEN.format(name=type(leaf).__name__))

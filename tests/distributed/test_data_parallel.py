@@ -1,0 +1,319 @@
+"""Replicas of a pipe: together they train as one with the mini-batches of all, and stay the same to the last bit."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.distributed.reduce import BUCKET, _buckets, _pieces
+from tests.support.jobs import data_parallel as jobs
+from tests.support.jobs.training import Json
+from tests.support.plain_loop import assert_same_bits
+from tests.support.processes.launch import Crew, run_ranks
+from tests.support.processes.outcome import answers
+
+
+def of_replicas(found: Sequence[Json], stages: int) -> Json:
+    """What the stages of the first replica answer, put together; the other replicas answer the same."""
+    replicas = [found[at : at + stages] for at in range(0, len(found), stages)]
+    for one, other in pairwise(replicas):
+        assert one == other
+    return {name: value for stage in replicas[0] for name, value in stage.items()}
+
+
+def assert_close(found: Mapping[str, Any], right: Mapping[str, Tensor | None], rtol: float = 1e-4) -> None:
+    for name, tensor in right.items():
+        if found.get(name) is None or tensor is None:
+            assert found.get(name) is tensor is None, name
+        else:
+            torch.testing.assert_close(torch.tensor(found[name]), tensor.detach(), rtol=rtol, atol=1e-6, msg=name)
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+# Laws.
+
+
+@pytest.mark.parametrize(
+    ("stages", "rows", "bucket"), [(2, [7, 3], BUCKET), (2, [5, 5], 2**10), (1, [4, 1, 6, 2], 2**10)]
+)
+def test_replicas_train_as_one_with_the_whole_mini_batch(
+    stages: int, rows: list[int], bucket: int, crew: Crew
+) -> None:
+    found = answers(crew.run(jobs.train, stages, rows, bucket))
+    whole = nn.Sequential(*jobs.network())
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(jobs.STEPS):
+        for turn in (0, 1):
+            x, y = jobs.data(2 * step + turn, sum(rows))
+            loss = F.mse_loss(torch.cat([run_rows(whole, part, 4) for part in x.split(rows)]), y)
+            loss.backward()
+            losses.append(loss.item())
+        if not step:
+            right = {name: None if g is None else g.clone() for name, g in gradients(whole).items()}
+            assert_close(of_replicas([answer["gradients"] for answer in found], stages), right)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(of_replicas([answer["parameters"] for answer in found], stages), dict(whole.named_parameters()))
+    for answer in found:
+        assert answer["losses"] == found[0]["losses"]
+        torch.testing.assert_close(torch.tensor(answer["losses"]), torch.tensor(losses))
+
+
+def run_rows(whole: nn.Module, rows: Tensor, micro_batches: int) -> Tensor:
+    """By micro-batches, since a layer does something else with one row."""
+    return torch.cat([whole(part) for part in rows.tensor_split(min(micro_batches, len(rows)))])
+
+
+def test_one_replica_has_the_bits_of_one_process(crew: Crew) -> None:
+    found = answers(crew.run(jobs.train, 2, [10], world=2))
+    local = gpipe.GPipe(jobs.network(), 2, 4, seed=0)
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+    for step in range(jobs.STEPS):
+        for turn in (0, 1):
+            local.step(*jobs.data(2 * step + turn, 10), F.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    right = {name: p.tolist() for name, p in local.named_parameters()}
+    held = of_replicas([answer["parameters"] for answer in found], 2)
+    assert {name: held[name] for name in right} == right
+
+
+def test_the_last_stage_reduces_while_the_first_has_backwards_to_do(crew: Crew) -> None:
+    spans = answers(crew.run(jobs.overlap))[0]
+    ended = {(rank, action): end for rank, action, _, end in spans}
+    for replica in (0, 1):
+        assert ended[2 * replica + 1, "1REDUCE"] < ended[2 * replica, "0B0"]
+
+
+# BatchNorm.
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, crew: Crew) -> None:
+    found = of_replicas(answers(crew.run(jobs.defer, [7, 3], momentum)), 2)
+    whole = nn.Sequential(*jobs.aside(momentum))
+    with torch.no_grad():
+        for step in (0, 1, 2):
+            whole(jobs.data(step, 10)[0])
+    assert_close(found, dict(whole.named_buffers()), rtol=1e-5)
+
+
+def test_a_step_that_fails_anywhere_commits_statistics_nowhere(crew: Crew) -> None:
+    found = answers(crew.run(jobs.fail_late))
+    assert all("at last" in answer["error"] and answer["same"] for answer in found), found
+    whole = nn.Sequential(*jobs.aside(0.1))
+    whole(jobs.data(0, 11)[0])
+    right = {name.replace("1.", "2.", 1).replace("3.", "4.", 1): b for name, b in whole.named_buffers()}
+    assert_close(of_replicas([answer["after"] for answer in found], 2), right)
+
+
+@pytest.mark.parametrize(("remat", "way"), [("always", "step"), ("never", "step"), ("always", "call")])
+def test_synchronized_norms_normalize_a_micro_batch_of_all_replicas(remat: str, way: str, crew: Crew) -> None:
+    rows = [6, 4]
+    found = answers(crew.run(jobs.synchronize, rows, remat, way))
+    whole = nn.Sequential(*jobs.normalized())
+    for step in (0, 1):
+        x, y = (tensor.split(rows) for tensor in jobs.data(step, sum(rows)))
+        for m in (0, 1):
+            part, goal = (torch.cat([t.tensor_split(2)[m] for t in parts]) for parts in (x, y))
+            (F.mse_loss(whole(part), goal) * len(part) / sum(rows)).backward()
+    assert_close(of_replicas([answer["gradients"] for answer in found], 2), gradients(whole))
+    assert_close(of_replicas([answer["buffers"] for answer in found], 2), dict(whole.named_buffers()), rtol=1e-5)
+    assert all("the replicas have [2, 1]" in answer["told"] for answer in found), found
+
+
+# Training tools.
+
+
+def test_all_ranks_skip_the_same_steps(crew: Crew) -> None:
+    found = answers(crew.run(jobs.scale))
+    for answer in found:
+        assert [scale for scale, _ in answer["found"]] == [64.0, 32.0, 32.0, 16.0, 8.0]
+        assert "2 steps in a row" in answer["told"]
+    held = [of_replicas([answer["found"][step][1] for answer in found], 2) for step in range(5)]
+    assert [one == other for one, other in pairwise(held)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_norms_of_gradients_are_those_of_all_stages_each_once(stages: int, crew: Crew) -> None:
+    found = answers(crew.run(jobs.clip, stages))
+    assert [answer["empty"] for answer in found] == [0.0] * 4
+    for at, norm_type in enumerate((2.0, float("inf"), 1.0)):
+        before = of_replicas([answer["found"][at][0] for answer in found], stages)
+        names = [name for name, _ in nn.Sequential(*jobs.network()).named_parameters()]
+        norms = [
+            torch.linalg.vector_norm(torch.tensor(before[name]), norm_type) for name in names if before.get(name)
+        ]
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        assert {answer["found"][at][1] for answer in found} == {total.item()}
+        after = of_replicas([answer["found"][at][2] for answer in found], stages)
+        factor = 0.01 / (total + 1e-6)
+        assert_close(after, {name: torch.tensor(before[name]) * factor for name in names if before.get(name)})
+
+
+def test_the_layer_that_makes_the_first_nan_is_named_on_all_ranks(crew: Crew) -> None:
+    for answer in answers(crew.run(jobs.break_down)):
+        assert not torch.tensor(answer["loss"]).isfinite()
+        assert "the output of Root (layer 2) is not finite" in answer["told"]
+        assert "rank 3, stage 1, layer 2" in answer["told"]
+        assert "micro-batch 1" in answer["told"]
+        assert answer["after"] == 0
+
+
+@pytest.mark.parametrize("partitions", [1, [2, 2], [1, 3]], ids=str)
+def test_the_layer_whose_gradient_is_not_finite_is_named(partitions: int | list[int]) -> None:
+    pipe = gpipe.GPipe(jobs.roots(), partitions, 2, seed=0)
+    x = torch.ones(4, 6)
+    x[0, 1] = 0.0
+    with (
+        pytest.raises(FloatingPointError, match=r"the gradient of the input of Root \(layer 2\) .* 1 of 12 values"),
+        gpipe.detect_nonfinite(pipe),
+    ):
+        pipe.step(x, torch.ones(4, 6), F.mse_loss)
+    pipe.step(torch.full((4, 6), float("nan")), torch.ones(4, 6), F.mse_loss)  # looked at no more
+    assert not any(layer._forward_hooks for layer in pipe.children())
+
+
+# What torch has for data parallelism.
+
+
+def adam(rows: int, max_norm: float | None, turns: int = 1) -> tuple[nn.Module, list[float]]:
+    """Training in one process."""
+    whole = nn.Sequential(*jobs.mlp())
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.01)
+    norms = []
+    for step in range(jobs.STEPS):
+        for turn in range(turns):
+            x, y = jobs.data(turns * step + turn, rows)
+            F.mse_loss(whole(x), y).backward()
+        if max_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(whole.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole, norms
+
+
+@pytest.fixture(scope="module")
+def torchs_own() -> list[Json]:
+    return answers(run_ranks(4, jobs.torchs_own, limit=400, timeout=300))  # much of torch to import
+
+
+def test_the_zero_redundancy_optimizer_spreads_its_state_over_replicas(torchs_own: list[Json]) -> None:
+    found = of_replicas([answer["zero"] for answer in torchs_own], 2)
+    assert_close(found, dict(adam(12, None)[0].named_parameters()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("remat", [0, 1], ids=["always", "never"])
+def test_fully_sharded_layers_train_as_whole_ones(remat: int, torchs_own: list[Json]) -> None:
+    found = [answer["shard"][remat] for answer in torchs_own]
+    whole, norms = adam(12, 0.05, turns=2)
+    held = of_replicas([answer["parameters"] for answer in found], 2)
+    assert_close(held, dict(whole.named_parameters()), rtol=1e-3)
+    for answer in found:
+        torch.testing.assert_close(answer["norms"], norms, rtol=1e-4, atol=0)
+        assert "the replicas have [3, 2]" in answer["told"]
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["pipeline", "replicas"])
+def test_a_layer_may_be_spread_over_ranks_of_its_own(at: int, torchs_own: list[Json]) -> None:
+    found = [answer["split"][at] for answer in torchs_own]
+    whole, norms = adam(12, 0.05)
+    held = {name: value for answer in found for name, value in answer["parameters"].items()}
+    assert_close(held, dict(whole.named_parameters()), rtol=1e-3)
+    for answer in found:
+        assert answer["seed"] == found[0]["seed"]  # drawn once: what the ranks of a layer have in common stays so
+        torch.testing.assert_close(answer["norms"], norms, rtol=1e-4, atol=0)
+
+
+# Examples.
+
+
+def test_small_gradients_travel_together_and_large_ones_in_pieces() -> None:
+    given = [torch.zeros(3), torch.zeros(5, 2), torch.zeros(4, dtype=torch.float64), torch.zeros(BUCKET // 2 + 1)]
+    assert list(_buckets(_pieces([]))) == []
+    buckets = _buckets(_pieces(given))
+    assert [[piece.numel() for piece in bucket] for bucket in buckets] == [
+        [3, 10],
+        [4],
+        [BUCKET // 4],
+        [BUCKET // 4],
+        [1],
+    ]
+
+
+def test_what_cannot_be_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="leave out the first"):
+        gpipe.GPipe([nn.BatchNorm1d(2)], 1, 1, deferred_batch_norm=True, sync_batch_norm=True)
+
+
+def test_a_norm_with_a_forward_of_its_own_is_refused() -> None:
+    class Own(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    with pytest.raises(ValueError, match="has a forward of its own"):
+        gpipe.GPipe([Own(2)], 1, 1, sync_batch_norm=True)
+
+
+def test_without_replicas_synchronized_norms_are_plain_ones() -> None:
+    layers = jobs.normalized()
+    plain = copy.deepcopy(layers)
+    for pipe in (
+        gpipe.GPipe(layers, [3, 4], 2, seed=0, sync_batch_norm=True),
+        gpipe.GPipe(plain, [3, 4], 2, seed=0),
+    ):
+        pipe.step(*jobs.data(0, 10), F.mse_loss)
+    assert_same_bits(nn.Sequential(*layers), plain)
+
+
+# Replicas that are not alike.
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "layer"),
+    [("1.running_var", "layer 1 (1: BatchNorm1d)"), ("2.weight", "layer 2 (2: Linear)"), ("2.bias", "layer 2")],
+)
+def test_replicas_that_begin_with_other_weights_are_refused_by_all(spoiled: str, layer: str, crew: Crew) -> None:
+    for outcome in crew.run(jobs.begin_apart, spoiled):
+        assert f"the weights of {layer}" in outcome.text, str(outcome)
+        assert "differ between replicas" in outcome.text
+        assert "layer 0" not in outcome.text
+
+
+def test_replicas_whose_layers_are_made_alike_are_taken(crew: Crew) -> None:
+    assert answers(crew.run(jobs.begin_alike, world=2)) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("reduction", "reduction is 'mean' on rank 0, reduction is 'sum' on rank 1"),
+        ("function", "reduction is 'mean' on rank 0, reduction is 'weights of the targets' on rank 1"),
+        ("loss", "reduction is 'mean' on rank 0, reduction is 'sum' on rank 1"),
+        ("scale", "scale is 1.0 on rank 0, scale is 2.0 on rank 1"),
+        ("scaler", "scale is 1.0 on rank 0, scale is 64.0 on rank 1"),
+    ],
+)
+def test_replicas_that_average_or_scale_differently_are_refused_by_all(name: str, text: str, crew: Crew) -> None:
+    for outcome in crew.run(jobs.step_apart, name, world=2):
+        assert text in outcome.text, str(outcome)
+
+
+def test_replicas_may_say_the_same_in_other_words(crew: Crew) -> None:
+    one, other = answers(crew.run(jobs.step_alike, world=2))
+    assert one == other
+
+
+def test_torchs_own_scaler_is_refused_over_processes(crew: Crew) -> None:
+    for outcome in crew.run(jobs.scale_by_torchs, world=2):
+        assert "make it gpipe.GradScaler(pipe)" in outcome.text, str(outcome)

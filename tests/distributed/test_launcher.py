@@ -1,0 +1,73 @@
+"""Under torchrun nothing outlives what started it (R3), whether the ranks compute or one of them is stuck."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe.distributed import launcher
+from tests.support.processes.torchrun import torchrun, wait_for
+
+
+@pytest.mark.parametrize("stuck", [-1, 1])
+def test_workers_end_soon_after_their_launcher_was_killed(stuck: int, tmp_path: Path) -> None:
+    with torchrun(2, "tests.support.jobs.worker", str(tmp_path), "gpipe", str(stuck), folder=tmp_path) as launched:
+        wait_for(launched, [tmp_path / f"ready_{rank}" for rank in range(2)], limit=120)
+        assert len(launched.workers()) >= 2
+        assert launched.orphans(30) == []
+
+
+def test_the_look_sees_orphans_and_they_are_ended(tmp_path: Path) -> None:
+    with torchrun(2, "tests.support.jobs.worker", str(tmp_path), "torch", "0", folder=tmp_path) as launched:
+        wait_for(launched, [tmp_path / f"ready_{rank}" for rank in range(2)], limit=120)
+        orphans = launched.orphans(0.5)
+    assert len(orphans) == 2
+    assert launched.workers() == []
+
+
+def test_workers_end_also_if_their_launcher_was_killed_before_they_made_a_pipe(tmp_path: Path) -> None:
+    """They have joined the group; who their parent is by the time that they make a pipe tells nothing any more."""
+    with torchrun(2, "tests.support.jobs.late_worker", str(tmp_path), folder=tmp_path) as launched:
+        wait_for(launched, [tmp_path / f"joined_{rank}" for rank in range(2)], limit=120)
+        assert len(launched.workers()) >= 2
+        launched.popen.kill()
+        launched.popen.wait()
+        (tmp_path / "go").touch()
+        assert launched.outlive(30) == []
+
+
+def test_workers_behind_a_script_end_with_their_launcher_too(tmp_path: Path) -> None:
+    """The shell between outlives torchrun, and takes nobody in."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/sh\n{sys.executable} -m tests.support.jobs.late_worker {tmp_path}\nexit 0\n")
+    script.chmod(0o700)
+    (tmp_path / "go").touch()
+    with torchrun(2, str(script), folder=tmp_path, options=("--no-python",), is_module=False) as launched:
+        wait_for(launched, [tmp_path / f"trains_{rank}" for rank in range(2)], limit=120)
+        assert [pid for pid in launched.orphans(30) if "late_worker" in command_of(pid)] == []
+
+
+def command_of(pid: int) -> str:
+    """How a process was called; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_a_launcher_that_runs_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in launcher.OURS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a test")
+    assert launcher.find_launcher() == os.getppid()
+    assert not launcher.was_gone(os.getpid())  # Python, as torchrun is
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        single = {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (single | {"MASTER_PORT": str(store.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        assert not launcher.was_gone(os.getpid())
+    assert launcher.was_gone(os.getpid())  # nobody is where its store was
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert not launcher.was_gone(os.getpid())  # the store may be another host's

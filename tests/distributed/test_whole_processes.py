@@ -1,0 +1,96 @@
+"""A process has a part of the model: what belongs to the whole is right, or refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.jobs import whole as jobs
+from tests.support.jobs.whole import LOSSES, data, network, plain
+from tests.support.processes.launch import Crew
+from tests.support.processes.outcome import answers
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 4), (2, 1), (4, 2)])
+def test_the_loss_is_that_of_the_whole_mini_batch(world: int, stages: int, crew: Crew) -> None:
+    found = answers(crew.run(jobs.losses, stages, world=world))
+    for name, loss_fn in LOSSES.items():
+        model = nn.Sequential(*plain())
+        x, y = data()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        expected = [p.grad for p in model.parameters() if p.grad is not None]
+        for replica in range(world // stages):
+            ranks = found[replica * stages : (replica + 1) * stages]
+            assert all(abs(of[name][0] - loss.item()) < 1e-12 for of in ranks)
+            gradients = [torch.tensor(gradient, dtype=torch.float64) for of in ranks for gradient in of[name][1]]
+            assert all(torch.allclose(one, other, rtol=1e-11) for one, other in zip(gradients, expected, strict=True))
+
+
+def test_ignored_labels_are_told_where_targets_are_read(crew: Crew) -> None:
+    first, last = answers(crew.run(jobs.ignored, world=2))
+    assert first == []
+    assert len(last) == 1
+
+
+def test_the_norm_of_a_part_is_refused_with_the_pipes_own(crew: Crew) -> None:
+    found = answers(crew.run(jobs.norms, world=2))
+    model = nn.Sequential(*plain())
+    x, y = data()
+    LOSSES["entropy"](model(x), y).backward()
+    norm = float(nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None))
+    for told, own in found:
+        assert all("have all processes call pipe.clip_grad_norm_(max_norm)" in text for text in told), told
+        assert abs(own - norm) < 1e-10
+    ((told, own),) = answers(crew.run(jobs.norms, world=1))
+    assert all(float(text.removeprefix("tensor(").partition(",")[0]) > 0 for text in told)
+
+
+def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(crew: Crew) -> None:
+    found = answers(crew.run(jobs.released, world=2))
+    names = sorted(nn.Sequential(*network()).state_dict())
+    for of in found:
+        assert of["gone"]
+        assert sorted([*of["gone"], *of["own"]]) == names
+        model, _, single = of["told"]
+        assert "meta" in model
+        assert "has no values" in single
+        assert "build the layers anew, or give callables that build them" in of["again"]
+    assert "meta" in "".join(of["told"][1] for of in found)
+
+
+def test_who_asks_for_gradients_of_other_stages_is_told_whose_they_are(crew: Crew) -> None:
+    found = answers(crew.run(jobs.asked, world=2))
+    for of in found:
+        for text in of["told"]:
+            assert "this parameter is held by another process (layer " in text
+            assert "use pipe.parameters(), pipe.zero_grad(), pipe.clip_grad_norm_" in text
+        assert of["kinds"] == ["Parameter", "Tensor"]
+        assert of["loss"] == found[0]["loss"]
+    assert sum(of["grads"] for of in found) == len(list(nn.Sequential(*network()).parameters()))
+
+
+def test_what_an_own_layer_shares_stays(crew: Crew) -> None:
+    found = answers(crew.run(jobs.shared, world=3))
+    assert found == [[[False], [True, True], [False]], [[True], [False, False], [True]], found[0]]
+
+
+def test_a_refused_pipe_leaves_the_modules_as_they_are(crew: Crew) -> None:
+    assert not any(flag for of in answers(crew.run(jobs.refused, world=2)) for flag in of)
+
+
+def test_layers_are_found_by_their_place_among_all(crew: Crew) -> None:
+    (first, held), (last, _) = answers(crew.run(jobs.places, world=2))
+    assert held == sum("another process's" not in text for text in first)
+    assert all(
+        ("another process's" in one) != ("another process's" in other) for one, other in zip(first, last, strict=True)
+    )
+
+
+def test_tracebacks_are_short_in_all_processes(crew: Crew) -> None:
+    heard, raised = crew.run(jobs.broken, world=2)
+    assert (heard.error, raised.error) == ("RemoteError", "ValueError")
+    for outcome in (heard, raised):
+        ours = [line for line in outcome.text.splitlines() if "/src/gpipe/" in line and "File" in line]
+        assert len(ours) == 1, outcome.text
+        assert "in step" in ours[0]
+        assert "layer 3 (3: Breaks)" in outcome.text

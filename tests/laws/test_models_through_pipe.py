@@ -1,0 +1,141 @@
+"""The models of the paper and of torchgpipe's benchmarks, small, through pipes: the same bits for every cut."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import gpipe
+from gpipe import models
+from tests.support import plain_loop as laws
+from tests.support.plain_loop import REMATS, assert_same_bits, same_bits
+from tests.support.shared_weights import lent
+
+Tree = object
+
+
+def cross_entropy(output: Tree, target: Tree) -> Tensor:
+    assert isinstance(output, Tensor)
+    assert isinstance(target, Tensor)
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def with_auxiliary(output: Tree, target: Tree) -> Tensor:
+    """The loss of an AmoebaNet with an auxiliary head."""
+    assert isinstance(output, tuple)
+    logits, auxiliary = output
+    return cross_entropy(logits, target) + 0.4 * cross_entropy(auxiliary, target)
+
+
+def squares(output: Tree, target: Tree) -> Tensor:
+    assert isinstance(output, Tensor)
+    assert isinstance(target, Tensor)
+    return F.mse_loss(output, target)
+
+
+def images(size: int, rows: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3, size, size), torch.randint(5, (rows,))
+
+
+def pictures() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 1, 64, 64), torch.randn(3, 1, 64, 64)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    return torch.randint(13, (7, 6)), torch.randint(13, (7, 6))
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model, and what it is trained on."""
+
+    build: Callable[[], list[nn.Module]]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    loss_fn: Callable[[Tree, Tree], Tensor] = squares
+    micro_batches: int = 2
+    deferred: bool = field(default=False)
+
+
+transformer = partial(models.transformer_lm, 3, model_dim=12, ffn_dim=20, heads=2, vocab=13, dropout=0.1)
+EXAMPLES = {
+    "amoebanet_d": Example(
+        partial(models.amoebanet_d, 3, 16, 5), partial(images, 32), cross_entropy, micro_batches=2
+    ),
+    "amoebanet_b, auxiliary head": Example(
+        partial(models.amoebanet_b, 3, 16, 5, aux_head=True, image_size=67), partial(images, 67), with_auxiliary
+    ),
+    "unet": Example(partial(models.unet, 1, 2, inputs=1), pictures),
+    "transformer": Example(transformer, tokens, cross_entropy, micro_batches=3),
+    "transformer, tied": Example(partial(transformer, tied=True), tokens, cross_entropy, micro_batches=3),
+}
+
+
+def made(name: str) -> tuple[Example, list[nn.Module], Tensor, Tensor]:
+    torch.manual_seed(0)
+    example = EXAMPLES[name]
+    return (example, example.build(), *example.data())
+
+
+def train_plainly(example: Example, layers: list[nn.Module], x: Tensor, y: Tensor, way: str, step: int) -> Tensor:
+    with lent(layers) as own:
+        return laws.train_plainly(
+            own, x, y, example.loss_fn, way, micro_batches=example.micro_batches, seed=2, step=step
+        )
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_model_trains_to_the_bits_of_the_plain_loop_for_every_cut_remat_and_driver(name: str, way: str) -> None:
+    example, layers, x, y = made(name)
+    plain = copy.deepcopy(layers)
+    losses = []
+    optimizer = torch.optim.SGD(nn.Sequential(*plain).parameters(), lr=0.05, momentum=0.9)
+    for step in (0, 1):
+        losses.append(train_plainly(example, plain, x, y, way, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    for partitions, remat, driver in [
+        (1, "always", "threads"), (2, "except_last", "lockstep"), (3, "always", "threads"), (5, "never", "threads")
+    ]:  # fmt: skip
+        own = copy.deepcopy(layers)
+        with gpipe.GPipe(own, partitions, example.micro_batches, remat=remat, driver=driver, seed=2) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
+            for step in (0, 1):
+                if way == "step":
+                    loss = pipe.step(x, y, example.loss_fn)
+                else:
+                    loss = example.loss_fn(pipe(x), y)
+                    loss.backward()
+                assert same_bits(loss.detach(), losses[step])
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_bits(pipe, plain)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_deferred_statistics_of_an_amoebanet_do_not_depend_on_the_cut(remat: str) -> None:
+    example, layers, x, y = made("amoebanet_d")
+    outcomes = []
+    for partitions in (1, 3):
+        own = copy.deepcopy(layers)
+        with gpipe.GPipe(own, partitions, 2, remat=remat, deferred_batch_norm=True, seed=2) as pipe:
+            pipe.step(x, y, example.loss_fn)
+            outcomes.append(dict(pipe.named_buffers()))
+    assert all(same_bits(buffer, outcomes[1][name]) for name, buffer in outcomes[0].items())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_evaluation_is_that_of_the_plain_model(name: str) -> None:
+    example, layers, x, _ = made(name)
+    pipe = gpipe.GPipe(layers, 3, example.micro_batches).eval()
+    with torch.no_grad():
+        made_by_pipe = pytree.tree_leaves(pipe(x))
+        expected = pytree.tree_leaves(gpipe.Sequential(*layers)(x))
+    for one, other in zip(made_by_pipe, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

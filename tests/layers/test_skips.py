@@ -1,0 +1,370 @@
+"""Skip connections: from stage to stage and within one, to the bits of `gpipe.Sequential` and of the plain loop."""
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import models
+from tests.support.plain_loop import REMATS, assert_same_bits, one_thread, plain_call, plain_loop, same_bits
+
+M = 3
+WIDTH = 5
+
+
+class Stash(nn.Module):
+    """Keeps its input, or its very output, under a name."""
+
+    def __init__(self, name: str, *, output: bool = False) -> None:
+        super().__init__()
+        self.stash = (name,)
+        self.output = output
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.linear(x)
+        return y, {self.stash[0]: y if self.output else x}
+
+
+class Pop(nn.Module):
+    """Uses what was kept, more than once, and its own input too."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.pop = names
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, **popped: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        for tensor in popped.values():
+            out = out + tensor.sin() * x + tensor * 0.5
+        return out
+
+
+class StashAndPop(nn.Module):
+    """Pops one tensor and stashes two, among them the one that it popped."""
+
+    stash = ("b", "again")
+    pop = ("a",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, a: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.linear(x) * a.cos(), {"again": a, "b": x + a}
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "over all": lambda: [linear(), Stash("a"), linear(), nn.Tanh(), linear(), Pop("a")],
+    "to the next layer": lambda: [linear(), Stash("a"), Pop("a"), linear()],
+    "several pops": lambda: [linear(), Stash("a"), Pop("a"), Pop("a"), Pop("a"), Pop("a")],
+    "nested": lambda: [linear(), Stash("a"), Stash("b"), linear(), Pop("b"), linear(), Pop("a")],
+    "crossed": lambda: [linear(), Stash("a"), Stash("b"), linear(), Pop("a"), linear(), Pop("b")],
+    "two at once": lambda: [linear(), Stash("a"), Stash("b"), nn.Tanh(), linear(), Pop("b", "a")],
+    "the very output": lambda: [linear(), Stash("a", output=True), Pop("a"), linear(), Pop("a"), linear()],
+    "handed on": lambda: [
+        linear(),
+        Stash("a", output=True),
+        StashAndPop(),
+        linear(),
+        Pop("again", "b", "a"),
+        Pop("again"),
+    ],
+    "with dropout": lambda: [linear(), Stash("a"), nn.Dropout(0.3), Pop("a"), nn.BatchNorm1d(WIDTH), Pop("a")],
+}
+
+
+def build(name: str) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def cuts(layers: int) -> list[list[int]]:
+    """Every way to cut so many layers."""
+    found = []
+    for count in range(layers):
+        for places in combinations(range(1, layers), count):
+            found.append([b - a for a, b in pairwise([0, *places, layers])])
+    return found
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("name", MODELS)
+def test_skips_give_the_bits_of_the_plain_loop_for_every_cut(name: str, way: str, remat: str) -> None:
+    plain = build(name)
+    x, y = data()
+    reference = plain_loop if way == "step" else plain_call
+    expected = reference(plain, x, y, F.mse_loss, micro_batches=M, seed=2)
+    every = cuts(len(plain))
+    for at, cut in enumerate(every if (way, remat) == ("step", "always") else every[::5]):
+        layers = build(name)
+        with gpipe.GPipe(layers, cut, M, remat=remat, driver=("threads", "lockstep")[at % 2], seed=2) as pipe:
+            if way == "step":
+                loss = pipe.step(x, y, F.mse_loss)
+            else:
+                loss = F.mse_loss(pipe(x), y)
+                loss.backward()
+            assert same_bits(loss.detach(), expected)
+            assert_same_bits(pipe, plain)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "with dropout"])
+def test_one_micro_batch_gives_the_bits_of_a_gpipe_sequential(name: str) -> None:
+    x, y = data()
+    plain = gpipe.Sequential(*build(name))
+    with one_thread():
+        output = plain(x)
+        F.mse_loss(output, y).backward()
+    for cut in cuts(len(plain)):
+        pipe = gpipe.GPipe(build(name), cut, 1)
+        made = pipe(x)
+        F.mse_loss(made, y).backward()
+        assert same_bits(made, output)
+        assert_same_bits(pipe, list(plain))
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_the_gradient_of_an_input_that_is_stashed_has_the_bits_of_the_plain_loop(remat: str) -> None:
+    torch.manual_seed(0)
+    layers = [Stash("a"), Pop("a"), Pop("a"), Pop("a"), Pop("a"), linear()]
+    x, y = data()
+    wanting = x.clone().requires_grad_()
+    plain_call(copy.deepcopy(layers), wanting, y, F.mse_loss, micro_batches=M, seed=2)
+    for cut in cuts(len(layers))[::3]:
+        given = x.clone().requires_grad_()
+        pipe = gpipe.GPipe(copy.deepcopy(layers), cut, M, remat=remat, seed=2)
+        F.mse_loss(pipe(given), y).backward()
+        assert same_bits(given.grad, wanting.grad)
+
+
+def test_a_gpipe_sequential_of_skips_may_be_given_as_layers() -> None:
+    layers = gpipe.Sequential(*build("several pops"))
+    pipe = gpipe.GPipe(layers, 3, M)
+    with torch.no_grad(), one_thread():
+        torch.testing.assert_close(pipe(data()[0]), layers(data()[0]))
+    assert list(pipe.state_dict()) == list(layers.state_dict())
+
+
+def test_a_skip_goes_straight_from_stage_to_stage() -> None:
+    pipe = gpipe.GPipe(MODELS["over all"](), 6, M)
+    (route,) = (route for route in pipe.program.routes if route.name == "a/5")
+    assert (route.source, route.target) == (1, 5)
+
+
+def test_a_skip_within_a_stage_takes_no_route() -> None:
+    pipe = gpipe.GPipe(MODELS["over all"](), [6], M)
+    assert {route.name for route in pipe.program.routes} <= {"x"}
+
+
+def test_a_skip_tensor_that_needs_no_gradient() -> None:
+    class Mask(nn.Module):
+        stash = ("mask",)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return x, {"mask": x > 0}
+
+    class Use(nn.Module):
+        pop = ("mask",)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask
+
+    torch.manual_seed(0)
+    layers = [linear(), Mask(), linear(), Use(), linear()]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 5, M, seed=2)
+    assert same_bits(pipe.step(*data(), F.mse_loss), plain_loop(plain, *data(), F.mse_loss, micro_batches=M, seed=2))
+    assert_same_bits(pipe, plain)
+
+
+def test_a_pop_may_leave_what_it_pops_unused() -> None:
+    class Ignore(nn.Module):
+        pop = ("a",)
+
+        def forward(self, x: Tensor, a: Tensor) -> Tensor:
+            return x
+
+    torch.manual_seed(0)
+    layers = [Stash("a"), linear(), Ignore(), linear()]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 4, M, seed=2)
+    assert same_bits(pipe.step(*data(), F.mse_loss), plain_loop(plain, *data(), F.mse_loss, micro_batches=M, seed=2))
+    assert_same_bits(pipe, plain)
+
+
+def test_evaluation_without_grad_takes_the_same_routes() -> None:
+    layers = build("nested")
+    plain = gpipe.Sequential(*copy.deepcopy(layers)).eval()
+    pipe = gpipe.GPipe(layers, 7, M).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(data()[0]), plain(data()[0]))
+
+
+# Refusals.
+
+
+class Bad(nn.Module):
+    """Announces what it is told to, and returns what it is told to."""
+
+    def __init__(self, stash: object, returned: object = None) -> None:
+        super().__init__()
+        self.stash = stash
+        self.returned = returned
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> object:
+        return (self.linear(x), self.returned) if self.returned is not None else self.linear(x)
+
+
+def test_unknown_duplicate_and_ill_named_skips_are_refused_all_at_once() -> None:
+    layers: Sequence[nn.Module] = [
+        Pop("early"), Stash("twice"), Stash("twice"), Stash("idle"), Pop("twice", "ghost"), Bad(("a/b",))
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="cannot be built") as caught:
+        gpipe.GPipe(layers, 99, 0)
+    text = str(caught.value)
+    for part in (
+        "layer 0 pops 'early', which no earlier layer stashes",
+        "layers 1 and 2 both stash 'twice'; give each stash its own name",
+        "layer 4 pops 'ghost', which no earlier layer stashes",
+        "layer 5 stashes 'a/b'; a name has no spaces and none of @ : / ,",
+        "partitions=99",
+        "micro_batches=0",
+    ):
+        assert part in text
+
+
+def test_a_gpipe_sequential_refuses_the_same() -> None:
+    with pytest.raises(ValueError, match=r"layer 0 pops 'early'(.|\n)*layers 1 and 2 both stash"):
+        gpipe.Sequential(Pop("early"), Stash("idle"), Stash("idle"))(data()[0])
+
+
+def test_a_layer_cannot_pop_what_it_stashes_itself() -> None:
+    class Both(nn.Module):
+        stash = ("a",)
+        pop = ("a",)
+
+    with pytest.raises(ValueError, match="layer 0 pops 'a', which no earlier layer stashes"):
+        gpipe.GPipe([Both()], 1, 1)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, {}, {"b": torch.ones(1)}, {"a": 3}, {"a": torch.ones(1), "b": torch.ones(1)}, [1]], ids=str
+)
+@pytest.mark.parametrize("cut", [[2], [1, 1]])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_a_wrong_return_of_a_layer_that_stashes_is_refused_with_what_it_must_return(
+    driver: str, cut: list[int], returned: object
+) -> None:
+    pipe = gpipe.GPipe([Bad(("a",), returned), Pop("a")], cut, M, driver=driver)
+    with pytest.raises(TypeError, match=r"must return \(out, \{name: tensor\}\)") as caught:
+        pipe.step(*data(), F.mse_loss)
+    assert "layer 0 (0: Bad)" in "\n".join(caught.value.__notes__)
+
+
+# Networks that need skips.
+
+
+def test_a_unet_gives_the_bits_of_the_plain_loop() -> None:
+    torch.manual_seed(0)
+    layers = models.unet(1, 2, inputs=1)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(3, 1, 64, 64, generator=generator), torch.randn(3, 1, 64, 64, generator=generator)
+    plain = copy.deepcopy(layers)
+    expected = plain_loop(plain, x, y, F.mse_loss, micro_batches=2, seed=3)
+    for partitions, remat in [(1, "always"), (4, "always"), (7, "never")]:
+        pipe = gpipe.GPipe(copy.deepcopy(layers), partitions, 2, remat=remat, seed=3)
+        assert same_bits(pipe.step(x, y, F.mse_loss), expected)
+        assert_same_bits(pipe, plain)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        source, target = value
+        return source + self.linear(source).tanh(), target
+
+
+class Decoder(nn.Module):
+    """One layer of a decoder, each of which attends to what the encoder made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 1, dropout=0.1, batch_first=True)
+
+    def mix(self, target: Tensor, source: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(target, source, source, need_weights=False)[0]
+        return target + mixed
+
+
+class TupleDecoder(Decoder):
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        source, target = value
+        return source, self.mix(target, source)
+
+
+class Bridge(nn.Module):
+    """Between encoder and decoder: stashes what the encoder made."""
+
+    stash = ("source",)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        source, target = value
+        return target, {"source": source}
+
+
+class PoppingDecoder(Decoder):
+    pop = ("source",)
+
+    def forward(self, target: Tensor, source: Tensor) -> Tensor:
+        return self.mix(target, source)
+
+
+class Last(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[1]
+
+
+def with_tuples() -> list[nn.Module]:
+    return [Encoder(), Encoder(), TupleDecoder(), TupleDecoder(), TupleDecoder(), Last()]
+
+
+def with_skips() -> list[nn.Module]:
+    return [Encoder(), Encoder(), Bridge(), PoppingDecoder(), PoppingDecoder(), PoppingDecoder()]
+
+
+@pytest.mark.parametrize("make", [with_tuples, with_skips])
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_an_encoder_decoder_whose_every_decoder_layer_uses_what_the_encoder_made(
+    remat: str, make: Callable[[], list[nn.Module]]
+) -> None:
+    torch.manual_seed(0)
+    layers = make()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(7, 4, WIDTH, generator=generator), torch.randn(7, 3, WIDTH, generator=generator)
+    y = torch.randn(7, 3, WIDTH, generator=generator)
+    plain = copy.deepcopy(layers)
+    expected = plain_loop(plain, x, y, F.mse_loss, micro_batches=M, seed=3)
+    for partitions in (1, 2, 3, 6):
+        pipe = gpipe.GPipe(copy.deepcopy(layers), partitions, M, remat=remat, seed=3)
+        assert same_bits(pipe.step(x, y, F.mse_loss), expected)
+        assert_same_bits(pipe, plain)

@@ -1,0 +1,520 @@
+"""Shared weights: one Parameter that several layers use, wherever they are; the same bits for every cut."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import gpipe
+from gpipe import models
+from tests.support import plain_loop as laws
+from tests.support.odd_layers import Drift
+from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop, same_bits
+from tests.support.shared_weights import lent
+
+M = 3
+W = 4
+Build = Callable[[], list[nn.Module]]
+
+
+def use_one(*modules: nn.Module, name: str = "weight") -> None:
+    """Makes the parameters of this name one."""
+    for module in modules[1:]:
+        setattr(module, name, getattr(modules[0], name))
+
+
+def two_uses() -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W), nn.Linear(W, W)]
+    use_one(layers[0], layers[3])
+    return layers
+
+
+def three_uses() -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Linear(W, W), nn.Linear(W, W), nn.Dropout(0.2), nn.Linear(W, W), nn.GELU()]
+    use_one(layers[0], layers[1], layers[3])
+    use_one(layers[0], layers[3], name="bias")
+    return layers
+
+
+def neighbours() -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, W)]
+    use_one(*layers[:2])
+    return layers
+
+
+def inside_a_layer_too() -> list[nn.Module]:
+    inner = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))
+    last = nn.Linear(W, W)
+    use_one(inner[0], inner[2], last)
+    return [nn.Linear(W, W), inner, nn.Tanh(), last]
+
+
+def a_module_twice() -> list[nn.Module]:
+    layer = nn.Linear(W, W)
+    return [layer, nn.Tanh(), nn.Linear(W, W), layer, nn.Tanh()]
+
+
+def a_module_three_times() -> list[nn.Module]:
+    layer = nn.Sequential(nn.LayerNorm(W), nn.Linear(W, W), nn.Dropout(0.3))
+    return [layer, layer, nn.Linear(W, W), layer]
+
+
+def a_submodule_twice() -> list[nn.Module]:
+    inner = nn.Linear(W, W)
+    return [nn.Sequential(inner, nn.Tanh()), nn.Linear(W, W), nn.Sequential(nn.Tanh(), inner)]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cells: nn.Module) -> None:
+        super().__init__()
+        self.cells = cells
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(torch.stack([x, -x], 1))[0]
+        return out.sum(1)
+
+
+def an_lstm_twice() -> list[nn.Module]:
+    cells = nn.LSTM(W, W, num_layers=2, dropout=0.2, batch_first=True)
+    return [Recurrent(cells), nn.Linear(W, W), Recurrent(cells)]
+
+
+def grus_of_one_weight() -> list[nn.Module]:
+    first, second = nn.GRU(W, W, batch_first=True), nn.GRU(W, W, batch_first=True)
+    use_one(first, second, name="weight_hh_l0")
+    return [Recurrent(first), nn.Linear(W, W), Recurrent(second)]
+
+
+def weight_norms() -> list[nn.Module]:
+    layers: list[nn.Module] = [weight_norm(nn.Linear(W, W)), nn.Tanh(), weight_norm(nn.Linear(W, W))]
+    use_one(layers[0].parametrizations.weight, layers[2].parametrizations.weight, name="original1")  # type: ignore[union-attr, arg-type]
+    return layers
+
+
+def frozen() -> list[nn.Module]:
+    layers = two_uses()
+    layers[0].weight.requires_grad_(False)
+    return layers
+
+
+class Attends(nn.Module):
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.stack([x, x.sin()], 1)
+        out: Tensor = self.attention(pairs, pairs, pairs, need_weights=False)[0]
+        return out.sum(1)
+
+
+def an_attention_twice() -> list[nn.Module]:
+    attention = nn.MultiheadAttention(W, 2, dropout=0.2, batch_first=True)
+    return [Attends(attention), nn.Linear(W, W), Attends(attention)]
+
+
+BUILDS: list[Build] = [
+    two_uses, three_uses, neighbours, inside_a_layer_too, a_module_twice, a_module_three_times, a_submodule_twice,
+    an_lstm_twice, grus_of_one_weight, weight_norms, frozen, an_attention_twice,
+]  # fmt: skip
+every_build = pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+
+
+def made(build: Build) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return build()
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, W, generator=generator), torch.randn(rows, W, generator=generator)
+
+
+def train(pipe: gpipe.GPipe, way: str = "step") -> Tensor:
+    return laws.train(pipe, *data(), F.mse_loss, way)
+
+
+def train_plainly(layers: Sequence[nn.Module], way: str = "step", step: int = 0) -> Tensor:
+    """The plain loop, each layer on leaves of its own of what it shares; their sums are added in layer order."""
+    with lent(layers) as own:
+        return laws.train_plainly(own, *data(), F.mse_loss, way, micro_batches=M, seed=5, step=step)
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+@every_build
+def test_shared_weights_give_the_bits_of_the_plain_loop_for_every_cut_and_driver(build: Build, way: str) -> None:
+    plain = made(build)
+    count = len(plain)
+    losses = []
+    optimizer = torch.optim.SGD(nn.Sequential(*plain).parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for step in (0, 1):
+        losses.append(train_plainly(plain, way, step))
+        optimizer.step()
+    for at, cut in enumerate([[count], [1, count - 1], [count - 1, 1], [1, 1, count - 2], [1] * count]):
+        layers = made(build)
+        with gpipe.GPipe(
+            layers, cut, M, remat=REMATS[at % 3], driver=("threads", "lockstep")[at // 3], seed=5
+        ) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            for step in (0, 1):
+                assert same_bits(train(pipe, way), losses[step])
+                optimizer.step()
+            assert_same_bits(pipe, plain)
+
+
+@every_build
+def test_shared_weights_are_those_of_plain_tied_torch_to_rounding(build: Build) -> None:
+    plain = nn.Sequential(*made(build)).eval()  # no dropout, so that micro-batches do not matter
+    x, y = data()
+    F.mse_loss(plain(x), y).backward()
+    pipe = gpipe.GPipe(made(build), len(plain), M).eval()
+    train(pipe)
+    for (name, p), (other, q) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == other
+        if q.grad is None:
+            assert p.grad is None
+        else:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 1, 1, 1]], ids=str)
+def test_ties_give_what_identity_gives(cut: list[int], remat: str) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W), nn.Linear(W, W)]
+    pipe = gpipe.GPipe(layers, cut, M, remat=remat, seed=5, ties=[("0.weight", "3.weight")])
+    plain = made(two_uses)
+    assert layers[0].weight is layers[3].weight
+    assert list(dict(pipe.named_parameters())) == list(dict(nn.Sequential(*plain).named_parameters()))
+    assert same_bits(train(pipe), train_plainly(plain))
+    assert_same_bits(pipe, plain)
+
+
+def test_ties_of_lazily_built_layers() -> None:
+    makers = [lambda: nn.Linear(W, W), lambda: nn.Linear(W, W), nn.Tanh, lambda: nn.Linear(W, W)]
+    outcomes = []
+    for partitions in (1, 4):
+        pipe = gpipe.GPipe(makers, partitions, M, seed=5, ties=[("0.weight", "1.weight", "3.weight")])  # type: ignore[arg-type]
+        assert len(list(pipe.parameters())) == 4
+        train(pipe)
+        outcomes.append([p.grad for p in pipe.parameters()])
+    assert all(same_bits(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_of_shared_weights_add_up_over_steps(adds: bool) -> None:
+    plain = made(three_uses)
+    pipe = gpipe.GPipe(made(three_uses), 3, M, seed=5)
+    for step in (0, 1):
+        if not adds:
+            pipe.zero_grad()
+            nn.Sequential(*plain).zero_grad()
+        train(pipe)
+        train_plainly(plain, step=step)
+        assert_same_bits(pipe, plain)
+
+
+def language_model(rows: int = 6) -> tuple[list[nn.Module], Tensor, Tensor]:
+    torch.manual_seed(0)
+    layers = models.transformer_lm(2, model_dim=8, ffn_dim=16, heads=2, vocab=11, tied=True, dropout=0.1)
+    return layers, torch.randint(11, (rows, 5)), torch.randint(11, (rows, 5))
+
+
+def cross_entropy(output: object, target: object) -> Tensor:
+    assert isinstance(output, Tensor)
+    assert isinstance(target, Tensor)
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_a_transformer_whose_head_is_its_embedding(remat: str) -> None:
+    layers, x, y = language_model()
+    outcomes = []
+    for partitions in (1, 2, 3, 4):
+        own = copy.deepcopy(layers)
+        pipe = gpipe.GPipe(own, partitions, M, remat=remat, seed=5)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        found = []
+        for _ in range(3):
+            found.append(pipe.step(x, y, cross_entropy))
+            pipe.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert own[0].weight is own[-1].weight
+        outcomes.append([*found, *(p.detach() for p in pipe.parameters())])
+    for other in outcomes[1:]:
+        assert all(same_bits(one, another) for one, another in zip(outcomes[0], other, strict=True))
+
+
+# A shared weight is one parameter to everybody.
+
+
+@every_build
+def test_the_modules_hold_their_own_parameters_after_every_step_and_after_a_failed_one(build: Build) -> None:
+    layers = made(build)
+    held = [(module, dict(module._parameters)) for layer in layers for module in layer.modules()]
+
+    def fail(output: Tensor, target: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    def fail_backward(output: Tensor, target: Tensor) -> Tensor:
+        def hook(gradient: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+        output = output * 1
+        output.register_hook(hook)
+        return F.mse_loss(output, target)
+
+    with gpipe.GPipe(layers, len(layers), M, seed=5) as pipe:
+        for run in (
+            lambda: train(pipe),
+            lambda: pipe.step(*data(), fail),
+            lambda: pipe.step(*data(), fail_backward),
+            lambda: train(pipe, "call"),
+        ):
+            with suppress(ZeroDivisionError):
+                run()
+            for module, parameters in held:
+                assert list(module._parameters) == list(parameters)
+                assert all(module._parameters[name] is p for name, p in parameters.items())
+                for name, p in parameters.items():
+                    assert getattr(module, name) is p
+                if isinstance(module, nn.RNNBase):
+                    named = zip(module._flat_weights, module._flat_weights_names, strict=True)
+                    assert all(weight is parameters[name] for weight, name in named)
+        pipe.zero_grad()
+        pipe.step_number = 0
+        plain = made(build)
+        train(pipe)
+        train_plainly(plain)
+        assert_same_bits(pipe, plain)
+
+
+@every_build
+def test_parameters_are_listed_once_as_in_a_plain_sequential(build: Build) -> None:
+    pipe = gpipe.GPipe(made(build), 3, M)
+    plain = nn.Sequential(*made(build))
+    parameters = list(pipe.parameters())
+    assert len({id(p) for p in parameters}) == len(parameters)
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    ],
+)
+def test_optimizers_and_clipping_count_a_shared_weight_once(
+    make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+) -> None:
+    plain = nn.Sequential(*made(three_uses))
+    pipe = gpipe.GPipe(made(three_uses), 5, M, seed=5)
+    optimizers = make(pipe.parameters()), make(plain.parameters())
+    for step in (0, 1, 2):
+        train(pipe)
+        train_plainly(list(plain), step=step)
+        norms = pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert same_bits(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_bits(pipe, list(plain))
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 5])
+def test_hooks_on_a_shared_parameter_fire_once_a_step_with_the_whole_gradient(partitions: int) -> None:
+    layers = made(three_uses)
+    weight = layers[0].weight
+    assert isinstance(weight, nn.Parameter)
+    seen: list[Tensor] = []
+    behind: list[Tensor] = []
+    handles = [
+        weight.register_hook(lambda gradient: seen.append(gradient.clone())),
+        weight.register_post_accumulate_grad_hook(lambda p: behind.append(p.grad.clone())),
+    ]
+    pipe = gpipe.GPipe(layers, partitions, M, seed=5)
+    plain = made(three_uses)
+    train(pipe)
+    train_plainly(plain)
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == len(behind) == 1
+    expected = plain[0].weight.grad
+    assert isinstance(expected, Tensor)
+    assert same_bits(seen[0], expected)
+    assert same_bits(behind[0], expected)
+
+
+def test_a_hook_may_change_the_gradient_of_a_shared_parameter() -> None:
+    layers, plain = made(two_uses), made(two_uses)
+    weight, expected = next(layers[0].parameters()), next(plain[0].parameters())
+    weight.register_hook(lambda gradient: gradient * 2)
+    train(gpipe.GPipe(layers, 4, M, seed=5))
+    train_plainly(plain)
+    assert expected.grad is not None
+    assert same_bits(weight.grad, expected.grad * 2)
+
+
+def test_a_pipe_of_shared_weights_can_be_copied_and_loaded() -> None:
+    pipe = gpipe.GPipe(made(three_uses), 3, M, seed=5)
+    train(pipe)
+    other = copy.deepcopy(pipe)
+    layers = list(other.children())
+    assert layers[0].weight is layers[1].weight is layers[3].weight
+    assert layers[0].weight is not next(iter(pipe.children())).weight
+    plain = nn.Sequential(*made(three_uses))
+    plain.load_state_dict(pipe.state_dict())
+    other.load_state_dict(plain.state_dict())
+    for some in (pipe, other):
+        some.zero_grad()
+        some.step_number = 1
+        train(some)
+    assert_same_bits(other, list(pipe.children()))
+
+
+def test_nothing_of_a_step_with_shared_weights_stays_alive() -> None:
+    layers = made(a_module_three_times)
+    kept: list[weakref.ref[Tensor]] = []
+
+    def look(module: nn.Module, args: object, output: Tensor) -> None:
+        kept.extend(weakref.ref(p) for p in module.parameters())
+
+    pipe = gpipe.GPipe(layers, 4, M)
+    handle = layers[0].register_forward_hook(look)
+    train(pipe)
+    handle.remove()
+    gc.collect()
+    own = {id(p) for p in pipe.parameters()}
+    assert kept
+    assert all(ref() is None or id(ref()) in own for ref in kept)
+
+
+# A module that is several layers.
+
+
+def test_a_module_without_parameters_may_be_many_layers() -> None:
+    relu = nn.ReLU(inplace=True)
+    torch.manual_seed(0)
+    layers = [nn.Linear(W, W), relu, nn.Linear(W, W), relu, nn.Linear(W, W)]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 5, M, seed=5)
+    assert same_bits(train(pipe), plain_loop(plain, *data(), F.mse_loss, micro_batches=M, seed=5))
+    assert_same_bits(pipe, plain)
+
+
+class Empty(nn.Linear):
+    """Has a length, which is 0, and so is not true."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("cut", [[3], [1, 1, 1]], ids=str)
+def test_a_module_of_length_0_that_is_two_layers(cut: list[int]) -> None:
+    torch.manual_seed(0)
+    layer = Empty(W, W)
+    layers: list[nn.Module] = [layer, nn.Tanh(), layer]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, cut, M, seed=5)
+    assert same_bits(train(pipe), train_plainly(plain))
+    assert_same_bits(pipe, plain)
+
+
+@contextmanager
+def counted(module: nn.Module) -> Iterator[list[str]]:
+    """What its hooks hear."""
+    heard: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_: heard.append("before")),
+        module.register_forward_hook(lambda *_: heard.append("forward")),
+        module.register_full_backward_hook(lambda *_: heard.append("backward")),
+    ]
+    yield heard
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("partitions", [1, 6])
+def test_hooks_of_a_module_that_is_two_layers_fire_for_each(partitions: int) -> None:
+    layers = [nn.Linear(W, W), *made(a_module_twice)]
+    pipe = gpipe.GPipe(layers, partitions, M, remat="never", driver="lockstep")
+    with counted(layers[1]) as heard:
+        train(pipe)
+    assert {what: heard.count(what) for what in set(heard)} == dict.fromkeys(("before", "forward", "backward"), 2 * M)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("make", [lambda: spectral_norm(nn.Linear(W, W)), lambda: Drift(W, in_place=True)])
+def test_a_module_with_state_that_is_two_layers_of_one_partition(make: Callable[[], nn.Module], remat: str) -> None:
+    torch.manual_seed(0)
+    layer = make()
+    layers = [nn.Linear(W, W), layer, nn.Tanh(), layer, nn.Linear(W, W)]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, [1, 3, 1], M, remat=remat, seed=5)
+    assert same_bits(train(pipe), train_plainly(plain))
+    assert_same_bits(pipe, plain)
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: spectral_norm(nn.Linear(W, W)), lambda: Drift(W, in_place=True), lambda: Drift(W, in_place=False)],
+)
+def test_a_module_with_state_in_two_partitions_is_refused_for_its_state_would_depend_on_which_comes_first(
+    make: Callable[[], nn.Module], remat: str, driver: str
+) -> None:
+    layer = make()
+    layers = [nn.Linear(W, W), layer, nn.Tanh(), layer, nn.Linear(W, W)]
+    with pytest.raises((ValueError, RuntimeError), match="which comes first"):
+        train(gpipe.GPipe(layers, [2, 3], M, remat=remat, driver=driver))
+
+
+def test_in_evaluation_a_module_with_state_may_be_in_two_partitions() -> None:
+    torch.manual_seed(0)
+    layer = spectral_norm(nn.Linear(W, W))
+    layers = [nn.Linear(W, W), layer, nn.Tanh(), layer, nn.Linear(W, W)]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, [2, 3], M, seed=5).eval()
+    nn.Sequential(*plain).eval()
+    assert same_bits(train(pipe), train_plainly(plain))
+    assert_same_bits(pipe, plain)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("ties", "texts"),
+    [
+        ([("0.weight", "9.weight")], ["there is no parameter '9.weight'"]),
+        ([("0.wait", "1.bias.x")], ["there is no parameter '0.wait'", "there is no parameter '1.bias.x'"]),
+        ([("0.weight",)], ["('0.weight',) must name two or more parameters"]),
+        ([("0.weight", "2.weight")], ["of one shape, not [(3, 4), (4, 4)]"]),
+        ([("0.weight", "1.bias"), ("", "0.weight")], ["of one shape", "there is no parameter ''"]),
+    ],
+)
+def test_ties_that_cannot_be_are_refused_all_at_once(ties: list[tuple[str, ...]], texts: list[str]) -> None:
+    layers = [nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 3)]
+    with pytest.raises(ValueError, match="cannot be built") as caught:
+        gpipe.GPipe(layers, 2, M, ties=ties)
+    assert all(text in str(caught.value) for text in texts)
+
+
+def test_refused_ties_change_nothing() -> None:
+    layers = [nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 3)]
+    before = [p for layer in layers for p in layer.parameters()]
+    with pytest.raises(ValueError, match="cannot be built"):
+        gpipe.GPipe(layers, 99, M, ties=[("0.weight", "1.weight"), ("0.weight", "7.weight")])
+    assert all(p is q for p, q in zip(before, (p for layer in layers for p in layer.parameters()), strict=True))

@@ -1,0 +1,51 @@
+"""What a plan foretells from the costs of layers alone."""
+
+import pytest
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from gpipe.plan.lower import place_recompute, place_transfers
+from gpipe.plan.partition import Memory, given, partition
+from gpipe.plan.program import Program
+from gpipe.plan.schedules import fill_drain
+from gpipe.plan.simulate import predict
+from gpipe.plan.timeline import bubble
+
+
+def table(stages: int, micro_batches: int, remat: str | None = None) -> Program:
+    program = Program.of(fill_drain(stages, micro_batches), micro_batches)
+    return place_transfers(program if remat is None else place_recompute(program, [remat] * stages))  # type: ignore[list-item]
+
+
+@settings(max_examples=30, deadline=None)
+@for_all(stages=st.integers(1, 6), micro_batches=st.integers(1, 9), cost=st.sampled_from([3.0, 0.0, 0.1]))
+def test_equal_stages_have_the_bubble_of_the_paper(stages: int, micro_batches: int, cost: float) -> None:
+    plan = predict(partition([cost] * stages, stages), table(stages, micro_batches))
+    assert plan.bubble == pytest.approx(bubble(stages, micro_batches))
+    unit = cost or 1.0  # costs of zero count as equal
+    assert plan.timeline.seconds == pytest.approx(unit * (micro_batches + stages - 1))
+
+
+def test_a_cost_holds_the_recompute_where_every_stage_recomputes() -> None:
+    cut = partition([8.0], 1)
+    assert predict(cut, table(1, 5)).timeline.seconds == pytest.approx(5 * 8)
+    assert predict(cut, table(1, 5, "always")).timeline.seconds == pytest.approx(5 * 8)
+    assert predict(cut, table(1, 5, "except_last")).timeline.seconds == pytest.approx(5 * 8 - 2)
+
+
+def test_a_recompute_hides_in_the_bubble() -> None:
+    plan = predict(partition([4.0] * 4, 4), table(4, 8, "always"))  # forward 1, recompute 1, backward 2
+    assert plan.timeline.seconds == (8 + 3) * (1 + 2) + 8  # all but the last stage's is done when a gradient comes
+    assert plan.bubble < bubble(4, 8)
+
+
+def test_bytes_are_known_where_memory_was_given() -> None:
+    memory = Memory(state=[4, 1, 1], boundary=[0, 2, 2], inside=[1, 1, 1], limits=100, in_flight=3)
+    assert predict(partition([1, 1, 1], 2, memory=memory), table(2, 3)).peak_bytes == (7, 8)
+    assert predict(partition([1, 1, 1], 2), table(2, 3)).peak_bytes is None
+
+
+def test_a_program_of_other_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="a program of 3 stages for a partition into 2"):
+        predict(given([1, 2], [1, 1, 1]), table(3, 2))

@@ -1,0 +1,185 @@
+"""`gpipe train` under torchrun: the demo's numbers, one voice, and what a long run needs."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gpipe.recipes import digits as job
+from gpipe.recipes.options import TrainOptions
+from gpipe.recipes.recipe import Recipe
+from tests.support.jobs.small_digits import BATCH_SIZE, EPOCHS, GO, few
+from tests.support.processes.launch import ONE_THREAD, ROOT, TICK
+from tests.support.processes.listening import family, listening_sockets
+from tests.support.processes.torchrun import Launched, torchrun, wait_for
+
+OPTIONS = TrainOptions(filters=16, epochs=EPOCHS)
+ARGUMENTS = ("train", "digits", "--filters", "16")
+LIMIT = 250.0
+PASSED_ON = 0.5  # seconds until a signal has come to all, if they should be at the last epoch already
+
+
+def train(options: TrainOptions) -> str:
+    """Trains in this process; gives what was shown."""
+    file = io.StringIO()
+    job.run(job.prepare(options, Recipe(batch_size=BATCH_SIZE), few(), costs=[1.0] * 9), Console(file=file, width=99))
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What one process that nobody disturbed showed and wrote."""
+    out = tmp_path_factory.mktemp("alone")
+    return train(replace(OPTIONS, out=out)), out
+
+
+@pytest.fixture
+def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file without which no process begins its last epoch."""
+    monkeypatch.setenv(GO, str(tmp_path / "go"))
+    return tmp_path / "go"
+
+
+def ended(launched: Launched) -> str:
+    """Waits until torchrun has ended; gives its log."""
+    launched.popen.wait(LIMIT)
+    return launched.log.read_text(errors="replace")
+
+
+def shown(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("epoch")]
+
+
+def metrics(out: Path) -> list[Sequence[float]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [[line["epoch"], line["loss"], line["accuracy"]] for line in lines]
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+def workers_of(launched: Launched) -> list[int]:
+    """The ranks' processes; each has started no other."""
+    return family(launched.popen.pid)[1:]
+
+
+# The same numbers.
+
+
+def test_four_processes_show_and_write_what_one_does(alone: tuple[str, Path], tmp_path: Path) -> None:
+    text, expected = alone
+    out = tmp_path / "out"
+    arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
+    with torchrun(4, "tests.support.jobs.small_digits", *arguments, folder=tmp_path) as launched:
+        log = ended(launched)
+    assert launched.popen.returncode == 0, log
+    assert shown(log) == shown(text)
+    assert "4 partitions" in log
+    assert "on 4 ranks" in log
+    assert log.count("plain loop") == log.count("too few for good statistics") == 1  # rank 0 alone talks
+    assert weights(out) == weights(expected)
+    assert metrics(out) == metrics(expected)
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in events} == {0, 1, 2, 3}
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in expected.iterdir())
+
+
+def test_two_replicas_have_the_same_losses_within_rounding(tmp_path: Path) -> None:
+    """Every micro-batch is the same, dropout included; but sums are made in another order."""
+    text = train(replace(OPTIONS, epochs=1, out=tmp_path / "alone"))
+    arguments = (*ARGUMENTS, "--epochs", "1", "--partitions", "2", "--out", str(tmp_path / "out"))
+    with torchrun(4, "tests.support.jobs.small_digits", *arguments, folder=tmp_path) as launched:
+        log = ended(launched)
+    assert launched.popen.returncode == 0, log
+    assert "2 partitions, 2 replicas" in log
+    (theirs,), (ours,) = shown(log), shown(text)
+    assert float(theirs.split()[3]) == pytest.approx(float(ours.split()[3]), rel=1e-3)
+
+
+# What ends early goes on as if it had not.
+
+
+def test_a_rank_is_killed_and_torchrun_goes_on_from_the_latest_checkpoint(
+    alone: tuple[str, Path], go: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
+    options = ("--max-restarts", "1")  # one must do
+    with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path, options=options) as launched:
+        wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
+        subprocess.run(["kill", "-KILL", str(workers_of(launched)[1])], check=True)
+        go.touch()
+        log = ended(launched)
+    assert launched.popen.returncode == 0, log
+    assert "rank 1 is gone" in log
+    assert re.search(r"goes on after epoch [1-5]", log)
+    assert weights(out) == weights(alone[1])
+    assert metrics(out) == metrics(alone[1])
+
+
+def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_processes_ended(
+    alone: tuple[str, Path], go: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And meanwhile no other host can connect to any of the processes, torchrun's own included (R12)."""
+    out = tmp_path / "out"
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", "")
+    arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
+    with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path, options=options) as launched:
+        wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
+        open_ports = listening_sockets(family(launched.popen.pid))
+        launched.popen.terminate()
+        time.sleep(PASSED_ON)
+        go.touch()
+        log = ended(launched)
+    assert open_ports
+    assert [port for port in open_ports if not port.is_loopback] == []
+    assert log.count("SIGTERM: saved to") == 1, log
+    assert not (out / "model.safetensors").exists()
+    train(replace(OPTIONS, out=out, partitions=3, resume=True))
+    assert weights(out) == weights(alone[1])
+    assert metrics(out) == metrics(alone[1])
+
+
+def test_one_process_ends_with_status_143_after_sigterm_and_goes_on(
+    alone: tuple[str, Path], go: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "tests.support.jobs.small_digits", *ARGUMENTS, "--epochs", str(EPOCHS)]
+    with (tmp_path / "log").open("wb") as log:
+        popen = subprocess.Popen(
+            [*command, "--out", str(out)], cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdout=log, stderr=log
+        )
+    try:
+        until = time.monotonic() + LIMIT
+        while not (out / "checkpoints" / "latest").exists() and time.monotonic() < until:
+            time.sleep(TICK)
+        popen.send_signal(signal.SIGTERM)
+        time.sleep(PASSED_ON)
+        go.touch()
+        assert popen.wait(LIMIT) == 143, (tmp_path / "log").read_text()
+    finally:
+        popen.kill()
+    train(replace(OPTIONS, out=out, resume=True))
+    assert weights(out) == weights(alone[1])
+    assert metrics(out) == metrics(alone[1])
+
+
+def test_all_processes_end_with_a_mistake_which_is_said_once(tmp_path: Path) -> None:
+    arguments = (*ARGUMENTS, "--partitions", "4", "--out", str(tmp_path / "out"))
+    with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path) as launched:
+        log = ended(launched)
+    assert launched.popen.returncode != 0
+    assert log.count("gpipe: --partitions is 4, but there are 2 processes: choose one of 1, 2\n") == 1, log
+    assert "Traceback" not in log.partition("torch/distributed/elastic")[0]

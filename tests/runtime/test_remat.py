@@ -1,0 +1,386 @@
+"""Rematerialization: how often layers run, what is alive meanwhile, and that a recompute is the forward again."""
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import gpipe
+from tests.support.odd_layers import Drift
+from tests.support.plain_loop import REMATS, assert_same_bits, plain_call, plain_loop, same_bits
+
+M = 4
+FORWARDS = {"never": M, "except_last": 2 * M - 1, "always": 2 * M}
+
+
+class Counting(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        out: Tensor = self.linear(x)
+        return out
+
+
+def step(pipe: gpipe.GPipe, way: str) -> None:
+    x, y = torch.ones(9, 3), torch.ones(9, 3)
+    if way == "step":
+        pipe.step(x, y, F.mse_loss)
+    else:
+        F.mse_loss(pipe(x), y).backward()
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize(
+    ("partitions", "remat"),
+    [(k, (remat,) * k) for k in (1, 2, 3) for remat in REMATS]
+    + [(2, ("never", "always")), (3, REMATS), (3, ("except_last", "never", "always")), (3, REMATS[::-1])],
+)
+def test_how_often_a_layer_runs_in_a_step(partitions: int, remat: Sequence[str], driver: str, way: str) -> None:
+    layers = [Counting() for _ in range(6)]
+    with gpipe.GPipe(layers, [6 // partitions] * partitions, M, remat=remat, driver=driver) as pipe:
+        step(pipe, way)
+    stage_of = [index * partitions // 6 for index in range(6)]
+    assert [layer.forwards for layer in layers] == [FORWARDS[remat[stage]] for stage in stage_of]
+
+
+def test_nothing_runs_twice_without_grad() -> None:
+    layers = [Counting() for _ in range(3)]
+    pipe = gpipe.GPipe(layers, 3, M, remat="always")
+    with torch.no_grad():
+        pipe(torch.ones(9, 3))
+        pipe.step(torch.ones(9, 3), torch.ones(9, 3), F.mse_loss)
+    assert [layer.forwards for layer in layers] == [2 * M] * 3
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_the_loss_is_computed_once_a_micro_batch(remat: str) -> None:
+    seen: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(int(target[0]))
+        return F.mse_loss(output, torch.ones_like(output))
+
+    with gpipe.GPipe([Counting(), Counting()], 2, M, remat=remat, driver="lockstep") as pipe:
+        pipe.step(torch.ones(M, 3), torch.arange(M), loss_fn)
+    assert sorted(seen) == list(range(M))
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("never", 2), ("except_last", 3), ("always", 4)])
+def test_fewer_micro_batches_are_recomputed_likewise(remat: str, forwards: int) -> None:
+    layer = Counting()
+    pipe = gpipe.GPipe([layer], 1, M, remat=remat)
+    pipe.step(torch.ones(2, 3), torch.ones(2, 3), F.mse_loss)
+    assert layer.forwards == forwards
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3])
+@pytest.mark.parametrize(("way", "forwards"), [("step", 1), ("call", 2)])
+def test_nothing_is_recomputed_where_the_backward_follows_at_once(way: str, forwards: int, partitions: int) -> None:
+    """A call comes back to the caller in between, and holds boundaries only."""
+    layers = [Counting() for _ in range(3)]
+    pipe = gpipe.GPipe(layers, partitions, 1, remat="always")
+    step(pipe, way)
+    assert [layer.forwards for layer in layers] == [forwards] * 3
+
+
+class Watched(nn.Module):
+    """Notes at each forward how many tensors, made inside by earlier ones, are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.inside: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alive.append(self.now_alive())
+        inner: Tensor = self.linear(x)
+        self.inside.append(weakref.ref(inner))
+        return inner.sin()  # whose backward needs `inner`
+
+    def now_alive(self) -> int:
+        return sum(ref() is not None for ref in self.inside)
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("partitions", [1, 2, 3])
+def test_no_more_than_one_micro_batch_is_alive_inside(partitions: int, driver: str, way: str) -> None:
+    layers = [Watched() for _ in range(6)]
+    with gpipe.GPipe(layers, [6 // partitions] * partitions, M, remat="always", driver=driver) as pipe:
+        step(pipe, way)
+    assert [layer.alive for layer in layers] == [[0] * 2 * M] * 6
+    assert [layer.now_alive() for layer in layers] == [0] * 6
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+def test_what_is_kept_is_alive(way: str) -> None:
+    """The measure itself: without recomputation the inside of all micro-batches waits for the backward."""
+    never, last = Watched(), Watched()
+    with gpipe.GPipe([never, last], 2, M, remat=("never", "except_last")) as pipe:
+        step(pipe, way)
+    assert never.alive == [0, 1, 2, 3]
+    assert last.alive == [0, 1, 1, 1, 0, 0, 0]
+    assert never.now_alive() == last.now_alive() == 0
+
+
+def test_a_kept_micro_batch_is_gone_before_the_next_is_recomputed() -> None:
+    layer = Watched()
+    pipe = gpipe.GPipe([layer], 1, M, remat="except_last")
+    output = pipe(torch.ones(9, 3))
+    assert layer.now_alive() == 1
+    output.sum().backward()
+    assert layer.alive == [0, *[1] * (M - 1), *[0] * (M - 1)]
+
+
+class AssignsBuffer(nn.Module):
+    """Has a new buffer after each forward, which the next one uses."""
+
+    seen: Tensor | None
+
+    def __init__(self, start: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("seen", start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x.new_ones(x.shape[1]) if self.seen is None else self.seen
+        self.seen = 0.5 * before + x.detach().mean(0)
+        return x * before
+
+
+class CountsInPlace(nn.Module):
+    """Counts its forwards in a buffer of integers, and uses the count."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x / self.count.clone()
+
+
+class WritesBehindTorch(nn.Module):
+    """Writes through `data`, which no version counter sees."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.mul_(0.5).add_(x.detach().mean(0))
+        return x - self.mean.clone()
+
+
+class NotPersistent(nn.Module):
+    """Keeps what it saw last in a buffer that no state_dict holds."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(6), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.last.clone()
+        self.last.copy_(x.detach()[0])
+        return x + before
+
+
+class ReadsItsBatchNorm(nn.Module):
+    """Uses the running statistics of its own BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x)
+        assert self.norm.running_mean is not None
+        return out + self.norm.running_mean.clone()
+
+
+class Renorm(nn.BatchNorm1d):
+    """A BatchNorm whose training depends on the running statistics (Ioffe 2017, shortened)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        shift = x.detach().mean(0) - self.running_mean
+        out = super().forward(x)
+        return out + shift.clamp(-1, 1)
+
+
+def sequential(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers)
+
+
+STATEFUL: dict[str, Callable[[], nn.Module]] = {
+    "batch_norm": lambda: nn.BatchNorm1d(6),
+    "batch_norm_cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
+    "batch_norm_without_statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    "instance_norm": lambda: sequential(
+        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+    "spectral_norm": lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2),
+    "spectral_norm_of_a_batch_norm": lambda: sequential(spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
+    "weight_norm": lambda: weight_norm(nn.Linear(6, 6)),
+    "drift_in_place": lambda: Drift(6, in_place=True),
+    "drift_by_assignment": lambda: Drift(6, in_place=False),
+    "assigned": lambda: AssignsBuffer(torch.ones(6)),
+    "assigned_from_none": lambda: AssignsBuffer(None),
+    "counts": CountsInPlace,
+    "behind_torch": WritesBehindTorch,
+    "not_persistent": NotPersistent,
+    "renorm": lambda: Renorm(6),
+}
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("cut", [[5], [2, 3]], ids=str)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_recompute_sees_the_state_that_the_forward_saw(name: str, cut: list[int], remat: str, way: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 6), STATEFUL[name](), nn.Dropout(0.2), STATEFUL[name](), nn.Linear(6, 2)]
+    reference = copy.deepcopy(layers)
+    x, y = torch.randn(14, 5), torch.randn(14, 2)
+    with gpipe.GPipe(layers, cut, M, remat=remat, seed=1) as pipe:
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (pipe, nn.Sequential(*reference))]
+        for number in range(3):
+            if way == "step":
+                pipe.step(x, y, F.mse_loss)
+                plain_loop(reference, x, y, F.mse_loss, micro_batches=M, seed=1, step=number)
+            else:
+                F.mse_loss(pipe(x), y).backward()
+                plain_call(reference, x, y, F.mse_loss, micro_batches=M, seed=1, step=number)
+            assert_same_bits(pipe, reference)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_recompute_sees_the_statistics_that_a_layer_reads() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 6), ReadsItsBatchNorm()]
+    reference = copy.deepcopy(layers)
+    x, y = torch.randn(14, 5), torch.randn(14, 6)
+    pipe = gpipe.GPipe(layers, 2, M, remat="always", seed=1)
+    pipe.step(x, y, F.mse_loss)
+    plain_loop(reference, x, y, F.mse_loss, micro_batches=M, seed=1)
+    assert_same_bits(pipe, reference)
+
+
+class ChangesFromTheSecondStep(nn.Module):
+    """Leaves its buffer alone at first."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(6))
+        self.grows = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grows:
+            self.scale += 0.1
+        return x * self.scale.clone()
+
+
+class WritesPastTheVersion(nn.Module):
+    """Counts by `.data`, which raises no version, and in the first micro-batch of all there is nothing to count."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.data.add_((x.detach() > 1).sum())
+        return x * (1 + self.count)
+
+
+class MakesItsBuffer(nn.Module):
+    """Has no buffer before its first forward."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "mean"):
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        else:
+            self.register_buffer("mean", x.detach().mean(0))
+        return x - self.mean
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("remat", ["always", "except_last"])
+@pytest.mark.parametrize("make", [ChangesFromTheSecondStep, WritesPastTheVersion, MakesItsBuffer])
+def test_buffers_that_begin_to_change_or_change_unseen_are_those_of_the_plain_loop(
+    make: type[nn.Module], remat: str, driver: str
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 6), make(), nn.Linear(6, 3)]
+    reference = copy.deepcopy(layers)
+    x = torch.cat([torch.zeros(3, 3), 9 * torch.randn(6, 3)])
+    with gpipe.GPipe(layers, [2, 1], M, remat=remat, driver=driver, seed=1) as pipe:
+        for at in range(3):
+            for layer in (layers[1], reference[1]):
+                layer.grows = at > 0  # type: ignore[assignment]  # of the first kind alone
+            assert same_bits(
+                pipe.step(x, x, F.mse_loss), plain_loop(reference, x, x, F.mse_loss, micro_batches=M, seed=1, step=at)
+            )
+    assert_same_bits(pipe, reference)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_forwards_that_come_before_the_backward_of_another_do_not_disturb_it(name: str) -> None:
+    """Two calls, then their backwards: each recompute sees the state of its own forward."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 6), STATEFUL[name](), nn.Linear(6, 2)]
+    x, y = torch.randn(14, 5), torch.randn(14, 2)
+    gradients = []
+    for remat in ("never", "always"):
+        pipe = gpipe.GPipe(copy.deepcopy(layers), 2, M, remat=remat, seed=1)
+        first, second = pipe(x), pipe(x + 1)
+        F.mse_loss(second, y).backward()
+        with torch.no_grad():
+            pipe(x - 1)
+        F.mse_loss(first, y).backward()
+        gradients.append([p.grad for p in pipe.parameters()])
+    assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_dropout_draws_the_same_in_the_recompute(remat: str) -> None:
+    masks: list[Tensor] = []
+
+    class Mask(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = F.dropout(torch.ones_like(x), 0.5)
+            masks.append(mask)
+            return x * mask
+
+    pipe = gpipe.GPipe([nn.Linear(3, 8), Mask(), nn.Linear(8, 3)], 1, M, remat=remat, driver="lockstep")
+    step(pipe, "step")
+    once = masks[:M]
+    again = masks[M:]
+    assert len(again) == FORWARDS[remat] - M
+    assert all(torch.equal(one, other) for one, other in zip(once[M - len(again) :], again, strict=True))
+    assert len({tuple(mask.flatten().tolist()) for mask in once}) == M

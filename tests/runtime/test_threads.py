@@ -1,0 +1,362 @@
+"""A thread for each rank: they work at the same time, end with their pipe, leave the caller's settings alone."""
+
+import gc
+import multiprocessing
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import gpipe
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits
+
+X, Y = torch.randn(6, 3), torch.randn(6, 2)
+LIMIT = 60.0  # seconds that anything here may take on a busy machine
+
+
+def squares(output: Any, target: Any) -> Tensor:
+    return mse_loss(output, target)
+
+
+def build() -> list[nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
+
+
+def make(**changes: Any) -> gpipe.GPipe:
+    return gpipe.GPipe(build(), 3, 3, **{"seed": 0, "driver": "threads", **changes})
+
+
+others: set[threading.Thread] = set()
+
+
+def rank_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("gpipe rank") and t not in others]
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Gives threads that were told to end the time to do so."""
+    limit = time.monotonic() + LIMIT
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.001)
+    return condition()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_thread_behind() -> Iterator[None]:
+    gc.collect()
+    others.update(rank_threads())  # of tests that failed, perhaps: their pipes live on in a traceback
+    yield
+    gc.collect()
+    assert wait_until(lambda: not rank_threads())
+    others.clear()
+
+
+def test_a_hundred_dropped_pipes_leave_no_thread_behind() -> None:
+    for _ in range(100):
+        make().step(X, Y, squares)
+    assert wait_until(lambda: not rank_threads())
+
+
+@pytest.mark.parametrize("way", ["step", "call", "no_grad"])
+def test_a_dropped_pipe_is_gone_at_once_without_the_garbage_collector(way: str) -> None:
+    gc.disable()
+    try:
+        pipe = make()
+        if way == "step":
+            pipe.step(X, Y, squares)
+        elif way == "call":
+            squares(pipe(X), Y).backward()
+        else:
+            with torch.no_grad():
+                pipe(X)
+        last = weakref.ref(list(pipe.children())[-1])
+        gone = weakref.ref(pipe)
+        assert len(rank_threads()) == 3
+        del pipe
+        assert gone() is None
+        assert wait_until(lambda: not rank_threads())
+        assert wait_until(lambda: last() is None)
+    finally:
+        gc.enable()
+
+
+def test_threads_are_made_when_first_needed_and_kept() -> None:
+    pipe = make()
+    assert not rank_threads()
+    pipe.step(X, Y, squares)
+    first = set(rank_threads())
+    assert len(first) == 3
+    assert all(thread.daemon for thread in first)
+    pipe(X).sum().backward()
+    pipe.step(X[:1], Y[:1], squares)
+    assert set(rank_threads()) == first
+
+
+def test_close_and_with_end_the_threads_and_the_pipe_works_again() -> None:
+    pipe = make()
+    pipe.close()  # before there are any
+    with pipe as same:
+        assert same is pipe
+        pipe.step(X, Y, squares)
+        assert len(rank_threads()) == 3
+    assert wait_until(lambda: not rank_threads())
+    pipe.close()  # once more does no harm
+    pipe.zero_grad()
+    pipe.step_number = 0
+    reference = build()
+    assert same_bits(pipe.step(X, Y, squares), plain_loop(reference, X, Y, squares, micro_batches=3, seed=0))
+    assert_same_bits(pipe, reference)
+    pipe.close()
+    assert wait_until(lambda: not rank_threads())
+
+
+def test_threads_of_a_failed_step_serve_the_next() -> None:
+    pipe = make()
+    pipe.step(X, Y, squares)
+    first = set(rank_threads())
+    with pytest.raises(RuntimeError, match="shape"):
+        pipe.step(X[:, :2], Y, squares)
+    pipe.step(X, Y, squares)
+    assert set(rank_threads()) == first
+
+
+def test_lockstep_makes_no_thread() -> None:
+    seen = set()
+
+    class Where(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(threading.current_thread())
+            return super().forward(x)
+
+    pipe = gpipe.GPipe([Where(3, 3), Where(3, 2)], 2, 2, driver="lockstep")
+    pipe.step(X, Y, squares)
+    squares(pipe(X), Y).backward()
+    assert seen == {threading.current_thread()}
+    assert not rank_threads()
+
+
+def in_child(work: Callable[[], object]) -> None:
+    """Runs something in a forked process."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(LIMIT)
+    try:
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_a_forked_process_steps_with_threads_of_its_own_and_leaves_the_parents_alone(
+    driver: str, used_before: bool
+) -> None:
+    pipe = make(driver=driver)
+    expected = make(driver="lockstep").step(X, Y, squares)
+    if used_before:
+        pipe.step(X, Y, squares)
+    before = set(rank_threads())
+
+    def work() -> None:
+        assert not rank_threads()
+        pipe.step_number = 0
+        assert same_bits(pipe.step(X, Y, squares), expected)
+        squares(pipe(X), Y).backward()
+        assert len(rank_threads()) == (3 if driver == "threads" else 0)
+        pipe.close()
+        assert wait_until(lambda: not rank_threads())
+
+    in_child(work)
+    in_child(pipe.close)
+    assert set(rank_threads()) == before
+    pipe.step_number = 0
+    assert same_bits(pipe.step(X, Y, squares), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_another_thread_steps_can_step() -> None:
+    pipe, over = make(), threading.Event()
+
+    def keep_stepping() -> None:
+        while not over.is_set():
+            pipe.step(X, Y, squares)
+
+    stepping = threading.Thread(target=keep_stepping)
+    stepping.start()
+    try:
+        for _ in range(3):
+            in_child(lambda: pipe.step(X, Y, squares))
+    finally:
+        over.set()
+        stepping.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
+def test_a_data_loader_with_workers_works_beside_a_pipe() -> None:
+    pipe = make()
+    loader = DataLoader(TensorDataset(X, Y), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    losses = [float(pipe.step(x, y, squares)) for _ in range(2) for x, y in loader]
+    assert len(losses) == 6
+
+
+class SlowQueue:
+    """Takes so long to put something in that another thread gets its turn."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+        self.random = Random(0)
+
+    def put(self, item: object) -> None:
+        time.sleep(self.random.choice([0, 0.003]))
+        self.queue.put(item)
+
+
+def test_several_callers_at_once_do_not_block_each_other() -> None:
+    pipe = make()
+    expected = pipe.step(X, Y, squares)
+    queues = pipe._engine.threads._jobs
+    queues[:] = [SlowQueue(queue) for queue in queues]  # type: ignore[misc]  # as good as a queue
+    found: list[Tensor] = []
+
+    def keep_stepping() -> None:
+        found.extend(pipe.step(X, Y, squares) for _ in range(10))
+
+    callers = [threading.Thread(target=keep_stepping, daemon=True) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(LIMIT)
+        assert not caller.is_alive()
+    assert all(same_bits(loss, expected) for loss in found)
+    assert len(found) == 30
+
+
+class CountsThreads(nn.Linear):
+    """Notes the number of intra-op threads in its forwards and backwards."""
+
+    def __init__(self, width: int, seen: list[int]) -> None:
+        super().__init__(width, width)
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(torch.get_num_threads())
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: self.seen.append(torch.get_num_threads()))
+        return out
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("callers", [1, 2])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_every_rank_uses_intra_op_threads_and_the_callers_number_is_restored(
+    driver: str, callers: int, number: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(callers)
+    try:
+        seen: list[int] = []
+        layers = [CountsThreads(3, seen) for _ in range(3)]
+        pipe = gpipe.GPipe(layers, 3, 2, driver=driver, intra_op_threads=number)
+        pipe.step(X, X, squares)
+        assert torch.get_num_threads() == callers
+        squares(pipe(X), X).backward()
+        assert torch.get_num_threads() == callers
+        with pytest.raises(RuntimeError):
+            pipe.step(X[:, :2], X, squares)
+        assert torch.get_num_threads() == callers
+        with torch.no_grad():
+            pipe(X)
+        assert set(seen) == {number}
+        other: list[int] = []
+        thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert other == [callers]  # threads to come have the caller's number, too
+    finally:
+        torch.set_num_threads(before)
+
+
+class Meets(torch.autograd.Function):
+    """Waits in its backward until another one is in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, barrier: threading.Barrier) -> Tensor:
+        ctx.barrier = barrier
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.barrier.wait()
+        return gradient, None
+
+
+class Together(nn.Linear):
+    """Runs only while the other one runs too."""
+
+    def __init__(self, width: int, phase: str, barrier: threading.Barrier, alone: int) -> None:
+        super().__init__(width, width)
+        self.phase, self.barrier, self.alone = phase, barrier, alone
+        self.done = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.done += 1
+        own = self.done == self.alone
+        if self.phase == "forward" and not own:
+            self.barrier.wait()
+        out = super().forward(x)
+        if self.phase == "backward" and not own:
+            out = Meets.apply(out, self.barrier)
+        return out
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["step", "call"])
+def test_layers_of_different_stages_run_at_the_same_time(way: str, phase: str) -> None:
+    barrier = threading.Barrier(2, timeout=LIMIT)
+    # stage 0 is one micro-batch ahead in the forward, where it is alone with the first and stage 1 with the last one;
+    # in the backward it is one behind, and so the other way round
+    first, last = (1, 3) if phase == "forward" else (3, 1)
+    layers = [Together(3, phase, barrier, alone=first), Together(3, phase, barrier, alone=last)]
+    pipe = gpipe.GPipe(layers, 2, 3, remat="never")
+    if way == "step":
+        pipe.step(X, X, squares)
+    else:
+        squares(pipe(X), X).backward()
+    assert not barrier.broken
+
+
+WORK = 0.02  # seconds
+
+
+class Works(nn.Linear):
+    """Takes its time, and not little of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = time.thread_time() + WORK
+        while time.thread_time() < end:
+            pass
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["step", "call"])
+def test_the_calling_thread_sleeps_meanwhile(way: str) -> None:
+    pipe = gpipe.GPipe([Works(3, 3), Works(3, 3)], 2, 4)
+    pipe.step(X, X, squares)
+    before = time.thread_time()
+    if way == "step":
+        pipe.step(X, X, squares)
+    else:
+        squares(pipe(X), X).backward()
+    assert time.thread_time() - before < 8 * WORK  # of 16

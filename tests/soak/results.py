@@ -1,0 +1,93 @@
+"""Results of the soak as they are kept: where they come from, JSON with everything, and Markdown to read."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+import gpipe
+
+RESULTS = Path(__file__).parent / "results"
+
+Item = TypeVar("Item")
+
+
+def facts() -> dict[str, str]:
+    """What a result must say of where it comes from."""
+    main = sys.modules["__main__"].__spec__
+    name = main.name if main else Path(sys.argv[0]).name
+    return {
+        "machine": f"{processor()}, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": " ".join(["python -m", name, *sys.argv[1:]]),
+    }
+
+
+def processor() -> str:
+    """The name of the processor, where it can be found."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit of the library in use, with a plus if it differs from it."""
+    git = ["git", "-C", str(Path(str(gpipe.__file__)).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def describe(about: Mapping[str, str]) -> str:
+    """Where a result comes from, in two lines."""
+    return (
+        f"{about['machine']}. Python {about['python']}, torch {about['torch']}.\n"
+        f"`{about['command']}`, at commit {about['commit']}, {about['date']}."
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, the first column to the left and the others to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def of(count: int, total: int) -> str:
+    """So many of so many: `0 of 30`."""
+    return f"{count} of {total}" if total else "-"
+
+
+def with_time_left(items: Sequence[Item], title: str) -> Iterator[Item]:
+    """Goes through items, and says after each how many there are, and how long the rest will take at this pace."""
+    start = time.monotonic()
+    for done, item in enumerate(items, 1):
+        before = time.monotonic()
+        yield item
+        now = time.monotonic()
+        left = (now - start) / done * (len(items) - done)
+        print(
+            f"{title}: {done} of {len(items)}, {left / 60:.1f} minutes left; {now - before:.1f} s: {item}", flush=True
+        )
+
+
+def write(path: Path, markdown: str, data: object) -> None:
+    """Keeps a result, in place of the one before: a run cut short leaves what it had last."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, text in ((".md", markdown.rstrip()), (".json", json.dumps(data, indent=1))):
+        part = path.with_suffix(f"{suffix}.part")
+        part.write_text(text + "\n")
+        part.replace(path.with_suffix(suffix))

@@ -1,0 +1,137 @@
+"""The job in which a rank fails while a pipe is made: at any call of ours, or before."""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.checkpoint import save
+from tests.support.jobs.training import FEATURES, MICRO_BATCHES, Json, batch, squares
+from tests.support.processes.faults import strike
+from tests.support.processes.marks import FOLDER, mark
+
+OURS = str(Path(gpipe.__file__).parent)
+FEW = "few files"
+"""A kind of fault: from here on, a process may open no more files than it has open."""
+BEFORE = -1
+"""A place: the process group is made, the pipe not begun."""
+
+
+def construct(rank: int, world: int, who: int, kind: str, at: int, holds: float = 0.0) -> Json:
+    """Makes a pipe and does a step of it, while a fault strikes; gives how many calls of ours construction took.
+
+    Args:
+        rank: This rank.
+        world: How many stages.
+        who: Where the fault strikes.
+        kind: Which.
+        at: At which of the calls, or `BEFORE`.
+        holds: Seconds for which rank 0 builds its layer.
+    """
+    if rank == who and at == BEFORE:
+        happen(kind)
+    layers = [Slowly(holds if rank == stage == 0 else 0.0) for stage in range(world)]
+    with limits_as_before(), counted(kind if rank == who else "", at) as seen:
+        pipe = gpipe.GPipe(layers, [1] * world, MICRO_BATCHES, seed=0, driver="process")
+    pipe.step(*batch(0, "gpipe"), squares)
+    return seen[0]
+
+
+class Slowly:
+    """Makes a layer, and takes its time when it is for real."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self) -> nn.Module:
+        layer = nn.Linear(FEATURES, FEATURES)
+        if not layer.weight.is_meta:
+            time.sleep(self.seconds)
+        return layer
+
+
+@contextmanager
+def counted(kind: str, at: int) -> Iterator[list[int]]:
+    """Counts the calls of ours in this thread, and has the fault happen at one of them."""
+    seen = [0]
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            seen[0] += 1
+            if kind and seen[0] == at:
+                happen(kind)
+
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+def happen(kind: str) -> None:
+    """Does the deed."""
+    if kind != FEW:
+        strike(kind)
+        return
+    mark()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (filled_up() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def filled_up() -> int:
+    """The highest number of an open file, when all below it are in use."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    while (filled := os.dup(0)) < highest:
+        pass
+    return filled
+
+
+@contextmanager
+def limits_as_before() -> Iterator[None]:
+    """Undoes what a fault did to the limit of open files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def again(rank: int, world: int, who: int, kind: str, at: int) -> Json:
+    """The same group makes a sound pipe after one that failed; gives what was raised, and the loss."""
+    told = ""
+    try:
+        construct(rank, world, who, kind, at)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones)
+    pipe = gpipe.GPipe(
+        [nn.Identity(), nn.Linear(FEATURES, FEATURES)], [1, 1], MICRO_BATCHES, seed=0, driver="process"
+    )
+    pipe.step(*batch(0, "gpipe"), squares)
+    return [told, ones.item()]
+
+
+def save_and_die(rank: int, world: int, who: int) -> None:
+    """A rank dies when it should write its part of a checkpoint; `limit` is longer than anybody has patience."""
+    pipe = gpipe.GPipe(
+        [nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)],
+        [1, 1],
+        MICRO_BATCHES,
+        seed=0,
+        driver="process",
+    )
+    if rank == who:
+        vars(save)["write_part"] = lambda job: strike("SIGKILL")
+    gpipe.save(os.environ[FOLDER], pipe, background=True, limit=3600.0)
+    while True:
+        pipe.step(*batch(0, "gpipe"), squares)

@@ -1,0 +1,59 @@
+"""Other jobs with tensors sent as between GPUs: over process groups, here gloo's, and not over the links."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.comm.mesh import Position
+from gpipe.comm.nccl import NcclGroups
+
+Json = Any
+
+
+def _gloo(place: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups:
+    return NcclGroups(place, crossings, "gloo")
+
+
+def _host(place: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups:
+    return NcclGroups(place, crossings, None)
+
+
+@contextmanager
+def wired(*, grouped: bool = True) -> Iterator[None]:
+    """Has pipes treat the tensors of this CPU as those of a GPU, with process groups or without."""
+    with mock.patch("gpipe.runtime.engine.wires_for", _gloo if grouped else _host):
+        yield
+
+
+def over_wires(rank: int, world: int, grouped: bool, module: str, name: str, *args: Any) -> Json:
+    """Does another job."""
+    with wired(grouped=grouped):
+        return getattr(import_module(f"tests.support.jobs.{module}"), name)(rank, world, *args)
+
+
+def count(rank: int, world: int) -> Json:
+    """How many tensors a step sends over groups, and how many come."""
+    sends, receives = [], []
+
+    def sent(tensor: Tensor, *args: Any, **how: Any) -> Any:
+        sends.append(tensor.numel())
+        return isend(tensor, *args, **how)
+
+    def received(tensor: Tensor, *args: Any, **how: Any) -> Any:
+        receives.append(tensor.numel())
+        return irecv(tensor, *args, **how)
+
+    isend, irecv = dist.isend, dist.irecv
+    with wired(), mock.patch.object(dist, "isend", sent), mock.patch.object(dist, "irecv", received):
+        pipe = gpipe.GPipe([nn.Linear(6, 6) for _ in range(4)], world, 4, driver="process")
+        pipe.step(torch.ones(4, 6), torch.ones(4, 6), F.mse_loss)
+        pipe.close()
+    return [sends, receives]

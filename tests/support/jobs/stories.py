@@ -1,0 +1,246 @@
+"""Jobs in which something odd goes wrong, and the ranks go on."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from tests.support.jobs.training import Json, squares
+from tests.support.processes.faults import FaultError, strike
+from tests.support.processes.marks import FOLDER, mark
+
+FEATURES, MICRO_BATCHES, ROWS = 4, 3, 7
+BIG = 5000
+"""A length at which messages go through shared memory."""
+
+Deed: TypeAlias = Callable[[], None]
+
+
+class Guarded(nn.Linear):
+    """A layer that does something before its n-th forward from now."""
+
+    countdown = -1
+    deed: Deed
+
+    def arm(self, countdown: int, deed: Deed) -> None:
+        self.countdown, self.deed = countdown, deed
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.countdown -= 1
+        if self.countdown == -1:
+            mark()
+            self.deed()
+        return super().forward(x)
+
+
+def build(world: int) -> list[nn.Module]:
+    """One layer a rank, of the same weights every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return [Guarded(FEATURES, FEATURES) for _ in range(world)]
+
+
+def data(step: int, length: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step."""
+    generator = torch.Generator().manual_seed(step)
+    made = torch.randn(2, ROWS, *([length] if length else []), FEATURES, generator=generator)
+    return made[0], made[1]
+
+
+def pipe_of(world: int) -> gpipe.GPipe:
+    """A pipe over all ranks."""
+    return gpipe.GPipe(build(world), [1] * world, MICRO_BATCHES, seed=0, driver="process")
+
+
+def own(pipe: gpipe.GPipe, rank: int) -> Guarded:
+    """This rank's layer."""
+    layer = dict(pipe.named_children())[str(rank)]
+    assert isinstance(layer, Guarded)
+    return layer
+
+
+def throw(error: BaseException) -> Deed:
+    def deed() -> None:
+        raise error
+
+    return deed
+
+
+class MuteError(Exception):
+    """It has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def noted() -> BaseException:
+    """An exception with notes of its own, one of them no text."""
+    error = FaultError(code=3)
+    error.__notes__ = ["mine", 4]  # type: ignore[list-item]
+    return error
+
+
+ODD: dict[str, Callable[[], BaseException]] = {
+    "a text of 5 MB": lambda: ValueError("x" * 5_000_000),
+    "no text": MuteError,
+    "a text that is not Unicode": lambda: ValueError("\udcff"),
+    "its own notes": noted,
+    "a group": lambda: ExceptionGroup("some", [ValueError("one"), KeyError("two")]),
+    "StopIteration": lambda: StopIteration(4),
+    "GeneratorExit": GeneratorExit,
+    "CancelledError": asyncio.CancelledError,
+    "a RemoteError of the user": lambda: gpipe.RemoteError("from elsewhere", 0),
+}
+
+
+def go_on(pipe: gpipe.GPipe, failed: BaseException | None) -> Json:
+    """What this rank raised, and what the next step gives."""
+    for layer in pipe.children():
+        if isinstance(layer, Guarded):
+            layer.countdown = -1  # a rank may have failed before it came to its deed
+    pipe.zero_grad()
+    pipe.step_number = 0
+    loss = pipe.step(*data(0), squares).item()
+    if failed is None:
+        return {"error": "", "told": "", "loss": loss}
+    try:
+        text = str(failed)
+    except ValueError:
+        text = ""
+    told = "\n".join([text[:200] + text[200:][-2000:], *map(str, getattr(failed, "__notes__", []))])
+    return {"error": type(failed).__name__, "told": told, "loss": loss}
+
+
+@contextmanager
+def caught(failures: list[BaseException]) -> Iterator[None]:
+    """Keeps what is raised."""
+    try:
+        yield
+    except BaseException as error:
+        failures.append(error)
+
+
+def odd_exception(rank: int, world: int, name: str) -> Json:
+    """The last rank raises something odd."""
+    pipe, failures = pipe_of(world), list[BaseException]()
+    if rank == world - 1:
+        own(pipe, rank).arm(1, throw(ODD[name]()))
+    with caught(failures):
+        pipe.step(*data(0), squares)
+    return go_on(pipe, failures[0] if failures else None)
+
+
+def all_at_once(rank: int, world: int) -> Json:
+    """All ranks raise at about the same time."""
+    pipe, failures = pipe_of(world), list[BaseException]()
+    own(pipe, rank).arm(1 if rank else 2, throw(FaultError(code=rank)))
+    with caught(failures):
+        pipe.step(*data(0), squares)
+    return go_on(pipe, failures[0] if failures else None)
+
+
+def ctrl_c(rank: int, world: int) -> Json:
+    """Ctrl-C in a terminal reaches all ranks, while all of them are in a layer."""
+    pipe, failures = pipe_of(world), list[BaseException]()
+
+    def press() -> None:
+        while len(list(Path(os.environ[FOLDER]).glob("rank_*.mark"))) < world:
+            time.sleep(0.001)
+        threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
+        time.sleep(60)
+
+    own(pipe, rank).arm(world - 1 - rank, press)  # each as far ahead of the next as it can be
+    with caught(failures):
+        pipe.step(*data(0), squares)
+    return go_on(pipe, failures[0] if failures else None)
+
+
+def ways(rank: int, world: int, way: str, who: int) -> Json:
+    """A layer raises in a forward or a backward that is not a step's."""
+    pipe, failures = pipe_of(world), list[BaseException]()
+    inputs, targets = data(0)
+    layer = own(pipe, rank) if rank == who else Guarded(1, 1)
+    with caught(failures):
+        if way == "validation":
+            layer.arm(1, throw(FaultError(code=1)))
+            with torch.no_grad():
+                pipe.step(inputs, targets, squares)
+        elif way == "inference":
+            layer.arm(1, throw(FaultError(code=1)))
+            with torch.no_grad():
+                pipe(inputs, gather=True)
+        elif way == "forward":
+            layer.arm(1, throw(FaultError(code=1)))
+            squares(pipe(inputs, gather=True), targets).backward()
+        else:
+            layer.arm(MICRO_BATCHES + 1, throw(FaultError(code=1)))  # in the recompute
+            squares(pipe(inputs, gather=True), targets).backward()
+    return go_on(pipe, failures[0] if failures else None)
+
+
+def again_and_again(rank: int, world: int, length: int) -> Json:
+    """Every step fails once, each time elsewhere, and is done again."""
+    pipe = pipe_of(world)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    losses, failed = [], 0
+    for step in range(8):
+        if step % world == rank:
+            own(pipe, rank).arm(step % (2 * MICRO_BATCHES), throw(FaultError(code=step)))
+        for _ in range(2):
+            pipe.step_number = step
+            optimizer.zero_grad()
+            try:
+                loss = pipe.step(*data(step, length), squares)
+                break
+            except (FaultError, gpipe.RemoteError):
+                failed += 1
+        losses.append(loss.item())
+        optimizer.step()
+    return {"losses": losses, "failed": failed}
+
+
+def two_pipes(rank: int, world: int) -> Json:
+    """One pipe fails, another goes on."""
+    one, other, failures = pipe_of(world), pipe_of(world), list[BaseException]()
+    before = other.step(*data(0), squares).item()
+    if rank == 0:
+        own(one, rank).arm(1, throw(FaultError(code=1)))
+    with caught(failures):
+        one.step(*data(0), squares)
+    other.step_number = 0
+    return [type(failures[0]).__name__, other.step(*data(0), squares).item() == before]
+
+
+def builder_fails(rank: int, world: int, kind: str, who: int) -> None:
+    """A layer cannot be built, on one rank only."""
+    mark()
+
+    def make() -> nn.Module:
+        if rank == who:
+            strike(kind)
+        return nn.Linear(FEATURES, FEATURES)
+
+    gpipe.GPipe([make] * world, [1] * world, MICRO_BATCHES, seed=0, driver="process")
+
+
+def not_there(rank: int, world: int, who: int) -> Json:
+    """One rank never makes a pipe, and ends."""
+    mark()
+    return None if rank == who else [pipe_of(world).partitions]
+
+
+def dies_in_save(rank: int, world: int, folder: str) -> None:
+    """The last rank is killed where the others save."""
+    pipe = gpipe.GPipe([nn.Linear(2, 2), nn.Linear(2, 2)], world, 2, driver="process")
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gpipe.save(folder, pipe)

@@ -1,0 +1,165 @@
+"""What a rank does on one of two hosts, under torchrun: trains, until the link is cut or a rank is killed.
+
+    torchrun ... -m tests.support.jobs.two_hosts FOLDER FAULT TIMEOUT
+
+A rank leaves `rank_<number>.json` in FOLDER, what it saw and how it ended, and stays until the test has seen all:
+torchrun would end the others of its host with it. FAULT is `"cut"`, which the test does once the middle of a step is
+reached, or the number of a rank, which kills itself there.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import gpipe
+from gpipe.distributed import rendezvous
+from tests.support.plain_loop import plain_loop
+from tests.support.processes.listening import Listening, family, listening_sockets
+
+FEATURES, ROWS, MICRO_BATCHES, SOUND_STEPS = 8, 10, 4, 3
+LENGTHS = (3, 9000)  # of sequences: messages that fit the stream, and larger ones
+PATIENCE = 120.0
+
+
+class Middle(nn.Module):
+    """Stops in the forward of the second micro-batch of the last step, until what is to happen has happened."""
+
+    def __init__(self, folder: Path, who: int | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+        self.who = who
+        self.visits = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.visits += 1  # nothing is recomputed
+        if self.visits == SOUND_STEPS * MICRO_BATCHES + 2:
+            self.strike()
+        return x
+
+    def strike(self) -> None:
+        (self.folder / "middle").touch()
+        if self.who is not None:
+            (self.folder / "killed").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for(self.folder / "cut")
+
+
+def wait_for(file: Path, seconds: float = PATIENCE) -> None:
+    """Waits until there is such a file, or the time is up."""
+    until = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def build(world: int, middle: nn.Module | None = None, at: int = 1) -> list[nn.Module]:
+    """Layers of the same weights everywhere, `middle` in stage `at`."""
+    torch.manual_seed(5)
+    layers: list[nn.Module] = []
+    for _ in range(world):
+        layers += [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.2), nn.Tanh()), nn.Identity()]
+    if middle is not None:
+        layers[2 * at + 1] = middle
+    return layers
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The mini-batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    made = torch.randn(2, ROWS, LENGTHS[step % len(LENGTHS)], FEATURES, generator=generator)
+    return made[0], made[1]
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    """The loss."""
+    return mse_loss(output, target)
+
+
+def local_losses(world: int) -> list[float]:
+    """Of the sound steps, without a pipeline."""
+    layers = build(world)
+    optimizer = torch.optim.SGD(nn.Sequential(*layers).parameters(), lr=0.1)
+    found = []
+    for step in range(SOUND_STEPS):
+        loss = plain_loop(layers, *batch(step), squares, micro_batches=MICRO_BATCHES, seed=0, step=step)
+        found.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def watch_doors() -> list[Sequence[Any]]:
+    """Notes what this process listens on while it waits for others to connect."""
+    seen: list[Sequence[Any]] = []
+    welcome = rendezvous._Listening.welcome
+
+    def watched(self: Any, *given: Any) -> Any:
+        seen.extend(listening_sockets([os.getpid()]))
+        return welcome(self, *given)
+
+    rendezvous._Listening.welcome = watched  # type: ignore[assignment, method-assign]
+    return seen
+
+
+def train(folder: Path, fault: str, record: dict[str, Any]) -> None:
+    """Trains; the last step is one that fails."""
+    world = dist.get_world_size()
+    doors = watch_doors()
+    who = None if fault == "cut" else int(fault)
+    layers = build(world, Middle(folder, who), who or 1)
+    pipe = gpipe.GPipe(layers, [2] * world, MICRO_BATCHES, remat="never", seed=0, driver="process")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    links = pipe._session.linked().links
+    record["links"] = {str(peer): type(link).__name__ for peer, link in links.items()}
+    record["doors"] = doors
+    for step in range(SOUND_STEPS + 1):
+        loss = pipe.step(*batch(step), squares)
+        optimizer.step()
+        optimizer.zero_grad()
+        record["losses"].append(float(loss))
+        record["listening"] = listening_sockets(family(os.getpid()))
+
+
+def meet(folder: Path) -> int:
+    """Waits until all ranks have loaded what they need, since the timeout is short from then on; gives this rank."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_losses(world)  # an optimizer loads much of torch
+    (folder / f"here_{rank}").touch()
+    for other in range(world):
+        wait_for(folder / f"here_{other}")
+    return rank
+
+
+def main(folder: str, fault: str, timeout: str) -> None:
+    torch.set_num_threads(1)
+    rank = meet(Path(folder))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
+    record: dict[str, Any] = {"losses": [], "listening": [], "error": "", "told": ""}
+    try:
+        train(Path(folder), fault, record)
+    except BaseException as error:
+        record |= {"raised": time.monotonic(), "error": type(error).__name__, "told": str(error)}
+        record["rank"] = getattr(error, "rank", None)
+    part = Path(folder, f"rank_{rank}.part")
+    part.write_text(json.dumps(record))
+    part.rename(part.with_suffix(".json"))
+    wait_for(Path(folder, "seen"))
+
+
+def heard(found: Sequence[Sequence[Any]]) -> list[Listening]:
+    """What a record says of listening sockets."""
+    return [Listening(*one) for one in found]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,311 @@
+"""Jobs with all that layers may hand on to the next: what leaves a process, what comes into another."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import gpipe
+from tests.support.law1_stories import Make
+from tests.support.outcomes import Outcome, noted
+from tests.support.plain_loop import Tree, weights_of
+from tests.support.processes.digests import Digests, digest, digests, own_inputs
+
+WIDTH, SEED, MICRO_BATCHES = 6, 5, 3
+Json = Any
+
+VALUES: dict[str, Callable[[Tensor, Tensor], Tree]] = {
+    "a tuple": lambda y, x: (y, x * 2),
+    "nested": lambda y, x: {"a": [y, (y * 2, None)], "b": {}, "c": (), "d": {"e": y.sin()}},
+    "keys of any kind": lambda y, x: {3: y, None: x, True: y * 2, "": 1.5},
+    "no tensors beside it": lambda y, x: (y, 3, -(2**70), True, None, 2.5, float("inf"), "é", 1j, b"\0x", torch.int8),
+    "whole numbers": lambda y, x: (y, x > 0, (x * 9).long(), (x * 9).int(), (x * 9).to(torch.int8), x.byte()),
+    "half": lambda y, x: (y.half(), x.half()),
+    "bfloat16": lambda y, x: (y.bfloat16(), x.bfloat16()),
+    "double": lambda y, x: (y.double(), x.double()),
+    "complex": lambda y, x: (torch.complex(y, y * 2), torch.complex(x, x).to(torch.complex128)),
+    "conjugate": lambda y, x: (torch.complex(y, y * 2).conj(), torch.complex(y, x).conj().imag),
+    "empty": lambda y, x: (y, y[:0], torch.empty(0, 3), x[:, :0]),
+    "no dimensions": lambda y, x: (y, y.sum(), torch.tensor(3)),
+    "transposed": lambda y, x: (y.t(), x.t(), y.t().contiguous().t()),
+    "permuted": lambda y, x: y.view(-1, 1, 2, 3).permute(3, 0, 2, 1),
+    "channels last": lambda y, x: y.view(-1, 2, 3, 1).contiguous(memory_format=torch.channels_last),
+    "slices": lambda y, x: (y[:, ::2], x[::2], y[:, 1:4], y[1:]),
+    "expanded": lambda y, x: (y[:, :1].expand(-1, 5), x[:1].expand(4, -1), y.sum().expand(2, 3)),
+    "one tensor twice": lambda y, x: (y, y, x, [x, y]),
+    "views of one": lambda y, x: y.chunk(2, 1),
+    "a view and its base": lambda y, x: (y, y[:, :2]),
+    "no gradient": lambda y, x: (y.detach() * 2, x, y),
+    "a leaf of its own": lambda y, x: (y, torch.ones(2, 3, requires_grad=True)),
+    "large": lambda y, x: (y.repeat(1, 4000), x.repeat(1, 4000).t()),
+    "large and small": lambda y, x: [y.repeat(1, 3000), y[:, :1], x > 0, y.repeat(1, 1500).t()],
+}
+
+
+class Makes(nn.Module):
+    """Hands on a value of some kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.made: list[Json] = []
+
+    def forward(self, x: Tensor) -> Tree:
+        value = VALUES[self.kind](self.linear(x), x.detach())
+        self.made.append(describe(value))
+        return value
+
+
+class Passes(nn.Module):
+    """Hands on what it is given."""
+
+    def forward(self, value: Tree) -> Tree:
+        return value
+
+
+class Uses(nn.Module):
+    """Makes one row of each row's micro-batch of all tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.given: list[Json] = []
+
+    def forward(self, value: Tree) -> Tensor:
+        self.given.append(describe(value))
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel()]
+        parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+        total = torch.stack([part.double().tanh().mean() * (at + 1) for at, part in enumerate(parts)]).sum()
+        return total.float() * self.weight.unsqueeze(0)
+
+
+def describe(value: Tree) -> Json:
+    """What must arrive: the tree, and of its tensors type, layout, bits, and which are the same one."""
+    leaves, spec = pytree.tree_flatten(value)
+    first = {id(leaf): at for at, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
+    return [str(spec), [_describe_leaf(leaf, first) for leaf in leaves]]
+
+
+def _describe_leaf(leaf: object, first: dict[int, int]) -> Json:
+    if not isinstance(leaf, Tensor):
+        return [type(leaf).__name__, repr(leaf)]
+    return [
+        digest(torch.empty(leaf.shape, dtype=leaf.dtype).copy_(leaf)),
+        list(leaf.stride()),
+        leaf.requires_grad,
+        first[id(leaf)],
+    ]
+
+
+def layers_of(kind: str) -> list[nn.Module]:
+    with weights_of(4):
+        return [Makes(kind), Passes(), Uses()]
+
+
+def inputs(rows: int = 3 * MICRO_BATCHES) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(6))
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target.mean(0, keepdim=True)).square().sum()
+
+
+def run_value(make: Make, kind: str) -> tuple[list[nn.Module], Outcome]:
+    layers = layers_of(kind)
+    pipe = make(layers)
+    found: Outcome = {"loss": pipe.step(inputs(), inputs().cos(), loss_of)}
+    found |= noted(pipe, "end")
+    return layers, found
+
+
+def carry(rank: int, world: int, kind: str) -> Json:
+    """A value over all stages: what was made, what was given, and the digests."""
+    (first, *_, last), found = run_value(maker(world), kind)
+    assert isinstance(first, Makes)
+    assert isinstance(last, Uses)
+    return [first.made, last.given, digests(found)]
+
+
+def maker(world: int) -> Make:
+    def make(layers: Any, **how: Any) -> gpipe.GPipe:
+        return gpipe.GPipe(layers, world, MICRO_BATCHES, seed=SEED, driver="process", **how)
+
+    return make
+
+
+def locally(layers: Any, **how: Any) -> gpipe.GPipe:
+    return gpipe.GPipe(layers, 1, MICRO_BATCHES, seed=SEED, driver="lockstep", **how)
+
+
+class AddsTable(nn.Module):
+    """Takes a table that every micro-batch has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        x, table = value
+        out: Tensor = self.linear(x) + table.mean(0)
+        return out
+
+
+def loss_with_table(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    y, table = target
+    return F.mse_loss(output * table.sum(), y)
+
+
+def whole(make: Make) -> Outcome:
+    """Tables beside the rows of inputs and of targets, as many rows of them as there are not."""
+    with weights_of(4):
+        layers = [AddsTable(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)]
+    table = torch.linspace(0, 1, 4 * WIDTH).view(4, WIDTH)
+    pipe = make(layers)
+    x, y = (inputs(7), gpipe.Whole(table)), (inputs(7).cos(), gpipe.Whole(table))
+    found: Outcome = {"loss": pipe.step(x, y, loss_with_table)}
+    found |= noted(pipe, "end")
+    return found
+
+
+def grow_and_shrink(make: Make) -> Outcome:
+    """Messages of a few bytes up to some hundred KiB, and back."""
+    with weights_of(4):
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    pipe, found = make(layers), {}
+    for step, rows in enumerate([1, 5000, 30, 20_000, 9, 60_000, 3, 40_000, 4000, 5000, 1]):
+        found[f"{step} loss"] = pipe.step(inputs(rows), inputs(rows).cos(), F.mse_loss)
+        found |= noted(pipe, step)
+    return found
+
+
+SCRIPTS: dict[str, Callable[[Make], Outcome]] = {"whole": whole, "grow and shrink": grow_and_shrink}
+
+
+def script(rank: int, world: int, name: str) -> Digests:
+    return digests(own_inputs(SCRIPTS[name](maker(world)), rank))
+
+
+# What cannot travel.
+
+
+@dataclass
+class Held:
+    tensor: Tensor
+
+
+class Marked(Tensor):
+    """A tensor of a class of its own."""
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "set": (lambda y: {1, 2}, "a set cannot go"),
+    "array": (lambda y: np.ones(3), "a ndarray cannot go"),
+    "module": (lambda y: nn.Tanh(), "a Tanh cannot go"),
+    "dataclass": (lambda y: Held(y), "a Held holds tensors where torch cannot see them"),
+    "sparse": (lambda y: y.detach().to_sparse(), "a Tensor of layout torch.sparse_coo cannot go"),
+    "subclass": (lambda y: y.detach().as_subclass(Marked), "a Marked of layout torch.strided cannot go"),
+    "key": (lambda y: {1j: y}, "cannot go to another process"),
+    "metrics": (lambda y: None, "a object cannot go"),
+}
+
+
+class Sometimes(nn.Module):
+    """Hands on something that cannot travel when told to."""
+
+    def __init__(self, kind: str, when: int) -> None:
+        super().__init__()
+        self.kind, self.when = kind, when
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tree:
+        y = self.linear(x)
+        self.calls += 1
+        return (y, REFUSED[self.kind][0](y) if self.calls == self.when else None)
+
+
+class First(nn.Module):
+    def forward(self, value: tuple[Tensor, object]) -> Tensor:
+        return value[0]
+
+
+def with_an_object(output: Tensor, target: Tensor) -> tuple[Tensor, object]:
+    return F.mse_loss(output, target), object()
+
+
+def refuse(rank: int, world: int, kind: str) -> Json:
+    """A step, one in which a micro-batch cannot travel, and another: losses, and what was raised."""
+    with weights_of(4):
+        layers = [Sometimes(kind, MICRO_BATCHES + 2), *(Passes() for _ in range(world - 2)), First()]
+    pipe = maker(world)(layers, remat="never")
+    losses, raised = [pipe.step(inputs(), inputs().cos(), F.mse_loss)], None
+    try:
+        pipe.step(inputs(), inputs().cos(), with_an_object if kind == "metrics" else F.mse_loss)
+    except (TypeError, gpipe.RemoteError) as error:
+        raised = [type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])]
+    pipe.zero_grad()
+    losses.append(pipe.step(inputs(), inputs().cos(), F.mse_loss))
+    found: Outcome = {f"{step} loss": loss for step, loss in enumerate(losses)}
+    found |= noted(pipe, "end")
+    return [raised, digests(found)]
+
+
+def unrefused() -> Digests:
+    """What the steps that are fine leave."""
+    with weights_of(4):
+        layers = [Sometimes("set", 0), First()]
+    pipe = locally(layers)
+    found: Outcome = {"0 loss": pipe.step(inputs(), inputs().cos(), F.mse_loss)}
+    pipe.zero_grad()
+    found["1 loss"] = pipe.step(inputs(), inputs().cos(), F.mse_loss)
+    found |= noted(pipe, "end")
+    return digests(found)
+
+
+# What waits.
+
+
+class Slow(nn.Module):
+    """Takes its time, and notes what lies waiting for this process meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.most = [0, 0]
+        self.look: Callable[[], list[int]] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.002)
+        if self.look is not None:
+            self.most = list(map(max, self.most, self.look()))
+        out: Tensor = self.linear(x)
+        return out
+
+
+def shared_bytes() -> int:
+    """The shared memory of messages that this process has."""
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:gpipe" in line]
+    return sum(int(row[0].split("-")[1], 16) - int(row[0].split("-")[0], 16) for row in rows)
+
+
+def wait(rank: int, world: int, micro_batches: int, rows: int) -> list[int]:
+    """Steps of many micro-batches with a slow last stage: the most shared memory, and messages taken too early."""
+    slow = Slow()
+    layers = [nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(world - 2)), slow]
+    pipe = gpipe.GPipe(layers, world, micro_batches, seed=0, driver="process")
+    before = shared_bytes()
+    slow.look = lambda: [shared_bytes() - before, len(pipe._session.linked()._early)]
+    x = torch.ones(rows * micro_batches, WIDTH)
+    for _ in range(2):
+        pipe.step(x, x, F.mse_loss)
+    found = list(map(max, slow.most, slow.look()))
+    pipe.close()
+    return found

@@ -1,0 +1,186 @@
+"""Jobs on what belongs to the whole model, of which a process has a part: its loss, its norm, its weights."""
+
+import copy
+import io
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from tests.support.plain_loop import weights_of
+
+CLASSES, SEED = 3, 5
+WEIGHT = torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
+LOSSES = {
+    "entropy": nn.CrossEntropyLoss(WEIGHT, ignore_index=0, label_smoothing=0.1),
+    "sum": nn.CrossEntropyLoss(reduction="sum", ignore_index=0),
+}
+Json = Any
+
+
+def network() -> list[nn.Module]:
+    with weights_of(2):
+        return [nn.Linear(4, 6), nn.Tanh(), nn.LSTM(6, 6), First(), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)]
+
+
+class First(nn.Module):
+    """What comes first of several."""
+
+    def forward(self, given: tuple[Tensor, object]) -> Tensor:
+        return given[0]
+
+
+def plain() -> list[nn.Module]:
+    with weights_of(2):
+        return [layer.double() for layer in (nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, CLASSES))]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(10, 4, generator=generator, dtype=torch.float64)
+    return x, torch.tensor([0, 0, 0, 1, 2, 0, 1, 1, 0, 2])
+
+
+def losses(rank: int, world: int, stages: int) -> Json:
+    """Losses and gradients of steps whose replicas share the mini-batch unevenly."""
+    found = {}
+    for name, loss_fn in LOSSES.items():
+        pipe = gpipe.GPipe(plain(), stages, 3, seed=SEED, driver="process")
+        x, y = (part.split([4, 6])[rank // stages] if world > stages else part for part in data())
+        loss = pipe.step(x, y, loss_fn)
+        found[name] = [loss.item(), [p.grad.tolist() for p in pipe.parameters() if p.grad is not None]]
+    return found
+
+
+def ignored(rank: int, world: int) -> Json:
+    """What each rank is told of labels that are ignored, if the loss cannot be read."""
+    pipe = gpipe.GPipe(plain(), world, 2, seed=SEED, driver="process")
+    x, y = data()
+    for _ in range(2):
+        pipe.step(x, y - 100 * (y == 0), lambda output, target: F.cross_entropy(output, target))
+    return [finding for finding in pipe.findings if "-100" in finding]
+
+
+def norms(rank: int, world: int) -> Json:
+    """What torch's own functions for norms are told, then the pipe's own norm."""
+    pipe = gpipe.GPipe(plain(), world, 2, seed=SEED, driver="process")
+    pipe.step(*data(), LOSSES["entropy"])
+    told = []
+    for refused in (
+        lambda: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_norm_((p for p in pipe.parameters()), 1.0),
+        lambda: nn.utils.get_total_norm(p.grad for p in pipe.parameters() if p.grad is not None),
+    ):
+        try:
+            told.append(repr(refused()))
+        except ValueError as error:
+            told.append(str(error))
+    nn.utils.clip_grad_value_(pipe.parameters(), 100.0)
+    return [told, float(pipe.clip_grad_norm_(100.0))]
+
+
+def released(rank: int, world: int) -> Json:
+    """What is left of the user's modules: those on the meta device, and what using them says."""
+    layers = network()
+    model = nn.Sequential(*layers)
+    pipe = gpipe.GPipe(model, world, 2, seed=SEED, driver="process")
+    gone = sorted(name for name, tensor in model.state_dict().items() if tensor.is_meta)
+    own = sorted(pipe.state_dict())
+    told = []
+    for use in (
+        lambda: model(torch.ones(2, 4)),
+        lambda: layers[2](torch.ones(2, 6)),
+        lambda: gpipe.GPipe(model, world, 2),
+    ):
+        try:
+            use()
+            told.append("")
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    text = ""
+    try:
+        gpipe.GPipe(model, world, 2, driver="process")
+    except (ValueError, gpipe.RemoteError) as error:
+        text = str(error)
+    return {"gone": gone, "own": own, "told": told, "again": text}
+
+
+def shared(rank: int, world: int) -> Json:
+    """Weights that an own layer has too stay."""
+    with weights_of(0):
+        layers = [nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)]
+    layers[2].weight = layers[0].weight
+    pipe = gpipe.GPipe(layers, [1, 1, 1], 2, seed=0, driver="process")
+    x = torch.arange(7)
+    pipe.step(x, x, F.cross_entropy)
+    return [[p.is_meta for p in layer.parameters()] for layer in layers]
+
+
+def refused(rank: int, world: int) -> Json:
+    """A construction that is refused leaves the user's modules as they are."""
+    layers = plain()
+    with suppress(ValueError, gpipe.RemoteError):
+        gpipe.GPipe(layers, world, 2, ties=[("0.weight", "no")], driver="process")
+    return [p.is_meta for p in nn.Sequential(*layers).parameters()]
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("mine")
+
+
+def broken(rank: int, world: int) -> Json:
+    """A layer of the last stage raises."""
+    gpipe.GPipe([*plain()[:3], Breaks()], world, 2, driver="process").step(*data(), LOSSES["entropy"])
+
+
+def places(rank: int, world: int) -> Json:
+    """Layers by their place among all."""
+    pipe = gpipe.GPipe(plain(), world, 2, driver="process")
+    found = []
+    for at in range(len(pipe)):
+        try:
+            found.append(type(pipe[at]).__name__)
+        except IndexError as error:
+            found.append(str(error))
+    return [found, len(list(pipe))]
+
+
+def asked(rank: int, world: int) -> Json:
+    """What the user's own model says of gradients that other processes hold, and what can be done with it still."""
+    layers = network()
+    model = nn.Sequential(*layers)
+    pipe = gpipe.GPipe(model, world, 2, seed=SEED, driver="process")
+    optimizer = torch.optim.Adam(model.parameters())
+    told = []
+    for use in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: [p.grad for p in model.parameters()],
+        lambda: [p.grad for p in copy.deepcopy(model).parameters()],
+        optimizer.step,
+        model.zero_grad,
+    ):
+        try:
+            use()
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+    for parameter in model.parameters():
+        parameter.grad = None
+    bytes_of = io.BytesIO()
+    torch.save(model, bytes_of)
+    bytes_of.seek(0)
+    loaded = torch.load(bytes_of, weights_only=False)
+    kinds = {type(p).__name__ for p in loaded.parameters()} | {type(t).__name__ for t in model.state_dict().values()}
+    model.double().float()
+    x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+    loss = pipe.step(x, y, F.cross_entropy)
+    return {
+        "told": told,
+        "kinds": sorted(kinds),
+        "loss": loss.item(),
+        "grads": len([p.grad for p in pipe.parameters()]),
+    }

@@ -1,0 +1,35 @@
+"""What a user would run under torchrun: trains without end, or until one of its layers is stuck.
+
+    torchrun --nproc-per-node 2 -m tests.support.jobs.worker FOLDER RUNTIME STUCK
+
+Each rank leaves a file `ready_<rank>` in FOLDER after its first steps. RUNTIME is that of `training`; STUCK is the
+rank whose layer then sleeps for ever, -1 for none.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.support.jobs.training import batch, build, faulty_layer, make, squares
+from tests.support.processes.faults import Fault
+
+
+def main(folder: str, runtime: str, stuck: str) -> None:
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    layer = faulty_layer(int(stuck), world) if int(stuck) >= 0 else -1
+    _, pipe = make(build(Fault("sleep", "forward", layer), runtime), rank, world, runtime)
+    inputs, targets = batch(0, runtime)
+    while True:
+        pipe.step(inputs, targets, squares)
+        Path(folder, f"ready_{rank}").touch()
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,247 @@
+"""Law 1: random models that mix everything a layer may do."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from tests.support.addresses import AddressedBuffer, Behind, ByAddress, ByAddressInPlace, Third, misplaced
+from tests.support.odd_layers import (
+    Attention,
+    Block,
+    Draws,
+    Drift,
+    Experts,
+    Fork,
+    Images,
+    Join,
+    LayerDrop,
+    LowRank,
+    MultiheadAttention,
+    Noise,
+    OnFirst,
+    Pop,
+    Recurrent,
+    Stash,
+    StochasticDepth,
+    TakesWhole,
+    Turned,
+    Unused,
+    half_frozen,
+)
+from tests.support.plain_loop import weights_of
+from tests.support.shared_weights import Place
+
+KINDS: dict[str, Callable[[int], nn.Module]] = {
+    "linear": lambda w: nn.Linear(w, w),
+    "block": Block,
+    "relu": lambda w: nn.ReLU(),
+    "tanh": lambda w: nn.Tanh(),
+    "gelu": lambda w: nn.GELU(),
+    "layer norm": lambda w: nn.LayerNorm(w),
+    "identity": lambda w: nn.Identity(),
+    "turned": lambda w: Turned(),
+    "in place": lambda w: nn.ReLU(inplace=True),
+    "dropout in place": lambda w: nn.Dropout(0.3, inplace=True),
+    "dropout": lambda w: nn.Dropout(0.3),
+    "alpha dropout": lambda w: nn.AlphaDropout(0.3),
+    "feature dropout": lambda w: nn.Sequential(nn.Unflatten(1, (w, 1)), nn.Dropout1d(0.3), nn.Flatten()),
+    "feature alpha dropout": lambda w: nn.Sequential(
+        nn.Unflatten(1, (w, 1)), nn.FeatureAlphaDropout(0.3), nn.Flatten()
+    ),
+    "rrelu": lambda w: nn.RReLU(),
+    "noise": lambda w: Noise(),
+    "draws": lambda w: Draws(),
+    "stochastic depth": StochasticDepth,
+    "layer drop": LayerDrop,
+    "attention": Attention,
+    "multihead attention": MultiheadAttention,
+    "lstm": lambda w: Recurrent(w, nn.LSTM),
+    "gru": lambda w: Recurrent(w, nn.GRU),
+    "images": lambda w: Images(w, norm=False),
+    "spectral norm": lambda w: spectral_norm(nn.Linear(w, w)),
+    "weight norm": lambda w: weight_norm(nn.Linear(w, w)),
+    "drift in place": lambda w: Drift(w, in_place=True),
+    "drift by assignment": lambda w: Drift(w, in_place=False),
+    "frozen": lambda w: nn.Linear(w, w).requires_grad_(False),
+    "half frozen": half_frozen,
+    "low rank": LowRank,
+    "experts": Experts,
+    "unused": lambda w: Unused(),
+    "by address": lambda w: ByAddress(),
+    "by address, again": lambda w: ByAddress(),
+    "by address in place": lambda w: ByAddressInPlace(),
+    "third": Third,
+    "behind": Behind,
+    "buffer by address": AddressedBuffer,
+    "misplaced": lambda w: misplaced(nn.Linear(w, w)),
+    "batch norm": lambda w: nn.BatchNorm1d(w),
+    "batch norm, cumulative": lambda w: nn.BatchNorm1d(w, momentum=None),
+    "batch norm of images": lambda w: Images(w, norm=True),
+    "batch norm, frozen": lambda w: nn.BatchNorm1d(w).requires_grad_(False),
+    "batch norm, no statistics": lambda w: nn.BatchNorm1d(w, track_running_stats=False),
+}
+FORKS = ("skip", "same", "keyed", "turned")
+SPOILED = {"relu", "tanh", "turned", "in place", "rrelu", "noise", "draws"}  # a backward needs what these give
+KEEPING = {"identity", "unused", "dropout", "dropout in place"}  # may give the very tensor that they are given
+UNSURE = {"layer drop", "unused"}  # some micro-batch may train nothing in them
+
+
+@dataclass
+class Model:
+    """A generated model."""
+
+    layers: list[nn.Module]
+    width: int
+    kinds: list[str]
+    whole: bool = False
+    ties: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def norms(self) -> bool:
+        """Whether it has a BatchNorm, so that a micro-batch needs two rows."""
+        return any(isinstance(m, _BatchNorm) for layer in self.layers for m in layer.modules())
+
+    def cuts(self) -> list[int]:
+        """Where it may be cut: not between two uses of a module that keeps state."""
+        allowed = set(range(1, len(self.layers)))
+        uses: dict[nn.Module, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for module in layer.modules():
+                if module._buffers:
+                    uses.setdefault(module, []).append(index)
+        for places in uses.values():
+            allowed -= set(range(places[0] + 1, places[-1] + 1))
+        return sorted(allowed)
+
+
+def generate(draw: Random) -> Model:
+    """A model of three to nine layers."""
+    width = draw.choice([2, 3, 4, 5, 7, 8, 13, 33])
+    with weights_of(draw.randrange(2**31)):
+        model = Model([], width, [])
+        if draw.random() < 0.15:
+            model.whole = True
+            _add(model, "whole", TakesWhole(width))
+        _grow(draw, model, draw.randint(3, 9))
+        pairs = zip(model.kinds, model.layers, strict=True)
+        sure = [layer for kind, layer in pairs if kind.removeprefix("again: ") not in UNSURE]
+        if not any(p.requires_grad for layer in sure for p in layer.parameters()):
+            _add(model, "linear", nn.Linear(width, width))
+        if draw.random() < 0.4:
+            _share(draw, model)
+    return model
+
+
+def _add(model: Model, kind: str, layer: nn.Module) -> None:
+    model.layers.append(layer)
+    model.kinds.append(kind)
+
+
+@dataclass
+class _End:
+    """The end of a model as it grows: what the next layer is given."""
+
+    side: int | None = None  # width of the second value, if there are two
+    spare: bool = True  # whether no backward needs it, so that the next layer may work in place
+    stashed: list[str] = field(default_factory=list)
+    popped: set[str] = field(default_factory=set)
+    repeatable: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+    def pass_by(self, kind: str) -> None:
+        """Moves behind a layer of one value."""
+        self.spare = kind not in SPOILED and (self.spare or kind not in KEEPING)
+
+
+def _grow(draw: Random, model: Model, layers: int) -> None:
+    end = _End()
+    while len(model.layers) < layers:
+        dice = draw.random()
+        if end.side is not None:
+            if dice < 0.5:
+                _join(model, end)
+            else:
+                _add_any(draw, model, end)
+        elif dice < 0.1:
+            _fork(draw, model, end)
+        elif dice < 0.2:
+            end.stashed.append(f"e{len(end.stashed)}")
+            _add(model, "stash", Stash(end.stashed[-1], model.width))
+            end.spare = True
+        elif end.stashed and dice < 0.35:
+            _pop(model, end, draw.sample(sorted(end.stashed), draw.randint(1, len(end.stashed))))
+        elif end.repeatable and dice < 0.45:
+            kind, layer = draw.choice(end.repeatable)
+            _add(model, f"again: {kind}", layer)
+            end.pass_by(kind)
+        else:
+            _add_any(draw, model, end)
+    if end.side is not None:
+        _join(model, end)
+    if waiting := sorted(set(end.stashed) - end.popped):
+        _pop(model, end, waiting)
+
+
+def _fork(draw: Random, model: Model, end: _End) -> None:
+    kind = draw.choice(FORKS)
+    end.side = (model.width + 1) // 2 if kind == "turned" else model.width
+    _add(model, f"fork, {kind}", Fork(kind, model.width))
+    end.spare = kind in ("skip", "keyed")
+
+
+def _join(model: Model, end: _End) -> None:
+    assert end.side is not None
+    _add(model, "join", Join(model.width, end.side, model.width))
+    end.side, end.spare = None, True
+
+
+def _pop(model: Model, end: _End, names: Sequence[str]) -> None:
+    end.popped |= set(names)
+    _add(model, "pop", Pop(dict.fromkeys(names, model.width), model.width))
+    end.spare = True
+
+
+def _add_any(draw: Random, model: Model, end: _End) -> None:
+    kind = draw.choice([kind for kind in KINDS if end.spare or not kind.endswith("in place") or "drift" in kind])
+    layer = KINDS[kind](model.width)
+    if end.side is None and not kind.endswith("in place"):
+        end.repeatable.append((kind, layer))
+    _add(model, kind, layer if end.side is None else OnFirst(layer))
+    end.pass_by(kind)
+
+
+def _share(draw: Random, model: Model) -> None:
+    """Makes two or three parameters of one shape in different layers one, by identity or by `ties`."""
+    groups = [group for group in _of_one_shape(model) if len({index for index, _, _ in group}) > 1]
+    if not groups:
+        return
+    group = draw.choice(groups)
+    chosen = draw.sample(group, min(len(group), draw.choice([2, 2, 3])))
+    chosen.sort(key=lambda item: item[0])
+    if draw.random() < 0.5:
+        model.ties.append(tuple(name for _, name, _ in chosen))
+        model.kinds.append("tied")
+    else:
+        first = nn.Sequential(*model.layers).get_parameter(chosen[0][1])
+        for _, _, (module, name) in chosen[1:]:
+            module._parameters[name] = first
+        model.kinds.append("shared")
+
+
+def _of_one_shape(model: Model) -> list[list[tuple[int, str, Place]]]:
+    """The parameters that could be one: their layers, names and places."""
+    by_shape: dict[object, list[tuple[int, str, Place]]] = {}
+    seen: set[nn.Module] = set()
+    for index, layer in enumerate(model.layers):
+        for path, module in layer.named_modules(prefix=str(index)):
+            if module in seen:
+                continue
+            seen.add(module)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    key = (tuple(parameter.shape), parameter.requires_grad)
+                    by_shape.setdefault(key, []).append((index, f"{path}.{name}", (module, name)))
+    return list(by_shape.values())

@@ -1,0 +1,214 @@
+"""Law 1: what is done with models that mix everything, and what comes of it by a pipe and in plain PyTorch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from random import Random
+from typing import TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import gpipe
+from gpipe.values.microbatch import Reduction
+from tests.support import plain_loop as laws
+from tests.support.addresses import by_address, factor_of, twins
+from tests.support.mixed_models import Model, generate
+from tests.support.outcomes import Outcome, differences, train_twice
+from tests.support.plain_loop import Tree
+from tests.support.shared_weights import lent
+
+ROWS = 16  # at most, in a mini-batch
+
+
+class Keys(TypedDict):
+    """How a mini-batch is cut, and what its randomness is keyed by."""
+
+    micro_batches: int
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is computed with a model: two training mini-batches and an evaluation."""
+
+    model: Model
+    micro_batches: int
+    rows: tuple[int, int]
+    way: str
+    deferred: bool
+    reduction: Reduction
+    scale: float
+    draws_in_loss: bool
+    wanting: bool
+    adds: bool
+    ahead: int
+    seed: int
+
+    def inputs(self, step: int) -> Tree:
+        """The inputs of a mini-batch."""
+        generator = torch.Generator().manual_seed(self.seed + step)
+        x = torch.randn(self.ahead + self.rows[step], self.model.width, generator=generator)[self.ahead :]
+        x.requires_grad_(self.wanting)
+        if not self.model.whole:
+            return x
+        return x, gpipe.Whole(torch.randn(6, self.model.width, generator=generator)[1:])
+
+    def targets(self, step: int) -> Tensor:
+        """The targets of a mini-batch."""
+        generator = torch.Generator().manual_seed(~self.seed + step)
+        return torch.randn(self.ahead + self.rows[step], generator=generator)[self.ahead :]
+
+    def keys(self, step: int) -> Keys:
+        """What the plain loop is told of a mini-batch."""
+        return Keys(micro_batches=self.micro_batches, seed=self.seed, step=step)
+
+    def loss(self, output: Tree, target: Tree) -> Tensor:
+        """A loss over all that the model gives, random if so wished."""
+        assert isinstance(target, Tensor)
+        assert isinstance(output, Tensor)
+        if self.draws_in_loss:
+            output = F.dropout(output, 0.2)
+        return F.smooth_l1_loss(by_address(output).mean(1), target * factor_of(target))
+
+
+def root_of_rows(target: Tree) -> float:
+    """A weight, for `reduction`."""
+    assert isinstance(target, Tensor)
+    return len(target) ** 0.5
+
+
+def generate_task(draw: Random) -> Task:
+    """A model and what to do with it."""
+    model = generate(draw)
+    micro_batches = draw.randint(1, 5)
+    least = 2 * micro_batches if model.norms else 1
+    way = draw.choice(["step", "call"])
+    stepping = way == "step"
+    wanting = not stepping and not model.kinds[0].endswith("in place") and draw.random() < 0.5
+    return Task(
+        model=model,
+        micro_batches=micro_batches,
+        rows=(draw.randint(least, ROWS), draw.randint(least, ROWS)),
+        way=way,
+        deferred=draw.random() < 0.5,
+        reduction=draw.choice(["mean", "sum", root_of_rows]) if stepping else "mean",
+        scale=draw.choice([1.0, 1024.0]) if stepping else 1.0,
+        draws_in_loss=stepping and draw.random() < 0.3,
+        wanting=wanting,
+        adds=draw.random() < 0.3,
+        ahead=draw.choice([0, 1, 3]),
+        seed=draw.randrange(2**31),
+    )
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is cut and run."""
+
+    cut: tuple[int, ...]
+    remat: tuple[str, ...]
+    driver: str
+
+
+def generate_way(draw: Random, model: Model, partitions: int) -> Way | None:
+    """A cut into so many partitions, if there is one."""
+    choices = list(combinations(model.cuts(), partitions - 1))
+    if not choices:
+        return None
+    ends = [0, *draw.choice(choices), len(model.layers)]
+    remat = tuple(draw.choice(laws.REMATS) for _ in range(partitions))
+    return Way(tuple(b - a for a, b in pairwise(ends)), remat, draw.choice(["threads", "lockstep"]))
+
+
+def whole(model: Model) -> Way:
+    """One partition, in the simplest way."""
+    return Way((len(model.layers),), ("never",), "lockstep")
+
+
+def twin(model: Model) -> Model:
+    """A copy of a model."""
+    return replace(model, layers=twins(model.layers))
+
+
+def run_pipe(task: Task, way: Way) -> Outcome:
+    """A run through a pipe."""
+    with make(twin(task.model), task, way) as pipe:
+        return run(task, pipe)
+
+
+def make(model: Model, task: Task, way: Way) -> gpipe.GPipe:
+    """A model as a pipe."""
+    return gpipe.GPipe(
+        model.layers,
+        way.cut,
+        task.micro_batches,
+        remat=way.remat,
+        driver=way.driver,
+        seed=task.seed,
+        ties=model.ties,
+        deferred_batch_norm=task.deferred,
+    )
+
+
+def run(task: Task, pipe: gpipe.GPipe) -> Outcome:
+    """What a task leaves that is run through a pipe."""
+
+    def train(inputs: Tree, step: int) -> Tensor:
+        given = inputs, task.targets(step), task.loss, task.way
+        return laws.train(pipe, *given, reduction=task.reduction, scale=task.scale)
+
+    return train_twice(pipe, task.inputs, train, lambda x: pipe(x, gather=True), adds=task.adds)
+
+
+def run_plain(task: Task) -> Outcome:
+    """The same in plain PyTorch."""
+    model = twin(task.model)
+    root = nn.Sequential(*model.layers)
+    for first, *others in model.ties:
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            root.get_submodule(path)._parameters[leaf] = root.get_parameter(first)
+
+    def train(inputs: Tree, step: int) -> Tensor:
+        given = inputs, task.targets(step), task.loss, task.way
+        with lent(model.layers) as layers:
+            return laws.train_plainly(layers, *given, **task.keys(step), reduction=task.reduction, scale=task.scale)
+
+    def evaluate(inputs: Tree) -> Tree:
+        with lent(model.layers) as layers:
+            return laws.plain_outputs(layers, inputs, **task.keys(2))
+
+    return train_twice(root, task.inputs, train, evaluate, adds=task.adds)
+
+
+# The law.
+
+
+def is_statistic(task: Task) -> Callable[[str], bool]:
+    """Whether something depends on what deferred BatchNorm gathers, which the plain loop does not do."""
+    statistics = {
+        f"{path}.{name}"
+        for path, module in nn.Sequential(*task.model.layers).named_modules()
+        if task.deferred and isinstance(module, _BatchNorm)
+        for name in module._buffers
+    }
+    return lambda name: bool(statistics) and (name.partition(" buffer ")[2] in statistics or name == "evaluation")
+
+
+def check(draw: Random) -> tuple[Task, dict[Way, list[str]]]:
+    """One model in all its ways: what differs in each."""
+    task = generate_task(draw)
+    plain, one = run_plain(task), run_pipe(task, whole(task.model))
+    found = {}
+    for partitions in range(1, 5):
+        way = generate_way(draw, task.model, partitions)
+        if way is not None:
+            outcome = run_pipe(task, way)
+            found[way] = [f"{name}, unlike K=1" for name in differences(outcome, one)]
+            unlike = differences(outcome, plain, leave_out=is_statistic(task))
+            found[way] += [f"{name}, unlike the plain loop" for name in unlike]
+    return task, found

@@ -1,0 +1,62 @@
+"""Small networks, and what they are given: rows of any shape, words, losses."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.plain_loop import weights_of
+
+WIDTH = 6
+WORDS = 11
+
+
+def data(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, WIDTH, generator=generator), torch.randn(*shape, WIDTH, generator=generator)
+
+
+def words(seed: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(WORDS, (rows, 5), generator=generator)
+    return x, x.roll(-1, 1)
+
+
+def network(seed: int = 0) -> list[nn.Module]:
+    """Eight layers that draw, for rows of any shape."""
+    with weights_of(seed):
+        return [
+            nn.Linear(WIDTH, 9), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(9),
+            nn.Linear(9, 7), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(7, WIDTH),
+        ]  # fmt: skip
+
+
+def normed(momentum: float | None = 0.1) -> list[nn.Module]:
+    with weights_of(1):
+        return [
+            nn.Linear(WIDTH, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Dropout(0.3), nn.Tanh(),
+            nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=momentum), nn.ReLU(), nn.Linear(8, WIDTH),
+        ]  # fmt: skip
+
+
+def tied_network() -> list[nn.Module]:
+    """Ten layers, of words, the first and the last with weights of one shape."""
+    with weights_of(3):
+        return [nn.Embedding(WORDS, WIDTH), *network()[:-1], nn.Linear(7, WIDTH), nn.Linear(WIDTH, WORDS)]
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def of_valid(target: Tensor) -> Tensor:
+    return (target[:, 0] > 0).sum()
+
+
+def loss_of_valid(output: Tensor, target: Tensor) -> Tensor:
+    valid = target[:, :1] > 0
+    return ((output - target) ** 2 * valid).sum() / valid.sum()
+
+
+def with_metrics(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, object]]:
+    error = (output.detach() - target).abs()
+    return F.mse_loss(output, target), {"worst": error.max(), "of rows": (error.sum(1), len(target)), "none": None}

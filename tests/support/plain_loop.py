@@ -1,0 +1,224 @@
+"""Law 1: a pipeline gives the bits of the plain loop. The loop, and the comparison."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import gpipe
+from gpipe.layers.skips import Stashed, run_layer
+from gpipe.values.microbatch import Reduction
+
+Tree: TypeAlias = object
+LossFunction: TypeAlias = Callable[..., Tensor]
+
+REMATS = ("always", "except_last", "never")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations on one thread each, as in a pipe: bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def weights_of(seed: int) -> Iterator[None]:
+    """Has what is built inside get the same weights every time; torch's own generator stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def run_layers(layers: Sequence[nn.Module], value: Tree, *, seed: int, step: int, micro_batch: int) -> Tree:
+    """The reference: each layer in turn, its randomness keyed by where and when it runs."""
+    held: dict[str, Stashed] = {}
+    for index, layer in enumerate(layers):
+        with gpipe.visit(seed, step, index, micro_batch):
+            value = run_layer(layer, value, held)
+    return value
+
+
+@one_thread()
+def plain_loop(
+    layers: Sequence[nn.Module],
+    inputs: Tree,
+    targets: Tree,
+    loss_fn: LossFunction,
+    *,
+    micro_batches: int,
+    seed: int,
+    step: int = 0,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+) -> Tensor:
+    """What `pipe.step` does: the loop that everybody writes, forward, loss, backward of each micro-batch in turn."""
+    losses = []
+    shares = shares_of(reduction, parts_of(targets, micro_batches))
+    parts = zip(parts_of(inputs, micro_batches), parts_of(targets, micro_batches), shares, strict=True)
+    for m, (x, y, share) in enumerate(parts):
+        output = run_layers(layers, x, seed=seed, step=step, micro_batch=m)
+        with gpipe.visit(seed, step, len(layers), m):
+            losses.append(loss_fn(output, y))
+        if share and torch.is_grad_enabled():
+            losses[-1].backward(torch.full_like(losses[-1], share * scale))
+    total = sum(loss.detach() * share for loss, share in zip(losses, shares, strict=True) if share)
+    assert isinstance(total, Tensor)
+    return total
+
+
+@one_thread()
+def plain_call(
+    layers: Sequence[nn.Module],
+    inputs: Tree,
+    targets: Tree,
+    loss_fn: LossFunction,
+    *,
+    micro_batches: int,
+    seed: int,
+    step: int = 0,
+) -> Tensor:
+    """What `loss_fn(pipe(inputs), targets).backward()` does: one loss, then all backwards.
+
+    One backward of all, without a pipeline, would add up what each use of a parameter gives, not each micro-batch.
+    """
+    parts = enumerate(parts_of(inputs, micro_batches))
+    outputs = [run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts]
+    roots = [[t for t in tensors_in(output) if t.requires_grad] for output in outputs]
+    lent = [[root.detach().requires_grad_().view_as(root) for root in some] for some in roots]
+    loss = loss_fn(joined(map(replaced, outputs, roots, lent)), targets)
+    gradients = iter(torch.autograd.grad(loss, [tensor for some in lent for tensor in some], allow_unused=True))
+    seeds = [[next(gradients) for _ in some] for some in roots]
+    for some, seed_of in zip(roots, seeds, strict=True):
+        known = [(root, gradient) for root, gradient in zip(some, seed_of, strict=True) if gradient is not None]
+        torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
+    return loss.detach()
+
+
+def plain_outputs(layers: Sequence[nn.Module], inputs: Tree, *, micro_batches: int, seed: int, step: int = 0) -> Tree:
+    """What `pipe(inputs)` gives without grad."""
+    with torch.no_grad(), one_thread():
+        parts = enumerate(parts_of(inputs, micro_batches))
+        return joined(run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts)
+
+
+def train(
+    pipe: gpipe.GPipe,
+    inputs: Tree,
+    targets: Tree,
+    loss_fn: LossFunction,
+    way: str = "step",
+    *,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+) -> Tensor:
+    """One mini-batch through a pipe: by `step`, or by a "call", which knows neither reduction nor scale."""
+    if way == "step":
+        loss: Tensor = pipe.step(inputs, targets, loss_fn, reduction=reduction, scale=scale)
+        return loss
+    loss = loss_fn(pipe(inputs, gather=True), targets)
+    loss.backward()
+    return loss.detach()
+
+
+def train_plainly(
+    layers: Sequence[nn.Module],
+    inputs: Tree,
+    targets: Tree,
+    loss_fn: LossFunction,
+    way: str = "step",
+    *,
+    micro_batches: int,
+    seed: int,
+    step: int = 0,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+) -> Tensor:
+    """Likewise through the plain loop."""
+    given = layers, inputs, targets, loss_fn
+    if way == "step":
+        return plain_loop(*given, micro_batches=micro_batches, seed=seed, step=step, reduction=reduction, scale=scale)
+    return plain_call(*given, micro_batches=micro_batches, seed=seed, step=step)
+
+
+def replaced(tree: Tree, old: Sequence[Tensor], new: Sequence[Tensor]) -> Tree:
+    """The value with some of its tensors replaced by others."""
+    known = {id(tensor): other for tensor, other in zip(old, new, strict=True)}
+    return pytree.tree_map(lambda leaf: known.get(id(leaf), leaf), tree)
+
+
+def tensors_in(tree: Tree) -> list[Tensor]:
+    """All tensors of a value."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def parts_of(tree: Tree, micro_batches: int) -> list[Tree]:
+    """The micro-batches of a mini-batch: the first ones one row larger, none empty, in memory of their own."""
+    leaves, spec = pytree.tree_flatten(tree)
+    parts = min(micro_batches, next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()))
+    columns = [
+        [copied(part) for part in leaf.tensor_split(parts)]
+        if isinstance(leaf, Tensor) and leaf.dim()
+        else [leaf] * parts
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([column[m] for column in columns], spec) for m in range(parts)]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy in a graph, that lies in memory as the tensor does: strides, and address modulo 512."""
+    storage = tensor.untyped_storage()
+    ahead = storage.data_ptr() % 512
+    memory = torch.empty(ahead + 512 + storage.nbytes(), dtype=torch.uint8)
+    start = -memory.data_ptr() % 512 + ahead
+    copy = torch.empty(0, dtype=tensor.dtype).set_(
+        memory.untyped_storage()[start:], tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+    return copy.copy_(tensor)
+
+
+def joined(parts: Iterable[Tree]) -> Tree:
+    """The outputs of all micro-batches as one."""
+    outputs = list(parts)
+    if len(outputs) == 1:
+        return outputs[0]
+    return pytree.tree_map(
+        lambda *column: torch.cat(column) if isinstance(column[0], Tensor) else column[0], *outputs
+    )
+
+
+def shares_of(reduction: Reduction, targets: Sequence[Tree]) -> list[float]:
+    """The share w_i of each micro-batch in the loss."""
+    if reduction == "sum":
+        return [1.0] * len(targets)
+    rows = [float(len(pytree.tree_leaves(target)[0])) for target in targets]
+    raw = rows if reduction == "mean" else [float(reduction(target)) for target in targets]  # type: ignore[arg-type]
+    return [weight / sum(raw) for weight in raw]
+
+
+def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors, or two absent ones, are the same to the last bit, NaN and the sign of zero included."""
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def assert_same_bits(pipe: nn.Module, reference: Sequence[nn.Module]) -> None:
+    """A pipe's parameters, gradients and buffers are those of plain layers."""
+    plain = nn.Sequential(*reference)
+    parameters, buffers = dict(plain.named_parameters()), dict(plain.named_buffers())
+    assert [name for name, _ in pipe.named_parameters()] == list(parameters)
+    assert [name for name, _ in pipe.named_buffers()] == list(buffers)
+    wrong = [f"{name}.grad" for name, p in pipe.named_parameters() if not same_bits(p.grad, parameters[name].grad)]
+    wrong += [name for name, p in pipe.named_parameters() if not same_bits(p, parameters[name])]
+    wrong += [name for name, b in pipe.named_buffers() if not same_bits(b, buffers[name])]
+    assert not wrong, f"not the bits of the plain loop: {', '.join(wrong)}"

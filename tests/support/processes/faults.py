@@ -1,0 +1,213 @@
+"""Faults on purpose: what goes wrong, in which phase, at which step and micro-batch; and layers in which it does.
+
+A model holds faulty layers wherever one may be wanted; the one that a `Fault` names does the deed, once.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.processes.marks import mark
+
+EXCEPTIONS = ("FaultError", "MemoryError", "KeyboardInterrupt", "SystemExit")
+DEATHS = ("SIGKILL", "SIGSEGV", "SIGTERM", "os._exit")
+STALLS = ("sleep", "SIGSTOP", "hold the GIL")
+VALUES = ("nan", "shape")
+KINDS = (*EXCEPTIONS, "SIGINT", *DEATHS, *STALLS, *VALUES)
+
+LAYER_PHASES = ("forward", "recompute", "backward")
+PHASES = (*LAYER_PHASES, "loss", "optimizer", "between")
+
+
+class FaultError(Exception):
+    """What a user's layer might raise: it cannot be built from its text alone."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"tired {code}")
+
+
+TEXTS = {"FaultError": "tired 7", "MemoryError": "full", "KeyboardInterrupt": "", "SystemExit": "0", "SIGINT": ""}
+"""What the exceptions of each kind say."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and where.
+
+    Attributes:
+        kind: One of `KINDS`. Exceptions and deaths are named by themselves; `"SIGINT"` is Ctrl-C; `"nan"` and
+            `"shape"` change what the phase gives.
+        phase: One of `PHASES`; `"between"` is in the user's loop, before a step.
+        layer: The layer that does it, if the phase is a layer's.
+        rank: Who does it, if the phase is `"optimizer"` or `"between"`.
+        step: When.
+        micro_batch: When in the step.
+    """
+
+    kind: str
+    phase: str
+    layer: int = -1
+    rank: int = -1
+    step: int = 1
+    micro_batch: int = 1
+
+    def is_at(self, phase: str, step: int, micro_batch: int) -> bool:
+        """Whether it is due."""
+        return (self.phase, self.step, self.micro_batch) == (phase, step, micro_batch)
+
+
+def strike(kind: str) -> None:
+    """Does the deed, unless it is one that changes values.
+
+    Raises:
+        BaseException: If that is the deed.
+    """
+    mark()
+    if kind in EXCEPTIONS:
+        _throw(kind)
+    elif kind in STALLS:
+        _stall(kind)
+    elif kind == "os._exit":
+        os._exit(0)
+    elif kind.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, kind))
+        time.sleep(1e-3)  # where Python may be interrupted
+
+
+def _throw(kind: str) -> NoReturn:
+    match kind:
+        case "FaultError":
+            raise FaultError(code=7)
+        case "MemoryError":
+            raise MemoryError(TEXTS[kind])
+        case "SystemExit":
+            sys.exit(0)
+        case _:
+            raise KeyboardInterrupt
+
+
+def _stall(kind: str) -> None:
+    match kind:
+        case "SIGSTOP":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(3600)
+        case _:
+            ctypes.PyDLL(None).sleep(3600)  # a PyDLL keeps the interpreter's lock
+
+
+def spoiled(kind: str, value: Tensor) -> Tensor:
+    """What a phase gives in place of a value."""
+    match kind:
+        case "nan":
+            return value * float("nan")
+        case "shape":
+            return value[:, :-1]
+        case _:
+            return value
+
+
+class Visit(NamedTuple):
+    """A run through a layer: in which phase, at which step, of which micro-batch."""
+
+    phase: str
+    step: int
+    micro_batch: int
+
+
+class Visits:
+    """Tells a layer when it is run: it sees its inputs, and whether it saw the very same before their backward.
+
+    It needs inputs that differ from micro-batch to micro-batch, and forwards in the order of micro-batches.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self.begun = 0
+        self._open: dict[bytes, tuple[int, int]] = {}
+
+    def enter(self, x: Tensor) -> Visit:
+        """A run through the layer begins."""
+        known = self._open.pop(_bytes(x), None)
+        if known is not None:
+            return Visit("recompute", *known)
+        step, micro_batch = divmod(self.begun, self.micro_batches)
+        self.begun += 1
+        if torch.is_grad_enabled():
+            self._open[_bytes(x)] = (step, micro_batch)
+        return Visit("forward", step, micro_batch)
+
+    def leave(self, visit: Visit) -> Visit:
+        """The backward of a run begins; there is nothing to recompute any more."""
+        at = (visit.step, visit.micro_batch)
+        self._open = {seen: where for seen, where in self._open.items() if where != at}
+        return Visit("backward", *at)
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.detach().double().numpy().tobytes()
+
+
+class Faulty(nn.Linear):
+    """A layer of so many features in which a fault may strike.
+
+    Attributes:
+        fault: What is to happen here; None for a sound layer.
+        log: Every run through it, as it began.
+    """
+
+    def __init__(self, features: int, micro_batches: int, fault: Fault | None = None) -> None:
+        super().__init__(features, features)
+        self.fault = fault
+        self.visits = Visits(micro_batches)
+        self.log: list[Visit] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        visit = self.visits.enter(x)
+        out = self.pass_by(visit, super().forward(x))
+        watched: Tensor = _Watched.apply(out, self, visit)
+        return watched
+
+    def pass_by(self, visit: Visit, value: Tensor) -> Tensor:
+        """A phase is under way; gives what it shall give."""
+        self.log.append(visit)
+        if self.fault is None or not self.fault.is_at(*visit):
+            return value
+        strike(self.fault.kind)
+        return spoiled(self.fault.kind, value)
+
+
+class _Watched(torch.autograd.Function):
+    """Tells a layer when the backward of one of its runs begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Faulty, visit: Visit) -> Tensor:
+        ctx.layer, ctx.visit = layer, visit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.layer.pass_by(ctx.layer.visits.leave(ctx.visit), gradient), None, None
+
+
+def faulty_loss(
+    loss_fn: Callable[[Tensor, Tensor], Tensor], fault: Fault, target: Tensor
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss function in which a fault strikes when it is given this very target."""
+
+    def loss(output: Tensor, given: Tensor) -> Tensor:
+        found = loss_fn(output, given)
+        if fault.phase != "loss" or not torch.equal(given, target):
+            return found
+        strike(fault.kind)
+        return found * float("nan") if fault.kind == "nan" else found
+
+    return loss

@@ -1,0 +1,211 @@
+"""The fault matrix: each kind of fault, in each phase, on each rank; and what every rank has to say about it."""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+
+from tests.support.jobs.training import Json, faulty_layer, reference, train
+from tests.support.processes.faults import (
+    DEATHS,
+    EXCEPTIONS,
+    KINDS,
+    LAYER_PHASES,
+    PHASES,
+    STALLS,
+    TEXTS,
+    VALUES,
+    Fault,
+)
+from tests.support.processes.launch import Crew
+from tests.support.processes.outcome import HungError, Outcome
+
+LIMIT = 30.0
+"""Seconds beyond the timeout after which ranks hang."""
+TOLERANCE = 1e-5
+"""Of torch's own pipeline, which adds gradients up in another order."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault on one of the ranks."""
+
+    partitions: int
+    origin: int
+    fault: Fault
+
+    def __str__(self) -> str:
+        where = "between steps" if self.fault.phase == "between" else f"in {self.fault.phase}"
+        return f"{self.fault.kind} {where}, rank {self.origin} of {self.partitions}"
+
+    @property
+    def stalls(self) -> bool:
+        """Whether the rank stands still rather than fails, which only a timeout can tell."""
+        return self.fault.kind in STALLS
+
+    @property
+    def ends_the_rank(self) -> bool:
+        """Whether the faulty rank is gone afterwards: by itself, or as it fails where the pipe has no part in it."""
+        return self.stalls or self.fault.kind in DEATHS or self.fault.phase in {"optimizer", "between"}
+
+    @property
+    def must_raise(self) -> list[int]:
+        """The ranks that must raise."""
+        if self.fault.kind == "nan" and self.fault.phase not in {"forward", "recompute"}:
+            return []  # as loud as it is without a pipeline; but a forward and its recompute must agree
+        silent = self.stalls or self.fault.kind in DEATHS
+        return [rank for rank in range(self.partitions) if not (silent and rank == self.origin)]
+
+
+def cases(
+    partitions: int, kinds: Collection[str] = KINDS, phases: Collection[str] = PHASES, ranks: Collection[int] = ()
+) -> Iterator[Case]:
+    """All cases of these kinds and phases; `ranks` are all by default."""
+    for phase in phases:
+        for kind in kinds:
+            for rank in ranks or range(partitions):
+                if _can_be(kind, phase, is_last=rank == partitions - 1):
+                    layer = faulty_layer(rank, partitions) if phase in LAYER_PHASES else -1
+                    yield Case(partitions, rank, Fault(kind, phase, layer, rank))
+
+
+def _can_be(kind: str, phase: str, *, is_last: bool) -> bool:
+    """Whether a fault means something: the last stage recomputes all that its forward gave, for the loss."""
+    if kind in VALUES and phase == "forward" and is_last:
+        return False
+    if phase == "loss":
+        return is_last and kind != "shape"
+    return kind not in VALUES or phase in LAYER_PHASES
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank made of a case.
+
+    Attributes:
+        rank: Which.
+        seconds: From the fault until it raised; None if it did not.
+        told: What it raised, with its notes.
+        missing: What that leaves out; `"error"` if it raised nothing although it must.
+        hung: Whether it had to be killed.
+        wrong: Whether it gave other numbers than training without a pipeline does, and said nothing.
+        contented: Whether its process ended as if all were well, although it had failed.
+    """
+
+    rank: int
+    seconds: float | None
+    told: str
+    missing: tuple[str, ...]
+    hung: bool
+    wrong: bool
+    contented: bool
+
+
+def wanted(case: Case, rank: int) -> dict[str, str]:
+    """What a rank's message has to name, each with a pattern for it: nothing where the user's own loop raises."""
+    fault, inside = case.fault, case.fault.phase in (*LAYER_PHASES, "loss")
+    if rank == case.origin and not inside:
+        return {}
+    rank = case.origin
+    if fault.kind == "shape":  # whoever cannot use it is the origin
+        rank_is, layer = r"\d", r"layer \d|in the loss"
+        phase, micro_batch = "forward|recompute|backward|loss", str(fault.micro_batch)
+    else:
+        rank_is, layer = str(rank), rf"layer {fault.layer}\b" if fault.layer >= 0 else "in the loss"
+        phase, micro_batch = fault.phase, str(fault.micro_batch)
+    names = {"rank": rf"rank {rank_is}\b"}
+    if inside:
+        names |= {"stage": rf"stage {rank_is}\b", "layer": layer, "phase": rf"\b({phase})\b"}
+        names |= {"micro-batch": rf"micro-batch {micro_batch}\b"}
+    if inside and fault.kind in (*EXCEPTIONS, "SIGINT"):
+        name = "KeyboardInterrupt" if fault.kind == "SIGINT" else fault.kind
+        names |= {"exception": rf"{name}\b", "text": re.escape(TEXTS[fault.kind])}
+    return names
+
+
+def run(case: Case, crew: Crew, *, runtime: str = "gpipe", timeout: float = 3.0, length: int = 0) -> list[Finding]:
+    """Has a case happen; gives what each rank made of it, in order.
+
+    Where the faulty rank is gone afterwards, the ranks are fresh processes. Else they are the crew's, who catch what
+    they raise, do the step again, and train on: of which torch's own pipeline is spared.
+    """
+    again = not case.ends_the_rank and (runtime == "gpipe" or case.fault.kind == "nan")
+    with nullcontext(crew) if again else Crew(case.partitions) as ranks:
+        if case.stalls:  # whatever is loaded late is loaded before the timeout is short
+            ranks.run(train, asdict(replace(case.fault, kind="", phase="")), runtime, False, length)
+        try:
+            outcomes = ranks.run(
+                train,
+                *(asdict(case.fault), runtime, again, length),
+                world=case.partitions,
+                limit=timeout + LIMIT,
+                timeout=timeout,
+                stuck=[case.origin] if case.stalls else [],
+                last=not again,
+            )
+        except HungError as error:
+            outcomes = error.outcomes
+    right = reference(case.fault, runtime, length)
+    return [find(case, outcome, right, exact=runtime == "gpipe") for outcome in outcomes]
+
+
+def find(case: Case, outcome: Outcome, right: Json, *, exact: bool) -> Finding:
+    """Judges what a rank made of a case; `right` is what training without a pipeline gives."""
+    answer = outcome.answer if outcome.answered else {}
+    failure = answer.get("failure") or {}
+    error, told = failure.get("error", outcome.error), failure.get("told", outcome.told)
+    seconds = outcome.seconds if outcome.error else None
+    if failure and outcome.marked is not None:
+        seconds = failure["raised"] - outcome.marked
+    due = outcome.rank in case.must_raise
+    text = f"{error}: {told}"
+    names = wanted(case, outcome.rank)
+    missing = [name for name, pattern in names.items() if not re.search(pattern, text)] if error else ["error"]
+    own = outcome.rank == case.origin
+    return Finding(
+        outcome.rank,
+        seconds,
+        text if error else "",
+        tuple(missing) if due else (),
+        outcome.hung and not (own and case.stalls),
+        bool(answer) and not same_numbers(answer, right, exact=exact),
+        outcome.code == 0 and case.ends_the_rank and not own,
+    )
+
+
+def same_numbers(answer: Json, right: Json, *, exact: bool) -> bool:
+    """Whether a rank's losses and parameters are those of training without a pipeline."""
+    known = [at for at, loss in enumerate(answer["losses"]) if loss is not None]
+    mine = [[answer["losses"][at] for at in known], answer["parameters"]]
+    others = [[right["losses"][at] for at in known], {name: right["parameters"][name] for name in mine[1]}]
+    if exact:
+        return json.dumps(mine) == json.dumps(others)  # NaN equals NaN, and every digit counts
+    pairs = zip(numbers(mine), numbers(others), strict=True)
+    return all(abs(one - other) <= TOLERANCE or (one != one and other != other) for one, other in pairs)
+
+
+def numbers(value: Json) -> Iterator[float]:
+    """All numbers in a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        yield value
+        return
+    for item in value:
+        yield from numbers(item)
+
+
+def shortfalls(findings: Sequence[Finding]) -> list[str]:
+    """In words, what the ranks of a case did not do as they must."""
+    found = []
+    for one in findings:
+        if one.hung:
+            found.append(f"rank {one.rank} hung")
+        if one.wrong:
+            found.append(f"rank {one.rank} gave wrong numbers silently")
+        if one.contented:
+            found.append(f"rank {one.rank} ended with exit code 0")
+        if one.missing and not one.hung:
+            found.append(f"rank {one.rank} did not name {', '.join(one.missing)}; it said {one.told!r}")
+    return found

@@ -1,0 +1,217 @@
+"""A pipe reads like an `nn.Sequential`, takes a scaler, carries None, and says each thing once."""
+
+import logging
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits
+
+X, Y = torch.randn(8, 4), torch.randn(8, 4)
+
+
+def layers() -> list[nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+
+
+def test_a_pipe_has_the_layers_of_a_sequence() -> None:
+    mine = layers()
+    pipe = gpipe.GPipe(mine, 2, 2)
+    assert len(pipe) == 3
+    assert list(pipe) == mine
+    assert (pipe[0], pipe[-1], pipe[-3]) == (mine[0], mine[2], mine[0])
+    assert mine[1] in pipe
+    assert nn.Tanh() not in pipe
+    assert bool(pipe)
+    assert list(pipe[1:]) == mine[1:]
+    assert torch.equal(pipe[:2](X), nn.Sequential(*mine[:2])(X))
+    assert list(pipe[1:].state_dict()) == ["2.weight", "2.bias"]
+    for wrong in (3, -4, "0"):
+        with pytest.raises(IndexError, match=r"there is no layer .*; give one of 0 to 2"):
+            pipe[wrong]  # type: ignore[index]
+
+
+# A stash of None.
+
+
+class Perhaps(nn.Linear):
+    """Stashes something or nothing."""
+
+    stash = ("e",)
+
+    def __init__(self, nothing: bool) -> None:
+        super().__init__(4, 4)
+        self.nothing = nothing
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), {"e": None if self.nothing else x}
+
+
+class Takes(nn.Module):
+    pop = ("e",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, e: Tensor | None) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * (2 if e is None else e)
+
+
+def skipping(nothing: bool) -> list[nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return [Perhaps(nothing), nn.Dropout(0.2), Takes(), nn.ReLU(), Takes()]
+
+
+@pytest.mark.parametrize("nothing", [False, True])
+@pytest.mark.parametrize("cut", [[5], [1, 4], [1, 1, 1, 2]], ids=str)
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_a_stash_of_none_comes_to_its_pops(driver: str, remat: str, cut: list[int], nothing: bool) -> None:
+    pipe, plain = gpipe.GPipe(skipping(nothing), cut, 3, seed=1, driver=driver, remat=remat), skipping(nothing)
+    for step in range(2):
+        loss = plain_loop(plain, X, Y, F.mse_loss, micro_batches=3, seed=1, step=step)
+        assert same_bits(pipe.step(X, Y, F.mse_loss), loss)
+        assert_same_bits(pipe, plain)
+    F.mse_loss(pipe(X), Y).backward()
+
+
+def test_a_stash_of_none_is_none_where_costs_are_measured_and_in_the_reference() -> None:
+    gpipe.GPipe(skipping(True), 2, 3, costs="flops", sample=X)
+    gpipe.GPipe(skipping(True), 2, 3, costs="time", sample=X)
+    assert gpipe.Sequential(*skipping(True))(X).shape == X.shape
+
+
+# A gradient scaler.
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_takes_a_scaler(enabled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    plain = layers()
+    pipe = gpipe.GPipe(layers(), 2, 2, seed=0)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    loss = pipe.step(X, Y, F.mse_loss, scaler=scaler)
+    scale = 1024.0 if enabled else 1.0
+    assert same_bits(loss, plain_loop(plain, X, Y, F.mse_loss, micro_batches=2, seed=0, scale=scale))
+    assert_same_bits(pipe, plain)
+    before = [p.clone() for p in pipe.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert not any(torch.equal(p, q) for p, q in zip(pipe.parameters(), before, strict=True))
+    assert scaler.get_scale() == scale
+
+
+def test_a_scale_beside_a_scaler_and_what_is_none_are_refused() -> None:
+    pipe: Any = gpipe.GPipe(layers(), 2, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match=r"scale=2\.0 and scaler= both say how .* leave scale out"):
+        pipe.step(X, Y, F.mse_loss, scale=2.0, scaler=scaler)
+    with pytest.raises(TypeError, match=r"scaler is a float; give a torch\.amp\.GradScaler"):
+        pipe.step(X, Y, F.mse_loss, scaler=2.0)
+    with pytest.raises(TypeError, match=r"give a number, or scaler= for a torch\.amp\.GradScaler"):
+        pipe.step(X, Y, F.mse_loss, scale=scaler)
+    assert pipe.step_number == 0
+
+
+# What the doctor says.
+
+
+def test_a_finding_of_a_later_step_is_told_once_and_stays(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)], 1, 4, costs=[1, 1, 1])
+    targets = torch.randint(3, (64,))
+
+    def own(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    def train(rows: int, ignored: int = 0) -> list[str]:
+        caplog.clear()
+        labels = targets[:rows].clone()
+        labels[:ignored] = -100
+        pipe.step(torch.randn(rows, 4), labels, own)
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.WARNING, "gpipe"):
+        assert train(64) == []
+        (few,) = train(16)
+        assert "BatchNorm normalizes micro-batches of 4 rows" in few
+        assert train(12) == []
+        (ignored,) = train(64, 1)
+        assert "targets hold labels -100" in ignored
+        assert train(12, 1) == []
+    assert pipe.findings[-2:] == [few, ignored]
+    assert all(f"finding: {text}" in pipe.summary() for text in (few, ignored))
+
+
+# Short tracebacks.
+
+
+class Breaks(nn.Linear):
+    where = "forward"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            self.fail()
+        out = super().forward(x)
+        if self.where == "backward" and out.requires_grad:
+            out.register_hook(lambda gradient: self.fail())
+        return out
+
+    def fail(self) -> None:
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise RuntimeError("mine") from error
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """The functions in a traceback, those of ours with their file."""
+    found = traceback.extract_tb(error.__traceback__)
+    return [f"gpipe.{frame.name}" if "/src/gpipe/" in frame.filename else frame.name for frame in found]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_a_traceback_shows_the_entrance_and_the_users_frames(driver: str, way: str, where: str) -> None:
+    broken = Breaks(4, 4)
+    broken.where = where
+    pipe = gpipe.GPipe([nn.Linear(4, 4), broken], 2, 2, driver=driver)
+    run = {"step": lambda: pipe.step(X, Y, F.mse_loss), "call": lambda: pipe(X).sum().backward()}[way]
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        run()
+    names = frames_of(raised.value)
+    assert names[-1] == "fail"
+    entrance = {("step", "forward"): "step", ("call", "forward"): "forward"}.get((way, where), "backward")
+    if (way, where) == ("step", "backward"):
+        entrance = "step"
+    assert [name for name in names if name.startswith("gpipe.")] == [f"gpipe.{entrance}"]
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert frames_of(raised.value.__cause__) == ["fail"]
+    assert any("layer 1 (1: Breaks)" in note for note in raised.value.__notes__)
+
+
+def test_what_is_refused_shows_the_callers_line_and_at_most_the_entrance() -> None:
+    with pytest.raises(ValueError, match="cannot be built") as raised:
+        gpipe.GPipe(layers(), 9, 0)
+    assert [name for name in frames_of(raised.value) if name.startswith("gpipe.")] == ["gpipe.__init__"]
+    with pytest.raises(TypeError, match="numpy") as refused:
+        gpipe.GPipe(layers(), 2, 2)(X.numpy())
+    assert [name for name in frames_of(refused.value) if name.startswith("gpipe.")] == ["gpipe.forward"]
+
+
+def test_a_bug_of_ours_keeps_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = gpipe.GPipe(layers(), 2, 2)
+    monkeypatch.delattr("gpipe.runtime.engine.Engine._make_program")
+    with pytest.raises(AttributeError) as raised:
+        pipe.step(X, Y, F.mse_loss)
+    assert len([name for name in frames_of(raised.value) if name.startswith("gpipe.")]) > 2
