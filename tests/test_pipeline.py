@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
 
 def layers() -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
+    with weights_of(2):
         return [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
 
 
@@ -67,8 +66,7 @@ class Takes(nn.Module):
 
 
 def skipping(nothing: bool) -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
+    with weights_of(4):
         return [Perhaps(nothing), nn.Dropout(0.2), Takes(), nn.ReLU(), Takes()]
 
 

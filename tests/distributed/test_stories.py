@@ -7,8 +7,8 @@ from torch import nn
 
 from tests.support.jobs import stories as jobs
 from tests.support.jobs.stories import BIG, MICRO_BATCHES, ODD, build, data
-from tests.support.jobs.training import Json, squares
-from tests.support.plain_loop import plain_loop
+from tests.support.jobs.training import Json
+from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.launch import Crew, run_ranks
 from tests.support.processes.outcome import Outcome, answers, told_by
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.runtime.threads import RankThreads
-from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, same_bits
+from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, same_bits, squares, weights_of
 
 DRIVERS = ["lockstep", "threads"]
 WAYS = ["step", "call"]
@@ -61,8 +61,7 @@ class Fragile(nn.Linear):
 
 
 def build() -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [nn.Linear(4, 4), Fragile(4, 4), Fragile(4, 4), nn.Tanh(), Fragile(4, 4), nn.Linear(4, 4)]
 
 
@@ -86,10 +85,6 @@ def run(pipe: gpipe.GPipe, way: str) -> Tensor:
     loss = mse_loss(pipe(X), Y)
     loss.backward()
     return loss.detach()
-
-
-def squares(output: Any, target: Any) -> Tensor:
-    return mse_loss(output, target)
 
 
 def assert_works(pipe: gpipe.GPipe, way: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import gpipe
 from gpipe import models
 from tests.support import plain_loop as laws
-from tests.support.plain_loop import REMATS, assert_same_bits, same_bits
+from tests.support.plain_loop import REMATS, assert_same_bits, same_bits, squares
 from tests.support.shared_weights import lent
 
 Tree = object
@@ -31,12 +31,6 @@ def with_auxiliary(output: Tree, target: Tree) -> Tensor:
     assert isinstance(output, tuple)
     logits, auxiliary = output
     return cross_entropy(logits, target) + 0.4 * cross_entropy(auxiliary, target)
-
-
-def squares(output: Tree, target: Tree) -> Tensor:
-    assert isinstance(output, Tensor)
-    assert isinstance(target, Tensor)
-    return F.mse_loss(output, target)
 
 
 def images(size: int, rows: int = 4) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gpipe
-from tests.support.plain_loop import assert_same_bits, one_thread, plain_loop, run_layers, same_bits
+from tests.support.plain_loop import (
+    assert_same_bits,
+    one_thread,
+    plain_loop,
+    run_layers,
+    same_bits,
+    squares,
+    weights_of,
+)
 
 M = 3
 _generator = torch.Generator().manual_seed(0)
@@ -24,13 +31,8 @@ X, Y = torch.randn(7, 5, generator=_generator), torch.randn(7, 3, generator=_gen
 NAMES = ["step", "plan", "recorder", "step_number", "_engine", "forward_"]  # all but one are names that a pipe uses
 
 
-def squares(output: Any, target: Any) -> Tensor:
-    return mse_loss(output, target)
-
-
 def build() -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3)]
 
 

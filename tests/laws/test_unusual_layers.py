@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import REMATS, assert_same_bits, one_thread, plain_loop, same_bits
+from tests.support.plain_loop import REMATS, assert_same_bits, one_thread, plain_loop, same_bits, weights_of
 
 M = 3
 X = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
@@ -39,8 +39,7 @@ class Do(nn.Module):
 
 
 def network(*middle: Callable[[Tensor], Any]) -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with weights_of(3):
         return [nn.Linear(4, 4), *map(Do, middle), nn.Linear(4, 4)]
 
 

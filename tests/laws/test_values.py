@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import gpipe
-from tests.support.plain_loop import Tree, assert_same_bits, plain_call, plain_loop, same_bits
+from tests.support.plain_loop import Tree, assert_same_bits, plain_call, plain_loop, same_bits, squares, weights_of
 
 M = 3
 KINDS = pytest.mark.parametrize(("driver", "remat"), [("lockstep", "never"), ("threads", "always")])
@@ -35,13 +34,8 @@ class Pair(NamedTuple):
     side: Tensor
 
 
-def squares(output: Any, target: Any) -> Tensor:
-    return mse_loss(output, target)
-
-
 def linears(count: int, width: int = 6, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [nn.Linear(width, width, dtype=dtype) for _ in range(count)]
 
 
@@ -246,8 +240,7 @@ class Recurrent(nn.Module):
 
 
 def recurrent() -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [
             nn.Linear(6, 6),
             nn.ReLU(inplace=True),

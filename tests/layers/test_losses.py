@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.layers.losses import find_reduction
-from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
 
 ROWS, CLASSES, PIXELS = 7, 3, 2
 IGNORED = 1
@@ -118,8 +118,7 @@ class Images(nn.Module):
 
 
 def build(last: nn.Module | None, out: int = CLASSES) -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
+    with weights_of(5):
         return [nn.Linear(4, 6).double(), nn.Tanh(), nn.Linear(6, out).double(), *([last] if last else [])]
 
 

@@ -10,22 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.runtime.streams import RankStream
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.tree import replace_tensors, tensors_in
-from tests.support.plain_loop import assert_same_bits, copied, one_thread, plain_call, run_layers, same_bits
+from tests.support.plain_loop import (
+    assert_same_bits,
+    copied,
+    one_thread,
+    plain_call,
+    run_layers,
+    same_bits,
+    squares,
+    weights_of,
+)
 
 M = 3
 X, Y = torch.randn(7, 5), torch.randn(7, 3)
 KINDS = [("lockstep", "never"), ("threads", "always")]
 pytestmark = pytest.mark.parametrize(("driver", "remat"), KINDS, ids=["lockstep", "threads"])
-
-
-def squares(output: Any, target: Any) -> Tensor:
-    return mse_loss(output, target)
 
 
 def total(output: Any, target: object = None) -> Tensor:
@@ -34,8 +38,7 @@ def total(output: Any, target: object = None) -> Tensor:
 
 
 def build() -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [nn.Linear(5, 6), nn.GELU(), nn.Dropout(0.3), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
 
 
@@ -179,8 +182,7 @@ class Parent(nn.Module):
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
+        with weights_of(2):
             self.head = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
             self.tail = nn.Linear(3, 3)
             self.last = nn.Linear(5, 3)
@@ -389,8 +391,7 @@ def test_a_call_keeps_the_step_number_that_it_began_with(driver: str, remat: str
 
 def test_the_pipe_as_input_of_itself(driver: str, remat: str) -> None:
     def layers() -> list[nn.Module]:
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
+        with weights_of(3):
             return [nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)]
 
     pipe, plain = make(driver, remat, layers(), micro_batches=1), nn.Sequential(*layers())

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from gpipe.runtime.state import Saved
 from torch import Tensor, nn
 
 import gpipe
 from gpipe.runtime.minibatch import MiniBatchRun
+from gpipe.runtime.state import Saved
 from gpipe.runtime.worker import Worker
 from gpipe.values.boundary import BoundaryValue
 

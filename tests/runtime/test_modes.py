@@ -9,13 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn.functional import linear, mse_loss
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
-from tests.support.plain_loop import assert_same_bits, one_thread, plain_call, plain_loop, run_layers, same_bits
+from tests.support.plain_loop import (
+    assert_same_bits,
+    one_thread,
+    plain_call,
+    plain_loop,
+    run_layers,
+    same_bits,
+    squares,
+    weights_of,
+)
 
 M = 3
 X, Y = torch.randn(7, 9), torch.randn(7, 9)
@@ -24,10 +33,6 @@ pytestmark = [
     pytest.mark.parametrize("remat", ["always", "never"]),
 ]
 WAYS = pytest.mark.parametrize("way", ["step", "call"])
-
-
-def squares(output: Any, target: Any) -> Tensor:
-    return mse_loss(output, target)
 
 
 class Watch(nn.Linear):
@@ -58,8 +63,7 @@ class Back(torch.autograd.Function):
 
 
 def build(look: Callable[[], object] = lambda: None) -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [Watch(9, look), nn.LayerNorm(9), nn.Dropout(0.2), Watch(9, look), nn.GELU(), Watch(9, look)]
 
 
@@ -170,8 +174,7 @@ class First(nn.Linear):
 
 def test_autocast_keeps_the_casts_of_weights_though_another_rank_ends_its_own(driver: str, remat: str) -> None:
     def layers() -> tuple[First, Twice]:
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
+        with weights_of(1):
             return First(9, 9), Twice(9, 9)
 
     reference: list[nn.Module] = list(layers())

@@ -8,26 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.plan.action import COMPUTE, TRANSFERS
 from gpipe.plan.timeline import Timeline, breakdown, merge
 from gpipe.runtime.streams import RankStream
-from tests.support.plain_loop import same_bits
+from tests.support.plain_loop import same_bits, squares, weights_of
 
 K, M = 3, 4
 X, Y = torch.randn(6, 3), torch.randn(6, 3)
 DRIVERS = pytest.mark.parametrize("driver", ["lockstep", "threads"])
 
 
-def squares(output: Any, target: Any) -> Tensor:
-    return mse_loss(output, target)
-
-
 def build() -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [nn.Linear(3, 3) for _ in range(K)]
 
 

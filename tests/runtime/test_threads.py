@@ -12,23 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
-from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
 
 X, Y = torch.randn(6, 3), torch.randn(6, 2)
 LIMIT = 60.0  # seconds that anything here may take on a busy machine
 
 
-def squares(output: Any, target: Any) -> Tensor:
-    return mse_loss(output, target)
-
-
 def build() -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         return [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from tests.support.plain_loop import same_bits
+from tests.support.plain_loop import same_bits, weights_of
 
 M = 3
 _generator = torch.Generator().manual_seed(0)
@@ -45,16 +45,14 @@ class Odd(nn.Module):
 
 def build(seed: int = 1) -> list[nn.Module]:
     """Layers with buffers, dropout and a layer without parameters; none of the same shape next to each other."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with weights_of(seed):
         inner = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.2))
         return [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), inner, nn.GELU(), nn.Linear(5, 2)]
 
 
 def build_tied(seed: int = 1) -> list[nn.Module]:
     """A weight of the first layer that two others share, over all cuts."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with weights_of(seed):
         layers: list[nn.Module] = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4)]
         layers[2].weight = layers[4].weight = layers[0].weight
         return [*layers, nn.Linear(4, 2)]

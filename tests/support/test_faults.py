@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import gpipe
-from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop
+from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop, squares, weights_of
 from tests.support.processes.faults import (
     EXCEPTIONS,
     LAYER_PHASES,
@@ -27,18 +26,13 @@ TYPES = vars(builtins) | {"FaultError": FaultError, "SIGINT": KeyboardInterrupt}
 
 
 def build(fault: Fault | None = None) -> list[nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with weights_of(1):
         layers: list[nn.Module] = [nn.Linear(4, 4), Faulty(4, M), nn.Tanh(), nn.Dropout(0.5), Faulty(4, M)]
     if fault is not None and fault.layer >= 0:
         layer = layers[fault.layer]
         assert isinstance(layer, Faulty)
         layer.fault = fault
     return layers
-
-
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    return mse_loss(output, target)
 
 
 def train(pipe: gpipe.GPipe, steps: Sequence[int] = (0, 1)) -> list[Tensor]:

@@ -15,7 +15,8 @@ from torch import nn
 
 import gpipe
 from gpipe.checkpoint import save
-from tests.support.jobs.training import FEATURES, MICRO_BATCHES, Json, batch, squares
+from tests.support.jobs.training import FEATURES, MICRO_BATCHES, Json, batch
+from tests.support.plain_loop import squares
 from tests.support.processes.faults import strike
 from tests.support.processes.marks import FOLDER, mark
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.jobs.training import Json, squares
-from tests.support.plain_loop import one_thread, plain_loop, run_layers
+from tests.support.jobs.training import Json
+from tests.support.plain_loop import one_thread, plain_loop, run_layers, squares, weights_of
 from tests.support.processes.marks import mark
 
 FEATURES, LAYERS, MICRO_BATCHES = 6, 4, 4
@@ -110,8 +110,7 @@ SCRIPTS = {
 
 def build() -> list[nn.Module]:
     """The layers, of the same weights every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
+    with weights_of(4):
         return [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.3), nn.Tanh()) for _ in range(LAYERS)]
 
 

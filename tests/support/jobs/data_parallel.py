@@ -14,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gpipe
-from gpipe.distributed import reduce as collectives
 from gpipe.distributed import process_row as process
+from gpipe.distributed import reduce as collectives
 from tests.support.jobs.training import Json
+from tests.support.plain_loop import weights_of
 from tests.support.processes.marks import FOLDER
 
 STEPS = 4
@@ -29,8 +30,7 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 def seeded(*build: Any) -> list[nn.Module]:
     """Layers of the same weights every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
+    with weights_of(5):
         return [make() for make in build]
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.support.jobs.training import batch, build, make, squares
+from tests.support.jobs.training import batch, build, make
+from tests.support.plain_loop import squares
 from tests.support.processes.faults import Fault
 
 

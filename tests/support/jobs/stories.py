@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.jobs.training import Json, squares
+from tests.support.jobs.training import Json
+from tests.support.plain_loop import squares, weights_of
 from tests.support.processes.faults import FaultError, strike
 from tests.support.processes.marks import FOLDER, mark
 
@@ -44,8 +45,7 @@ class Guarded(nn.Linear):
 
 def build(world: int) -> list[nn.Module]:
     """One layer a rank, of the same weights every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
+    with weights_of(5):
         return [Guarded(FEATURES, FEATURES) for _ in range(world)]
 
 

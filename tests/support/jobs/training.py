@@ -8,10 +8,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.nn.functional import mse_loss
 
 import gpipe
-from tests.support.plain_loop import plain_loop
+from tests.support.plain_loop import plain_loop, squares, weights_of
 from tests.support.processes.faults import Fault, Faulty, faulty_loss, strike
 
 FEATURES, LAYERS, MICRO_BATCHES, STEPS = 6, 8, 4, 3
@@ -38,8 +37,7 @@ def faulty_layer(stage: int, partitions: int) -> int:
 
 def build(fault: Fault, runtime: str) -> list[nn.Module]:
     """The layers, of the same weights every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with weights_of(3):
         layers: list[nn.Module] = []
         for _ in range(LAYERS // 2):
             layers += [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(DROPOUT[runtime]), nn.Tanh())]
@@ -64,11 +62,6 @@ def loss_at(step: int, fault: Fault, runtime: str, length: int = 0) -> LossFunct
     if fault.phase != "loss" or step != fault.step:
         return squares
     return faulty_loss(squares, fault, batch(step, runtime, length)[1].tensor_split(MICRO_BATCHES)[fault.micro_batch])
-
-
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    """The loss."""
-    return mse_loss(output, target)
 
 
 class TorchGPipe:

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.distributed import rendezvous
-from tests.support.plain_loop import plain_loop
+from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.listening import Listening, family, listening_sockets
 
 FEATURES, ROWS, MICRO_BATCHES, SOUND_STEPS = 8, 10, 4, 3
@@ -78,11 +77,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     made = torch.randn(2, ROWS, LENGTHS[step % len(LENGTHS)], FEATURES, generator=generator)
     return made[0], made[1]
-
-
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    """The loss."""
-    return mse_loss(output, target)
 
 
 def local_losses(world: int) -> list[float]:

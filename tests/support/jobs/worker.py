@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support.jobs.training import batch, build, faulty_layer, make, squares
+from tests.support.jobs.training import batch, build, faulty_layer, make
+from tests.support.plain_loop import squares
 from tests.support.processes.faults import Fault
 
 
