@@ -17,6 +17,7 @@ FLOORS = (
     {FACE},
     {"checkpoint", "amp", "nonfinite"},
     {"pipeline"},
+    {"module"},
     {"findings"},
     {"build"},
     {"distributed"},

@@ -3,6 +3,7 @@
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, Self, overload
 
 import torch
@@ -96,6 +97,18 @@ class Partitioned(nn.Module):
         first = self._tied_names if remove_duplicate else {}
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
+
+    def close(self) -> None:
+        """Ends the rank threads, and the links to other processes; the next step makes new ones."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets what is the pipe's own also where a layer has the same name; layers stay what they are."""

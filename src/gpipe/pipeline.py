@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -345,15 +344,3 @@ class GPipe(Partitioned):
     def summary(self) -> str:
         """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
         return summary(self._settings, self.plan, self.findings)
-
-    def close(self) -> None:
-        """Ends the rank threads, and the links to other processes; the next step makes new ones."""
-        self._session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.plan.order import linearize
-from gpipe.runtime import rows as steps
+from gpipe.runtime import steps
 from gpipe.values.microbatch import Reduction
 from tests.support.addresses import twins
 from tests.support.plain_loop import (

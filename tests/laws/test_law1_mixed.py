@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe.runtime import others
-from gpipe.runtime.mailbox import Mailbox
+from gpipe.runtime.others import Mailbox
 from gpipe.runtime.steps import Step
 from gpipe.runtime.worker import Worker
 from gpipe.values.boundary import BoundaryValue

@@ -64,6 +64,18 @@ def test_models_that_mix_everything(world: int, mixed: list[tuple[Task, Digests,
             assert not wrong(ranks, plain, is_statistic(task)), f"unlike the plain loop: {task.model.kinds}"
 
 
+@pytest.mark.parametrize(("world", "name", "each"), [(2, "loop", 2), (2, "v", 2), (2, "backwards", 2), (3, "v", 2)])
+def test_several_stages_on_each_rank(
+    world: int, name: str, each: int, mixed: list[tuple[Task, Digests, Digests]], crew: Crew
+) -> None:
+    found = by_model(answers(crew.run(jobs.placed_mixed, MIXED, name, each, world=world)))
+    assert sum(map(bool, found)) > CAN_BE_CUT / 2 * len(found)
+    for ranks, (task, local, plain) in zip(found, mixed, strict=True):
+        if ranks:
+            assert not wrong(ranks, local), f"unlike the local run: {task.model.kinds}"
+            assert not wrong(ranks, plain, is_statistic(task)), f"unlike the plain loop: {task.model.kinds}"
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_models_run_in_any_way(world: int, various: list[Digests], crew: Crew) -> None:
     found = by_model(answers(crew.run(jobs.various, VARIOUS, world=world)))

@@ -21,7 +21,7 @@ from gpipe.comm.codec import decode, encode
 from gpipe.layers import buffers
 from gpipe.layers import inplace as loans
 from gpipe.runtime import minibatch as run
-from gpipe.runtime.mailbox import Mailbox
+from gpipe.runtime.others import Mailbox
 from gpipe.values.messages import Label, Message, ReadyEvent
 from tests.support.addresses import Behind, Third, in_the_middle
 from tests.support.odd_layers import Fork, Join

@@ -22,8 +22,8 @@ from gpipe.runtime.engine import Engine
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.others import Alone, Others
 from gpipe.runtime.recorder import Recorder
-from gpipe.runtime.rows import CompiledProgram
 from gpipe.runtime.state import Output
+from gpipe.runtime.steps import CompiledProgram
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Control, Label
 from gpipe.values.tree import Tree

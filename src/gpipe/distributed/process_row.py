@@ -27,7 +27,7 @@ from gpipe.plan.program import Program
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.minibatch import is_sharded
 from gpipe.runtime.notes import in_words
-from gpipe.runtime.rows import CompiledProgram, CompiledRows
+from gpipe.runtime.steps import CompiledProgram, CompiledRows
 from gpipe.values.messages import Control, Transport
 
 SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"

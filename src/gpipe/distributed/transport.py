@@ -5,7 +5,7 @@ from collections.abc import Callable
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.comm.status import Seen
-from gpipe.runtime.rows import Inbound
+from gpipe.runtime.steps import Inbound
 from gpipe.values.messages import Label, Message, ReadyEvent
 
 

@@ -1,6 +1,7 @@
 """A stage: consecutive layers on one device, tensors in, tensors out."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,10 +14,11 @@ from gpipe.layers.buffers import Buffers
 from gpipe.layers.inplace import InPlaceCheck
 from gpipe.layers.skips import Pop, Stashed, alias, unpack
 from gpipe.rng.visit import Visit
-from gpipe.values.autograd_graph import leaves_of
+from gpipe.values.autograd_graph import find_ancestors, leaves_of
+from gpipe.values.boundary import BoundaryValue, cut
 from gpipe.values.digest import differ, digest
 from gpipe.values.layout import copy_of, storage_address
-from gpipe.values.tree import Tree, replace_tensors, tensors_in
+from gpipe.values.tree import Tree, replace_tensors, tensors_in, version
 
 LOSS = "loss_fn"
 """What stands behind the last layer, in words."""
@@ -113,9 +115,35 @@ class Stage:
     def begin(self) -> None:
         """Begins a run: notes what its layers' modes are, for the whole of it."""
         self._memory: set[int] | None = None
+        self._ancestors: dict[int, set[int]] = {}
         self.modes = tuple([layer.module.training for layer in self.layers])
 
-    def apart(self, tensor: Tensor) -> Tensor:
+    def cut(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
+        """Cuts what leaves the stage from its graph: what to send, and the tensors whose gradients come back.
+
+        Buffers leave as copies, since a later forward may write them. What crosses is told which of its leaves others
+        were made from that cross too, as in the first micro-batch of the run, and whether it shares memory with them.
+        """
+        found = [cut(value) for value in values]
+        crossings, roots = [crossing for crossing, _ in found], [some for _, some in found]
+        flat = [root for some in roots for root in some]
+        if len(flat) not in self._ancestors:
+            self._ancestors[len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
+        first = 0
+        for crossing, some in zip(crossings, roots, strict=True):
+            crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
+            first += len(some)
+            if not all(tensor.requires_grad for tensor in tensors_in(crossing.value)):
+                crossing.value = replace_tensors(crossing.value, self._apart)
+            crossing.check(self)  # notes versions
+        if len(crossings) > 1:
+            storages = [{storage_address(tensor) for tensor in tensors_in(one.value)} - {0} for one in crossings]
+            used = Counter(address for some in storages for address in some)
+            for crossing, own in zip(crossings, storages, strict=True):
+                crossing.shares_storage = any(used[address] > 1 for address in own)
+        return crossings, roots
+
+    def _apart(self, tensor: Tensor) -> Tensor:
         """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
         if self._memory is None:
             held = (t for layer in self.layers for t in (*layer.module.parameters(), *layer.module.buffers()))
@@ -125,6 +153,11 @@ class Stage:
     def weights(self) -> set[int]:
         """The parameters of the layers, by identity."""
         return {id(weight) for layer in self.layers for weight in layer.module.parameters()}
+
+    def gradients(self) -> list[tuple[int, int]]:
+        """What gradients the parameters have, and how often these were added to."""
+        grads = [p.grad for layer in self.layers for p in layer.module.parameters()]
+        return [(id(grad), version(grad)) for grad in grads]
 
     def forward(
         self,

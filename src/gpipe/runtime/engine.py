@@ -18,8 +18,8 @@ from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, forward_only_rows
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.others import Alone, Others
-from gpipe.runtime.rows import CompiledProgram
 from gpipe.runtime.state import MiniBatch
+from gpipe.runtime.steps import CompiledProgram
 from gpipe.runtime.streams import RankStream, streams_on
 from gpipe.runtime.threads import RankThreads
 from gpipe.runtime.worker import Worker

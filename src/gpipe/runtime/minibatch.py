@@ -18,8 +18,8 @@ from gpipe.rng.random_ops import CPU, unseeded
 from gpipe.runtime.modes import Ambient
 from gpipe.runtime.others import Others
 from gpipe.runtime.recorder import Recorder
-from gpipe.runtime.rows import CompiledProgram, CompiledRows
 from gpipe.runtime.state import MiniBatch, Output
+from gpipe.runtime.steps import CompiledProgram, CompiledRows
 from gpipe.runtime.threads import RankThreads
 from gpipe.runtime.walk import lockstep, walk
 from gpipe.runtime.worker import Worker

@@ -1,11 +1,21 @@
-"""What a rank does in one step, and how a stage is connected to others: as the program says it."""
+"""A program, compiled to the steps that workers do: what each takes and gives is what the table says.
 
+A value or gradient that a program sends crosses ranks; where both ends of a route are on one rank, the program sends
+nothing, and the rank hands it over to itself. Transfers are no steps of their own: whoever makes a value sends it at
+once, in the order of the row, and whoever needs it waits for it then.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipe.plan.action import MAIN, Action, Kind, Route
-from gpipe.plan.program import Program
+from gpipe.plan.action import MAIN, TRANSFERS, Action, Kind, Route
+from gpipe.plan.lower import halves
+from gpipe.plan.order import linearize
+from gpipe.plan.program import Program, ScheduleError
+from gpipe.plan.rules import receiver_of, sender_of
 from gpipe.values.messages import Label
 
 
@@ -87,3 +97,106 @@ class Step(NamedTuple):
     micro_batch: int
     takes: tuple[Transfer, ...]
     gives: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class Inbound:
+    """What a rank receives from others: for each message the place of its RECEIVE in the row; and who sends any."""
+
+    due: Mapping[Label, int]
+    senders: frozenset[int]
+
+
+@dataclass(frozen=True)
+class CompiledRows:
+    """A program or half of one, as it is walked.
+
+    `order`, if given, is the order in which one thread alone walks it; any legal one gives the same bits.
+    """
+
+    program: Program
+    connections: Sequence[Connections]
+    order: Sequence[tuple[int, int, Action]] = ()
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Step, ...], ...]:
+        """What each rank does."""
+        return tuple(
+            tuple(self._steps((rank, at, action) for at, action in enumerate(row)))
+            for rank, row in enumerate(self.program.rows)
+        )
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """What all ranks do, in one legal total order."""
+        return tuple(self._steps(self.order or linearize(self.program)))
+
+    def inbound(self, rank: int) -> Inbound:
+        """What a rank receives."""
+        numbers = {route: number for number, route in enumerate(self.program.routes)}
+        due, senders = {}, set()
+        for at, action in enumerate(self.program.rows[rank]):
+            if action.kind is Kind.RECEIVE:
+                assert action.route is not None
+                assert action.micro_batch is not None
+                due[Label(numbers[action.route], action.micro_batch, action.carries_gradient)] = at
+                senders.add(self.program.rank_of[sender_of(action)])
+        return Inbound(due, frozenset(senders))
+
+    def _steps(self, order: Iterable[tuple[int, int, Action]]) -> Iterator[Step]:
+        for rank, at, action in order:
+            if action.kind not in TRANSFERS:
+                takes, gives = self._transfers(action)
+                yield Step(rank, at, action, action.stage, action.micro_batch or 0, takes, gives)
+
+    def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+        """What an action takes and gives: values down the routes, gradients up. A recompute waits for nothing."""
+        ends = self.connections[action.stage]
+        if action.kind is Kind.FORWARD:
+            takes, gives = ends.ins, ends.outs
+        elif action.kind is Kind.BACKWARD:
+            takes, gives = ends.outs, ends.ins
+        else:
+            return (), ()
+        return (
+            tuple(self._transfer(Kind.RECEIVE, action, one) for one in takes),
+            tuple(self._transfer(Kind.SEND, action, one) for one in gives),
+        )
+
+    def _transfer(self, kind: Kind, action: Action, one: Connection) -> Transfer:
+        assert action.micro_batch is not None
+        transfer = Action(kind, action.stage, action.micro_batch, one.route)
+        other = sender_of(transfer) if kind is Kind.RECEIVE else receiver_of(transfer)
+        peer: int | None = self.program.rank_of[other]
+        if transfer not in self.program.actions:
+            if peer != self.program.rank_of[action.stage]:
+                raise ScheduleError(f"{action} needs {transfer}, which this program does not have")
+            peer = None
+        return Transfer(peer, Label(one.number, action.micro_batch, action.kind is Kind.BACKWARD))
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program with its halves, and how its stages are connected."""
+
+    whole: CompiledRows
+    forward: CompiledRows
+    backward: CompiledRows
+    connections: tuple[Connections, ...]
+
+    @property
+    def program(self) -> Program:
+        """The whole table."""
+        return self.whole.program
+
+    @cached_property
+    def checksum(self) -> int:
+        """The same for the same program."""
+        return zlib.crc32(self.program.to_text().encode())
+
+    @classmethod
+    def of(cls, program: Program) -> "CompiledProgram":
+        """Compiles a program that keeps the laws."""
+        connections = tuple(Connections.of(program, stage) for stage in range(program.stages))
+        forward, backward = (CompiledRows(half, connections) for half in halves(program))
+        return cls(CompiledRows(program, connections), forward, backward, connections)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from gpipe.errors import RemoteError
 from gpipe.runtime.notes import add_note
 from gpipe.runtime.recorder import Recorder
-from gpipe.runtime.rows import CompiledRows
-from gpipe.runtime.steps import Step
+from gpipe.runtime.steps import CompiledRows, Step
 from gpipe.runtime.worker import Worker
 from gpipe.values.messages import Cancelled
 

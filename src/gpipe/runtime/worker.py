@@ -1,6 +1,5 @@
 """Performs the actions of one rank: the only code that runs layers or autograd."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -22,11 +21,10 @@ from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch, Output, Saved
 from gpipe.runtime.steps import Connections, Step
 from gpipe.runtime.streams import RankStream
-from gpipe.values.autograd_graph import failed_node, find_ancestors
+from gpipe.values.autograd_graph import failed_node
 from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter, run_backward
-from gpipe.values.layout import storage_address
 from gpipe.values.messages import Label, Message, ReadyEvent
-from gpipe.values.tree import Tree, replace_tensors, tensors_in
+from gpipe.values.tree import replace_tensors, tensors_in
 
 NO_GRADIENT = (
     "the loss needs no gradient: it depends on no parameter that requires one; "
@@ -81,10 +79,8 @@ class Worker:
         self.taken: list[Message] = []
         self.deferred: dict[int, Deferred] = {}
         self.commits: list[int] = []
-        self._ancestors: dict[tuple[int, int], set[int]] = {}
         self._doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
         self._seeds: dict[float, Tensor] = {}
-        self._work = {kind: self._work_of(kind) for kind in Kind}
         for stage, ends in stages.values():
             stage.begin()
             if ends.recomputed or batch.examines:
@@ -92,26 +88,9 @@ class Worker:
             if batch.deferred_batch_norm:
                 self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
 
-    def _work_of(self, kind: Kind) -> Callable[[Step], None]:
-        match kind:
-            case Kind.FORWARD:
-                return self.forward
-            case Kind.RECOMPUTE:
-                return self.recompute
-            case Kind.BACKWARD:
-                return self.backward
-            case Kind.COMMIT:
-                return self.commit
-            case Kind.TIE | Kind.REDUCE:
-                return self.close
-            case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.SEND | Kind.RECEIVE:
-                return _not_done
-            case _:
-                assert_never(kind)
-
     def do(self, step: Step) -> None:
         """Does a step, once what it takes is here."""
-        self._work[step.action.kind](step)
+        WORK[step.action.kind](self, step)
 
     def take(self, step: Step) -> ReadyEvent:
         """Waits until what a step takes from other ranks is here; says when the last of it was sent."""
@@ -140,13 +119,13 @@ class Worker:
         self.saved[step.stage, m] = saved
         again = m in ends.recomputed
         before = stage.buffers.before() if again else None
-        grads = gradients_of(stage) if self.batch.examines else None
+        grads = stage.gradients() if self.batch.examines else None
         if step.stage in self.deferred:
             with self.deferred[step.stage].collect(m):
                 made = self._run(stage, ends, saved, m)
         else:
             made = self._run(stage, ends, saved, m)
-        if grads is not None and grads != gradients_of(stage):
+        if grads is not None and grads != stage.gradients():
             raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=stage))
         if before is None:
             stage.buffers.forget()
@@ -154,13 +133,7 @@ class Worker:
             stage.buffers.after(before)
             saved.snapshot = before
         if ends.outs:
-            crossings = []
-            for value in made.values:
-                crossing, roots = cut(value)
-                crossings.append(crossing)
-                saved.roots.append(roots)
-            self._note_ancestors(step.stage, crossings, saved.roots)
-            self._part_memory(stage, crossings)
+            crossings, saved.roots = stage.cut(made.values)
             self._give(step, crossings)
         elif self.batch.loss_fn is None:
             self.batch.outputs[m] = Output.of(made.values[0])
@@ -172,31 +145,6 @@ class Worker:
             saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
         if not self.batch.trains:
             del self.saved[step.stage, m]
-
-    def _note_ancestors(
-        self, stage: int, crossings: Sequence[BoundaryValue], roots: Sequence[Sequence[Tensor]]
-    ) -> None:
-        """Notes which leaves others were made from that cross too: as in the first micro-batch of the run."""
-        flat = [root for some in roots for root in some]
-        if (stage, len(flat)) not in self._ancestors:
-            self._ancestors[stage, len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
-        first = 0
-        for crossing, some in zip(crossings, roots, strict=True):
-            crossing.ancestors = frozenset(at - first for at in self._ancestors[stage, len(flat)] if at >= first)
-            first += len(some)
-
-    def _part_memory(self, stage: Stage, crossings: Sequence[BoundaryValue]) -> None:
-        """Has buffers of the stage leave as copies, since a later forward may write them; notes who shares memory."""
-        for crossing in crossings:
-            if not all(tensor.requires_grad for tensor in tensors_in(crossing.value)):
-                crossing.value = replace_tensors(crossing.value, stage.apart)
-            crossing.check(stage)  # notes versions
-        if len(crossings) > 1:
-            used = Counter(
-                at for crossing in crossings for at in {storage_address(t) for t in tensors_in(crossing.value)} if at
-            )
-            for crossing in crossings:
-                crossing.shares_storage = any(used[storage_address(t)] > 1 for t in tensors_in(crossing.value))
 
     def recompute(self, step: Step) -> None:
         """Runs a stage's layers once more, for their graph."""
@@ -253,7 +201,7 @@ class Worker:
             crossing.check(stage)
         entered = [enter(crossing) for crossing in saved.given]
         saved.gradients = [one.gradients for one in entered]
-        arrived = {name: stash_of(one.value) for name, one in zip(ends.skips_in, entered, strict=False)}
+        arrived = {name: one.stashed for name, one in zip(ends.skips_in, entered, strict=False)}
         rng_key = self._moment(m, recomputing=recomputing)
         batch = self.batch
         for_loss = () if ends.outs else batch.loss_pops
@@ -372,17 +320,27 @@ class Worker:
         return layer or f"one of {', '.join(map(str, stage.layers))}"
 
 
-def _not_done(step: Step) -> Never:
+def _not_done(worker: Worker, step: Step) -> Never:
     raise ValueError(f"{step.action} is not done by a worker")
 
 
-def gradients_of(stage: Stage) -> list[tuple[int, int]]:
-    """What gradients the layers of a stage have, and how often they were added to."""
-    grads = [p.grad for layer in stage.layers for p in layer.module.parameters()]
-    return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
+def _work_of(kind: Kind) -> Callable[[Worker, Step], None]:
+    match kind:
+        case Kind.FORWARD:
+            return Worker.forward
+        case Kind.RECOMPUTE:
+            return Worker.recompute
+        case Kind.BACKWARD:
+            return Worker.backward
+        case Kind.COMMIT:
+            return Worker.commit
+        case Kind.TIE | Kind.REDUCE:
+            return Worker.close
+        case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.SEND | Kind.RECEIVE:
+            return _not_done
+        case _:
+            assert_never(kind)
 
 
-def stash_of(value: Tree) -> Tensor | None:
-    """The value of a skip route."""
-    assert value is None or isinstance(value, Tensor)
-    return value
+WORK = {kind: _work_of(kind) for kind in Kind}
+"""How a worker does each kind of action."""

@@ -150,6 +150,12 @@ class Entered:
     aliases: list[Tensor]
     gradients: Gradients
 
+    @property
+    def stashed(self) -> Tensor | None:
+        """The value of a skip route."""
+        assert self.value is None or isinstance(self.value, Tensor)
+        return self.value
+
     def hooked(self) -> set[int]:
         """The leaves at whose gradients somebody wants to look, or which somebody wants to change."""
         return {at for at, alias in enumerate(self.aliases) if alias._backward_hooks or alias.retains_grad}

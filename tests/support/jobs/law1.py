@@ -14,6 +14,7 @@ from tests.support.addresses import twins
 from tests.support.law1_stories import MICRO_BATCHES, SEED, STORIES
 from tests.support.mixed_tasks import Task, generate_task, generate_way
 from tests.support.outcomes import Outcome, train_twice
+from tests.support.placements import placed
 from tests.support.plain_loop import REMATS, Tree, plain_loop, plain_outputs
 from tests.support.processes.digests import Digests, digests, own_inputs
 from tests.support.random_cases import Case, random_case, run, run_plain
@@ -30,12 +31,18 @@ def mixed(rank: int, world: int, seeds: list[int]) -> list[Digests | None]:
     return [run_task(task_of(seed), Random(f"{seed} {world}"), rank, world) for seed in seeds]
 
 
-def run_task(task: Task, draw: Random, rank: int, world: int) -> Digests | None:
-    way = generate_way(draw, task.model, world)
+def run_task(task: Task, draw: Random, rank: int, stages: int) -> Digests | None:
+    way = generate_way(draw, task.model, stages)
     if way is None:
         return None
     with mixed_tasks.make(task.model, task, replace(way, driver="process")) as pipe:
-        return digests(own_inputs(mixed_tasks.run(task, pipe), rank))
+        return digests(own_inputs(mixed_tasks.run(task, pipe), 0 if pipe.reads_inputs else rank or 1))
+
+
+def placed_mixed(rank: int, world: int, seeds: list[int], name: str, each: int) -> list[Digests | None]:
+    """Likewise, with several stages on each rank."""
+    with placed(name, each):
+        return [run_task(task_of(seed), Random(f"{seed} {world}"), rank, world * each) for seed in seeds]
 
 
 def case_of(seed: int) -> Case:
