@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from gpipe.build.arguments import (
     Mistakes,
@@ -19,7 +18,8 @@ from gpipe.build.arguments import (
     read_seed,
 )
 from gpipe.comm.mesh import Position
-from gpipe.costs.measure import as_in_training, count_flops, measure_by, measure_seconds
+from gpipe.costs.counts import count_flops, count_parameters
+from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
 from gpipe.layers.build import Layers, Outline, named_layers
 from gpipe.layers.invalid_layers import find_without_values
 from gpipe.layers.tied import Tied, tie
@@ -198,7 +198,7 @@ def _find_costs(
         case "flops":
             return count_flops(layers, sample)
         case None | "params":
-            return [max(1, sum(p.numel() for p in layer.parameters() if not is_lazy(p))) for layer in layers]
+            return count_parameters(layers)
         case _:
             return costs
 

@@ -19,10 +19,11 @@ from gpipe.distributed.reduce import (
 )
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.distributed.transport import P2P
+from gpipe.intra_op import intra_op_threads
 from gpipe.layers.stage import LayerProgress, layer_at
 from gpipe.plan.action import Kind
 from gpipe.plan.program import Program
-from gpipe.runtime.minibatch import MiniBatchRun, intra_op_threads
+from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.rows import CompiledRows

@@ -8,7 +8,7 @@ which are added first, so a stash and each pop get a node of their own (`alias`)
 summed at its pop, the pops from the last layer to the first at the stash, and that sum joins the main line last.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -198,11 +198,3 @@ def run_layer(layer: nn.Module, value: object, held: dict[str, Stashed]) -> obje
     result, tensors = unpack(result, stash)
     held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
     return result
-
-
-def routes_of(pops: Sequence[Pop], stage_of: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """(source stage, target stage, name) of the uses that cross a stage boundary, the last layer's first."""
-    for pop in sorted(pops, key=lambda pop: -pop.target):
-        source, target = stage_of[pop.source], stage_of[pop.target]
-        if source != target:
-            yield source, target, pop.route_name

@@ -1,15 +1,13 @@
 """One mini-batch on its way through the stages of a process."""
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import torch
-
+from gpipe.intra_op import intra_op_threads
 from gpipe.layers.recompute_check import RecomputeError
 from gpipe.layers.shared_buffers import SharedBufferCheck
 from gpipe.layers.weight_aliases import WeightAliases
@@ -209,14 +207,3 @@ def _row(
 ) -> None:
     with ambient.rank_thread():
         walk(worker, part, transport, recorder)
-
-
-@contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Lets an operation use so many CPU threads inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
