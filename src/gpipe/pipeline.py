@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import torch
 from torch import Tensor, nn
 
+from gpipe.build.arguments import Arguments, Costs
 from gpipe.build.assemble import assemble
-from gpipe.build.settings import Arguments, Costs
 from gpipe.build.unknown_arguments import (
     TOO_MANY_FOR_CALLS,
     TOO_MANY_FOR_PIPES,

@@ -17,7 +17,7 @@ from gpipe.layers.losses import (
     holds_ignored_labels,
 )
 from gpipe.runtime.modes import Ambient
-from gpipe.values.input_checks import find_strange_values, find_uncut_lists
+from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
 from gpipe.values.microbatch import Reduction, count_rows, rows_of_parts, split, weights
 from gpipe.values.tree import Tree, tensors_in
 
@@ -147,7 +147,7 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     found = []
     mistakes: list[str] = []
     for what, tree in trees.items():
-        mistakes += find_uncut_lists(what, tree, rows) if parts > 1 else []
+        mistakes += find_unsplit_lists(what, tree, rows) if parts > 1 else []
         try:
             found.append(split(tree, rows, parts, what))
         except ValueError as error:
@@ -163,7 +163,7 @@ def check_values(**trees: Tree) -> None:
     Raises:
         TypeError: Names all that cannot.
     """
-    strange = [text for what, tree in trees.items() for text in find_strange_values(what, tree)]
+    strange = [text for what, tree in trees.items() for text in find_unsplittable(what, tree)]
     if strange:
         raise TypeError("\n".join(strange))
 
