@@ -32,7 +32,7 @@ from gpipe.findings.examination import Examination
 from gpipe.findings.summary import summary
 from gpipe.layers.build import Layers, release
 from gpipe.layers.losses import NO_METRICS
-from gpipe.layers.skips import Sequential, find_loss_pops, names, refuse_unused
+from gpipe.layers.skips import Sequential, find_loss_pops, refuse_unused_stashes, skip_names
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.simulate import Plan, predict
@@ -429,8 +429,8 @@ class GPipe(nn.Module):
             refuse_gradients_of_inputs(values)
         batch.inputs = [BoundaryValue(value, []) for value in values]
         batch.loss_fn = given.loss_fn
-        layers, popped = self._engine.layers, names(given.loss_fn, "pop")
-        refuse_unused(layers, popped)
+        layers, popped = self._engine.layers, skip_names(given.loss_fn, "pop")
+        refuse_unused_stashes(layers, popped)
         batch.loss_pops = find_loss_pops(layers, popped)
 
     def _batch(self, ambient: Ambient) -> MiniBatch:

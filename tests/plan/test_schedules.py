@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.strategies import LAW, closed, listed, remats, skips
 
 from gpipe.plan.action import Kind, Route
 from gpipe.plan.cost import unit_costs
@@ -15,6 +14,7 @@ from gpipe.plan.program import Program, Rows
 from gpipe.plan.schedules import SCHEDULES, Placement, Schedule, fill_drain, forward_only, forward_only_rows
 from gpipe.plan.schedules.placement import loop
 from gpipe.plan.simulate import simulate
+from tests.support.programs import LAW, closed, listed, remats, skips
 
 PAGES = {**{name: schedule.rows for name, schedule in SCHEDULES.items()}, "forward only": forward_only_rows}
 TRAINING = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}

@@ -179,6 +179,7 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
 
 
 def check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistakes) -> None:
+    """Notes costs that would be measured where no process has all layers."""
     mistakes.check(
         sketch is None or not sketch.makers or not (asked.in_seconds or callable(asked.costs)),
         "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
@@ -186,6 +187,7 @@ def check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistake
 
 
 def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
+    """Notes numbers below 1, and names of a schedule, driver or balance that are not known."""
     m, threads = asked.micro_batches, asked.intra_op_threads
     mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{as_int(m)}")
     mistakes.check(
@@ -198,6 +200,7 @@ def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
 
 
 def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
+    """Notes costs that are none, too few or too many, or cannot be had without a sample."""
     by_name = isinstance(costs, str)
     if callable(costs) or (by_name and costs in ("time", "flops")):
         wanted = repr(costs) if by_name else "a function"

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gpipe.layers.skips import names, unpack
+from gpipe.layers.skips import skip_names, unpack_stashes
 from gpipe.rng.visit import visit
 from gpipe.values.boundary import cut, run_backward
 from gpipe.values.layout import copy_of
@@ -30,7 +30,7 @@ def for_each(
     value: Tree = sample
     held: dict[str, Tensor | None] = {}
     for index, layer in enumerate(layers):
-        run = LayerRun(index, layer, value, {name: held[name] for name in names(layer, "pop")})
+        run = LayerRun(index, layer, value, {name: held[name] for name in skip_names(layer, "pop")})
         try:
             with _untouched(layer):
                 numbers.append(measure(run))
@@ -66,8 +66,8 @@ class LayerRun:
     def forward(self, given: tuple[Tree, dict[str, Tensor | None]]) -> LayerOutput:
         """Runs the layer; gives what it returns, and what it stashes."""
         result = self.call(given[0], **given[1])
-        stash = names(self.layer, "stash")
-        return unpack(result, stash) if stash else (result, {})
+        stash = skip_names(self.layer, "stash")
+        return unpack_stashes(result, stash) if stash else (result, {})
 
     def warm_up(self) -> None:
         """Runs the layer for the first time."""

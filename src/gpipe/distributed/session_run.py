@@ -121,7 +121,9 @@ class DistributedRun(MiniBatchRun):
             return
         (deferred,) = worker.deferred.values()
         with worker.stream.enter():
-            deferred.hear(tell_replicas(self.engine.net, self._place, Control.DEFERRED_STATISTICS, deferred.told()))
+            deferred.merge_replicas(
+                tell_replicas(self.engine.net, self._place, Control.DEFERRED_STATISTICS, deferred.to_tensors())
+            )
 
     def _add_up(self) -> None:
         """Done by TIE."""

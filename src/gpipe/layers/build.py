@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gpipe.layers.invalid_layers import describe_invalid_layer, describe_invalid_sequence, is_maker
 from gpipe.layers.remote_parameter import stand_in
-from gpipe.layers.skips import find_pops, names
+from gpipe.layers.skips import find_pops, skip_names
 from gpipe.layers.stage import Layer, Stage
 from gpipe.layers.tied import find_shared
 from gpipe.rng.visit import visit_key
@@ -259,7 +259,7 @@ def cut_into_stages(
             index,
             name,
             module,
-            stash=names(module, "stash"),
+            stash=skip_names(module, "stash"),
             pop=tuple(pop for pop in pops if pop.target == index),
         )
         for index, (name, module) in enumerate(named.items())

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gpipe.layers.buffers import Buffers
 from gpipe.layers.inplace import InPlaceCheck
-from gpipe.layers.skips import Pop, Stashed, alias, unpack
-from gpipe.rng.visit import Visit
+from gpipe.layers.skips import Pop, Stashed, alias, unpack_stashes
+from gpipe.rng.visit import PipeVisit
 from gpipe.values.autograd_graph import leaves_of
 from gpipe.values.digest import differ, digest
 from gpipe.values.layout import copy_of, storage_address
@@ -46,14 +46,14 @@ class Layer:
     module: nn.Module
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
-    weights: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see shared.py)
+    aliased: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see weight_aliases)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
 
     def run(self, value: Tree, popped: Mapping[str, Tensor | None], rng_key: RngKey) -> object:
         """Runs the module, its randomness keyed."""
-        with self.weights, Visit(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
+        with self.aliased, PipeVisit(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
             return self.module(value, **popped)
 
 
@@ -122,7 +122,7 @@ class Stage:
             self._memory = {storage_address(t) for t in held} - {0}
         return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
 
-    def weights(self) -> set[int]:
+    def parameter_ids(self) -> set[int]:
         """The parameters of the layers, by identity."""
         return {id(weight) for layer in self.layers for weight in layer.module.parameters()}
 
@@ -189,7 +189,7 @@ class Stage:
         result = layer.run(value, popped, rng_key)
         if not layer.stash:
             return result
-        result, tensors = unpack(result, layer.stash)
+        result, tensors = unpack_stashes(result, layer.stash)
         held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return result
 
@@ -208,6 +208,6 @@ class Stage:
                 return layer
             value = made[0]
             if layer.stash:
-                value, tensors = unpack(value, layer.stash)
+                value, tensors = unpack_stashes(value, layer.stash)
                 held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return None

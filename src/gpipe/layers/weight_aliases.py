@@ -67,14 +67,14 @@ class WeightAliases:
                     stack.callback(parameter.register_hook(self._refuse).remove)
             for index, aliases in by_layer.items():
                 if index in self._in_turn:
-                    self._layers[index].weights = _InTurn(self._turn, aliases)
+                    self._layers[index].aliased = _InTurn(self._turn, aliases)
                 else:
                     stack.enter_context(_Aliased(aliases))
             try:
                 yield
             finally:
                 for index in self._in_turn:
-                    self._layers[index].weights = _OWN
+                    self._layers[index].aliased = _OWN
 
     def _refuse(self, gradient: Tensor) -> None:
         """Refuses a gradient that comes to a shared parameter itself, not to an alias."""

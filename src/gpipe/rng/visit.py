@@ -66,7 +66,7 @@ def _start(place: tuple[int, int, int, int], device: torch.device) -> torch.Gene
     return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(visit_key(*place))
 
 
-class Visit(visit):
+class PipeVisit(visit):
     """A visit in a pipe, which runs the backward too."""
 
     piped = True

@@ -15,7 +15,7 @@ from gpipe.distributed.agree import LINKING, Agreement
 from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.session_run import DistributedRun
 from gpipe.distributed.sync_batchnorm import find_norms
-from gpipe.layers.batchnorm import find_drift
+from gpipe.layers.batchnorm import find_replica_drift
 from gpipe.layers.shared_buffers import find_shared_buffers, find_shared_norm
 from gpipe.layers.skips import Pop, find_loss_pops
 from gpipe.layers.stage import Stage
@@ -100,7 +100,7 @@ class Engine:
         settled = (
             self.deferred_batch_norm or self.sync_batch_norm or self.position is None or self.position.replicas == 1
         )
-        return [] if settled else find_drift([layer.module for stage in self.own for layer in stage.layers])
+        return [] if settled else find_replica_drift([layer.module for stage in self.own for layer in stage.layers])
 
     @property
     def streams(self) -> dict[int, RankStream]:

@@ -18,7 +18,7 @@ from gpipe.layers.losses import (
 )
 from gpipe.runtime.modes import Ambient
 from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
-from gpipe.values.microbatch import Reduction, count_rows, rows_of_parts, split, weights
+from gpipe.values.microbatch import Reduction, count_rows, loss_weights, rows_of_parts, split
 from gpipe.values.tree import Tree, tensors_in
 
 NO_GRAPH = (
@@ -61,10 +61,10 @@ class StepInputs(NamedTuple):
             TypeError: The reduction is none of those known.
         """
         if self.reduction is not None:
-            return weights(self.reduction, rows, targets, over_replicas)
+            return loss_weights(self.reduction, rows, targets, over_replicas)
         check_weights_of_rows(self.loss_fn, targets, rows)
         reduction = for_targets(find_reduction(self.loss_fn) or "mean", self.targets)
-        return weights(reduction, rows, targets, over_replicas)
+        return loss_weights(reduction, rows, targets, over_replicas)
 
     def findings(self) -> list[str]:
         """What is to be said of the way in which these losses are averaged."""

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe.layers.batchnorm import Deferred
+from gpipe.layers.batchnorm import DeferredStatistics
 from gpipe.layers.buffers import SavedBuffers
 from gpipe.layers.inplace import SHARED_IN_PLACE
-from gpipe.layers.losses import as_made, read_loss, with_own_version
+from gpipe.layers.losses import clone_of_leaf_view, read_loss, with_own_version
 from gpipe.layers.recompute_check import Fingerprint, otherwise
 from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
 from gpipe.layers.weight_owners import HOOKED, WeightOwners, tensors_left_on
 from gpipe.plan.action import Action, Kind
-from gpipe.rng.visit import InBackward, Visit
+from gpipe.rng.visit import InBackward, PipeVisit
 from gpipe.runtime.batch import MiniBatch, Output
 from gpipe.runtime.saved import Saved, Store
 from gpipe.runtime.steps import Wiring
@@ -79,7 +79,7 @@ class Worker:
         self.transport = transport
         self.store: Store = {}
         self.taken: list[Message] = []
-        self.deferred: dict[int, Deferred] = {}
+        self.deferred: dict[int, DeferredStatistics] = {}
         self.commits: list[Callable[[], None]] = []  # for the end: a failed step changes no statistics
         self.closing: Mapping[Kind, Callable[[], None]] = {}  # what several processes do together
         self.new_progress: Callable[[], LayerProgress] = LayerProgress
@@ -93,7 +93,7 @@ class Worker:
             if wires.recomputed or batch.examines:
                 stage.buffers.find()
             if batch.deferred_batch_norm:
-                self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
+                self.deferred[stage.index] = DeferredStatistics.of(stage.buffers.modules)
 
     def take(self, step: Step) -> ReadyEvent:
         """Waits until what a step takes from other ranks is here; says when the last of it was sent."""
@@ -259,10 +259,10 @@ class Worker:
         batch = self.batch
         assert batch.loss_fn is not None
         target = replace_tensors(batch.targets[m], with_own_version)
-        value = replace_tensors(made.values[0], as_made)
+        value = replace_tensors(made.values[0], clone_of_leaf_view)
         if not self.stream.alone:
             target = replace_tensors(target, lambda tensor: self.stream.bring(tensor, None))
-        with Visit(batch.seed, batch.step, batch.loss_index, batch.first + m):
+        with PipeVisit(batch.seed, batch.step, batch.loss_index, batch.first + m):
             return batch.loss_fn(value, target, **made.for_loss)
 
     def backward(self, step: Step) -> None:

@@ -125,7 +125,7 @@ def rows_of_parts(rows: int, parts: int) -> list[int]:
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
-def weights(
+def loss_weights(
     reduction: Reduction,
     rows: Sequence[int],
     targets: Sequence[Tree],
