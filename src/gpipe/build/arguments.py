@@ -1,4 +1,4 @@
-"""The arguments of `GPipe`: what the user gave, and how each is read; what is wrong is noted, to be raised at once."""
+"""The arguments of `GPipe`: what the user gave, and how each is read; what is wrong is noted, to be raised together."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

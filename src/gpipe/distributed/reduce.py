@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
+from gpipe.layers.stage import stage_of_layers
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.values.boundary import BoundaryValue, Gradients
 from gpipe.values.messages import Control, Label, Message
@@ -35,7 +36,7 @@ def add_over_stages(engine: "Engine", aliases: WeightAliases) -> None:
     position = engine.position
     assert position is not None
     label = Label(Control.TIED_GRADIENTS, 0, gradient=True)
-    stage_of = [stage.index for stage in engine.stages for _ in stage.layers]
+    stage_of = stage_of_layers(engine.stages)
     found = {at: dict(aliases.gradients(at)) for at in sorted(aliases.shared)}
     common: dict[int, list[int]] = {}  # which shared parameters each other stage uses as well
     for at in found:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gpipe.layers.invalid_layers import describe_invalid_layer, describe_invalid_sequence, is_maker
 from gpipe.layers.remote_parameter import stand_in
 from gpipe.layers.skips import find_pops, skip_names
-from gpipe.layers.stage import Layer, Stage
+from gpipe.layers.stage import Layer, Stage, stage_of_layers
 from gpipe.layers.tied import find_shared
 from gpipe.rng.visit import visit_key
 from gpipe.values.layout import moved
@@ -253,7 +253,6 @@ def cut_into_stages(
     """The stages of so many layers each; the modules of stages that are `own`, or all, are moved to their devices."""
     own = range(len(counts)) if own is None else own
     pops = find_pops(list(named.values()))
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
     layers = [
         Layer(
             index,
@@ -275,7 +274,7 @@ def cut_into_stages(
         stages.append(Stage(index, held, device))
         first += count
     for shared in find_shared(list(named.values())):  # each lives where it is first used
-        home = stage_of[min(shared.slots)]
+        home = stage_of_layers(stages)[min(shared.slots)]
         if home in own:
             shared.parameter.data = moved(shared.parameter.data, stages[home].device)
     return stages

@@ -106,7 +106,7 @@ class Stage:
         self.layers = tuple(layers)
         self.device = device
         self.buffers = Buffers([layer.module for layer in layers])
-        self.loans = InPlaceCheck()
+        self.in_place = InPlaceCheck()
         self.first = self.layers[0].index
         self.begin()
 
@@ -146,16 +146,16 @@ class Stage:
             progress: Is told how far the run got.
         """
         modes = self.modes
-        loan = self.loans.lend(value, arrived, modes)
+        stage_input = self.in_place.prepare(value, arrived, modes)
         held: dict[str, Stashed] = {}
         try:
-            made = self._run(loan.value, loan.arrived, held, rng_key, progress)
+            made = self._run(stage_input.value, stage_input.arrived, held, rng_key, progress)
         except RuntimeError:
-            self.loans.forget(modes)
+            self.in_place.forget(modes)
             raise
-        self.loans.settle(loan, modes, self)
+        self.in_place.check(stage_input, modes, self)
         values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
-        return StageOutput(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
+        return StageOutput(values, {pop.name: self._pop(pop, stage_input.arrived, held) for pop in for_loss})
 
     def _run(
         self,
@@ -211,3 +211,8 @@ class Stage:
                 value, tensors = unpack_stashes(value, layer.stash)
                 held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return None
+
+
+def stage_of_layers(stages: Sequence[Stage]) -> list[int]:
+    """The stage of each layer, in layer order."""
+    return [stage.index for stage in stages for _ in stage.layers]

@@ -18,7 +18,7 @@ from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.layers.batchnorm import find_replica_drift
 from gpipe.layers.shared_buffers import find_shared_buffers, find_shared_norm
 from gpipe.layers.skips import Pop, find_loss_pops
-from gpipe.layers.stage import Stage
+from gpipe.layers.stage import Stage, stage_of_layers
 from gpipe.layers.tied import Tied, find_shared
 from gpipe.layers.weight_owners import WeightOwners
 from gpipe.plan.action import Route
@@ -188,7 +188,7 @@ class Engine:
 
     def _skip_routes(self, loss_pops: Sequence[Pop]) -> list[Route]:
         """The routes of stashes between stages; the loss is behind the last layer, and in its stage."""
-        stage_of = [stage.index for stage in self.stages for _ in stage.layers]
+        stage_of = stage_of_layers(self.stages)
         stage_of.append(stage_of[-1])
         pops = [*(pop for stage in self.stages for layer in stage.layers for pop in layer.pop), *loss_pops]
         return [
@@ -208,7 +208,7 @@ class Engine:
         return tuple(name for stage in self.stages for layer in stage.layers for name in layer.stash)
 
     def _stages_that_share(self) -> list[int]:
-        stage_of = [stage.index for stage in self.stages for _ in stage.layers]
+        stage_of = stage_of_layers(self.stages)
         return sorted({stage_of[index] for item in self.shared for index in item.slots})
 
     def start(self, micro_batches: int, batch: MiniBatch) -> MiniBatchRun:

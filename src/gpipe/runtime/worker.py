@@ -240,7 +240,7 @@ class Worker:
                 hooked and not known and (len(one.aliases) > 1 or not wire.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
-            if crossing.shares_storage and stage.loans.changed & set(map(id, tensors_in(one.value))):
+            if crossing.shares_storage and stage.in_place.changed & set(map(id, tensors_in(one.value))):
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
