@@ -1,4 +1,4 @@
-"""The arguments of `GPipe`: what the user gave, and how each is read; what is wrong is noted, to be raised together."""
+"""The arguments of `GPipe`: what the user gave, and how each is read; mistakes are noted, to be raised together."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Arguments:
 
 
 def draw_seed() -> int:
-    """One number from torch's generator."""
+    """Draws a seed from torch's generator."""
     return int(torch.randint(2**62, (), device="cpu").item())
 
 
@@ -68,12 +68,12 @@ def read_seed(seed: int | None, mistakes: Mistakes) -> int:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number of at least 1."""
+    """Whether a value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def as_int(value: object) -> str:
-    """What to do with a whole number of another library."""
+def int_remedy(value: object) -> str:
+    """The remedy for a whole number of another library, in words."""
     return (
         f", as an int: int(...), not a {type(value).__name__}"
         if hasattr(value, "__index__") and type(value) not in (int, bool)
@@ -84,7 +84,7 @@ def as_int(value: object) -> str:
 def check_layers(
     named: dict[str, nn.Module], wrong: Sequence[str], ties: Sequence[Sequence[str]], mistakes: Mistakes
 ) -> Tied:
-    """Looks whether layers can be looked after, beside what is known to be wrong; gives where tied weights stand."""
+    """Notes layers that cannot be run, beside what is known to be wrong; gives the slots of tied weights."""
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     mistakes.found += find_scripted(named)
@@ -115,7 +115,7 @@ def count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistake
         return len(partitions)
     if not mistakes.check(
         is_count(partitions),
-        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{_as_ints(partitions)}",
+        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{_ints_remedy(partitions)}",
     ):
         return 0
     assert isinstance(partitions, int)
@@ -126,8 +126,10 @@ def count_stages(partitions: int | Sequence[int], layers: int, mistakes: Mistake
     return partitions if fits else 0
 
 
-def _as_ints(partitions: object) -> str:
-    return ", as a list of ints" if isinstance(partitions, (set, np.ndarray, torch.Tensor)) else as_int(partitions)
+def _ints_remedy(partitions: object) -> str:
+    return (
+        ", as a list of ints" if isinstance(partitions, (set, np.ndarray, torch.Tensor)) else int_remedy(partitions)
+    )
 
 
 def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
@@ -189,9 +191,9 @@ def check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistake
 def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     """Notes numbers below 1, and names of a schedule, driver or balance that are not known."""
     m, threads = asked.micro_batches, asked.intra_op_threads
-    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{as_int(m)}")
+    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
     mistakes.check(
-        is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{as_int(threads)}"
+        is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
     )
     mistakes.check_known("schedule", asked.schedule, SCHEDULES)
     if asked.driver is not None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 class Mistakes:
-    """Collects mistakes, to raise them together."""
+    """The mistakes noted so far."""
 
     def __init__(self) -> None:
         self.found: list[str] = []

@@ -64,7 +64,7 @@ class Settings:
 
 
 def settle(asked: Arguments, position: Position | None = None, sketch: Outline | None = None) -> Settings:
-    """Checks everything and fills in the defaults.
+    """Checks all arguments and fills in the defaults.
 
     With the sketch of one of several processes, layers that are given as callables stay on the meta device.
 
@@ -108,7 +108,7 @@ def settle(asked: Arguments, position: Position | None = None, sketch: Outline |
 
 
 def _cut(asked: Arguments, layers: Sequence[nn.Module], remats: Sequence[Remat], device: torch.device) -> Partition:
-    """Which layers go together: as the user says, or by what they cost."""
+    """Cuts the layers into stages: as the user says, or by what they cost."""
     sample = _first_micro_batch(asked.sample, asked.micro_batches)
     with as_in_training(device, asked.intra_op_threads):
         costs = _find_costs("time" if asked.in_seconds else asked.costs, layers, sample, device, remats)

@@ -1,4 +1,4 @@
-"""The command `gpipe`."""
+"""Runs the command `gpipe`, by way of its subcommands."""
 
 from collections.abc import Sequence
 

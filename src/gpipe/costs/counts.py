@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from gpipe.costs.layer_run import LayerRun, for_each
+from gpipe.costs.layer_run import LayerRun, measure_each
 from gpipe.values.tree import Tree, replace_tensors
 
 
@@ -36,7 +36,7 @@ def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
         return float(max(1, counter.get_total_flops()))
 
     on_meta = replace_tensors(sample, lambda tensor: tensor.to("meta"))
-    return for_each(layers, on_meta, flops, " on the meta device; if it cannot run there, use costs='time'")
+    return measure_each(layers, on_meta, flops, " on the meta device; if it cannot run there, use costs='time'")
 
 
 def _flops_of_convolution_backward(

@@ -22,7 +22,7 @@ LayerOutput: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
 """What a layer returns, and what it stashes."""
 
 
-def for_each(
+def measure_each(
     layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], float], where: str = ""
 ) -> list[float]:
     """Measures each layer on what the layers before it make of the sample."""
@@ -43,7 +43,7 @@ def for_each(
 
 
 class LayerRun:
-    """One layer, and what it takes: of the main line, and what it pops."""
+    """Runs of one layer on what it takes of the main line and pops."""
 
     def __init__(self, index: int, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> None:
         self.index = index
@@ -64,7 +64,7 @@ class LayerRun:
         return visit(0, 0, self.index, 0)
 
     def forward(self, given: tuple[Tree, dict[str, Tensor | None]]) -> LayerOutput:
-        """Runs the layer; gives what it returns, and what it stashes."""
+        """Runs the layer on what it is given; gives what it returns, and what it stashes."""
         result = self.call(given[0], **given[1])
         stash = skip_names(self.layer, "stash")
         return unpack_stashes(result, stash) if stash else (result, {})

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gpipe.costs.layer_run import LayerRun, backward_of, for_each
+from gpipe.costs.layer_run import LayerRun, backward_of, measure_each
 from gpipe.intra_op import intra_op_threads
 from gpipe.values.layout import moved
 from gpipe.values.tree import Tree, replace_tensors
@@ -18,7 +18,7 @@ FEWEST, MOST, PATIENCE = 2, 7, 0.1
 
 @contextmanager
 def as_in_training(device: torch.device, threads: int) -> Iterator[None]:
-    """Around measurements: grad mode, so many threads an operation, and torch's generators put back afterwards."""
+    """Has layers run as in training: grad mode, so many threads an operation; torch's generators are put back."""
     generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with intra_op_threads(threads), generators, torch.inference_mode(False), torch.enable_grad():
         yield
@@ -41,12 +41,12 @@ def measure_seconds(
             rounds.append(_seconds(run, device, recomputes=recomputes))
         return sorted(rounds)[(len(rounds) - 1) // 2]
 
-    return for_each(layers, replace_tensors(sample, lambda tensor: moved(tensor, device)), seconds)
+    return measure_each(layers, replace_tensors(sample, lambda tensor: moved(tensor, device)), seconds)
 
 
 def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:
     """The user's cost of each layer, given the layer and what it takes of a sample micro-batch."""
-    return for_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0])))
+    return measure_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0])))
 
 
 def _seconds(run: LayerRun, device: torch.device, *, recomputes: bool) -> float:

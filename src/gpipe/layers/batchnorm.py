@@ -117,7 +117,7 @@ class DeferredStatistics:
         """Changes the real buffers, once for each forward of a module in a mini-batch."""
         for at, norm in enumerate(self.norms):
             for seen in self.merged(at):
-                update(norm, seen)
+                update_running_statistics(norm, seen)
         self.seen.clear()
 
 
@@ -179,7 +179,7 @@ class _EmptyBuffers:
 
 
 @torch.no_grad()
-def update(norm: _BatchNorm, batch: Statistics) -> None:
+def update_running_statistics(norm: _BatchNorm, batch: Statistics) -> None:
     """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
     assert norm.running_mean is not None
     assert norm.running_var is not None

@@ -1,4 +1,4 @@
-"""The user's sequence of layers, checked and given names; of layers given as callables, who builds which and when.
+"""Reads the user's sequence of layers, names and builds them, and cuts them into stages.
 
 One process builds all: `named_layers`. Of several, each first has an `outline` of all layers, without weights, and
 then builds its own for real: `realize`. A layer's weights depend on (seed, index) alone, so both give the same.

@@ -16,7 +16,7 @@ PIPE = ("gpipe.pipeline", "GPipe")  # by name: it stands on this module
 
 
 def is_maker(layer: object) -> bool:
-    """Whether something can be called without arguments, as what builds a layer is."""
+    """Whether a layer is given as a callable without arguments that builds it."""
     return callable(layer) and _function_of_torch(layer) is None and _needed(layer) == []
 
 

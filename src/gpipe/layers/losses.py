@@ -1,4 +1,4 @@
-"""How the losses of micro-batches make that of the mini-batch: as torch's own losses average, each over what it does.
+"""Finds how a loss function averages, by which the losses of micro-batches make that of the mini-batch.
 
 Most divide by a number that grows with the rows. Losses of labels divide by the labels that count, each times the
 weight of its class, so a micro-batch has a share in the mini-batch's loss as it has in these.

@@ -54,7 +54,7 @@ class SharedBufferCheck:
         self._before = [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
 
     def check(self) -> None:
-        """Checks that none was changed.
+        """Checks that no shared buffer was changed.
 
         Raises:
             RuntimeError: Some were.

@@ -99,7 +99,7 @@ class StageOutput(NamedTuple):
 
 
 class Stage:
-    """Runs its layers one after another for one micro-batch."""
+    """Consecutive layers, run one after another for a micro-batch."""
 
     def __init__(self, index: int, layers: Sequence[Layer], device: torch.device) -> None:
         self.index = index

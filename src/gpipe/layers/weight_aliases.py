@@ -56,7 +56,7 @@ class WeightAliases:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has the layers see their aliases."""
+        """Has layers see their aliases in place of shared parameters."""
         by_layer: dict[int, dict[Slot, Tensor]] = {}
         for at, item in self.shared.items():
             for index, slots in item.slots.items():
@@ -146,7 +146,7 @@ class _Aliased:
 
 
 class _InTurn(_Aliased):
-    """Likewise, one layer at a time."""
+    """While entered, modules have aliases in the slots of parameters, for one layer at a time."""
 
     def __init__(self, turn: threading.RLock, aliases: Mapping[Slot, Tensor]) -> None:
         super().__init__(aliases)

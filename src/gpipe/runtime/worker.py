@@ -13,7 +13,7 @@ from gpipe.layers.batchnorm import DeferredStatistics
 from gpipe.layers.buffers import SavedBuffers
 from gpipe.layers.inplace import SHARED_IN_PLACE
 from gpipe.layers.losses import clone_of_leaf_view, read_loss, with_own_version
-from gpipe.layers.recompute_check import Fingerprint, otherwise
+from gpipe.layers.recompute_check import Fingerprint, recompute_error
 from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
 from gpipe.layers.weight_owners import HOOKED, WeightOwners, tensors_left_on
 from gpipe.plan.action import Action, Kind
@@ -205,8 +205,8 @@ class Worker:
         found = stage.find_unsteady(saved.given[-1].value, self._arrived(wires, saved), self._moment(m))
         saved.progress.point_at(found)
         if found is None:
-            raise otherwise("a layer of this partition", tensors_left_on(self.every))
-        raise otherwise(str(found))
+            raise recompute_error("a layer of this partition", tensors_left_on(self.every))
+        raise recompute_error(str(found))
 
     def _given(self, step: Step) -> list[BoundaryValue]:
         if step.stage == 0:  # wherever the user keeps it
@@ -315,7 +315,7 @@ class Worker:
         """Does what was left for the end of a run."""
         with self.stream.enter():
             if self.doubts and bool(torch.stack(self.doubts).any()):
-                raise otherwise(f"a layer of {self.name}")
+                raise recompute_error(f"a layer of {self.name}")
             while self.commits:
                 self.commits.pop()()
 

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: strides, and where it begins modulo the unit in which kernels look at addresses.
+"""Keeps the layout of a tensor, strides and alignment of its address, in whatever copies, moves or allocates one.
 
 Kernels choose their arithmetic by both, as by shape and dtype: on AMD processors the last bit of MKL's small products
 depends on where operands lie modulo 64 bytes. So whatever is copied, sent, received or moved keeps both, and all that
