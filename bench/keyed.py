@@ -81,7 +81,7 @@ def pipe(dropout: float, *, keyed: bool) -> Callable[[], None]:
 def unkeyed(piped: gpipe.GPipe) -> Iterator[None]:
     """Has a pipe leave randomness to torch, in forwards and backwards."""
     with ExitStack() as stack:
-        for name in ("stage.Visit", "worker.Visit", "worker.InBackward"):
+        for name in ("stage.PipeVisit", "worker.PipeVisit", "worker.InBackward"):
             stack.enter_context(patch(f"gpipe.rng.{name}", nullcontext_of))
         yield
 

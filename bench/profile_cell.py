@@ -145,8 +145,8 @@ class _Nowhere:
 WITHOUT: dict[str, tuple[str, object]] = {
     "error notes: which layer": ("gpipe.layers.stage._sequence_number", int),
     "strides of gradients": ("gpipe.runtime.worker.KeptGradients", _Bare),
-    "keys of layers": ("gpipe.layers.stage.Visit", _Nowhere),
-    "keys of the loss": ("gpipe.runtime.worker.Visit", _Nowhere),
+    "keys of layers": ("gpipe.layers.stage.PipeVisit", _Nowhere),
+    "keys of the loss": ("gpipe.runtime.worker.PipeVisit", _Nowhere),
     "watch on backwards": ("gpipe.runtime.worker.InBackward", _Nowhere),
 }
 """What can be taken away: where the library has it, and what stands in for it."""

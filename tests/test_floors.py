@@ -24,13 +24,14 @@ FLOORS = (
     {"runtime"},
     {"costs"},
     {"layers", "comm", "report"},
-    {"values", "rng", "plan", "models", "datasets", "errors", "torch_private"},
+    {"values", "rng", "plan", "models", "datasets", "errors", "torch_private", "intra_op"},
 )
 """From the roof down: a room uses those below it, and those on its own floor know nothing of each other."""
 LEVEL = {room: -level for level, rooms in enumerate(FLOORS) for room in rooms}
 ONLY = {
     "plan": set(),
     "errors": set(),
+    "intra_op": set(),
     "torch_private": set(),
     "models": set(),
     "datasets": set(),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gpipe.build.arguments import Arguments, Costs
 from gpipe.build.assemble import assemble
-from gpipe.build.settings import Arguments, Costs
 from gpipe.build.unknown_arguments import (
     TOO_MANY_FOR_CALLS,
     TOO_MANY_FOR_PIPES,

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 
 import gpipe
-from gpipe.build.settings import Costs
+from gpipe.build.arguments import Costs
 from gpipe.costs import measure
 from tests.support.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits

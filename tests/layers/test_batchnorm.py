@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import gpipe
-from gpipe.layers.batchnorm import Deferred
+from gpipe.layers.batchnorm import DeferredStatistics
 from tests.support.plain_loop import (
     REMATS,
     assert_same_bits,
@@ -86,7 +86,7 @@ def test_by_default_running_statistics_are_those_of_one_micro_batch_after_anothe
     assert layers[1].num_batches_tracked == 2 * M
 
 
-# Deferred: as one plain forward of the whole mini-batch.
+# DeferredStatistics: as one plain forward of the whole mini-batch.
 
 KINDS: dict[str, tuple[Callable[..., _BatchNorm], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, ()),
@@ -312,9 +312,9 @@ def test_two_forwards_before_their_backwards_are_two_mini_batches() -> None:
 # Over replicas: see also tests/distributed/test_data_parallel.py.
 
 
-def told_by(norms: Sequence[_BatchNorm], parts: Sequence[Sequence[Tensor]]) -> list[Deferred]:
+def told_by(norms: Sequence[_BatchNorm], parts: Sequence[Sequence[Tensor]]) -> list[DeferredStatistics]:
     """What each replica collects; `parts` are its micro-batches."""
-    replicas = [Deferred.of(norms) for _ in parts]
+    replicas = [DeferredStatistics.of(norms) for _ in parts]
     for deferred, micro_batches in zip(replicas, parts, strict=True):
         for m, x in enumerate(micro_batches):
             with deferred.collect(m):
@@ -328,11 +328,11 @@ def test_statistics_of_replicas_are_merged_to_those_of_one_plain_forward_everywh
     norm = nn.BatchNorm1d(4)
     parts = [x[:11].split([5, 4, 2]), x[11:14].split([3]), x[14:].split([5, 4])]
     replicas = told_by([norm], parts)
-    told = [replica.told() for replica in replicas]
+    told = [replica.to_tensors() for replica in replicas]
     buffers = []
     for replica in replicas:
         own = copy.deepcopy(norm)
-        replica.hear(told)
+        replica.merge_replicas(told)
         replica.norms = [own]
         replica.commit()
         buffers.append(own)
@@ -347,7 +347,7 @@ def test_a_replica_that_left_a_batch_norm_out_has_no_say_in_its_statistics() -> 
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
     norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
     one, other = told_by(norms, [x[:5].split([3, 2]), x[5:].split([4])])  # the second only has the first norm
-    one.hear([one.told(), other.told()])
+    one.merge_replicas([one.to_tensors(), other.to_tensors()])
     one.commit()
     for norm, rows in zip(norms, (x, x[:5]), strict=True):
         plain = nn.BatchNorm1d(4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gpipe.costs.measure import count_flops
+from gpipe.costs.counts import count_flops
 from gpipe.layers.build import Outline, cut_into_stages, find_scripted, named_layers, outline, realize
 from gpipe.layers.skips import find_pops
 from gpipe.layers.tied import find_shared, find_ties

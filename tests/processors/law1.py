@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.comm.codec import decode, encode
-from gpipe.layers import buffers
-from gpipe.layers import inplace as loans
+from gpipe.layers import buffers, inplace
 from gpipe.runtime import minibatch as run
 from gpipe.runtime.others import Mailbox
 from gpipe.values.messages import Label, Message, ReadyEvent
@@ -114,7 +113,7 @@ def _trained(model: nn.Module, step: Callable[[int], Tensor]) -> Iterator[Tensor
 @contextmanager
 def forgetting() -> Iterator[None]:
     """Copies forget how their tensors lay."""
-    with mock.patch.object(loans, "copy_of", torch.clone), mock.patch.object(buffers, "copy_of", torch.clone):
+    with mock.patch.object(inplace, "copy_of", torch.clone), mock.patch.object(buffers, "copy_of", torch.clone):
         yield
 
 

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 import gpipe
 from gpipe.comm.mesh import Position
 from gpipe.distributed.reduce import add_over_replicas
-from gpipe.values.layout import alignment, copy_of, lies_like, like, moved, room
+from gpipe.values.layout import alignment, allocate, allocate_like, copy_of, moved, same_layout
 from tests.support.addresses import in_the_middle
 from tests.support.nets import nets, together
 
@@ -39,7 +39,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 @torch.no_grad()
 def test_a_copy_lies_like_the_tensor_in_memory_of_its_own(name: str) -> None:
     tensor = TENSORS[name]()
-    for copied in (copy_of(tensor), like(tensor)):
+    for copied in (copy_of(tensor), allocate_like(tensor)):
         assert copied.stride() == tensor.stride()
         assert copied.data_ptr() % 64 == tensor.data_ptr() % 64
         assert (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
@@ -52,7 +52,7 @@ def test_a_copy_lies_like_the_tensor_in_memory_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.bfloat16])
 def test_there_is_room_at_every_address(dtype: torch.dtype) -> None:
     for aligned, strides in product(range(64), [(3, 1), (1, 2), (0, 1), (7, 2)]):
-        found = room(dtype, (2, 3), strides, aligned, CPU)
+        found = allocate(dtype, (2, 3), strides, aligned, CPU)
         assert (found.data_ptr() % 64, found.stride(), found.dtype) == (aligned, strides, dtype)
 
 
@@ -79,9 +79,9 @@ def test_what_is_no_plain_memory_has_no_alignment_and_copies_itself() -> None:
 
 
 def test_two_tensors_lie_alike_only_by_strides_and_alignment() -> None:
-    assert lies_like(torch.zeros(9)[3:], torch.zeros(30)[19:25])
-    assert not lies_like(torch.zeros(9)[3:], torch.zeros(6))
-    assert not lies_like(torch.zeros(3, 3), torch.zeros(3, 3).t())
+    assert same_layout(torch.zeros(9)[3:], torch.zeros(30)[19:25])
+    assert not same_layout(torch.zeros(9)[3:], torch.zeros(6))
+    assert not same_layout(torch.zeros(3, 3), torch.zeros(3, 3).t())
 
 
 def test_gradients_that_are_added_over_replicas_stay_where_they_are() -> None:

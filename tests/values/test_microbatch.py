@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.values.microbatch import count_rows, merge, split, weights
+from gpipe.values.microbatch import count_rows, loss_weights, merge, split
 from gpipe.values.tree import Tree
 
 LAW = settings(derandomize=True, deadline=None, database=None, max_examples=100)
@@ -183,26 +183,26 @@ def test_outputs_without_rows_cannot_be_merged() -> None:
 
 
 def test_mean_weighs_by_rows() -> None:
-    assert weights("mean", [2, 1, 1, 1], [None] * 4) == [0.4, 0.2, 0.2, 0.2]
-    assert weights("sum", [2, 1, 1, 1], [None] * 4) == [1.0] * 4
+    assert loss_weights("mean", [2, 1, 1, 1], [None] * 4) == [0.4, 0.2, 0.2, 0.2]
+    assert loss_weights("sum", [2, 1, 1, 1], [None] * 4) == [1.0] * 4
 
 
 @LAW
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any))
 def test_a_function_weighs_by_the_target(found: list[int]) -> None:
-    shares = weights(lambda target: target, [1] * len(found), found)
+    shares = loss_weights(lambda target: target, [1] * len(found), found)
     assert shares == [weight / sum(found) for weight in found]
-    assert weights(lambda target: torch.tensor(target), [1] * len(found), found) == shares
+    assert loss_weights(lambda target: torch.tensor(target), [1] * len(found), found) == shares
 
 
 def test_weights_that_cannot_be_are_refused() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="at least 0"):
-            weights(lambda target: target, [1, 1], [1.0, wrong])
+            loss_weights(lambda target: target, [1, 1], [1.0, wrong])
     with pytest.raises(ValueError, match="all micro-batches are 0"):
-        weights(lambda target: 0, [1, 1], [None, None])
+        loss_weights(lambda target: 0, [1, 1], [None, None])
     with pytest.raises(TypeError, match="'mean', 'sum' or a function"):
-        weights("average", [1, 1], [None, None])  # type: ignore[arg-type]
+        loss_weights("average", [1, 1], [None, None])  # type: ignore[arg-type]
 
 
 def test_one_loss_of_uneven_micro_batches_is_the_mean_over_rows() -> None:

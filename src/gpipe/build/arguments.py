@@ -1,51 +1,60 @@
-"""Reads what was given to `GPipe`, one argument after another; what is wrong is noted, to be raised all at once."""
+"""The arguments of `GPipe`: what the user gave, and how each is read; mistakes are noted, to be raised together."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
+from gpipe.build.mistakes import Mistakes
 from gpipe.comm.mesh import Position
-from gpipe.layers.build import find_scripted
+from gpipe.layers.build import Layers, Outline, find_scripted
 from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes
 from gpipe.layers.skips import find_pops
 from gpipe.layers.tied import Tied, find_ties
 from gpipe.plan.lower import REMATS, Remat
+from gpipe.plan.partition import Balance
 from gpipe.plan.schedules import SCHEDULES, Schedule
+from gpipe.values.tree import Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Driver: TypeAlias = Literal["threads", "lockstep", "process"]
+Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
 
 
-class Mistakes:
-    """Collects mistakes, to raise them together."""
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """What the user gave to `GPipe`, as it was given; see there."""
 
-    def __init__(self) -> None:
-        self.found: list[str] = []
+    layers: Layers
+    partitions: int | Sequence[int]
+    micro_batches: int
+    costs: Costs
+    sample: Tree
+    balance: Balance
+    devices: object
+    schedule: str
+    remat: object
+    deferred_batch_norm: bool
+    sync_batch_norm: bool
+    ties: Sequence[Sequence[str]]
+    seed: int | None
+    intra_op_threads: int
+    driver: str | None
+    mesh: "DeviceMesh | None"
 
-    def check(self, condition: bool, text: str) -> bool:
-        """Notes a mistake unless the condition holds."""
-        if not condition:
-            self.found.append(text)
-        return condition
-
-    def check_known(self, name: str, value: object, known: Iterable[str]) -> None:
-        """Notes a mistake unless the value is one of those known."""
-        self.check(value in tuple(known), f"{name}={value!r}; known are {', '.join(map(repr, known))}")
-
-    def raise_all(self) -> None:
-        """Raises what was found, if anything.
-
-        Raises:
-            ValueError: Lists every mistake.
-        """
-        if self.found:
-            raise ValueError(
-                "GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in dict.fromkeys(self.found))
-            )
+    @property
+    def in_seconds(self) -> bool:
+        """Whether costs are to be measured as time."""
+        return self.costs == "time" or (self.costs is None and self.sample is not None)
 
 
 def draw_seed() -> int:
-    """One number from torch's generator."""
+    """Draws a seed from torch's generator."""
     return int(torch.randint(2**62, (), device="cpu").item())
 
 
@@ -59,12 +68,12 @@ def read_seed(seed: int | None, mistakes: Mistakes) -> int:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number of at least 1."""
+    """Whether a value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def as_int(value: object) -> str:
-    """What to do with a whole number of another library."""
+def int_remedy(value: object) -> str:
+    """The remedy for a whole number of another library, in words."""
     return (
         f", as an int: int(...), not a {type(value).__name__}"
         if hasattr(value, "__index__") and type(value) not in (int, bool)
@@ -75,7 +84,7 @@ def as_int(value: object) -> str:
 def check_layers(
     named: dict[str, nn.Module], wrong: Sequence[str], ties: Sequence[Sequence[str]], mistakes: Mistakes
 ) -> Tied:
-    """Looks whether layers can be looked after, beside what is known to be wrong; gives where tied weights stand."""
+    """Notes layers that cannot be run, beside what is known to be wrong; gives the slots of tied weights."""
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
     mistakes.found += find_scripted(named)
@@ -128,7 +137,7 @@ def read_placement(
         return placement
     if not mistakes.check(
         is_count(partitions),
-        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{_as_ints(partitions)}",
+        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{_ints_remedy(partitions)}",
     ):
         return ()
     fits = mistakes.check(
@@ -138,8 +147,10 @@ def read_placement(
     return placement if fits else ()
 
 
-def _as_ints(partitions: object) -> str:
-    return ", as a list of ints" if isinstance(partitions, (set, np.ndarray, torch.Tensor)) else as_int(partitions)
+def _ints_remedy(partitions: object) -> str:
+    return (
+        ", as a list of ints" if isinstance(partitions, (set, np.ndarray, torch.Tensor)) else int_remedy(partitions)
+    )
 
 
 def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
@@ -188,3 +199,50 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistakes) -> None:
+    """Notes costs that would be measured where no process has all layers."""
+    mistakes.check(
+        sketch is None or not sketch.makers or not (asked.in_seconds or callable(asked.costs)),
+        "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
+    )
+
+
+def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
+    """Notes numbers below 1, and names of a schedule, driver or balance that are not known."""
+    m, threads = asked.micro_batches, asked.intra_op_threads
+    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
+    mistakes.check(
+        is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
+    )
+    mistakes.check_known("schedule", asked.schedule, SCHEDULES)
+    if asked.driver is not None:
+        mistakes.check_known("driver", asked.driver, get_args(Driver))
+    mistakes.check_known("balance", asked.balance, get_args(Balance))
+    mistakes.check(
+        not (asked.deferred_batch_norm and asked.sync_batch_norm),
+        "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "
+        "they are those of all replicas already, so leave out the first",
+    )
+
+
+def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
+    """Notes costs that are none, too few or too many, or cannot be had without a sample."""
+    by_name = isinstance(costs, str)
+    if callable(costs) or (by_name and costs in ("time", "flops")):
+        wanted = repr(costs) if by_name else "a function"
+        mistakes.check(sample is not None, f"costs={wanted} needs sample=, an example mini-batch of inputs")
+    elif isinstance(costs, Sequence) and not by_name:
+        mistakes.check(
+            not layers or len(costs) == layers,
+            f"costs has {len(costs)} numbers for {layers} layers; give one for each",
+        )
+        for at, cost in enumerate(costs):
+            good = isinstance(cost, (int, float)) and 0 <= cost < float("inf")
+            mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
+    else:
+        mistakes.check(
+            costs is None or (by_name and costs == "params"),
+            f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None",
+        )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.build.arguments import Mistakes, count_ranks, draw_seed, schedule_of
-from gpipe.build.settings import Arguments, Settings, settle
+from gpipe.build.arguments import Arguments, count_ranks, draw_seed, schedule_of
+from gpipe.build.mistakes import Mistakes
+from gpipe.build.settings import Settings, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
 from gpipe.distributed.agree import BUILDING, LINKING, Agreement

@@ -1,68 +1,37 @@
-"""What the user gave to `GPipe`, and what it comes to once all is checked and the defaults are filled in."""
+"""What a pipe is made of, once the arguments are checked, the defaults filled in and the layers cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from gpipe.build.arguments import (
-    Mistakes,
-    as_int,
+    Arguments,
+    Costs,
+    Driver,
+    check_costs,
     check_layers,
-    is_count,
+    check_measurable,
+    check_numbers_and_names,
     read_devices,
     read_placement,
     read_remat,
     read_seed,
     schedule_of,
 )
+from gpipe.build.mistakes import Mistakes
 from gpipe.comm.mesh import Position
-from gpipe.costs.measure import as_in_training, count_flops, measure_by, measure_seconds
-from gpipe.layers.build import Layers, Outline, named_layers
+from gpipe.costs.counts import count_flops, count_parameters
+from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
+from gpipe.layers.build import Outline, named_layers
 from gpipe.layers.invalid_layers import find_without_values
 from gpipe.layers.tied import Tied, tie
 from gpipe.plan.lower import Remat
-from gpipe.plan.partition import Balance, Partition, given, partition
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.values.input_checks import find_strange_values
+from gpipe.plan.partition import Partition, given, partition
+from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import count_rows, split
 from gpipe.values.tree import Tree
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-Driver: TypeAlias = Literal["threads", "lockstep", "process"]
-Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
-
-
-@dataclass(frozen=True, eq=False)
-class Arguments:
-    """What the user gave to `GPipe`, as it was given; see there."""
-
-    layers: Layers
-    partitions: int | Sequence[int]
-    micro_batches: int
-    costs: Costs
-    sample: Tree
-    balance: Balance
-    devices: object
-    schedule: str
-    remat: object
-    deferred_batch_norm: bool
-    sync_batch_norm: bool
-    ties: Sequence[Sequence[str]]
-    seed: int | None
-    intra_op_threads: int
-    driver: str | None
-    mesh: "DeviceMesh | None"
-
-    @property
-    def in_seconds(self) -> bool:
-        """Whether costs are to be measured as time."""
-        return self.costs == "time" or (self.costs is None and self.sample is not None)
 
 
 @dataclass(frozen=True)
@@ -97,7 +66,7 @@ class Settings:
 
 
 def settle(asked: Arguments, position: Position | None = None, sketch: Outline | None = None) -> Settings:
-    """Checks everything and fills in the defaults.
+    """Checks all arguments and fills in the defaults.
 
     With the sketch of one of several processes, layers that are given as callables stay on the meta device.
 
@@ -108,11 +77,11 @@ def settle(asked: Arguments, position: Position | None = None, sketch: Outline |
     seed = read_seed(asked.seed, mistakes)
     named, wrong = named_layers(asked.layers, seed) if sketch is None else (sketch.layers, sketch.mistakes)
     known = 0 if wrong else len(named)
-    _check_measurable(asked, sketch, mistakes)
+    check_measurable(asked, sketch, mistakes)
     tied = check_layers(named, wrong, asked.ties, mistakes)
-    _check_numbers_and_names(asked, mistakes)
-    _check_costs(asked.costs, asked.sample, known, mistakes)
-    mistakes.found += find_strange_values("sample", asked.sample)
+    check_numbers_and_names(asked, mistakes)
+    check_costs(asked.costs, asked.sample, known, mistakes)
+    mistakes.found += find_unsplittable("sample", asked.sample)
     placement = read_placement(asked.partitions, schedule_of(asked.schedule), known, mistakes)
     remats = read_remat(asked.remat, len(placement), mistakes)
     devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
@@ -141,54 +110,10 @@ def settle(asked: Arguments, position: Position | None = None, sketch: Outline |
     )
 
 
-def _check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistakes) -> None:
-    mistakes.check(
-        sketch is None or not sketch.makers or not (asked.in_seconds or callable(asked.costs)),
-        "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
-    )
-
-
-def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
-    m, threads = asked.micro_batches, asked.intra_op_threads
-    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{as_int(m)}")
-    mistakes.check(
-        is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{as_int(threads)}"
-    )
-    mistakes.check_known("schedule", asked.schedule, SCHEDULES)
-    if asked.driver is not None:
-        mistakes.check_known("driver", asked.driver, get_args(Driver))
-    mistakes.check_known("balance", asked.balance, get_args(Balance))
-    mistakes.check(
-        not (asked.deferred_batch_norm and asked.sync_batch_norm),
-        "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "
-        "they are those of all replicas already, so leave out the first",
-    )
-
-
-def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
-    by_name = isinstance(costs, str)
-    if callable(costs) or (by_name and costs in ("time", "flops")):
-        wanted = repr(costs) if by_name else "a function"
-        mistakes.check(sample is not None, f"costs={wanted} needs sample=, an example mini-batch of inputs")
-    elif isinstance(costs, Sequence) and not by_name:
-        mistakes.check(
-            not layers or len(costs) == layers,
-            f"costs has {len(costs)} numbers for {layers} layers; give one for each",
-        )
-        for at, cost in enumerate(costs):
-            good = isinstance(cost, (int, float)) and 0 <= cost < float("inf")
-            mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
-    else:
-        mistakes.check(
-            costs is None or (by_name and costs == "params"),
-            f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None",
-        )
-
-
 def _cut(
     asked: Arguments, layers: Sequence[nn.Module], stages: int, remats: Sequence[Remat], device: torch.device
 ) -> Partition:
-    """Which layers go together: as the user says, or by what they cost."""
+    """Cuts the layers into stages: as the user says, or by what they cost."""
     sample = _first_micro_batch(asked.sample, asked.micro_batches)
     with as_in_training(device, asked.intra_op_threads):
         costs = _find_costs("time" if asked.in_seconds else asked.costs, layers, sample, device, remats)
@@ -208,7 +133,7 @@ def _find_costs(
         case "flops":
             return count_flops(layers, sample)
         case None | "params":
-            return [max(1, sum(p.numel() for p in layer.parameters() if not is_lazy(p))) for layer in layers]
+            return count_parameters(layers)
         case _:
             return costs
 

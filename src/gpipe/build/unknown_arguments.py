@@ -68,7 +68,7 @@ TOO_MANY_FOR_CALLS = (
 
 
 def refuse_unknown(words: Mapping[str, str], too_many: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Has a function refuse what it does not know: keywords, all at once, each with our word for it, and too many."""
+    """Has a function refuse unknown keywords, all at once, each with our word for it, and too many values."""
 
     def read(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters

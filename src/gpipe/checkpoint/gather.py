@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gpipe.checkpoint.tensors import whole, why_not_storable
 from gpipe.checkpoint.values import Encoder
+from gpipe.intra_op import intra_op_threads
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -158,12 +159,8 @@ def copied(files: Files) -> Files:
 
     One thread copies as fast as the memory goes; several wait for each other whenever a core is busy otherwise.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with intra_op_threads(1):
         return {file: {name: _copy(tensor) for name, tensor in tensors.items()} for file, tensors in files.items()}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""The command `gpipe`: one module a subcommand."""
+"""The command `gpipe`: one module for each of its commands."""

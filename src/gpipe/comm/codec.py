@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from gpipe.comm.tree_text import At, read_dtype, read_leaf, read_tree, write_leaf, write_tree
 from gpipe.comm.untrusted import Damaged, check_shape, reading, why_too_wide
 from gpipe.values.boundary import BoundaryValue, Gradients
-from gpipe.values.layout import alignment, room
+from gpipe.values.layout import alignment, allocate
 from gpipe.values.messages import Message
 
 APART = 64  # bytes: where in a message tensors begin
@@ -274,7 +274,7 @@ def _take(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
     dtype, size, strides, wants_gradient, aligned = extent.shape
     if extent.plain:
         view = _view(extent, memory, offset, views)
-        tensor = room(dtype, size, strides, aligned, view.device).copy_(view) if aligned else view.clone()
+        tensor = allocate(dtype, size, strides, aligned, view.device).copy_(view) if aligned else view.clone()
         return tensor.requires_grad_() if wants_gradient else tensor
     if extent.end == extent.start:
         return lay(torch.empty(0, dtype=dtype, device="cpu"), extent)
@@ -291,7 +291,7 @@ def lay(elements: Tensor, extent: Extent) -> Tensor:
     else:
         if not extent.dense or aligned != alignment(elements):
             found = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
-            elements = room(dtype, extent.size, extent.strides, aligned, elements.device).copy_(found)
+            elements = allocate(dtype, extent.size, extent.strides, aligned, elements.device).copy_(found)
         tensor = elements.as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
 

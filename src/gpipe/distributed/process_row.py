@@ -19,7 +19,7 @@ from gpipe.distributed.reduce import (
 )
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.distributed.transport import P2P
-from gpipe.layers.batchnorm import Deferred
+from gpipe.layers.batchnorm import DeferredStatistics
 from gpipe.layers.stage import LayerProgress, layer_at
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Action, Kind
@@ -86,12 +86,12 @@ class ProcessRow:
             add_over_stages(self.net, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
             self._tied = True
 
-    def share(self, deferred: Mapping[int, Deferred]) -> None:
+    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         """Has deferred statistics be those of the mini-batch of all replicas."""
         if self.position.replicas > 1:
             for stage, one in deferred.items():
-                told = tell_replicas(self.net, self.position, Control.DEFERRED_STATISTICS, one.told(), number=stage)
-                one.hear(told)
+                told = tell_replicas(self.net, self.position, Control.DEFERRED_STATISTICS, one.to_tensors(), number=stage)
+                one.merge_replicas(told)
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""

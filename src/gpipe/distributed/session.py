@@ -22,9 +22,9 @@ from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.peers import LinkedPeers, NoPeers, Peers
 from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.stragglers import Stragglers
-from gpipe.layers.batchnorm import find_drift
+from gpipe.layers.batchnorm import find_replica_drift
 from gpipe.layers.losses import NO_METRICS
-from gpipe.layers.skips import find_loss_pops, names, refuse_unused
+from gpipe.layers.skips import find_loss_pops, refuse_unused_stashes, skip_names
 from gpipe.plan.schedules import Placement
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.engine import Engine
@@ -102,7 +102,11 @@ class Session:
     def findings(self) -> list[str]:
         """What is to be said of these stages before a run."""
         settled = self.engine.deferred_batch_norm or self.sync_batch_norm or self.replicas == 1
-        return [] if settled else find_drift([layer.module for stage in self.engine.own for layer in stage.layers])
+        return (
+            []
+            if settled
+            else find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
+        )
 
     def link(self, agreement: Agreement) -> None:
         """Makes the links to the other processes, who do so at the same time; the last that the agreement is for.
@@ -205,8 +209,8 @@ class Session:
             refuse_gradients_of_inputs(values)
         batch.inputs = [BoundaryValue(value, []) for value in values]
         batch.loss_fn = given.loss_fn
-        layers, popped = self.engine.layers, names(given.loss_fn, "pop")
-        refuse_unused(layers, popped)
+        layers, popped = self.engine.layers, skip_names(given.loss_fn, "pop")
+        refuse_unused_stashes(layers, popped)
         batch.loss_pops = find_loss_pops(layers, popped)
         return sum(rows), targets[0] if targets else []
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.distributed.reduce import value_of
-from gpipe.layers.batchnorm import Statistics, update
+from gpipe.layers.batchnorm import Statistics, update_running_statistics
 from gpipe.layers.stage import Layer
 from gpipe.layers.tied import is_compiled
 from gpipe.plan.action import Action, Kind
@@ -68,7 +68,7 @@ class Synced:
         every = _Exchange.apply(self, label, own, action.kind is Kind.RECOMPUTE)  # type: ignore[no-untyped-call]
         batch = _merge(every, input)
         if action.kind is not Kind.RECOMPUTE and norm.running_mean is not None:
-            update(norm, Statistics(batch.count, batch.mean.detach(), batch.squares.detach()))
+            update_running_statistics(norm, Statistics(batch.count, batch.mean.detach(), batch.squares.detach()))
         return _normalize(norm, wide, batch).to(input.dtype)
 
     def exchange(self, label: Label, own: Tensor, again: bool) -> Tensor:

@@ -1,1 +1,1 @@
-"""What is said of a pipe, before it runs and by what its first mini-batches show."""
+"""What the user is told of a pipe: before training of its settings, then of what its steps show, and in summary."""

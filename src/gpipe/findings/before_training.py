@@ -10,7 +10,7 @@ DWARFS = 1.5  # a partition this many times the mean sets the pace for all
 
 
 def examine_settings(settings: Settings) -> list[str]:
-    """Tells what can be said of a pipe before it has run."""
+    """Tells of few micro-batches, empty and costly partitions, and generators without a key."""
     return [
         *_bubble(settings),
         *_empty_partitions(settings),

@@ -33,7 +33,7 @@ class Before(NamedTuple):
 
 
 class Examination:
-    """What was found in a pipe so far.
+    """The findings of a pipe so far, and what is still to be looked at.
 
     Attributes:
         findings: In words, each with what to do; for the user.
@@ -59,7 +59,7 @@ class Examination:
             logger.info(finding)
 
     def look(self, step: int) -> Before:
-        """What there is before a mini-batch that trains."""
+        """Notes what there is before a mini-batch that trains."""
         if not self.fresh:
             return Before(step, random_states(self._drawn), None, {})
         named = self._named()

@@ -11,7 +11,7 @@ from gpipe.plan.timeline import bubble
 
 
 def summary(settings: Settings, plan: Plan, findings: Sequence[str]) -> str:
-    """Describes the partitions, and says where there is something to gain."""
+    """Describes the partitions of a pipe, what a step will take, and what was found."""
     lines = [*_table(settings), *_balance(settings), *_step(plan)]
     return "\n".join([*lines, *(f"finding: {text}" for text in findings)])
 

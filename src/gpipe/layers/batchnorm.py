@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.layers.tied import is_compiled
-from gpipe.values.layout import like
+from gpipe.values.layout import allocate_like
 
 LENT = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -51,14 +51,14 @@ class Statistics:
 
 
 @dataclass
-class Deferred:
+class DeferredStatistics:
     """The statistics of one mini-batch: for each BatchNorm, micro-batch and forward in it."""
 
     norms: Sequence[_BatchNorm]
     seen: dict[tuple[int, int], list[Statistics]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> "Deferred":
+    def of(cls, modules: Sequence[nn.Module]) -> "DeferredStatistics":
         """Begins a mini-batch: finds the BatchNorms that keep running statistics.
 
         Raises:
@@ -76,22 +76,22 @@ class Deferred:
     @contextmanager
     def collect(self, micro_batch: int) -> Iterator[None]:
         """Keeps the statistics of the forwards inside, and the real buffers as they are."""
-        with self.aside() as loans:
+        with self.aside() as lent:
             yield
-        for at, loan in enumerate(loans):
-            self.seen[at, micro_batch] = loan.statistics()
+        for at, buffers in enumerate(lent):
+            self.seen[at, micro_batch] = buffers.statistics()
 
     @contextmanager
-    def aside(self) -> Iterator[list["_Loan"]]:
+    def aside(self) -> Iterator[list["_EmptyBuffers"]]:
         """Keeps the real buffers as they are: for a recompute, whose forward did so."""
-        loans = [_Loan(norm) for norm in self.norms]
-        for loan in loans:
-            loan.begin()
+        lent = [_EmptyBuffers(norm) for norm in self.norms]
+        for buffers in lent:
+            buffers.begin()
         try:
-            yield loans
+            yield lent
         finally:
-            for loan in loans:
-                loan.end()
+            for buffers in lent:
+                buffers.end()
 
     def merged(self, at: int) -> list[Statistics]:
         """The statistics of the whole mini-batch, of each forward of a BatchNorm in it."""
@@ -101,28 +101,28 @@ class Deferred:
             for same_forward in zip_longest(*by_micro_batch)  # a micro-batch may have left it out
         ]
 
-    def told(self) -> list[list[Tensor]]:
-        """What the other replicas need to know."""
+    def to_tensors(self) -> list[list[Tensor]]:
+        """The statistics of this replica, by BatchNorm and forward, to be sent to the others."""
         return [[seen.to_tensor() for seen in self.merged(at)] for at in range(len(self.norms))]
 
-    def hear(self, by_replica: Sequence[Sequence[Sequence[Tensor]]]) -> None:
-        """Has the mini-batch be that of all replicas, each of which told its part."""
+    def merge_replicas(self, by_replica: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+        """Has the mini-batch be that of all replicas, each of which sent its statistics."""
         self.seen = {
             (at, replica): [Statistics.from_tensor(row) for row in rows]
-            for replica, told in enumerate(by_replica)
-            for at, rows in enumerate(told)
+            for replica, norms in enumerate(by_replica)
+            for at, rows in enumerate(norms)
         }
 
     def commit(self) -> None:
         """Changes the real buffers, once for each forward of a module in a mini-batch."""
         for at, norm in enumerate(self.norms):
             for seen in self.merged(at):
-                update(norm, seen)
+                update_running_statistics(norm, seen)
         self.seen.clear()
 
 
-def find_drift(modules: Sequence[nn.Module]) -> list[str]:
-    """What can be said of replicas whose running statistics are their own."""
+def find_replica_drift(modules: Sequence[nn.Module]) -> list[str]:
+    """Tells of replicas whose running statistics are their own."""
     if not any(_defers(module) for root in modules for module in root.modules()):
         return []
     return [
@@ -136,7 +136,7 @@ def _defers(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
 
 
-class _Loan:
+class _EmptyBuffers:
     """Empty buffers for one BatchNorm, and whatever its forwards leave in them."""
 
     def __init__(self, norm: _BatchNorm) -> None:
@@ -151,17 +151,17 @@ class _Loan:
         self.norm._forward_pre_hooks_with_kwargs[id(self)] = True
 
     def _before_forward(self, norm: _BatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        """`norm` may be a stand-in for the module, which shares its buffers but not its momentum (see shared.py)."""
+        """`norm` may be a stand-in for the module, which shares its buffers but not its momentum (weight_aliases)."""
         mean, variance = self.own["running_mean"], self.own["running_var"]
         assert mean is not None
         assert variance is not None
         given = args[0] if args else kwargs["input"]
-        self.lent.append((like(mean).zero_(), like(variance).zero_()))
+        self.lent.append((allocate_like(mean).zero_(), allocate_like(variance).zero_()))
         self.counts.append(given.numel() // given.shape[1])
         self.momenta.setdefault(norm, norm.momentum)
         norm.__dict__["momentum"] = 1.0
         tracked = self.own["num_batches_tracked"]
-        norm._buffers["num_batches_tracked"] = None if tracked is None else like(tracked).zero_()
+        norm._buffers["num_batches_tracked"] = None if tracked is None else allocate_like(tracked).zero_()
         norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
 
     def end(self) -> None:
@@ -179,7 +179,7 @@ class _Loan:
 
 
 @torch.no_grad()
-def update(norm: _BatchNorm, batch: Statistics) -> None:
+def update_running_statistics(norm: _BatchNorm, batch: Statistics) -> None:
     """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
     assert norm.running_mean is not None
     assert norm.running_var is not None

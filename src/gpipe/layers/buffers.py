@@ -1,4 +1,4 @@
-"""Buffers that a forward changes: a recompute sees what the forward saw, and leaves them as it found them.
+"""Restores buffers that a forward changed for its recompute, which leaves them as it found them.
 
 A copy of each buffer is kept, taken anew when the buffer has changed, so that forwards between two changes share one.
 What has changed is found by comparing with the copies, since not every write raises a version (`.data`, fused
@@ -38,7 +38,7 @@ _NONE, _ABSENT = SavedBuffer(None), SavedBuffer(None, there=False)
 
 
 class Buffers:
-    """The buffers of a stage's layers."""
+    """Saves and restores the buffers of a stage's layers."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)

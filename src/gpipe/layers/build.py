@@ -1,4 +1,4 @@
-"""The user's sequence of layers, checked and given names; of layers given as callables, who builds which and when.
+"""Reads the user's sequence of layers, names and builds them, and cuts them into stages.
 
 One process builds all: `named_layers`. Of several, each first has an `outline` of all layers, without weights, and
 then builds its own for real: `realize`. A layer's weights depend on (seed, index) alone, so both give the same.
@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gpipe.layers.invalid_layers import describe_invalid_layer, describe_invalid_sequence, is_maker
 from gpipe.layers.remote_parameter import stand_in
-from gpipe.layers.skips import find_pops, names
-from gpipe.layers.stage import Layer, Stage
+from gpipe.layers.skips import find_pops, skip_names
+from gpipe.layers.stage import Layer, Stage, stage_of_layers
 from gpipe.layers.tied import find_shared
 from gpipe.rng.visit import visit_key
 from gpipe.values.layout import moved
@@ -253,13 +253,12 @@ def cut_into_stages(
     """The stages of so many layers each; the modules of stages that are `own`, or all, are moved to their devices."""
     own = range(len(counts)) if own is None else own
     pops = find_pops(list(named.values()))
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
     layers = [
         Layer(
             index,
             name,
             module,
-            stash=names(module, "stash"),
+            stash=skip_names(module, "stash"),
             pop=tuple(pop for pop in pops if pop.target == index),
         )
         for index, (name, module) in enumerate(named.items())
@@ -275,7 +274,7 @@ def cut_into_stages(
         stages.append(Stage(index, held, device))
         first += count
     for shared in find_shared(list(named.values())):  # each lives where it is first used
-        home = stage_of[min(shared.slots)]
+        home = stage_of_layers(stages)[min(shared.slots)]
         if home in own:
             shared.parameter.data = moved(shared.parameter.data, stages[home].device)
     return stages

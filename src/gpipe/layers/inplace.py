@@ -1,4 +1,4 @@
-"""What a stage is given belongs to the stage before; a stage that works in place on it gets copies instead.
+"""Gives a stage that works in place copies of what it is given, which belongs to the stage before.
 
 Whether it does is found out by its first run in each combination of training modes, on copies. A boundary tensor that
 was changed in place would be wrong for a recompute, and for the graph of the stage that made it.
@@ -27,51 +27,51 @@ SHARED_IN_PLACE = (
 
 
 @dataclass(slots=True)
-class Loan:
-    """What a stage works on in one run: what it was given, or copies."""
+class StageInput:
+    """What a stage works on in one run: of the main line `value` and of skips `arrived`, as they came or copies."""
 
     value: Tree
     arrived: Mapping[str, Tensor | None]
-    main: Tree
-    given: Sequence[Tensor]
-    lent: Sequence[Tensor]
-    versions: Sequence[int]
+    main: Tree  # as it came
+    given: Sequence[Tensor]  # all tensors as they came
+    used: Sequence[Tensor]  # these or their copies
+    versions: Sequence[int]  # of the used, before the run
     copied: bool
 
 
 class InPlaceCheck:
-    """Knows of one stage whether it works in place."""
+    """Finds out of one stage whether it works in place on what it is given."""
 
     def __init__(self) -> None:
         self.works_in_place: dict[Modes, bool] = {}
         self.changed: set[int] = set()  # of the latest run, by identity
 
-    def lend(self, value: Tree, arrived: Mapping[str, Tensor | None], modes: Modes) -> Loan:
-        """Gives the stage what it may work on."""
+    def prepare(self, value: Tree, arrived: Mapping[str, Tensor | None], modes: Modes) -> StageInput:
+        """Gives the stage what it may work on: copies, unless it is known not to work in place."""
         copied, main = self.works_in_place.get(modes, True), value
-        given = lent = _tensors(value, arrived)
+        given = used = _tensors(value, arrived)
         if copied:
             value = replace_tensors(value, _copy)
             arrived = {name: None if tensor is None else _copy(tensor) for name, tensor in arrived.items()}
-            lent = _tensors(value, arrived)
+            used = _tensors(value, arrived)
         elif type(value) is not Tensor:
             value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
-        return Loan(value, arrived, main, given, lent, [version(tensor) for tensor in lent], copied)
+        return StageInput(value, arrived, main, given, used, [version(tensor) for tensor in used], copied)
 
-    def settle(self, loan: Loan, modes: Modes, stage: object) -> None:
-        """Looks at what the stage did to what it was lent.
+    def check(self, inputs: StageInput, modes: Modes, stage: object) -> None:
+        """Looks at what the stage did to what it worked on.
 
         Raises:
             RuntimeError: It worked in place where that would not be the same without the cut.
         """
-        changed = [at for at, tensor in enumerate(loan.lent) if version(tensor) != loan.versions[at]]
-        self.changed = {id(loan.given[at]) for at in changed}
-        if not changed and (modes in self.works_in_place or any(tensor.is_inference() for tensor in loan.lent)):
+        changed = [at for at, tensor in enumerate(inputs.used) if version(tensor) != inputs.versions[at]]
+        self.changed = {id(inputs.given[at]) for at in changed}
+        if not changed and (modes in self.works_in_place or any(tensor.is_inference() for tensor in inputs.used)):
             return
         self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
-        if changed and not loan.copied:
+        if changed and not inputs.copied:
             raise RuntimeError(f"{stage} has {BEGUN_IN_PLACE}")
-        if any(_share_memory(loan.given[at], other) for at in changed for other in tensors_in(loan.main)):
+        if any(_share_storage(inputs.given[at], other) for at in changed for other in tensors_in(inputs.main)):
             raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
 
     def forget(self, modes: Modes) -> None:
@@ -92,7 +92,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return carry_attributes(tensor, copy_of(tensor))
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
+def _share_storage(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return False
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpipe.layers.losses import HOME as LOSSES
-from gpipe.layers.losses import home_of_forward
-from gpipe.layers.skips import Sequential, names
+from gpipe.layers.losses import TORCH_LOSSES, module_of_forward
+from gpipe.layers.skips import Sequential, skip_names
 
 BUILDS = "a callable that builds one"
 PIPE = ("gpipe.pipeline", "GPipe")  # by name: it stands on this module
 
 
 def is_maker(layer: object) -> bool:
-    """Whether something can be called without arguments, as what builds a layer is."""
+    """Whether a layer is given as a callable without arguments that builds it."""
     return callable(layer) and _function_of_torch(layer) is None and _needed(layer) == []
 
 
@@ -103,7 +102,7 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
     """The modules that cannot be layers, and what to do."""
     for name, layer in named.items():
         start = f"layer {name} ({type(layer).__name__})"
-        if home_of_forward(layer) == LOSSES and not names(layer, "pop"):
+        if module_of_forward(layer) == TORCH_LOSSES and not skip_names(layer, "pop"):
             yield f"{start} is a loss; give it to each step: pipe.step(inputs, targets, {_written(type(layer))})"
         if isinstance(layer, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
             yield f"{start} has no forward; give its parts as layers, or join them by nn.Sequential(*...)"
@@ -127,7 +126,7 @@ def _find_buried_skips(layer_name: str, layer: nn.Module) -> Iterator[str]:
         if not path or any(not outer or path.startswith(f"{outer}.") for outer in runs_them):
             continue
         for what in ("stash", "pop"):
-            buried = {name for name in names(part, what) if isinstance(name, str)} - {*names(layer, what)}
+            buried = {name for name in skip_names(part, what) if isinstance(name, str)} - {*skip_names(layer, what)}
             if buried:
                 yield (
                     f"layer {layer_name} ({type(layer).__name__}): its part {path} ({type(part).__name__}) has "

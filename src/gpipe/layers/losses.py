@@ -1,4 +1,4 @@
-"""How the losses of micro-batches make that of the mini-batch: as torch's own losses average, each over what it does.
+"""Finds how a loss function averages, by which the losses of micro-batches make that of the mini-batch.
 
 Most divide by a number that grows with the rows. Losses of labels divide by the labels that count, each times the
 weight of its class, so a micro-batch has a share in the mini-batch's loss as it has in these.
@@ -19,10 +19,10 @@ from gpipe.values.layout import copy_of
 from gpipe.values.microbatch import Reduction
 from gpipe.values.tree import Tree
 
-Told: TypeAlias = Mapping[str, object]
-"""What a loss of torch was told about how to average: `reduction`, `weight`, and for labels `ignore_index`."""
+LossArguments: TypeAlias = Mapping[str, object]
+"""The arguments of a loss of torch that say how it averages: `reduction`, `weight`, and for labels `ignore_index`."""
 
-HOME = "torch.nn.modules.loss"
+TORCH_LOSSES = "torch.nn.modules.loss"
 NO_METRICS = object()
 IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
 NAMES = ("reduction", "ignore_index", "weight", "pos_weight", "var")
@@ -47,10 +47,10 @@ def find_reduction(loss_fn: object) -> Reduction | None:
     >>> find_reduction(lambda output, target: output.sum()) is None
     True
     """
-    told = _told(loss_fn)
-    if told is None or told["reduction"] is None:
+    arguments = _arguments_of(loss_fn)
+    if arguments is None or arguments["reduction"] is None:
         return None
-    match told["reduction"]:
+    match arguments["reduction"]:
         case "none":
             raise ValueError(
                 "loss_fn gives a loss for each row, by reduction='none', and step() needs one of each micro-batch: "
@@ -59,8 +59,8 @@ def find_reduction(loss_fn: object) -> Reduction | None:
             )
         case "sum":
             return "sum"
-        case "mean" if "ignore_index" in told:
-            return partial(_sum_of_weights, ignored=told["ignore_index"], weight=told["weight"])
+        case "mean" if "ignore_index" in arguments:
+            return partial(_sum_of_weights, ignored=arguments["ignore_index"], weight=arguments["weight"])
     return "mean"
 
 
@@ -87,11 +87,11 @@ def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequen
     Raises:
         ValueError: It does, and a micro-batch would be given the rows of all.
     """
-    told = _told(loss_fn) if len(rows) > 1 else None
+    arguments = _arguments_of(loss_fn) if len(rows) > 1 else None
     target = targets[0]
-    if told is None or not isinstance(target, Tensor) or not target.is_floating_point():
+    if arguments is None or not isinstance(target, Tensor) or not target.is_floating_point():
         return
-    for name, value in told.items():
+    for name, value in arguments.items():
         if isinstance(value, Tensor) and value.dim() >= target.dim() and value.shape[0] == sum(rows):
             raise ValueError(
                 f"{name} of loss_fn has shape {tuple(value.shape)}, a row for each of the mini-batch's {sum(rows)}, "
@@ -100,33 +100,37 @@ def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequen
             )
 
 
-def _told(loss_fn: object) -> Told | None:
-    """What a loss of torch was told; None of what is not torch's, or does more than torch's."""
+def _arguments_of(loss_fn: object) -> LossArguments | None:
+    """The arguments of a loss of torch; None of what is not torch's, or does more than torch's."""
     if isinstance(loss_fn, partial):
-        return None if loss_fn.args else _told_by_keywords(loss_fn.func, loss_fn.keywords)
+        return None if loss_fn.args else _arguments_of_function(loss_fn.func, loss_fn.keywords)
     if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", "_wrapped_call_impl"):
-        return _told(loss_fn.__self__) if isinstance(loss_fn.__self__, nn.Module) else None
+        return _arguments_of(loss_fn.__self__) if isinstance(loss_fn.__self__, nn.Module) else None
     if isinstance(loss_fn, nn.Module):
-        return _told_to_module(loss_fn)
-    return _told_by_keywords(loss_fn, {})
+        return _arguments_of_module(loss_fn)
+    return _arguments_of_function(loss_fn, {})
 
 
-def _told_to_module(module: nn.Module) -> Told | None:
+def _arguments_of_module(module: nn.Module) -> LossArguments | None:
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     kind = type(module)
-    if home_of_forward(module) != HOME or kind.__call__ is not nn.Module.__call__ or "forward" in vars(module):
+    if (
+        module_of_forward(module) != TORCH_LOSSES
+        or kind.__call__ is not nn.Module.__call__
+        or "forward" in vars(module)
+    ):
         return None
     return {name: getattr(module, name) for name in NAMES if hasattr(module, name)}
 
 
-def home_of_forward(module: nn.Module) -> str:
+def module_of_forward(module: nn.Module) -> str:
     """The module of Python that a module's forward was written in."""
     return getattr(getattr(type(module), "forward", None), "__module__", "")
 
 
-def _told_by_keywords(called: object, keywords: Mapping[str, object]) -> Told | None:
+def _arguments_of_function(called: object, keywords: Mapping[str, object]) -> LossArguments | None:
     if isinstance(called, (partial, nn.Module)):  # a partial of these
-        return None if keywords else _told(called)
+        return None if keywords else _arguments_of(called)
     compiled = hasattr(called, "_torchdynamo_orig_callable")
     function: Any = inspect.unwrap(called) if compiled else called  # type: ignore[arg-type]  # a function then
     known = getattr(functional, getattr(function, "__name__", ""), None)
@@ -135,23 +139,23 @@ def _told_by_keywords(called: object, keywords: Mapping[str, object]) -> Told | 
     defaults, needed = _keywords(known)
     if not keywords.keys() <= defaults.keys() | needed or not needed <= keywords.keys():
         return None  # calling it will raise
-    told = {**defaults, **keywords}
-    return {name: told[name] for name in NAMES if name in told} | {"reduction": _reduction(told)}
+    arguments = {**defaults, **keywords}
+    return {name: arguments[name] for name in NAMES if name in arguments} | {"reduction": _reduction(arguments)}
 
 
 @lru_cache
-def _keywords(function: Callable[..., object]) -> tuple[Told, set[str]]:
+def _keywords(function: Callable[..., object]) -> tuple[LossArguments, set[str]]:
     """What a function takes behind its output and target: defaults by name, and the names of what must be given."""
     behind = list(inspect.signature(function).parameters.values())[2:]
     needed = {parameter.name for parameter in behind if parameter.default is inspect.Parameter.empty}
     return {parameter.name: parameter.default for parameter in behind if parameter.name not in needed}, needed
 
 
-def _reduction(told: Told) -> object:
+def _reduction(arguments: LossArguments) -> object:
     """The reduction, which the older `reduce` and `size_average` overrule."""
-    average, reduce = told.get("size_average"), told.get("reduce")
+    average, reduce = arguments.get("size_average"), arguments.get("reduce")
     if average is None and reduce is None:
-        return told.get("reduction")
+        return arguments.get("reduction")
     if reduce is False:
         return "none"
     return "sum" if average is False else "mean"
@@ -210,7 +214,7 @@ def with_own_version(target: Tensor) -> Tensor:
     return target if target.requires_grad else target.data
 
 
-def as_made(output: Tensor) -> Tensor:
+def clone_of_leaf_view(output: Tensor) -> Tensor:
     """An output for the loss to work on in place: one that a stage only passed on is a view of a leaf."""
     base = output._base
     return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output

@@ -35,18 +35,18 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, made: StageOutput, stage: Stage, given: Sequence[BoundaryValue]) -> "Fingerprint":
-        """Of what a stage made of what it was given."""
+        """The fingerprint of what a stage made of what it was given."""
         roots = [tensor for value in made.values for tensor in tensors_in(value)]
-        own = stage.weights() | {id(leaf) for crossing in given for leaf in crossing.leaves}
+        own = stage.parameter_ids() | {id(leaf) for crossing in given for leaf in crossing.leaves}
         reached = own.intersection(map(id, leaves_of(roots)))
         return cls(digest([*made.values, *made.for_loss.values()]), frozenset(reached))
 
     def differs(self, other: "Fingerprint") -> "bool | Tensor":
-        """Whether another run did otherwise; of values on a GPU, a tensor there that will say it."""
+        """Whether another run has another fingerprint; of values on a GPU, a tensor there that will say it."""
         return self.reached != other.reached or differ(self.digest, other.digest)
 
 
-def otherwise(layer: str, left: str = "") -> RecomputeError:
+def recompute_error(layer: str, left: str = "") -> RecomputeError:
     """The error of a recompute that did otherwise; `left` are tensors that layers left on modules."""
     error = RecomputeError(OTHERWISE.format(layer=layer))
     if left:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe.layers.buffers import Slot
-from gpipe.layers.stage import Layer, Stage
+from gpipe.layers.stage import Layer, Stage, stage_of_layers
 from gpipe.values.layout import storage_address
 from gpipe.values.tree import version
 
@@ -30,7 +30,7 @@ def find_shared_norm(stages: Sequence[Stage]) -> str | None:
 def find_shared_buffers(stages: Sequence[Stage]) -> dict[Slot, str]:
     """The buffers that several partitions see, each with a layer of another: of one module, or in one memory."""
     home: dict[object, Layer] = {}
-    stage_of = {layer.index: stage.index for stage in stages for layer in stage.layers}
+    stage_of = stage_of_layers(stages)
     found: dict[Slot, str] = {}
     for layer in (layer for stage in stages for layer in stage.layers):
         for module in layer.module.modules():
@@ -54,7 +54,7 @@ class SharedBufferCheck:
         self._before = [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
 
     def check(self) -> None:
-        """Checks that none was changed.
+        """Checks that no shared buffer was changed.
 
         Raises:
             RuntimeError: Some were.

@@ -8,7 +8,7 @@ which are added first, so a stash and each pop get a node of their own (`alias`)
 summed at its pop, the pops from the last layer to the first at the stash, and that sum joins the main line last.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Pop:
         return f"{self.name}/{self.target}"
 
 
-def names(layer: object, attribute: str) -> tuple[str, ...]:
+def skip_names(layer: object, attribute: str) -> tuple[str, ...]:
     """The names that a layer stashes or pops."""
     found = getattr(layer, attribute, ())
     if isinstance(found, str):
@@ -49,12 +49,12 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
     pops: list[Pop] = []
     mistakes: list[str] = []
     for at, layer in enumerate(layers):
-        for name in names(layer, "pop"):
+        for name in skip_names(layer, "pop"):
             if name in stashed:
                 pops.append(Pop(name, stashed[name], at))
             else:
                 mistakes.append(f"layer {at} pops {name!r}, which no earlier layer stashes")
-        for name in names(layer, "stash"):
+        for name in skip_names(layer, "stash"):
             if name in stashed:
                 mistakes.append(f"layers {stashed[name]} and {at} both stash {name!r}; give each stash its own name")
             if not name or set(name) & set("@:/, "):
@@ -71,21 +71,23 @@ def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[P
     Raises:
         ValueError: No layer stashes one of them.
     """
-    stashed = {name: at for at, layer in enumerate(layers) for name in names(layer, "stash")}
+    stashed = {name: at for at, layer in enumerate(layers) for name in skip_names(layer, "stash")}
     mistakes = [f"loss_fn pops {name!r}, which no layer stashes" for name in popped if name not in stashed]
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return [Pop(name, stashed[name], len(layers)) for name in popped]
 
 
-def refuse_unused(layers: Sequence[nn.Module], popped: Sequence[str]) -> None:
+def refuse_unused_stashes(layers: Sequence[nn.Module], popped: Sequence[str]) -> None:
     """Refuses a step whose stashes neither a layer nor the loss, which pops these names, makes use of.
 
     Raises:
         ValueError: Names them.
     """
-    used = {*popped, *(name for layer in layers for name in names(layer, "pop"))}
-    unused = [(at, name) for at, layer in enumerate(layers) for name in names(layer, "stash") if name not in used]
+    used = {*popped, *(name for layer in layers for name in skip_names(layer, "pop"))}
+    unused = [
+        (at, name) for at, layer in enumerate(layers) for name in skip_names(layer, "stash") if name not in used
+    ]
     if unused:
         raise ValueError(
             "\n".join(
@@ -97,7 +99,7 @@ def refuse_unused(layers: Sequence[nn.Module], popped: Sequence[str]) -> None:
         )
 
 
-def unpack(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor | None]]:
+def unpack_stashes(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor | None]]:
     """Takes apart what a layer that stashes returned.
 
     Raises:
@@ -190,19 +192,11 @@ class Sequential(nn.Sequential):
 
 def run_layer(layer: nn.Module, value: object, held: dict[str, Stashed]) -> object:
     """Runs one layer, popping from and stashing into `held`; for loops over plain layers."""
-    popped = {name: held[name].pop(name) for name in names(layer, "pop")}
+    popped = {name: held[name].pop(name) for name in skip_names(layer, "pop")}
     result = layer(value, **popped)
-    stash = names(layer, "stash")
+    stash = skip_names(layer, "stash")
     if not stash:
         return result
-    result, tensors = unpack(result, stash)
+    result, tensors = unpack_stashes(result, stash)
     held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
     return result
-
-
-def routes_of(pops: Sequence[Pop], stage_of: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """(source stage, target stage, name) of the uses that cross a stage boundary, the last layer's first."""
-    for pop in sorted(pops, key=lambda pop: -pop.target):
-        source, target = stage_of[pop.source], stage_of[pop.target]
-        if source != target:
-            yield source, target, pop.route_name

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gpipe.layers.buffers import Buffers
 from gpipe.layers.inplace import InPlaceCheck
-from gpipe.layers.skips import Pop, Stashed, alias, unpack
-from gpipe.rng.visit import Visit
+from gpipe.layers.skips import Pop, Stashed, alias, unpack_stashes
+from gpipe.rng.visit import PipeVisit
 from gpipe.values.autograd_graph import find_ancestors, leaves_of
 from gpipe.values.boundary import BoundaryValue, cut
 from gpipe.values.digest import differ, digest
@@ -48,14 +48,14 @@ class Layer:
     module: nn.Module
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
-    weights: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see shared.py)
+    aliased: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see weight_aliases)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
 
     def run(self, value: Tree, popped: Mapping[str, Tensor | None], rng_key: RngKey) -> object:
         """Runs the module, its randomness keyed."""
-        with self.weights, Visit(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
+        with self.aliased, PipeVisit(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
             return self.module(value, **popped)
 
 
@@ -101,14 +101,14 @@ class StageOutput(NamedTuple):
 
 
 class Stage:
-    """Runs its layers one after another for one micro-batch."""
+    """Consecutive layers, run one after another for a micro-batch."""
 
     def __init__(self, index: int, layers: Sequence[Layer], device: torch.device) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
         self.buffers = Buffers([layer.module for layer in layers])
-        self.loans = InPlaceCheck()
+        self.in_place = InPlaceCheck()
         self.first = self.layers[0].index
         self.begin()
 
@@ -150,7 +150,7 @@ class Stage:
             self._memory = {storage_address(t) for t in held} - {0}
         return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
 
-    def weights(self) -> set[int]:
+    def parameter_ids(self) -> set[int]:
         """The parameters of the layers, by identity."""
         return {id(weight) for layer in self.layers for weight in layer.module.parameters()}
 
@@ -179,16 +179,16 @@ class Stage:
             progress: Is told how far the run got.
         """
         modes = self.modes
-        loan = self.loans.lend(value, arrived, modes)
+        stage_input = self.in_place.prepare(value, arrived, modes)
         held: dict[str, Stashed] = {}
         try:
-            made = self._run(loan.value, loan.arrived, held, rng_key, progress)
+            made = self._run(stage_input.value, stage_input.arrived, held, rng_key, progress)
         except RuntimeError:
-            self.loans.forget(modes)
+            self.in_place.forget(modes)
             raise
-        self.loans.settle(loan, modes, self)
+        self.in_place.check(stage_input, modes, self)
         values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
-        return StageOutput(values, {pop.name: self._pop(pop, loan.arrived, held) for pop in for_loss})
+        return StageOutput(values, {pop.name: self._pop(pop, stage_input.arrived, held) for pop in for_loss})
 
     def _run(
         self,
@@ -222,7 +222,7 @@ class Stage:
         result = layer.run(value, popped, rng_key)
         if not layer.stash:
             return result
-        result, tensors = unpack(result, layer.stash)
+        result, tensors = unpack_stashes(result, layer.stash)
         held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return result
 
@@ -241,6 +241,11 @@ class Stage:
                 return layer
             value = made[0]
             if layer.stash:
-                value, tensors = unpack(value, layer.stash)
+                value, tensors = unpack_stashes(value, layer.stash)
                 held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return None
+
+
+def stage_of_layers(stages: Sequence[Stage]) -> list[int]:
+    """The stage of each layer, in layer order."""
+    return [stage.index for stage in stages for _ in stage.layers]

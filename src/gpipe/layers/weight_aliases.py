@@ -56,7 +56,7 @@ class WeightAliases:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has the layers see their aliases."""
+        """Has layers see their aliases in place of shared parameters."""
         by_layer: dict[int, dict[Slot, Tensor]] = {}
         for at, item in self.shared.items():
             for index, slots in item.slots.items():
@@ -67,14 +67,14 @@ class WeightAliases:
                     stack.callback(parameter.register_hook(self._refuse).remove)
             for index, aliases in by_layer.items():
                 if index in self._in_turn:
-                    self._layers[index].weights = _InTurn(self._turn, aliases)
+                    self._layers[index].aliased = _InTurn(self._turn, aliases)
                 else:
                     stack.enter_context(_Aliased(aliases))
             try:
                 yield
             finally:
                 for index in self._in_turn:
-                    self._layers[index].weights = _OWN
+                    self._layers[index].aliased = _OWN
 
     def _refuse(self, gradient: Tensor) -> None:
         """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
@@ -146,7 +146,7 @@ class _Aliased:
 
 
 class _InTurn(_Aliased):
-    """Likewise, one layer at a time."""
+    """While entered, modules have aliases in the slots of parameters, for one layer at a time."""
 
     def __init__(self, turn: threading.RLock, aliases: Mapping[Slot, Tensor]) -> None:
         super().__init__(aliases)

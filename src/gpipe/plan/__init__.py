@@ -1,1 +1,1 @@
-"""Floor 1: what a pipeline will do, as data and pure functions. Nothing here imports torch."""
+"""What a pipeline will do, as data and pure functions: programs, schedules, cuts. Nothing here imports torch."""

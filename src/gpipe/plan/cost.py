@@ -1,4 +1,4 @@
-"""What actions cost: seconds and bytes by stage."""
+"""Costs of actions, in seconds and bytes by stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One legal total order of a program, or the reason why there is none."""
+"""Finds a legal total order of a program, or the reason why there is none."""
 
 from collections.abc import Iterator
 from random import Random

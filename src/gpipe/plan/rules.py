@@ -1,4 +1,4 @@
-"""What an action needs: the only place that knows.
+"""Says which actions an action needs: the one rule that all of gpipe goes by.
 
 Rule 1. A forward needs what its stage's incoming routes carry: the forward of each route's source.
 Rule 2. A recompute needs the forward of its own stage and micro-batch.

@@ -1,4 +1,4 @@
-"""One epoch of training, and a look at held-out images."""
+"""Trains for an epoch, and measures the accuracy on held-out images."""
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
@@ -42,7 +42,7 @@ def train_epoch(
 
 
 def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Changes the weights by their gradients, and forgets the gradients."""
+    """Steps the optimizer, and drops the gradients."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

@@ -33,12 +33,12 @@ class Progress:
 
 
 def to_extra(progress: Progress, options: TrainOptions) -> dict[str, Any]:
-    """What a checkpoint is given to keep."""
+    """The progress and decisive options, for a checkpoint to keep."""
     return {**asdict(progress), "options": {name: getattr(options, name) for name in DECISIVE}}
 
 
 def from_extra(extra: Mapping[str, Any], options: TrainOptions) -> Progress:
-    """Reads what a checkpoint kept.
+    """Reads the progress that a checkpoint kept.
 
     Raises:
         ValueError: It is of another training: one line for each option that differs.

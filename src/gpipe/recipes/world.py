@@ -48,7 +48,7 @@ class World:
 
 
 def find_world(environment: Mapping[str, str]) -> World:
-    """Reads what a launcher said.
+    """Reads from the environment what a launcher said of this process.
 
     >>> find_world({}).launched
     False
@@ -70,7 +70,7 @@ def find_world(environment: Mapping[str, str]) -> World:
 
 @contextmanager
 def joined(world: World) -> Iterator[None]:
-    """Has the processes meet, and part in the end. On one host nothing listens but on the loopback device."""
+    """Joins the processes into a group, and leaves it in the end; on one host nothing listens but on loopback."""
     if not world.launched:
         yield
         return

@@ -1,4 +1,4 @@
-"""What is drawn inside of `torch.utils.checkpoint`: a recompute in a backward draws what its forward drew.
+"""Has a recompute of `torch.utils.checkpoint`, in a backward, draw what its forward drew under a key.
 
 torch's checkpoint notes the state of the default generator before the forward, and sets it before the recompute. What
 draws under a key has nothing to do with that generator. So at the first draw inside of a checkpoint the state of the
@@ -61,7 +61,7 @@ class RngStates(NamedTuple):
 
     @classmethod
     def of(cls, names: Any) -> "RngStates":
-        """As the variables of a checkpoint have them."""
+        """Reads the states from the variables of a checkpoint."""
         states = zip(names.get("fwd_devices", ()), names.get("fwd_device_states", ()), strict=True)
         return cls(names.get("fwd_cpu_state"), dict(states))
 
@@ -111,7 +111,7 @@ class Recompute:
     states: RngStates
 
     def generators(self, *, sure: bool) -> Generators:
-        """What it draws from, from its first draw to its last.
+        """The generators that the recompute draws from, from its first draw to its last.
 
         Raises:
             RuntimeError: It must be `sure` that its forward drew under a key, and that did not.

@@ -1,4 +1,4 @@
-"""The randomness of a visit: a function of (seed, step, layer, micro-batch) and of nothing else.
+"""Keys random operations: what a visit draws is a function of (seed, step, layer, micro-batch) alone.
 
 torch keeps one generator for each device of a process, and rank threads would draw from it in any order. So a visit
 has generators of its own, which the random operations inside of it are given.
@@ -66,7 +66,7 @@ def _start(place: tuple[int, int, int, int], device: torch.device) -> torch.Gene
     return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(visit_key(*place))
 
 
-class Visit(visit):
+class PipeVisit(visit):
     """A visit in a pipe, which runs the backward too."""
 
     piped = True

@@ -17,8 +17,8 @@ from gpipe.layers.losses import (
     holds_ignored_labels,
 )
 from gpipe.runtime.modes import Ambient
-from gpipe.values.input_checks import find_strange_values, find_uncut_lists
-from gpipe.values.microbatch import Reduction, count_rows, rows_of_parts, split, weights
+from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
+from gpipe.values.microbatch import Reduction, count_rows, loss_weights, rows_of_parts, split
 from gpipe.values.tree import Tree, tensors_in
 
 NO_GRAPH = (
@@ -61,10 +61,10 @@ class StepInputs(NamedTuple):
             TypeError: The reduction is none of those known.
         """
         if self.reduction is not None:
-            return weights(self.reduction, rows, targets, over_replicas)
+            return loss_weights(self.reduction, rows, targets, over_replicas)
         check_weights_of_rows(self.loss_fn, targets, rows)
         reduction = for_targets(find_reduction(self.loss_fn) or "mean", self.targets)
-        return weights(reduction, rows, targets, over_replicas)
+        return loss_weights(reduction, rows, targets, over_replicas)
 
     def findings(self) -> list[str]:
         """What is to be said of the way in which these losses are averaged."""
@@ -147,7 +147,7 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     found = []
     mistakes: list[str] = []
     for what, tree in trees.items():
-        mistakes += find_uncut_lists(what, tree, rows) if parts > 1 else []
+        mistakes += find_unsplit_lists(what, tree, rows) if parts > 1 else []
         try:
             found.append(split(tree, rows, parts, what))
         except ValueError as error:
@@ -163,7 +163,7 @@ def check_values(**trees: Tree) -> None:
     Raises:
         TypeError: Names all that cannot.
     """
-    strange = [text for what, tree in trees.items() for text in find_strange_values(what, tree)]
+    strange = [text for what, tree in trees.items() for text in find_unsplittable(what, tree)]
     if strange:
         raise TypeError("\n".join(strange))
 

@@ -1,13 +1,12 @@
 """One mini-batch on its way through the stages of a process."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 
-import torch
 from torch import nn
 
+from gpipe.intra_op import intra_op_threads
 from gpipe.layers.buffers import Slot
 from gpipe.layers.recompute_check import RecomputeError
 from gpipe.layers.shared_buffers import SharedBufferCheck
@@ -211,14 +210,3 @@ def is_sharded(module: nn.Module) -> bool:
 def _row(worker: Worker, rows: CompiledRows, ambient: Ambient, recorder: Recorder | None) -> None:
     with ambient.rank_thread():
         walk(worker, rows, recorder)
-
-
-@contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Lets an operation use so many CPU threads inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol
 
-from gpipe.layers.batchnorm import Deferred
+from gpipe.layers.batchnorm import DeferredStatistics
 from gpipe.layers.stage import LayerProgress
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Action
@@ -34,7 +34,7 @@ class Others(Protocol):
     def close(self, action: Action) -> None:
         """Does a TIE or REDUCE."""
 
-    def share(self, deferred: Mapping[int, Deferred]) -> None:
+    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         """Has statistics, by stage, be those of all replicas."""
 
 
@@ -60,7 +60,7 @@ class Alone:
         """There is none."""
         raise AssertionError(f"{action} is for several processes")
 
-    def share(self, deferred: Mapping[int, Deferred]) -> None:
+    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         """They are those of the only replica."""
 
 

@@ -8,15 +8,15 @@ from typing import Never, assert_never
 import torch
 from torch import Tensor
 
-from gpipe.layers.batchnorm import Deferred
+from gpipe.layers.batchnorm import DeferredStatistics
 from gpipe.layers.buffers import SavedBuffers
 from gpipe.layers.inplace import SHARED_IN_PLACE
-from gpipe.layers.losses import as_made, read_loss, with_own_version
-from gpipe.layers.recompute_check import Fingerprint, otherwise
+from gpipe.layers.losses import clone_of_leaf_view, read_loss, with_own_version
+from gpipe.layers.recompute_check import Fingerprint, recompute_error
 from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
 from gpipe.layers.weight_owners import HOOKED, WeightOwners, tensors_left_on
 from gpipe.plan.action import Action, Kind
-from gpipe.rng.visit import InBackward, Visit
+from gpipe.rng.visit import InBackward, PipeVisit
 from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch, Output, Saved
 from gpipe.runtime.steps import Connections, Step
@@ -77,7 +77,7 @@ class Worker:
         self.saved: dict[tuple[int, int], Saved] = {}
         self.handed: dict[Label, Message] = {}
         self.taken: list[Message] = []
-        self.deferred: dict[int, Deferred] = {}
+        self.deferred: dict[int, DeferredStatistics] = {}
         self.commits: list[int] = []
         self._doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
         self._seeds: dict[float, Tensor] = {}
@@ -86,7 +86,7 @@ class Worker:
             if ends.recomputed or batch.examines:
                 stage.buffers.find()
             if batch.deferred_batch_norm:
-                self.deferred[stage.index] = Deferred.of(stage.buffers.modules)
+                self.deferred[stage.index] = DeferredStatistics.of(stage.buffers.modules)
 
     def do(self, step: Step) -> None:
         """Does a step, once what it takes is here."""
@@ -177,8 +177,8 @@ class Worker:
         found = stage.find_unsteady(saved.given[-1].value, self._arrived(ends, saved), self._moment(m))
         saved.progress.point_at(found)
         if found is None:
-            raise otherwise("a layer of this partition", tensors_left_on(self.every))
-        raise otherwise(str(found))
+            raise recompute_error("a layer of this partition", tensors_left_on(self.every))
+        raise recompute_error(str(found))
 
     def _given(self, step: Step) -> list[BoundaryValue]:
         if step.stage == 0:  # wherever the user keeps it
@@ -214,7 +214,7 @@ class Worker:
                 hooked and not known and (len(one.aliases) > 1 or not end.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
-            if crossing.shares_storage and stage.loans.changed & set(map(id, tensors_in(one.value))):
+            if crossing.shares_storage and stage.in_place.changed & set(map(id, tensors_in(one.value))):
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
@@ -233,10 +233,10 @@ class Worker:
         batch = self.batch
         assert batch.loss_fn is not None
         target = replace_tensors(batch.targets[m], with_own_version)
-        value = replace_tensors(made.values[0], as_made)
+        value = replace_tensors(made.values[0], clone_of_leaf_view)
         if not self.stream.alone:
             target = replace_tensors(target, lambda tensor: self.stream.bring(tensor, None))
-        with Visit(batch.seed, batch.step, batch.loss_index, batch.first + m):
+        with PipeVisit(batch.seed, batch.step, batch.loss_index, batch.first + m):
             return batch.loss_fn(value, target, **made.for_loss)
 
     def backward(self, step: Step) -> None:
@@ -298,7 +298,7 @@ class Worker:
         """
         with self.stream.enter():
             if self._doubts and bool(torch.stack(self._doubts).any()):
-                raise otherwise(f"a layer of {self.name}")
+                raise recompute_error(f"a layer of {self.name}")
 
     def settle(self) -> None:
         """Does what was left for the end of a run."""

@@ -8,7 +8,7 @@ from torch.autograd.graph import Node
 
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
-    """The places of those tensors from which others of them were made.
+    """The indices of those tensors from which others of them were made.
 
     >>> import torch
     >>> one = torch.ones(2, requires_grad=True) * 2

@@ -1,4 +1,4 @@
-"""What happens to a value where it leaves a stage: the graph is cut, and gradients find their way back.
+"""Cuts the autograd graph where a value leaves a stage, and brings gradients back across the cut.
 
 A boundary tensor is a leaf that shares the maker's memory. It is read-only to both sides: a stage that works in place
 on what it is given gets a copy (see `Stage`).
@@ -57,7 +57,7 @@ class BoundaryValue:
     versions: list[int] | None = None  # of its tensors, as far as they are noted
 
     def check(self, stage: object) -> None:
-        """Checks that nobody has changed its tensors since it was handed on, or first looked at.
+        """Checks that nobody has changed the tensors of the value since it was handed on, or first looked at.
 
         Raises:
             RuntimeError: Somebody has.
@@ -69,7 +69,7 @@ class BoundaryValue:
 
     @property
     def tensor(self) -> Tensor:
-        """The value, where it is one tensor."""
+        """The value as the one tensor that it is."""
         assert isinstance(self.value, Tensor)
         return self.value
 
@@ -162,7 +162,7 @@ class Entered:
 
 
 def enter(crossing: BoundaryValue) -> Entered:
-    """Gives a value to one run of a stage.
+    """Gives a value that crossed a boundary to one run of a stage.
 
     Each leaf has an alias with a node of its own: for the layers it is a tensor that others made, the hooks that they
     put on it are of this run alone, and what comes back is kept as autograd brings it, with its strides and

@@ -1,4 +1,4 @@
-"""A digest of a value, by which a recompute is compared with its forward bit for bit, without keeping what it made.
+"""Compares what a recompute made with what its forward made, bit for bit, by digests: neither is kept.
 
 Of a large tensor it holds sums of its 64-bit words, by row and by column, in whole numbers: no bit of a word changes
 without its row, and words do not change places without their rows or columns. Small ones it holds whole.
@@ -22,7 +22,7 @@ COLUMNS = 512
 
 
 class Digest(NamedTuple):
-    """What is known of a value at once, and what its device may still be busy with."""
+    """A digest of a value: what is known of it at once, and words that its device may still be busy with."""
 
     known: tuple[object, ...]
     words: list[Tensor]

@@ -17,10 +17,10 @@ from gpipe.values.tree import Tree
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator)
 
 
-def find_strange_values(what: str, tree: Tree) -> Iterator[str]:
+def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
     """What is in a tree that cannot be split into micro-batches, each with what to do.
 
-    >>> list(find_strange_values("inputs", {"mask": np.ones(3)}))
+    >>> list(find_unsplittable("inputs", {"mask": np.ones(3)}))
     ["inputs['mask'] is a numpy array; give a tensor: torch.from_numpy(...)"]
     """
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
@@ -36,7 +36,7 @@ def find_strange_values(what: str, tree: Tree) -> Iterator[str]:
             yield from _find_strange_kind(name, leaf)
 
 
-def find_uncut_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
+def find_unsplit_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
     """Lists of numbers or words, one a row as it seems, that would go whole to every micro-batch."""
     if type(tree) is Tensor or rows < 2:
         return

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: strides, and where it begins modulo the unit in which kernels look at addresses.
+"""Keeps the layout of a tensor, strides and alignment of its address, in whatever copies, moves or allocates one.
 
 Kernels choose their arithmetic by both, as by shape and dtype: on AMD processors the last bit of MKL's small products
 depends on where operands lie modulo 64 bytes. So whatever is copied, sent, received or moved keeps both, and all that
@@ -34,12 +34,12 @@ def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def room(
+def allocate(
     dtype: torch.dtype, size: Sequence[int], strides: Sequence[int], aligned: int, device: torch.device
 ) -> Tensor:
     """Memory for a tensor that lies like this.
 
-    >>> alignment(room(torch.float32, (2, 3), (5, 1), 20, torch.device("cpu")))
+    >>> alignment(allocate(torch.float32, (2, 3), (5, 1), 20, torch.device("cpu")))
     20
     """
     if not aligned:
@@ -53,18 +53,18 @@ def room(
     return torch.empty(0, dtype=dtype, device=device).set_(memory[aligned:], 0, size, strides)
 
 
-def like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+def allocate_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Memory for another tensor that lies like this one, here or on another device of the kind.
 
     >>> tensor = torch.zeros(4, 6)[1:, ::2]
-    >>> other = like(tensor)
+    >>> other = allocate_like(tensor)
     >>> other.stride(), alignment(other), alignment(tensor)
     ((6, 2), 24, 24)
     """
-    return room(tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor), device or tensor.device)
+    return allocate(tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor), device or tensor.device)
 
 
-def lies_like(one: Tensor, other: Tensor) -> bool:
+def same_layout(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of a shape lie alike."""
     return one.stride() == other.stride() and alignment(one) == alignment(other)
 
@@ -84,10 +84,10 @@ def copy_of(tensor: Tensor) -> Tensor:
         return torch._neg_view(copy_of(torch._neg_view(tensor)))
     if not alignment(tensor):
         copied = tensor.clone()
-        if not _can_lie(tensor) or copied.stride() == tensor.stride():
+        if not _is_strided(tensor) or copied.stride() == tensor.stride():
             return copied
-    copied = like(tensor)
-    _once(copied).copy_(_once(tensor))
+    copied = allocate_like(tensor)
+    _without_repeats(copied).copy_(_without_repeats(tensor))
     return copied
 
 
@@ -100,19 +100,19 @@ def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -
     if tensor.device == device:
         return tensor
     copied = tensor.to(device, non_blocking=non_blocking)
-    if tensor.device.type != device.type or not _can_lie(tensor) or lies_like(tensor, copied):
+    if tensor.device.type != device.type or not _is_strided(tensor) or same_layout(tensor, copied):
         return copied
-    copied = like(tensor, device)
-    _once(copied).copy_(_once(tensor), non_blocking=non_blocking)
+    copied = allocate_like(tensor, device)
+    _without_repeats(copied).copy_(_without_repeats(tensor), non_blocking=non_blocking)
     return copied
 
 
-def _can_lie(tensor: Tensor) -> bool:
+def _is_strided(tensor: Tensor) -> bool:
     """Whether it is plain elements in memory: others copy themselves."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _once(tensor: Tensor) -> Tensor:
+def _without_repeats(tensor: Tensor) -> Tensor:
     """A tensor without what is only repeated, into which torch does not write."""
     for axis, stride in enumerate(tensor.stride()):
         if not stride and tensor.shape[axis] > 1:

@@ -121,11 +121,11 @@ def _merge_leaf(column: Sequence[object]) -> object:
 
 
 def rows_of_parts(rows: int, parts: int) -> list[int]:
-    """How many rows each of the parts has: the first ones one more."""
+    """The rows of each micro-batch, where a mini-batch has so many: the first ones have one more."""
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
-def weights(
+def loss_weights(
     reduction: Reduction,
     rows: Sequence[int],
     targets: Sequence[Tree],

@@ -1,0 +1,59 @@
+"""Ends a command by a message and a status, where a traceback would say nothing more to its user."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PATIENCE = 5.0  # seconds in which the first process says what is wrong
+
+
+@contextmanager
+def ending_by_mistakes() -> Iterator[None]:
+    """Ends the command with what its user did wrong and what to do, and status 2.
+
+    Most mistakes are those of all processes, and torchrun ends the others when the first has said it.
+    """
+    try:
+        yield
+    except (ValueError, ImportError, OSError) as mistake:
+        if not _talks():
+            time.sleep(PATIENCE)
+        _say(str(mistake))
+        sys.exit(2)
+
+
+@contextmanager
+def ending_by_failures_elsewhere() -> Iterator[None]:
+    """Ends the command with status 1 after a failure in another process, which shows the traceback."""
+    import gpipe
+
+    try:
+        yield
+    except gpipe.RemoteError as failure:
+        if _talks():
+            _say(str(failure))
+        sys.exit(1)
+
+
+@contextmanager
+def ending_by_interrupt() -> Iterator[None]:
+    """Ends the command with status 130 after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is ending; a second Ctrl-C would only mar it
+        if _talks():
+            _say("interrupted")
+        sys.exit(130)
+
+
+def _talks() -> bool:
+    """Whether this is the only process, or the first of several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    print("gpipe: " + text.replace("\n", "\n       "), file=sys.stderr)

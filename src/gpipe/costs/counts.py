@@ -1,0 +1,54 @@
+"""Counts what each layer costs without running it for real: floating-point operations, or parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+from gpipe.costs.layer_run import LayerRun, measure_each
+from gpipe.values.tree import Tree, replace_tensors
+
+
+def count_parameters(layers: Sequence[nn.Module]) -> list[float]:
+    """The parameters of each layer, at least 1.
+
+    >>> count_parameters([nn.Linear(3, 2), nn.Tanh()])
+    [8, 1]
+    """
+    return [max(1, sum(p.numel() for p in layer.parameters() if not is_lazy(p))) for layer in layers]
+
+
+def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
+    """Floating-point operations of forward and backward of each layer, at least 1, counted on the meta device.
+
+    What counts is matrix products, convolutions and attention, a multiplication and an addition as two.
+    """
+
+    def flops(run: LayerRun) -> float:
+        run.call = _on_meta(run.layer)
+        formulas = {torch.ops.aten.convolution_backward: _flops_of_convolution_backward}
+        with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            run.warm_up()
+        return float(max(1, counter.get_total_flops()))
+
+    on_meta = replace_tensors(sample, lambda tensor: tensor.to("meta"))
+    return measure_each(layers, on_meta, flops, " on the meta device; if it cannot run there, use costs='time'")
+
+
+def _flops_of_convolution_backward(
+    gradient: list[int], x: list[int], weight: list[int], *others: Any, out_shape: object
+) -> int:
+    """From shapes; torch's own formula takes the gradient of the weight as if there were one group."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = others
+    return int(sum(wanted[:2])) * conv_flop_count(x, weight, gradient, transposed=transposed)
+
+
+def _on_meta(layer: nn.Module) -> Callable[..., object]:
+    """Runs a layer as if its parameters and buffers were on the meta device."""
+    state = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    meta = {name: t.detach().to("meta").requires_grad_(t.requires_grad) for name, t in state.items()}
+    return lambda value, **popped: functional_call(layer, meta, (value,), popped)

@@ -1,0 +1,127 @@
+"""Runs layers one after another on a sample, for their costs; nothing of it remains.
+
+They run in the calling thread, as in training. Gradients, buffers and other attributes of the layers and the devices
+they are on are as before.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.layers.skips import skip_names, unpack_stashes
+from gpipe.rng.visit import visit
+from gpipe.values.boundary import cut, run_backward
+from gpipe.values.layout import copy_of
+from gpipe.values.tree import Tree, replace_tensors, tensors_in
+
+LayerOutput: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
+"""What a layer returns, and what it stashes."""
+
+
+def measure_each(
+    layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], float], where: str = ""
+) -> list[float]:
+    """Measures each layer on what the layers before it make of the sample."""
+    numbers: list[float] = []
+    value: Tree = sample
+    held: dict[str, Tensor | None] = {}
+    for index, layer in enumerate(layers):
+        run = LayerRun(index, layer, value, {name: held[name] for name in skip_names(layer, "pop")})
+        try:
+            with _untouched(layer):
+                numbers.append(measure(run))
+                value, stashed = run.output()
+        except Exception as error:
+            error.add_note(f"while layer {index} ({type(layer).__name__}) was run on the sample, for its cost{where}")
+            raise
+        held |= stashed
+    return numbers
+
+
+class LayerRun:
+    """Runs of one layer on what it takes of the main line and pops."""
+
+    def __init__(self, index: int, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> None:
+        self.index = index
+        self.layer = layer
+        self.value = value
+        self.popped = popped
+        self.call: Callable[..., object] = layer
+        self._output: LayerOutput | None = None
+
+    def given(self) -> tuple[Tree, dict[str, Tensor | None]]:
+        """What the layer takes, for it to keep: it may work in place."""
+        return replace_tensors(self.value, _copy), {
+            name: None if tensor is None else _copy(tensor) for name, tensor in self.popped.items()
+        }
+
+    def keyed(self) -> visit:
+        """The randomness of the layer, the same in every run."""
+        return visit(0, 0, self.index, 0)
+
+    def forward(self, given: tuple[Tree, dict[str, Tensor | None]]) -> LayerOutput:
+        """Runs the layer on what it is given; gives what it returns, and what it stashes."""
+        result = self.call(given[0], **given[1])
+        stash = skip_names(self.layer, "stash")
+        return unpack_stashes(result, stash) if stash else (result, {})
+
+    def warm_up(self) -> None:
+        """Runs the layer for the first time."""
+        with self.keyed():
+            output = self.forward(self.given())
+        stashed = {name: cut(tensor)[0].stashed for name, tensor in output[1].items()}
+        self._output = cut(output[0])[0].value, stashed
+        backward_of(output)()
+
+    def output(self) -> LayerOutput:
+        """What later layers take, cut from its graph."""
+        if self._output is None:
+            self.warm_up()
+        assert self._output is not None
+        return self._output
+
+
+def backward_of(output: LayerOutput) -> Callable[[], None]:
+    """The backward of what a layer returned and stashed, to be called."""
+    roots = [t for t in (*tensors_in(output[0]), *output[1].values()) if t is not None and t.requires_grad]
+    return partial(run_backward, roots, [torch.ones_like(root) for root in roots])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A tensor that wants a gradient if the other does, and is no leaf, so that it may be changed in place."""
+    return copy_of(tensor.detach().requires_grad_(tensor.requires_grad))
+
+
+@contextmanager
+def _untouched(layer: nn.Module) -> Iterator[None]:
+    """Puts back what running a layer may change: attributes of its modules, gradients, buffers, and its device."""
+    attributes = [(module, dict(vars(module))) for module in layer.modules()]
+    insides = [(inside, dict(inside)) for _, own in attributes for inside in own.values() if isinstance(inside, dict)]
+    parameters = [(parameter, parameter.data, parameter.grad) for parameter in layer.parameters()]
+    buffers = [(buffer, copy_of(buffer)) for buffer in layer.buffers()]
+    for parameter, _, _ in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module, own in attributes:
+            _refill(vars(module), own)
+        for inside, items in insides:
+            _refill(inside, items)
+        for parameter, data, gradient in parameters:
+            parameter.grad = None  # it may be on another device than the parameter will be
+            if parameter.device != data.device:
+                parameter.data = data
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:
+    dictionary.clear()
+    dictionary.update(items)
