@@ -23,7 +23,6 @@ from gpipe.build.unknown_arguments import (
     refuse_unknown,
 )
 from gpipe.distributed.handshake import Asked, Header
-from gpipe.distributed.reduce import local, whole
 from gpipe.distributed.session import Session, refuse_norms_of_a_part
 from gpipe.distributed.team import Alone, Team
 from gpipe.errors import entrance
@@ -52,6 +51,7 @@ from gpipe.runtime.inputs import (
 from gpipe.runtime.modes import Ambient, untraced
 from gpipe.runtime.recorder import Recorder
 from gpipe.values.boundary import BoundaryValue, cut
+from gpipe.values.dtensor import local, whole
 from gpipe.values.microbatch import Reduction, merge
 from gpipe.values.tree import Tree
 

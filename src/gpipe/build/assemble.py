@@ -16,13 +16,13 @@ from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
 from gpipe.distributed.agree import BUILDING, LINKING, Agreement
 from gpipe.distributed.launcher import end_with_launcher
-from gpipe.distributed.reduce import local
 from gpipe.layers.buffers import Slot
 from gpipe.layers.build import Outline, cut_into_stages, outline, realize
 from gpipe.layers.tied import find_ties, tie
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.runtime.engine import Engine
 from gpipe.values.digest import digest
+from gpipe.values.dtensor import local
 
 
 def assemble(asked: Arguments) -> tuple[Settings, Engine]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.checkpoint.tensors import whole, why_not_storable
+from gpipe.checkpoint.tensors import why_not_storable
 from gpipe.checkpoint.values import Encoder
+from gpipe.values.dtensor import whole
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe

@@ -1,12 +1,17 @@
-"""Tensors as safetensors files: written piece by piece, to be hashed on the way, and so that errors are the OS's.
+"""Tensors as safetensors files, which the library reads, and which are written here.
 
 The format: the length of a header (8 bytes), the header (JSON: type, shape and place of each tensor), the bytes.
+
+Note "By hand". The library's `save_file` opens and writes by itself: the file would have to be read again for its
+hash, nobody could sync it, a full disk would be a SafetensorError and no OSError, and no test could stop a process
+between two writes. Its `serialize` gives all bytes at once, a second copy of the weights in memory. What is here is a
+header and the bytes of each tensor in turn, for `write_file`, which hashes, writes and syncs them.
 """
 
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -39,12 +44,6 @@ def why_not_storable(tensor: Tensor) -> str | None:
     if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "full_tensor"):
         return f"is a {type(tensor).__name__}, which is no plain tensor; convert it"
     return None
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each replica has a shard (`fully_shard`), put together; every replica calls it."""
-    full_tensor: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if full_tensor is None else full_tensor()
 
 
 def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -19,7 +19,8 @@ from gpipe.checkpoint.fit import Ready, listed, put, read_weights
 from gpipe.checkpoint.gather import first_names
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError
 from gpipe.checkpoint.save import check_order, settle, team_of
-from gpipe.checkpoint.tensors import Shelf, encoded, whole, why_not_storable
+from gpipe.checkpoint.tensors import Shelf, encoded, why_not_storable
+from gpipe.values.dtensor import whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -7,10 +7,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from gpipe.comm.failures import damaged
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
-from gpipe.errors import heard
-from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Control, Label
 
 
@@ -57,16 +56,15 @@ def tell(net: Net, position: Position, header: Header) -> None:
     """Tells the other stages of this replica."""
     numbers = torch.tensor(astuple(header), dtype=torch.int64)
     for stage in range(1, position.stages):
-        net.send(position.rank_of(stage), Label(Control.HEADER, 0, gradient=False), BoundaryValue(numbers, []))
+        net.send_value(position.rank_of(stage), Label(Control.HEADER, 0, gradient=False), numbers)
 
 
 def hear(net: Net, position: Position) -> Header:
     """Waits for what the first stage tells."""
     first = position.rank_of(0)
-    message, _ = net.receive(first, Label(Control.HEADER, 0, gradient=False))
-    numbers = message.value if isinstance(message, BoundaryValue) else None
+    numbers = net.receive_value(first, Label(Control.HEADER, 0, gradient=False))
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.shape != (len(fields(Header)),):
-        raise heard(f"rank {first} sent what gpipe never sends: a header that is none", first)
+        raise damaged(first, "a header that is none")
     return Header(*numbers.tolist())
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe.comm.failures import damaged
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
 from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.values.boundary import BoundaryValue, Gradients
-from gpipe.values.messages import Control, Label, Message
+from gpipe.values.boundary import Gradients
+from gpipe.values.dtensor import is_spread_over, local
+from gpipe.values.messages import Control, Label
 from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ BUCKET = 2**22
 """Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""
 SMALL = 2**16
 """Bytes of a gradient that is copied to be together with others: a message costs more."""
-NAMES = 2**32 - 1  # the number of the message that says which gradients there are
+PRESENT = 2**32 - 1  # the number of the message that says which gradients there are
 
 Bucket: TypeAlias = list[Tensor]
 """Gradients that travel together: flat pieces of the memory that `.grad` has."""
@@ -45,7 +47,7 @@ def add_over_stages(engine: "Engine", aliases: WeightAliases) -> None:
         own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
         engine.net.send(position.rank_of(stage), label, own)
     for stage, shared in sorted(common.items()):
-        theirs = iter(_gradients(engine.net.receive(position.rank_of(stage), label)[0]))
+        theirs = iter(_receive(engine.net, position.rank_of(stage), label))
         for at in shared:
             found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if stage_of[layer] == stage}
     aliases.add_up(found)
@@ -108,26 +110,27 @@ def _add(own: Tensor, parts: Sequence[Tensor | None]) -> None:
         own.copy_(total)
 
 
-def _tell(net: Net, peers: Sequence[int], route: int, at: int, told: Tensor) -> None:
+def _tell(net: Net, peers: Sequence[int], control: Control, at: int, told: Tensor) -> None:
     for peer in peers:
         if peer != net.rank:
-            net.send(peer, Label(route, at, gradient=True), [told])
+            net.send(peer, Label(control, at, gradient=True), [told])
 
 
-def _hear(net: Net, peer: int, route: int, at: int) -> Tensor:
-    (found,) = _gradients(net.receive(peer, Label(route, at, gradient=True))[0])
-    assert isinstance(found, Tensor)
+def _hear(net: Net, peer: int, control: Control, at: int) -> Tensor:
+    (found,) = _receive(net, peer, Label(control, at, gradient=True))
+    if found is None:
+        raise damaged(peer, "no gradient")
     return found
 
 
 def _all_gradients(net: Net, peers: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
-    _tell(net, peers, Control.GRADIENTS, NAMES, own)
+    _tell(net, peers, Control.GRADIENTS, PRESENT, own)
     present = own.clone()
     for peer in peers:
         if peer != net.rank:
-            present |= _hear(net, peer, Control.GRADIENTS, NAMES)
+            present |= _hear(net, peer, Control.GRADIENTS, PRESENT)
     for parameter, wanted in zip(parameters, present.tolist(), strict=True):
         if wanted:
             if parameter.grad is None:
@@ -174,40 +177,23 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
         )
 
 
-def tell_replicas(net: Net, position: Position, route: int, told: Tree) -> list[Any]:
+def tell_replicas(net: Net, position: Position, control: Control, told: Tree) -> list[Any]:
     """Tells the other replicas of a stage something, once a run; gives what each told, by replica."""
-    peers, label = position.ranks_of_stage, Label(route, 0, gradient=False)
+    peers, label = position.ranks_of_stage, Label(control, 0, gradient=False)
     for peer in peers:
         if peer != net.rank:
-            net.send(peer, label, BoundaryValue(told, []))
-    return [told if peer == net.rank else value_of(net.receive(peer, label)[0]) for peer in peers]
-
-
-def value_of(message: Message) -> Any:
-    """The value of a boundary value."""
-    assert isinstance(message, BoundaryValue)
-    return message.value
+            net.send_value(peer, label, told)
+    return [told if peer == net.rank else net.receive_value(peer, label) for peer in peers]
 
 
 def reduces_itself(parameter: Tensor) -> bool:
     """Whether a parameter is spread over the replicas, as `fully_shard` does it, which sums its gradient too."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and DATA in (mesh.mesh_dim_names or ())
+    return is_spread_over(parameter, DATA)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
-
-
-def local(gradient: Tensor) -> Tensor:
-    """What this process has of a gradient: all, or its part of a DTensor."""
-    found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return found
-
-
-def _gradients(message: Message) -> list[Tensor | None]:
-    """Gradients of weights, which are never undefined."""
-    assert isinstance(message, list)
+def _receive(net: Net, peer: int, label: Label) -> list[Tensor | None]:
+    """Receives gradients of weights, which are never undefined."""
+    message, _ = net.receive(peer, label)
+    if not isinstance(message, list):
+        raise damaged(peer, "a value in place of gradients")
     return [found if isinstance(found, Tensor) else None for found in message]

@@ -16,7 +16,7 @@ from gpipe.build.settings import Settings
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.distributed.handshake import Asked, Header, compare, hear, tell
-from gpipe.distributed.reduce import tell_replicas, value_of
+from gpipe.distributed.reduce import tell_replicas
 from gpipe.distributed.session_run import DistributedRun
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.errors import innermost_code
@@ -280,10 +280,10 @@ class SessionRun:
         last = self.together.first + self.position.stages - 1
         labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
         if not self.together.is_last:
-            return [Output(*value_of(self.net.receive(last, label)[0])) for label in labels]
+            return [Output(*self.net.receive_value(last, label)) for label in labels]
         for label, output in zip(labels, outputs, strict=True):
             for peer in range(self.together.first, last):
-                self.net.send(peer, label, BoundaryValue((output.value, output.wants_gradient), []))
+                self.net.send_value(peer, label, (output.value, output.wants_gradient))
         return list(outputs)
 
 

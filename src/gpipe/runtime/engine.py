@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position
-from gpipe.comm.nccl import wires_for
+from gpipe.comm.nccl import groups_for
 from gpipe.comm.net import Net
 from gpipe.distributed.agree import LINKING, Agreement
 from gpipe.distributed.rendezvous import connect
@@ -135,7 +135,7 @@ class Engine:
         links = connect(agreement)
         try:
             shown = partial(agreement.tell, LINKING)
-            self._net = Net(position.rank, links, position.timeout, wires_for(position, self._crossings()), shown)
+            self._net = Net(position.rank, links, position.timeout, groups_for(position, self._crossings()), shown)
             agreement.tell(LINKING, last=True)
         except BaseException:
             for link in links.values():
@@ -145,7 +145,7 @@ class Engine:
 
     def gone(self) -> list[int]:
         """The ranks whose ends of the links are closed; none if there are no links, or these are closed too."""
-        return [] if self._net is None else self._net.gone()
+        return [] if self._net is None else self._net.peers.gone()
 
     def close(self) -> None:
         """Ends threads and links; the next run makes new ones."""
