@@ -22,9 +22,9 @@ from gpipe.build.unknown_arguments import (
     WORDS_OF_STEPS,
     refuse_unknown,
 )
+from gpipe.distributed.agree import Alone, Team
 from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.session import Session, refuse_norms_of_a_part
-from gpipe.distributed.team import Alone, Team
 from gpipe.errors import entrance
 from gpipe.findings.before_training import examine_settings
 from gpipe.findings.examination import Examination

@@ -14,7 +14,7 @@ from gpipe.build.arguments import Mistakes, draw_seed
 from gpipe.build.settings import Arguments, Settings, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
-from gpipe.distributed.agree import BUILDING, LINKING, Agreement
+from gpipe.distributed.construction import BUILDING, LINKING, Agreement
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.layers.buffers import Slot
 from gpipe.layers.build import Outline, cut_into_stages, outline, realize

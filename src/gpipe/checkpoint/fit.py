@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gpipe.checkpoint.gather import first_names, names_of_parameters, why_not_by_name
-from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.manifest import Json, Manifest, decode, tensor_names
 from gpipe.checkpoint.tensors import Shelf, why_not_storable
-from gpipe.checkpoint.values import Json, decode, tensor_names
 from gpipe.values.dtensor import spread_like
 
 SOME = 5  # names that a message lists

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gpipe.checkpoint.manifest import Encoder
 from gpipe.checkpoint.tensors import why_not_storable
-from gpipe.checkpoint.values import Encoder
 from gpipe.values.dtensor import whole
 
 if TYPE_CHECKING:

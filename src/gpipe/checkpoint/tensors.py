@@ -28,7 +28,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 LONGEST_HEADER = 10**8  # bytes, as safetensors itself has it
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def why_not_storable(tensor: Tensor) -> str | None:
@@ -39,7 +39,7 @@ def why_not_storable(tensor: Tensor) -> str | None:
         return "is on the meta device and has no values; build the layer for real first"
     if tensor.layout != torch.strided or tensor.is_quantized:
         return f"is {str(tensor.layout).removeprefix('torch.')} or quantized; only plain dense tensors can be stored"
-    if tensor.dtype not in NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         return f"is of {tensor.dtype}, which safetensors has no name for; convert it"
     if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "full_tensor"):
         return f"is a {type(tensor).__name__}, which is no plain tensor; convert it"
@@ -54,7 +54,7 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpipe.build.settings import Settings
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
+from gpipe.distributed.agree import find_different
 from gpipe.distributed.handshake import Asked, Header, compare, hear, tell
 from gpipe.distributed.reduce import tell_replicas
 from gpipe.distributed.session_run import DistributedRun
@@ -238,9 +239,8 @@ class SessionRun:
             self.net, self.position, Control.REDUCTION, {"reduction": given.kind, "scale": given.scale}
         )
         mistakes = [
-            ", ".join(f"{name} is {told[name]!r} on rank {peer}" for peer, told in zip(peers, every, strict=True))
-            for name in every[0]
-            if len({told[name] for told in every}) > 1
+            ", ".join(f"{name} is {value!r} on rank {rank}" for rank, value in by_rank.items())
+            for name, by_rank in find_different(dict(zip(peers, every, strict=True))).items()
         ]
         if mistakes:
             raise ValueError(

@@ -11,7 +11,7 @@ from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position
 from gpipe.comm.nccl import groups_for
 from gpipe.comm.net import Net
-from gpipe.distributed.agree import LINKING, Agreement
+from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.session_run import DistributedRun
 from gpipe.distributed.sync_batchnorm import find_norms
