@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from gpipe.distributed.agree import any_says
 from gpipe.pipeline import GPipe
 
 
@@ -63,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
             state = self._per_optimizer_states[id(optimizer)]
             own = state["found_inf_per_device"]
         found = any(bool(tensor.item()) for tensor in own.values())
-        found = any(told == b"1" for told in self._pipe.team.exchange(b"01"[found : found + 1]))
+        found = any_says(self._pipe.team, found)
         state["found_inf_per_device"] = {
             self._pipe.devices[0]: torch.full((), float(found), device=self._pipe.devices[0])
         }

@@ -84,6 +84,11 @@ class Partitioned(nn.Module):
         return own[name]
 
     @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each layer of this process, by its name."""
+        return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}
+
+    @property
     def ties_of_names(self) -> dict[str, str]:
         """The name of each parameter that has an earlier name, and that name; over processes."""
         return dict(self._tied_names)

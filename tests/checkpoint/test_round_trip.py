@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gpipe
-from gpipe.checkpoint.values import ADVICE
+from gpipe.checkpoint.manifest import ADVICE
 from tests.support.checkpointed import (
     M,
     Odd,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gpipe.comm.codec import KEPT, Views, decode, encode
+from gpipe.comm.codec import decode, encode
 from gpipe.values.boundary import UNDEFINED, BoundaryValue, Gradients
 from gpipe.values.messages import Message
 from gpipe.values.tree import Tree
@@ -186,26 +186,15 @@ def test_a_tree_comes_as_it_left(tree: Tree, gap: int) -> None:
 @given(st.lists(st.tuples(tensors(), st.integers(0, 2)), max_size=8))
 def test_memory_through_which_messages_keep_coming_gives_each_of_them(sent: Sequence[tuple[Tensor, int]]) -> None:
     memory = bytearray(2**16)
-    views: Views = {}
     came = []
     for tensor, gap in sent:
         encoded = encode(BoundaryValue(tensor, []))
         memory[:] = b"\xff" * len(memory)
         memory[gap : gap + encoded.size] = b"".join(map(bytes, encoded.pieces()))
-        came.append(decode(encoded.layout, memory, gap, views))
+        came.append(decode(encoded.layout, memory, gap))
     memory[:] = b"\xff" * len(memory)
     for (tensor, _), back in zip(sent, came, strict=True):
         assert_same(back, BoundaryValue(tensor, []))
-
-
-def test_views_are_not_kept_without_end() -> None:
-    memory = bytearray(2**16)
-    views: Views = {}
-    for size in range(1, 2 * KEPT):
-        encoded = encode(BoundaryValue(torch.arange(size), []))
-        memory[: encoded.size] = encoded.pieces()[0]
-        decode(encoded.layout, memory, 0, views)
-        assert len(views) <= KEPT
 
 
 @settings(LAW, max_examples=100)

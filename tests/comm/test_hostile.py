@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -72,33 +72,48 @@ def test_a_damaged_layout_is_refused_or_gives_some_message(value: Any, seed: int
 
 
 TREE = '["tuple", null, [null]]'
+
+
+def layout_of(
+    size: Sequence[object], strides: Sequence[object], wants: bool = False, dtype: str = "float32", times: int = 1
+) -> str:
+    """The layout of a value that is one tensor."""
+    return json.dumps(["null", [["tensor", 0]], [[dtype, size, strides, wants, 0]] * times])
+
+
 HOSTILE_LAYOUTS = {
     "no JSON": "[true,",
     "deep": "[" * 100_000,
-    "a deep tree": json.dumps([True, '["list", null, [' * 300 + "null" + "]]" * 300, [["tensor", 0]], []]),
+    "a deep tree": json.dumps(['["list", null, [' * 300 + "null" + "]]" * 300, [["tensor", 0]], []]),
     "of an encoding that would have to be guessed, and loaded": "[1]".encode("utf-16-be").decode("latin-1"),
-    "NaN": json.dumps([True, None, None, [["float32", [float("nan")], [1], False]]]),
-    "infinite": json.dumps([True, None, None, [["float32", [float("inf")], [1], False]]]),
-    "true as a size": json.dumps([True, None, None, [["float32", [True], [1], False]]]),
-    "huge": json.dumps([True, None, None, [["float32", [2**62], [1], False]]]),
-    "very huge": f'[true, null, null, [["float32", [{"9" * 5000}], [1], false]]]',
-    "many sizes": json.dumps([True, None, None, [["float32", [2**31, 2**31, 2**31], [0, 0, 0], False]]]),
-    "negative size": json.dumps([True, None, None, [["float32", [-4], [1], False]]]),
-    "negative stride": json.dumps([True, None, None, [["float32", [2], [-1], False]]]),
-    "far strides": json.dumps([True, None, None, [["float32", [2], [2**40], False]]]),
-    "more than there is": json.dumps([True, None, None, [["float32", [1000], [1], False]]]),
-    "other strides": json.dumps([True, None, None, [["float32", [1, 1], [1], False]]]),
-    "65 dimensions": json.dumps([True, None, None, [["float32", [1] * 65, [1] * 65, False]]]),
-    "any attribute": json.dumps([True, None, None, [["load", [1], [1], False]]]),
-    "no dtype": json.dumps([True, None, None, [["nn.Linear", [1], [1], False]]]),
-    "gradients of integers": json.dumps([True, None, None, [["int64", [1], [1], True]]]),
-    "two for one": json.dumps([True, None, None, [["float32", [1], [1], False]] * 2]),
-    "no such tensor": json.dumps([True, TREE, [["tensor", 1]], [["float32", [1], [1], False]]]),
-    "fewer leaves": json.dumps([True, TREE, [], []]),
-    "leaf of any kind": json.dumps([True, TREE, [["module", "os"]], []]),
-    "dtype of any name": json.dumps([True, TREE, [["dtype", "load"]], []]),
-    "a leaf that is none": json.dumps([True, TREE, [7], []]),
+    "NaN": layout_of([float("nan")], [1]),
+    "infinite": layout_of([float("inf")], [1]),
+    "true as a size": layout_of([True], [1]),
+    "huge": layout_of([2**62], [1]),
+    "very huge": layout_of([7], [1]).replace("7", "9" * 5000),
+    "many sizes": layout_of([2**31, 2**31, 2**31], [0, 0, 0]),
+    "negative size": layout_of([-4], [1]),
+    "negative stride": layout_of([2], [-1]),
+    "far strides": layout_of([2], [2**40]),
+    "more than there is": layout_of([1000], [1]),
+    "other strides": layout_of([1, 1], [1]),
+    "65 dimensions": layout_of([1] * 65, [1] * 65),
+    "any attribute": layout_of([1], [1], dtype="load"),
+    "no dtype": layout_of([1], [1], dtype="nn.Linear"),
+    "gradients of integers": layout_of([1], [1], wants=True, dtype="int64"),
+    "two for one": layout_of([1], [1], times=2),
+    "no such tensor": layout_of([1], [1]).replace('["tensor", 0]', '["tensor", 1]'),
+    "fewer leaves": json.dumps([TREE, [], []]),
+    "leaf of any kind": json.dumps([TREE, [["module", "os"]], []]),
+    "dtype of any name": json.dumps([TREE, [["dtype", "load"]], []]),
+    "a leaf that is none": json.dumps([TREE, [7], []]),
 }
+
+
+def test_what_hostile_layouts_are_made_of_is_read() -> None:
+    back = decode(layout_of([3], [1]).encode(), bytearray(64))
+    assert isinstance(back, BoundaryValue)
+    assert back.tensor.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", HOSTILE_LAYOUTS)

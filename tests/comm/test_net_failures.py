@@ -18,7 +18,7 @@ from gpipe.comm.net import Net
 from gpipe.comm.status import Status
 from gpipe.comm.tcp import RemoteLink
 from gpipe.errors import RemoteError
-from tests.support.nets import BIG, KINDS, LIMIT, label_of, nets, receive, send, together, wait_until, waits
+from tests.support.nets import BIG, KINDS, LIMIT, exchange, label_of, nets, receive, send, together, wait_until, waits
 
 # Reports.
 
@@ -44,7 +44,7 @@ def test_a_report_of_this_run_wakes_who_waits_and_later_ones_wait() -> None:
         for net in (first, second):
             with pytest.raises(RemoteError, match="later"):
                 net.begin()
-        assert together(*(lambda net=net: net.exchange(b"x") for net in (first, second, third))) == [[b"x"] * 3] * 3
+        assert together(*(lambda net=net: exchange(net, b"x") for net in (first, second, third))) == [[b"x"] * 3] * 3
 
 
 def test_a_failure_in_the_next_run_is_nothing_to_this_one() -> None:
@@ -120,7 +120,7 @@ def test_a_stream_may_end_before_the_news_say_why(kind: type[Link], monkeypatch:
             time.sleep(0.1)
             second.fail(ValueError("why"))
 
-        monkeypatch.setattr("gpipe.comm.net.SOON", LIMIT)
+        monkeypatch.setattr("gpipe.comm.failures.SOON", LIMIT)
         raised, _ = together(lambda: receive(first, 1, 0), ends)
         assert isinstance(raised, RemoteError)
         assert raised.type_name == "ValueError"
@@ -145,7 +145,7 @@ def test_all_agree_and_then_may_leave_at_once(kind: type[Link], size: int) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Link], who: int) -> None:
     with nets(3, kind) as every:
-        works = [net.close if net.rank == who else lambda net=net: net.exchange(b"") for net in every]
+        works = [net.close if net.rank == who else lambda net=net: exchange(net, b"") for net in every]
         found = together(*works)
         assert all(isinstance(one, RemoteError) and one.rank == who for one in found if one is not None)
         assert found.count(None) == 1
@@ -161,7 +161,7 @@ class PollsTogether:
         self.real, self.all_wait = net._poll, all_wait
 
     def __getattr__(self, name: str) -> Any:
-        if name == "poll":
+        if name == "sleep":
             self.all_wait.wait(LIMIT)
         return getattr(self.real, name)
 
@@ -173,7 +173,7 @@ def test_a_timeout_names_who_keeps_all_waiting() -> None:
         all_wait = threading.Barrier(2)
 
         def wait_for(net: Net, peer: int) -> None:
-            net.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
+            net.peers.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
             net.expect({}, (), lambda peer, seen: f"in action {seen.at} of rank {peer}")
             net.receive(peer, label_of(0))
 
@@ -188,7 +188,7 @@ def test_a_timeout_names_who_keeps_all_waiting() -> None:
 def test_between_hosts_a_timeout_names_who_was_waited_for() -> None:
     told = "rank 1: it is on another host: see its own messages"
     with nets(2, RemoteLink) as (first, _):
-        first.limit = 0.1
+        first.peers.limit = 0.1
         with pytest.raises(RemoteError, match=told):
             first.receive(1, label_of(0))
 

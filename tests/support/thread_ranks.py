@@ -67,6 +67,7 @@ class RankPipe(nn.Module):
         first = sum(counts[:stage])
         own = list(whole._modules.items())[first : first + counts[stage]]
         self._modules.update({name: copy.deepcopy(layer) for name, layer in own})
+        self.stage_of = dict.fromkeys(self._modules, stage)
 
 
 def rank_pipes(whole: gpipe.GPipe, replicas: int = 1) -> list[RankPipe]:

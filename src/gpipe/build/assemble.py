@@ -15,9 +15,8 @@ from gpipe.build.mistakes import Mistakes
 from gpipe.build.settings import Settings, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
-from gpipe.distributed.agree import BUILDING, LINKING, Agreement
+from gpipe.distributed.construction import BUILDING, LINKING, Agreement
 from gpipe.distributed.launcher import end_with_launcher
-from gpipe.distributed.reduce import local
 from gpipe.distributed.session import Session
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.layers.buffers import Slot
@@ -26,6 +25,7 @@ from gpipe.layers.tied import find_ties, tie
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.runtime.engine import Engine
 from gpipe.values.digest import digest
+from gpipe.values.dtensor import local
 
 
 def assemble(asked: Arguments) -> tuple[Settings, Session]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gpipe.checkpoint.gather import first_names, names_of_parameters, why_not_by_name
-from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.manifest import Json, Manifest, decode, tensor_names
 from gpipe.checkpoint.tensors import Shelf, why_not_storable
-from gpipe.checkpoint.values import Json, decode, tensor_names
+from gpipe.values.dtensor import spread_like
 
 SOME = 5  # names that a message lists
 
@@ -93,10 +93,7 @@ def why_not_fitting(value: Tensor, target: Tensor) -> str | None:
 def _like(value: Tensor, target: Tensor) -> Tensor:
     """A tensor of the shape of another where the other is: on its device, as it lies in memory, this rank's shard."""
     if hasattr(target, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor  # which takes long to load
-
-        whole = value.to(target.device)
-        return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+        return spread_like(value.to(target.device), target)
     if value.stride() == target.stride():
         return value.to(target.device)
     return torch.empty_like(target, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from gpipe.checkpoint import manifest
 from gpipe.checkpoint.files import make_folder, put_file, read_small, remove_folder, sync_folder
-from gpipe.checkpoint.manifest import CheckpointError
+from gpipe.checkpoint.manifest import MANIFEST, CheckpointError
 
 LATEST = "latest"
 LONGEST = 4096  # bytes of it
@@ -52,7 +51,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 def find(folder: Path) -> Found | None:
     """The checkpoint that a folder is, or that its `latest` names."""
-    if (folder / manifest.NAME).exists():
+    if (folder / MANIFEST).exists():
         return Found(folder)
     if folder.is_file():
         raise CheckpointError(
@@ -124,7 +123,7 @@ def begin(folder: Path, step_number: int) -> Draft:
     Raises:
         ValueError: The folder is a checkpoint itself, to which nothing may be added.
     """
-    if (folder / manifest.NAME).exists():
+    if (folder / MANIFEST).exists():
         raise ValueError(f"{folder} is a checkpoint itself, not the folder of a run; save to {folder.parent}")
     make_folder(folder)
     while True:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.checkpoint.tensors import whole, why_not_storable
-from gpipe.checkpoint.values import Encoder
+from gpipe.checkpoint.manifest import Encoder
+from gpipe.checkpoint.tensors import why_not_storable
 from gpipe.intra_op import intra_op_threads
+from gpipe.values.dtensor import whole
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -66,7 +67,7 @@ def names_of_parameters(module: nn.Module) -> dict[Tensor, str]:
 def gather(pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, rank: int) -> Part:
     """Collects what a rank has to save; those of other replicas than the first only help to put shards together."""
     part = Part()
-    stage_of = _stages(pipe, rank)
+    stage_of = _Stages(pipe.stage_of)
     part.files |= {f"stage_{stage}.safetensors": {} for stage in stage_of.values()}
     _gather_state(pipe, part, stage_of)
     if optimizer is not None:
@@ -85,13 +86,6 @@ class _Stages(dict[str, int]):
         """The file for what belongs to a name of the state_dict."""
         stage = self.get(name.partition(".")[0], min(self.values()))
         return f"stage_{stage}{kind}.safetensors"
-
-
-def _stages(pipe: "GPipe", rank: int) -> _Stages:
-    """The stages of the layers that this process holds: all, or those of one stage, which is its rank."""
-    layers, counts = list(pipe._modules), pipe.layers_per_partition
-    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    return _Stages(zip(layers, stages if len(layers) == len(stages) else [rank] * len(layers), strict=True))
 
 
 def _gather_state(pipe: "GPipe", part: Part, stage_of: _Stages) -> None:

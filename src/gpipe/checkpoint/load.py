@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, put, read_optimizer, read_state
 from gpipe.checkpoint.folder import LATEST, Found, find, others
-from gpipe.checkpoint.manifest import NAME, CheckpointError, Manifest
-from gpipe.checkpoint.save import check_order, settle, team_of
+from gpipe.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
+from gpipe.checkpoint.save import check_order, settle
 from gpipe.checkpoint.tensors import Shelf
 from gpipe.checkpoint.verify import find_damage, read_manifest
-from gpipe.distributed.team import Team
+from gpipe.distributed.agree import FirstError, Team, agree, agree_on, team_of
 
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
 EXTRA = r"extra\.safetensors"
@@ -86,18 +85,12 @@ def load(
     settle(pipe)
     if pipe is None and optimizer is not None:
         raise ValueError("an optimizer can be loaded only with its pipe, whose names say whose state is whose")
-    team = team_of(pipe)
-    root = Path(os.path.abspath(folder))
+    team, root = team_of(pipe), Path(os.path.abspath(folder))
     found = _agree_which(root, team)
     if found is None:
         raise CheckpointError(root, [_why_none(root)])
     manifest = _agree_whole(found, team)
-    ready, extra, trouble = Ready(), None, Trouble()
-    with trouble, torch.inference_mode(False), torch.no_grad():  # it will be trained, whatever the caller is at
-        extra = decoded(manifest.extra, _shelf(found.path, manifest, EXTRA), "extra", ready)
-        if pipe is not None:
-            _read(found.path, manifest, pipe, optimizer, ready)
-    _agree_fit(found.path, manifest, team, ready, trouble)
+    ready, extra = _agree_fit(found.path, manifest, pipe, optimizer, team)
     if pipe is not None:
         put(ready, pipe, optimizer)
         _resume(pipe, manifest)
@@ -126,14 +119,14 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
 def _agree_which(folder: Path, team: Team) -> Found | None:
     """The checkpoint that all ranks load: rank 0 says which, since one host may see a newer `latest` than another."""
     findings: list[str] = []
-    found, trouble = None, Trouble()
-    with trouble:
+    found, failed = None, FirstError()
+    with failed:
         try:
             found = find(folder) if team.rank == 0 else None
         except CheckpointError as wrong:
             findings = wrong.findings
     place = None if found is None else os.path.relpath(found.path, folder)
-    told = agree_on(team, {"folder": str(folder)}, [place, found and found.sha256, findings], trouble.error)
+    told = agree_on(team, {"folder": str(folder)}, [place, found and found.sha256, findings], failed.error)
     place, sha256, findings = told[0]
     if findings:
         raise CheckpointError(folder, findings)
@@ -144,7 +137,7 @@ def _why_none(folder: Path) -> str:
     if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
         return "these are weights alone; use gpipe.load_weights"
     return (
-        f"there is no checkpoint here, neither {NAME} nor {LATEST}; save one, or give the folder that one was "
+        f"there is no checkpoint here, neither {MANIFEST} nor {LATEST}; save one, or give the folder that one was "
         f"saved to"
     )
 
@@ -152,14 +145,14 @@ def _why_none(folder: Path) -> str:
 def _agree_whole(found: Found, team: Team) -> Manifest:
     """The manifest, when all ranks have looked through the files, each its share."""
     findings: list[str] = []
-    manifest, trouble = None, Trouble()
-    with trouble:
+    manifest, failed = None, FirstError()
+    with failed:
         try:
             manifest = read_manifest(found)
             findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
         except ValueError as wrong:
             findings = [str(wrong)]
-    findings = _all_of(agree(team, findings, trouble.error))
+    findings = _all_of(agree(team, findings, failed.error))
     if manifest is None or findings:
         beside = others(found.path)
         advice = f"Restore what is damaged from a copy, or load another: {', '.join(beside)}" if beside else ""
@@ -172,15 +165,23 @@ def _all_of(told: Sequence[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(finding for findings in told for finding in findings))
 
 
-def _agree_fit(path: Path, manifest: Manifest, team: Team, ready: Ready, trouble: Trouble) -> None:
-    """Has all ranks know whether everything fits."""
-    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], trouble.error)
+def _agree_fit(
+    path: Path, manifest: Manifest, pipe: nn.Module | None, optimizer: torch.optim.Optimizer | None, team: Team
+) -> tuple[Ready, Any]:
+    """What goes into the model, and what the user added, when all ranks have read theirs and everything fits."""
+    ready, extra, failed = Ready(), None, FirstError()
+    with failed, torch.inference_mode(False), torch.no_grad():  # it will be trained, whatever the caller is at
+        extra = decoded(manifest.extra, _shelf(path, manifest, EXTRA), "extra", ready)
+        if pipe is not None:
+            _read(path, manifest, pipe, optimizer, ready)
+    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], failed.error)
     findings = _all_of([each[0] for each in told])
     names, trained = ({name for each in told for name in each[at]} for at in (1, 2))
     if not findings:
         findings = find_unexpected(manifest, names, trained)
     if findings:
         raise CheckpointError(path, findings)
+    return ready, extra
 
 
 def _shelf(path: Path, manifest: Manifest, pattern: str) -> Shelf:

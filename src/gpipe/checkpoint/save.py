@@ -20,11 +20,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.folder import Draft, begin
 from gpipe.checkpoint.gather import Part, copied, gather
 from gpipe.checkpoint.write import Job, await_parts, begin_part, finish, note_failure, write_part
-from gpipe.distributed.team import Alone, Team
+from gpipe.distributed.agree import FirstError, Team, agree, agree_on, team_of
 from gpipe.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Saving:
         self._draft = draft  # of rank 0 alone
         self._thread: threading.Thread | None = None
         self._name: str | None = None
-        self._trouble = Trouble()
+        self._failed = FirstError()
         self._sign: int | None = None  # that this process lives and writes
         self._settled = False
 
@@ -80,10 +79,10 @@ class Saving:
         """Writes it now."""
         self._settled = True
         try:
-            with self._trouble:
+            with self._failed:
                 write_part(self._job)
-            agree(self._team, None, self._trouble.error)
-            with self._trouble:
+            agree(self._team, None, self._failed.error)
+            with self._failed:
                 self._finish()
             self._settle()
         except BaseException:
@@ -92,20 +91,20 @@ class Saving:
 
     def in_background(self) -> None:
         """Begins to write it."""
-        with self._trouble:
+        with self._failed:
             self._sign = begin_part(self._job)
         self._thread = threading.Thread(target=self._write, name="gpipe-save")  # no daemon: it outlives the script
         self._thread.start()
 
     def _write(self) -> None:
-        with self._trouble:
-            if self._trouble.error is not None:
-                raise self._trouble.error
+        with self._failed:
+            if self._failed.error is not None:
+                raise self._failed.error
             write_part(self._job)
             if self._draft is not None:
                 await_parts(self._job)
             self._finish()
-        error = self._trouble.error
+        error = self._failed.error
         if error is not None:
             logger.error("a checkpoint could not be saved: %s: %s", type(error).__name__, error)
             if self._draft is None:
@@ -119,7 +118,7 @@ class Saving:
     def _settle(self) -> None:
         """Has all ranks know whether all went well."""
         try:
-            self._name = agree(self._team, self._name, self._trouble.error)[0]
+            self._name = agree(self._team, self._name, self._failed.error)[0]
         except BaseException:
             self._name = None
             self._discard()
@@ -181,26 +180,39 @@ def save(
     """
     check_order(folder, pipe, "save", optimizer)
     settle(pipe)
-    team, root = team_of(pipe), Path(os.path.abspath(folder))
-    part, draft, trouble = Part(), None, Trouble()
-    with trouble:
+    root = Path(os.path.abspath(folder))
+    with naming(root):
+        saving = _begin(root, pipe, optimizer, extra, background=background, keep=keep, limit=limit)
+        if background:
+            _under_way[pipe] = saving
+            saving.in_background()
+        else:
+            saving.in_foreground()
+    return saving
+
+
+def _begin(
+    root: Path,
+    pipe: "GPipe",
+    optimizer: torch.optim.Optimizer | None,
+    extra: object,
+    *,
+    background: bool,
+    keep: int | None,
+    limit: float,
+) -> Saving:
+    """Collects what this rank has to save, and has all ranks agree where it is written."""
+    team, part, draft, failed = team_of(pipe), Part(), None, FirstError()
+    with failed:
         part = _checked(pipe, optimizer, extra, keep, team.rank)
         if background:
             part.files = copied(part.files)
         if team.rank == 0:
             draft = begin(root, pipe.step_number)
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-    with naming(root):
-        path = root / _agree_where(team, same, draft, trouble)
+    path = root / _agree_where(team, same, draft, failed)
     writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
-    saving = Saving(Job(team.rank, writers, path, part, _numbers(pipe, team), keep, limit, team.gone), team, draft)
-    if background:
-        _under_way[pipe] = saving
-        saving.in_background()
-    else:
-        with naming(root):
-            saving.in_foreground()
-    return saving
+    return Saving(Job(team.rank, writers, path, part, _numbers(pipe, team), keep, limit, team.gone), team, draft)
 
 
 @contextmanager
@@ -211,11 +223,6 @@ def naming(folder: Path) -> Iterator[None]:
     except RemoteError as error:
         error.add_note(f"while a checkpoint was saved to {folder}")
         raise
-
-
-def team_of(pipe: nn.Module | None) -> Team:
-    """The processes that a pipe is trained by."""
-    return getattr(pipe, "team", None) or Alone()
 
 
 def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
@@ -257,10 +264,10 @@ def settle(pipe: nn.Module | None) -> None:
         before.wait_once()
 
 
-def _agree_where(team: Team, same: dict[str, Any], draft: Draft | None, trouble: Trouble) -> str:
+def _agree_where(team: Team, same: dict[str, Any], draft: Draft | None, failed: FirstError) -> str:
     """The name of the draft's folder, which rank 0 tells; if any rank failed, nothing stays of it."""
     try:
-        name: str = agree_on(team, same, None if draft is None else draft.path.name, trouble.error)[0]
+        name: str = agree_on(team, same, None if draft is None else draft.path.name, failed.error)[0]
     except BaseException:
         if draft is not None:
             draft.discard()

@@ -7,7 +7,7 @@ from types import FrameType
 
 from torch import nn
 
-from gpipe.checkpoint.save import team_of
+from gpipe.distributed.agree import any_says, team_of
 
 TERMINATED = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
 
@@ -21,7 +21,7 @@ class Termination:
 
     def __call__(self) -> bool:
         """Whether any rank was told to end: all ranks hear the same, at the same step."""
-        return any(told == b"end" for told in self._team.exchange(b"end" if self._asked else b""))
+        return any_says(self._team, self._asked)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True

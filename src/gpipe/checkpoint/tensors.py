@@ -1,12 +1,17 @@
-"""Tensors as safetensors files: written piece by piece, to be hashed on the way, and so that errors are the OS's.
+"""Tensors as safetensors files, which the library reads, and which are written here.
 
 The format: the length of a header (8 bytes), the header (JSON: type, shape and place of each tensor), the bytes.
+
+Note "By hand". The library's `save_file` opens and writes by itself: the file would have to be read again for its
+hash, nobody could sync it, a full disk would be a SafetensorError and no OSError, and no test could stop a process
+between two writes. Its `serialize` gives all bytes at once, a second copy of the weights in memory. What is here is a
+header and the bytes of each tensor in turn, for `write_file`, which hashes, writes and syncs them.
 """
 
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +28,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 LONGEST_HEADER = 10**8  # bytes, as safetensors itself has it
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def why_not_storable(tensor: Tensor) -> str | None:
@@ -34,17 +39,11 @@ def why_not_storable(tensor: Tensor) -> str | None:
         return "is on the meta device and has no values; build the layer for real first"
     if tensor.layout != torch.strided or tensor.is_quantized:
         return f"is {str(tensor.layout).removeprefix('torch.')} or quantized; only plain dense tensors can be stored"
-    if tensor.dtype not in NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         return f"is of {tensor.dtype}, which safetensors has no name for; convert it"
     if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "full_tensor"):
         return f"is a {type(tensor).__name__}, which is no plain tensor; convert it"
     return None
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each replica has a shard (`fully_shard`), put together; every replica calls it."""
-    full_tensor: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if full_tensor is None else full_tensor()
 
 
 def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -55,7 +54,7 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gpipe.checkpoint.agree import Trouble, agree, agree_on
 from gpipe.checkpoint.files import make_folder, put_file, read_small, sync_folder, write_file
 from gpipe.checkpoint.fit import Ready, listed, put, read_weights
 from gpipe.checkpoint.gather import first_names
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError
-from gpipe.checkpoint.save import check_order, settle, team_of
-from gpipe.checkpoint.tensors import Shelf, encoded, whole, why_not_storable
+from gpipe.checkpoint.save import check_order, settle
+from gpipe.checkpoint.tensors import Shelf, encoded, why_not_storable
+from gpipe.distributed.agree import FirstError, agree, agree_on, team_of
+from gpipe.values.dtensor import whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,13 +55,13 @@ def load_weights(
     check_order(folder, pipe, "load_weights")
     settle(pipe)
     team, path = team_of(pipe), Path(os.path.abspath(folder))
-    ready, there, trouble = Ready(), list[str](), Trouble()
-    with trouble:
+    ready, there, failed = Ready(), list[str](), FirstError()
+    with failed:
         shelf = _open(path, ready)
         if not ready.findings:
             there = list(shelf.home)
             _read(pipe, shelf, rename, ready)
-    told = agree_on(team, {"folder": str(path)}, [ready.findings, sorted(ready.names)], trouble.error)
+    told = agree_on(team, {"folder": str(path)}, [ready.findings, sorted(ready.names)], failed.error)
     findings = list(dict.fromkeys(finding for each in told for finding in each[0]))
     known = {name for each in told for name in each[1]}
     odd = [name for name in there if name not in known]
@@ -160,25 +161,25 @@ def save_weights(
     check_order(folder, pipe, "save_weights")
     settle(pipe)
     team, path = team_of(pipe), Path(os.path.abspath(folder))
-    shards, trouble = list[dict[str, Tensor]](), Trouble()
-    with trouble:
+    shards, failed = list[dict[str, Tensor]](), FirstError()
+    with failed:
         own = _own(pipe, rename)
         if team.rank < getattr(pipe, "partitions", 1):
             shards = _shards(own, max_shard_bytes)
         if team.rank == 0:
             make_folder(path)
     token = secrets.token_hex(4)
-    told = agree_on(team, {"folder": str(path)}, [token, [list(shard) for shard in shards]], trouble.error)
+    told = agree_on(team, {"folder": str(path)}, [token, [list(shard) for shard in shards]], failed.error)
     token, files = told[0][0], _files([names for _, lists in told for names in lists])
     first = sum(len(lists) for _, lists in told[: team.rank])
-    with trouble:
+    with failed:
         for name, shard in zip(list(files)[first:], shards, strict=False):
             write_file(path / f"{name}.tmp-{token}", encoded(shard))
-    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), trouble.error)
-    with trouble:
+    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), failed.error)
+    with failed:
         if team.rank == 0:
             _put_in_place(path, files, token, sum(sizes))
-    agree(team, None, trouble.error)
+    agree(team, None, failed.error)
 
 
 def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ import torch
 from gpipe.checkpoint.files import File, naming, put_file, write_file
 from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.gather import Part
-from gpipe.checkpoint.manifest import NAME, Manifest, to_bytes
+from gpipe.checkpoint.manifest import MANIFEST, Manifest, to_bytes
 from gpipe.checkpoint.tensors import encoded
 from gpipe.errors import RemoteError
 
@@ -166,7 +166,7 @@ def finish(job: Job, draft: Draft) -> str:
     notes = [note(job, rank) for rank in range(job.ranks)]
     manifest = joined([json.loads(path.read_text()) for path in notes], job.numbers)
     data = to_bytes(manifest, {"gpipe": _version(), "torch": torch.__version__})
-    write_file(job.path / NAME, [data])
+    write_file(job.path / MANIFEST, [data])
     for path in [*notes, *job.path.glob("part_*.begun")]:
         os.unlink(path)
     name = publish(draft, manifest.step_number, hashlib.sha256(data).hexdigest())

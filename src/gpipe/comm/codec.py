@@ -6,6 +6,7 @@ layout is written and read once for as long as shapes stay the same: both ends k
 
 import json
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from gpipe.comm.tree_text import At, read_dtype, read_leaf, read_tree, write_leaf, write_tree
 from gpipe.comm.untrusted import Damaged, check_shape, reading, why_too_wide
-from gpipe.values.boundary import BoundaryValue, Gradients
+from gpipe.values.boundary import BoundaryValue
 from gpipe.values.layout import alignment, allocate
 from gpipe.values.messages import Message
 
@@ -31,8 +32,6 @@ NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, tor
 Buffer: TypeAlias = bytearray | mmap.mmap
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
 """What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient, alignment."""
-Views: TypeAlias = dict[tuple[torch.dtype, tuple[int, ...], int], Tensor]
-"""Tensors over memory through which messages keep coming, by where they begin: making one takes as long as a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,8 @@ class Extent:
     """Where a tensor's elements are in a message, and how they lie in memory.
 
     `size` leaves out what is only repeated: dimensions of stride 0 have size 1, and are expanded at the end.
-    `dense` elements travel in the order of memory, others in the order of their indices. `plain` ones lie in both.
-    `units` are what torch reads them as, and how many.
+    `dense` elements travel in the order of memory, others in the order of their indices. `units` are what torch reads
+    them as, and how many.
     """
 
     shape: Shape
@@ -51,19 +50,14 @@ class Extent:
     size: tuple[int, ...]
     strides: tuple[int, ...]
     dense: bool
-    plain: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a message holds: its tree, with an extent in `extents` for each tensor and the others themselves.
+    """What a message holds: a tree, or None for a list of gradients; its leaves; and an extent for each tensor."""
 
-    If leaves is None it is one tensor and nothing around it, or one gradient; without a spec, a list of gradients.
-    """
-
-    is_value: bool
     spec: pytree.TreeSpec | None
-    leaves: tuple[object, ...] | None
+    leaves: tuple[object, ...]
     extents: tuple[Extent, ...]
 
 
@@ -84,7 +78,7 @@ class Encoded(NamedTuple):
 
     def pieces(self) -> list[bytearray | memoryview]:
         """The `size` bytes, one after another."""
-        if len(self.extents) == 1 and self.extents[0].plain and self.tensors[0].is_contiguous():
+        if len(self.tensors) == 1 and self.tensors[0].dtype in NUMPY and self.tensors[0].is_contiguous():
             return [self.tensors[0].numpy(force=True).data]  # no copy
         memory = bytearray(self.size)
         if memory:
@@ -98,14 +92,11 @@ def encode(message: Message) -> Encoded:
     Raises:
         TypeError: It holds something that cannot go to another process.
     """
-    if not isinstance(message, BoundaryValue):
-        return _encode_gradients(message)
-    tree = message.value
-    if type(tree) is Tensor:
-        _refuse_attributes(tree)
-        known = _of_one(True, *_key_of(tree), tree.requires_grad)
-        return Encoded(*known, [tree])
-    items, spec = pytree.tree_flatten(tree)
+    if isinstance(message, BoundaryValue):
+        items, spec = pytree.tree_flatten(message.value)
+        tree = write_tree(spec)
+    else:
+        items, tree = message, None
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
     leaves: list[object] = []
@@ -114,11 +105,19 @@ def encode(message: Message) -> Encoded:
             leaves.append(write_leaf(item))
             continue
         if id(item) not in numbers:
-            _refuse_attributes(item)
+            if tree is not None:
+                _refuse_attributes(item)
             numbers[id(item)] = len(tensors)
             tensors.append(item)
         leaves.append(["tensor", numbers[id(item)]])
-    return _encoded(True, write_tree(spec), leaves, tensors)
+    shapes = tuple(map(shape_of, tensors))
+    extents = extents_of(shapes)
+    named = [[str(dtype).removeprefix("torch."), *others] for dtype, *others in shapes]
+    return Encoded(json.dumps([tree, leaves, named]).encode(), extents, _end_of(extents), tensors)
+
+
+def _end_of(extents: Sequence[Extent]) -> int:
+    return extents[-1].end if extents else 0
 
 
 def _refuse_attributes(tensor: Tensor) -> None:
@@ -129,56 +128,8 @@ def _refuse_attributes(tensor: Tensor) -> None:
         )
 
 
-def _key_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int]:
-    if tensor.layout is not torch.strided:
-        raise TypeError(NOT_DENSE.format(name="Tensor", layout=tensor.layout))
-    return tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor)
-
-
-def _encode_gradients(gradients: Gradients) -> Encoded:
-    tensors = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
-    if len(tensors) == len(gradients) == 1:
-        (one,) = tensors
-        return Encoded(*_of_one(False, *_key_of(one), False), tensors)
-    numbers = iter(range(len(tensors)))
-    leaves = [["tensor", next(numbers)] if isinstance(found, Tensor) else write_leaf(found) for found in gradients]
-    return _encoded(False, None, leaves, tensors)
-
-
-def _encoded(is_value: bool, spec: str | None, leaves: list[Any], tensors: list[Tensor]) -> Encoded:
-    shapes = tuple(map(shape_of, tensors))
-    return Encoded(*_of_many(is_value, spec, json.dumps(leaves), shapes), tensors)
-
-
-@lru_cache(KEPT)
-def _of_one(
-    is_value: bool,
-    dtype: torch.dtype,
-    size: torch.Size,
-    strides: tuple[int, ...],
-    aligned: int,
-    wants_gradient: bool,
-) -> tuple[bytes, tuple[Extent, ...], int]:
-    """How a message of one tensor is written: the usual one, so it must be quick."""
-    if too_wide := why_too_wide(dtype, tuple(size), strides):
-        raise TypeError(too_wide)
-    return _of_many(is_value, None, "null", ((dtype, tuple(size), strides, wants_gradient, aligned),))
-
-
-@lru_cache(KEPT)
-def _of_many(
-    is_value: bool, spec: str | None, leaves: str, shapes: tuple[Shape, ...]
-) -> tuple[bytes, tuple[Extent, ...], int]:
-    named = [[str(dtype).removeprefix("torch."), *others] for dtype, *others in shapes]
-    head, tail = json.dumps([is_value, spec]), json.dumps(named)
-    extents = extents_of(shapes)
-    return f"{head[:-1]}, {leaves}, {tail}]".encode(), extents, extents[-1].end if extents else 0
-
-
-def decode(
-    layout: bytes, memory: Buffer, offset: int = 0, views: Views | None = None, *, size: int | None = None
-) -> Message:
-    """The message of a layout and the bytes behind it, which may be used again afterwards, with the same `views`.
+def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None = None) -> Message:
+    """The message of a layout and the bytes behind it, which may be used again afterwards.
 
     `size` is how many bytes its tensors are said to take.
 
@@ -186,18 +137,13 @@ def decode(
         Damaged: Nothing writes that.
     """
     read = _read(layout)
-    needed = read.extents[-1].end if read.extents else 0
+    needed = _end_of(read.extents)
     if offset + needed > len(memory) or size not in (None, needed):
         raise Damaged(f"tensors of {needed} bytes, in a message of {len(memory) - offset if size is None else size}")
-    views = {} if views is None else views
-    tensors = [_take(extent, memory, offset, views) for extent in read.extents]
-    if read.leaves is None:
-        if not read.is_value:
-            return tensors  # type: ignore[return-value]  # gradients
-        return BoundaryValue(tensors[0], [tensors[0]] if tensors[0].requires_grad else [])
-    items = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
+    tensors = [_take(extent, memory, offset) for extent in read.extents]
+    items: list[Any] = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
     if read.spec is None:
-        return items  # type: ignore[return-value]  # gradients
+        return items
     value = pytree.tree_unflatten(items, read.spec)
     return BoundaryValue(value, [tensor for tensor in tensors if tensor.requires_grad])
 
@@ -238,10 +184,9 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
             shape = (dtype, size, strides, wants_gradient, aligned)
             count = torch.Size(own).numel()
         at = start + count * dtype.itemsize
-        plain = own == size and strides == _contiguous(size) and dtype in NUMPY and count > 0
         wide = dtype.itemsize > 8  # torch reads complex128 from aligned addresses alone, or dies
         units = (torch.uint8, at - start) if wide else (dtype, count)
-        extents.append(Extent(shape, start, at, units, own, strides, dense, plain))
+        extents.append(Extent(shape, start, at, units, own, strides, dense))
     return tuple(extents)
 
 
@@ -270,12 +215,8 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(size, device="meta").stride()
 
 
-def _take(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
-    dtype, size, strides, wants_gradient, aligned = extent.shape
-    if extent.plain:
-        view = _view(extent, memory, offset, views)
-        tensor = allocate(dtype, size, strides, aligned, view.device).copy_(view) if aligned else view.clone()
-        return tensor.requires_grad_() if wants_gradient else tensor
+def _take(extent: Extent, memory: Buffer, offset: int) -> Tensor:
+    dtype = extent.shape[0]
     if extent.end == extent.start:
         return lay(torch.empty(0, dtype=dtype, device="cpu"), extent)
     unit, count = extent.units
@@ -296,20 +237,10 @@ def lay(elements: Tensor, extent: Extent) -> Tensor:
     return tensor.requires_grad_() if wants_gradient else tensor
 
 
-def _view(extent: Extent, memory: Buffer, offset: int, views: Views) -> Tensor:
-    unit, count = extent.units
-    at = unit, extent.size, offset + extent.start
-    if at not in views:
-        if len(views) == KEPT:
-            views.clear()
-        views[at] = torch.frombuffer(memory, dtype=unit, count=count, offset=at[-1]).view(extent.size)
-    return views[at]
-
-
 @lru_cache(KEPT)
 def _read(layout: bytes) -> Layout:
     with reading("a layout"):
-        is_value, spec, leaves, named = json.loads(layout.decode())  # of bytes it would guess the encoding
+        spec, leaves, named = json.loads(layout.decode())  # of bytes it would guess the encoding
         shapes = tuple(
             (read_dtype(dtype), tuple(size), tuple(strides), wants, aligned)
             for dtype, size, strides, wants, aligned in named
@@ -317,18 +248,15 @@ def _read(layout: bytes) -> Layout:
         for shape in shapes:
             check_shape(*shape)
         tree = None if spec is None else read_tree(spec)
-        read = Layout(is_value, tree, None if leaves is None else tuple(map(read_leaf, leaves)), extents_of(shapes))
+        read = Layout(tree, tuple(map(read_leaf, leaves)), extents_of(shapes))
         _check_whole(read)
         return read
 
 
 def _check_whole(read: Layout) -> None:
     """Checks that all tensors that are named are there."""
-    numbers = [leaf.number for leaf in read.leaves or () if isinstance(leaf, At)]
-    known = range(len(read.extents))
-    if type(read.is_value) is not bool or (len(known) != 1 if read.leaves is None else set(numbers) != set(known)):
-        raise ValueError(f"tensors {numbers} of {len(known)}")
-    if read.spec is not None and (read.leaves is None or read.spec.num_leaves != len(read.leaves)):
+    numbers = {leaf.number for leaf in read.leaves if isinstance(leaf, At)}
+    if numbers != set(range(len(read.extents))):
+        raise ValueError(f"tensors {sorted(numbers)} of {len(read.extents)}")
+    if read.spec is not None and read.spec.num_leaves != len(read.leaves):
         raise ValueError(f"{read.spec.num_leaves} leaves")
-    if read.is_value and read.spec is None and read.leaves is not None:
-        raise ValueError("leaves without a tree")

@@ -9,7 +9,6 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from gpipe.comm.codec import Views
 from gpipe.comm.limits import too_many_files
 from gpipe.comm.untrusted import Damaged
 from gpipe.values.messages import Label
@@ -69,13 +68,12 @@ def header(run: int, label: Label, slot: int, layout: int, size: int, capacity: 
 class Arrived:
     """What came by a stream and is not taken yet.
 
-    The bytes lie in `memory` from `start` to `end`. The memory is kept, and with it the `views` of what came through
-    it; only for a message that needs more there is a larger one.
+    The bytes lie in `memory` from `start` to `end`. The memory is kept; only for a message that needs more there is a
+    larger one.
     """
 
     def __init__(self, stream: socket.socket) -> None:
         self.memory = bytearray(CHUNK)
-        self.views: Views = {}
         self.start = self.end = 0
         self.handles: deque[int] = deque()
         self._stream = stream
@@ -124,9 +122,9 @@ class Arrived:
 
     def _make_room(self, needed: int) -> None:
         arrived, size = self.memory[self.start : self.end], self.end - self.start
-        memory, views = (self.memory, self.views) if needed <= len(self.memory) else (bytearray(needed), {})
+        memory = self.memory if needed <= len(self.memory) else bytearray(needed)
         memory[:size] = arrived  # and no interrupt comes between this and the next line, which calls nothing
-        self.memory, self.views, self.start, self.end = memory, views, 0, size
+        self.memory, self.start, self.end = memory, 0, size
 
 
 def make_memory(name: str, size: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe.comm.codec import Buffer, Encoded, Views
+from gpipe.comm.codec import Buffer, Encoded
 from gpipe.comm.frames import (
     FAILED,
     FREE,
@@ -174,15 +174,15 @@ class Link:
         finally:
             os.close(handle)
 
-    def message(self, frame: Frame) -> tuple[bytes, Buffer, int, Views]:
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
         """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
         arrived = self._arrived
         start = arrived.start + HEADER.size
         behind = start + frame.layout
         layout = bytes(arrived.memory[start:behind])
         if frame.slot < 0:
-            return layout, arrived.memory, behind, arrived.views
-        return layout, self._theirs[frame.slot].memory, IN_SLOT, {}
+            return layout, arrived.memory, behind
+        return layout, self._theirs[frame.slot].memory, IN_SLOT
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message, and lets the other end use the memory of this one again."""

@@ -160,9 +160,10 @@ class NcclGroups:
             Damaged: `pack` does not give that.
             Gone: The other end broke off.
         """
-        assert isinstance(packed, BoundaryValue)
-        sent: Any = packed.value
         with reading("a message for a GPU"):
+            if not isinstance(packed, BoundaryValue):
+                raise TypeError("gradients")
+            sent: Any = packed.value
             is_value, tree, told = sent  # what `pack` gave
             for _, dtype, size, strides, wants_gradient, aligned, _ in told:
                 check_shape(dtype, tuple(size), tuple(strides), wants_gradient, aligned)
@@ -223,8 +224,8 @@ class NcclGroups:
                 group.abort()
 
 
-def wires_for(position: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups | None:
-    """The wires of a process whose stages have tensors for each other as `crossings` say; a CPU needs none."""
+def groups_for(position: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups | None:
+    """The groups of a process whose stages have tensors for each other as `crossings` say; a CPU needs none."""
     if position.device.type == "cpu":
         return None
     return NcclGroups(position, crossings, "nccl" if "nccl" in str(dist.get_backend_config()) else None)

@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import suppress
 from queue import SimpleQueue
 
-from gpipe.comm.codec import Buffer, Encoded, Views
+from gpipe.comm.codec import Buffer, Encoded
 from gpipe.comm.frames import CHUNK, HEADER, SLOTS, Frame, Gone, header
 from gpipe.comm.local import Link
 from gpipe.comm.untrusted import Damaged
@@ -107,10 +107,10 @@ class RemoteLink(Link):
             return
         self._unsent -= rung.count(b"w")
 
-    def message(self, frame: Frame) -> tuple[bytes, Buffer, int, Views]:
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
         """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
         _, layout, memory = self._inbox[0]
-        return layout, memory, 0, {}
+        return layout, memory, 0
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message."""

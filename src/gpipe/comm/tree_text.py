@@ -7,8 +7,7 @@ below, and, by the name under which they were registered with torch's pytrees *i
 import json
 import math
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -53,35 +52,6 @@ def write_tree(spec: pytree.TreeSpec) -> str:
     Raises:
         TypeError: It cannot be read again as what it is.
     """
-    outline = _outline(spec)
-    return _text(spec) if outline is None else _text_of(_Outlined(outline, spec))
-
-
-@dataclass(frozen=True, slots=True)
-class _Outlined:
-    """A spec that is known by its outline."""
-
-    outline: Hashable
-    spec: pytree.TreeSpec = field(compare=False)
-
-
-def _outline(spec: pytree.TreeSpec) -> Hashable:
-    """What two specs share only if they are the same, or None: as dicts 1 and True are one key, in text two."""
-    if spec.type is None:
-        return "leaf"
-    keys = spec.context or ()
-    if spec.type in (tuple, list) or (spec.type in (dict, OrderedDict) and all(type(key) is str for key in keys)):
-        children = tuple(map(_outline, spec.children()))
-        return None if None in children else (spec.type, tuple(keys), children)
-    return None
-
-
-@lru_cache(KEPT)
-def _text_of(known: _Outlined) -> str:
-    return _text(known.spec)
-
-
-def _text(spec: pytree.TreeSpec) -> str:
     try:
         text = json.dumps(_written(spec))
         _rebuild(text)

@@ -1,235 +1,148 @@
-"""While a pipe is built: what all processes must know of each other, and that none waits for one that has failed.
+"""What the processes of a pipe tell each other between runs, and how they come to do the same.
 
-Each record says what its process does next. So who is gone, or says nothing, was at what it said last.
+Each has one word: all tell something at the same time, and hear what each told. Alone, a process hears itself.
 """
 
 import json
-import logging
-import math
-import os
-import socket
-import time
-import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from queue import Empty
+from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, TypeVar
 
-import torch.distributed as dist
+from gpipe.errors import RemoteError
 
-from gpipe.comm.failures import LONG, SILENCE, Report, error_of, report_of
-from gpipe.comm.local import checked_report
-from gpipe.comm.mesh import Position, default_device, timeout_of_world
-from gpipe.comm.untrusted import Damaged, reading
-from gpipe.distributed.meeting import meet
-from gpipe.errors import RemoteError, heard
-
-logger = logging.getLogger("gpipe")
-
-COMING = "before it came to build the pipe, or as it began"
-SETTLING = "while it settled what the pipe is made of"
-BUILDING = "while it built its layers"
-LINKING = "while the processes linked up"
-ALL_TOLD = 0.2  # seconds from the first bad news on in which a better reason may come
+Told = TypeVar("Told")
 
 
-class Agreement:
-    """Talks of the processes that build one pipe, each a dict of JSON from everyone. All hold it at the same time.
-
-    Whoever fails in it tells the others, who hear of it wherever they wait.
+class Team(Protocol):
+    """The processes of a pipe; in one process there is one, however many stages it runs.
 
     Attributes:
-        position: Where this process stands, once that is known.
-        hosts: The host of each process of the world, once all have greeted.
+        rank: The number of this process.
+        size: How many processes there are.
     """
 
-    def __init__(self) -> None:
-        self.position: Position | None = None
-        self.hosts: list[str] = []
-        self._timeout = timeout_of_world()
-        self._began = time.monotonic()
-        self._own = dist.get_rank()
-        self._at = COMING
-        self._told: dict[int, deque[Mapping[str, Any]]] = {
-            peer: deque() for peer in range(dist.get_world_size()) if peer != self._own
-        }
-        self._theirs = dict.fromkeys(self._told, COMING)  # what they are at
-        self._bad: list[Report] = []
-        self._meeting = meet(default_device())
+    rank: int
+    size: int
 
-    def __enter__(self) -> Self:
-        return self
+    def exchange(self, told: bytes) -> list[bytes]:
+        """Tells all processes something, and gives what each told, by rank. Every process calls it, as often.
+
+        Raises:
+            RemoteError: Another process failed, or is gone.
+        """
+
+    def gone(self) -> Collection[int]:
+        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
+
+
+class Alone:
+    """One process."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, told: bytes) -> list[bytes]:
+        """Gives what was told."""
+        return [told]
+
+    def gone(self) -> Collection[int]:
+        """Nobody."""
+        return ()
+
+
+def team_of(pipe: object) -> Team:
+    """The processes that a pipe, or plain layers, are trained by."""
+    return getattr(pipe, "team", None) or Alone()
+
+
+class FirstError:
+    """The first error in any of the blocks that were run `with` it: kept until all ranks are told, by `agree`.
+
+    So a rank on which something fails does not leave the others waiting.
+
+    >>> failed = FirstError()
+    >>> with failed:
+    ...     raise OSError("the disk is full")
+    >>> failed.error
+    OSError('the disk is full')
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            known = isinstance(error, RemoteError) and error.heard
-            report = {"failed": report_of(error, 0, self._number(self._own), self._at)}
-            self._meeting.leave(json.dumps(report).encode(), known=known)
-
-    def greet(self, **told: Any) -> list[Mapping[str, Any]]:
-        """Begins: what each process of the world told here, by its number there.
-
-        Raises:
-            ValueError: They run different versions.
-            RemoteError: Another process failed, or is gone.
-        """
-        every = self._tell_world(SETTLING, False, {"host": _host(), "versions": _versions(), **told})
-        self.hosts = [theirs["host"] for theirs in every]
-        _refuse_other_versions([theirs["versions"] for theirs in every])
-        return every
-
-    def tell(self, next_at: str, *, last: bool = False, **told: Any) -> list[Mapping[str, Any]]:
-        """What each process of the pipe told here, by rank; `next_at` says in words what this one goes on with.
-
-        Raises:
-            RemoteError: Another process failed, or is gone, or said nothing for as long as the group's timeout.
-        """
-        assert self.position is not None
-        every = self._tell_world(next_at, last, told)
-        return [every[member] for member in self.position.members]
-
-    def _tell_world(self, next_at: str, last: bool, told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        self._meeting.tell(json.dumps({"next": next_at, "told": told}).encode(), last=last)
-        until, tells_at = time.monotonic() + self._timeout, time.monotonic() + LONG
-        while missing := [peer for peer, records in self._told.items() if not records]:
-            if self._hear(min(until, tells_at) - time.monotonic()):
-                continue
-            seconds = self._timeout if time.monotonic() >= until else LONG
-            silent = "\n".join(self._why_silent(peer, seconds) for peer in missing)
-            if seconds == self._timeout:
-                raise heard(silent, self._number(missing[0]))
-            logger.warning(silent)
-            tells_at = math.inf
-        self._at = next_at
-        every = {peer: records.popleft() for peer, records in self._told.items()} | {self._own: told}
-        if last:
-            self._meeting.part(self._timeout)
-        return [every[peer] for peer in range(len(every))]
-
-    def heed(self, seconds: float = 0.0) -> None:
-        """Looks whether another process failed; waits so many seconds for the news.
-
-        Raises:
-            RemoteError: One did, or is gone.
-        """
-        until = time.monotonic() + seconds
-        while self._hear(until - time.monotonic()):
-            pass
-
-    def _hear(self, seconds: float) -> bool:
-        """Takes the next of what was told, if it comes in so many seconds; whether it did."""
-        try:
-            peer, record = self._meeting.heard.get(timeout=max(seconds, 0.0))
-        except Empty:
-            return False
-        try:
-            bad = self._gone(peer) if record is None else self._note(peer, record)
-        except Damaged as error:
-            number = self._number(peer)
-            raise heard(f"rank {number} sent what gpipe never sends: {error}", number) from error
-        if bad is not None:
-            self._bad.append(bad)
-            if len(self._bad) == 1:
-                self._raise_best()
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False  # nothing is wrong, or it is an interrupt, which goes on
+        self.error = self.error or error
         return True
 
-    def _note(self, peer: int, record: bytes) -> Report | None:
-        """Reads a record; gives the report of a failure, if it is that."""
-        with reading("a record"):
-            said: dict[str, Any] = json.loads(record.decode())
-            if "failed" in said:
-                return checked_report(said["failed"])
-            if not isinstance(said["told"], dict) or not isinstance(said["next"], str):
-                raise TypeError(f"{sorted(said)}")
-            self._told[peer].append(said["told"])
-            self._theirs[peer] = said["next"]
-        return None
 
-    def _raise_best(self) -> None:
-        """Raises the failure that a process told itself, if one comes soon; else names who is gone."""
-        until = time.monotonic() + ALL_TOLD
-        while self._hear(until - time.monotonic()):
-            pass
-        told = [report for report in self._bad if report["type"]]
-        raise error_of(told[0] if told else self._bad[0])
+def agree(team: Team, told: Any = None, error: Exception | None = None) -> list[Any]:
+    """Tells all ranks something that JSON can hold, and gives what each told, by rank; every rank calls it.
 
-    def _gone(self, peer: int) -> Report:
-        message = f"rank {self._number(peer)} is gone; it ended {self._theirs[peer]}"
-        if self._theirs[peer] == COMING and time.monotonic() - self._began > SILENCE:  # gloo sounds alike then
-            message += (
-                ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
-            )
-        return {"run": 0, "rank": self._number(peer), "type": "", "message": message, "traceback": ""}
+    Raises:
+        Exception: `error`, if this rank has one.
+        RemoteError: Another rank has one.
 
-    def _why_silent(self, peer: int, seconds: float) -> str:
-        last = self._theirs[peer].removeprefix("while ")
-        limit = ", the timeout of the process group" if seconds == self._timeout else ""
-        return f"rank {self._number(peer)} said nothing for {seconds:g} s{limit}; last known: {last}"
-
-    def _number(self, member: int) -> int:
-        """The rank of a process of the world in the pipe, if it is known there."""
-        known = () if self.position is None else self.position.members
-        return known.index(member) if member in known else member
-
-    def compare(self, next_at: str, **settings: object) -> None:
-        """Checks that all processes have the same settings.
-
-        Raises:
-            ValueError: Names what differs, and on which ranks.
-        """
-        own = {name: _sum(value) for name, value in settings.items()}
-        every = self.tell(next_at, sums=own, shown={name: str(value)[:60] for name, value in settings.items()})
-        mistakes = []
-        for name in settings:
-            shown = {
-                theirs["sums"].get(name): (rank, theirs["shown"].get(name, "none"))
-                for rank, theirs in enumerate(every)
-            }
-            if len(shown) > 1:
-                found = ", ".join(f"{text} (rank {rank})" for rank, text in sorted(shown.values()))
-                mistakes.append(f"{name} differs between the processes: {found}; give the same everywhere")
-        if mistakes:
-            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
+    >>> agree(Alone(), {"epoch": 3})
+    [{'epoch': 3}]
+    """
+    fault = None if error is None else [type(error).__name__, str(error)]
+    heard = [json.loads(each.decode()) for each in team.exchange(json.dumps({"told": told, "fault": fault}).encode())]
+    faults = {rank: each["fault"] for rank, each in enumerate(heard) if each["fault"]}
+    if error is not None:
+        for rank, (kind, text) in faults.items():
+            if rank != team.rank:
+                error.add_note(f"rank {rank} failed too: {kind}: {text}")
+        raise error
+    if faults:
+        first = min(faults)
+        lines = [f"rank {rank} failed: {kind}: {text}" for rank, (kind, text) in faults.items()]
+        raise RemoteError("\n".join(lines), first, faults[first][0])
+    return [each["told"] for each in heard]
 
 
-def _sum(value: object) -> int:
-    return zlib.crc32(repr(value).encode())
+def agree_on(team: Team, same: dict[str, Any], told: Any = None, error: Exception | None = None) -> list[Any]:
+    """Like `agree`, for ranks that were all given the same.
 
-
-def _refuse_other_versions(versions: Sequence[str]) -> None:
-    first = {version: versions.index(version) for version in versions}
-    if len(first) > 1:
-        found = ", ".join(f"{version} (rank {rank})" for version, rank in first.items())
-        raise ValueError(f"the processes run different versions: {found}; install the same everywhere")
-
-
-def _host() -> str:
-    """What is the same for processes that share memory and a network."""
-    named: list[Callable[[], str]] = [
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        lambda: os.readlink("/proc/self/ns/net"),
-        lambda: os.readlink("/proc/self/ns/mnt"),
+    Raises:
+        ValueError: They were given different things.
+    """
+    heard = agree(team, {"same": same, "told": told}, error)
+    mistakes = [
+        f"{name} is {value!r} on rank {rank} and {by_rank[0]!r} on rank 0"
+        for name, by_rank in find_different(dict(enumerate(each["same"] for each in heard))).items()
+        for rank, value in by_rank.items()
+        if value != by_rank[0]
     ]
-    parts = [socket.gethostname()]
-    for name in named:
-        try:
-            parts.append(name())
-        except OSError:
-            continue
-    return " ".join([*parts, str(os.getuid())])
+    if mistakes:
+        raise ValueError("all ranks must be given the same: " + "; ".join(mistakes))
+    return [each["told"] for each in heard]
 
 
-def _versions() -> str:
-    return f"gpipe {_version('gpipe')}, torch {_version('torch')}"
+def any_says(team: Team, so: bool) -> bool:
+    """Whether any rank says so; every rank calls it.
+
+    >>> any_says(Alone(), True)
+    True
+    """
+    return any(told == b"1" for told in team.exchange(b"1" if so else b"0"))
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def find_different(told: Mapping[int, Mapping[str, Told]]) -> dict[str, dict[int, Told]]:
+    """What ranks told that should be the same and is not: by name, and then by rank.
+
+    >>> find_different({0: {"seed": 3, "remat": True}, 1: {"seed": 4, "remat": True}})
+    {'seed': {0: 3, 1: 4}}
+    """
+    names = next(iter(told.values()))
+    by_name = {name: {rank: each[name] for rank, each in told.items()} for name in names}
+    return {
+        name: by_rank
+        for name, by_rank in by_name.items()
+        if any(value != next(iter(by_rank.values())) for value in by_rank.values())
+    }

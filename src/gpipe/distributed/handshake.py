@@ -7,9 +7,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from gpipe.comm.failures import damaged
 from gpipe.comm.net import Net
-from gpipe.errors import heard
-from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Control, Label
 
 
@@ -56,15 +55,14 @@ def tell(net: Net, peers: Iterable[int], header: Header) -> None:
     """Tells the other processes of this replica."""
     numbers = torch.tensor(astuple(header), dtype=torch.int64)
     for peer in peers:
-        net.send(peer, Label(Control.HEADER, 0, gradient=False), BoundaryValue(numbers, []))
+        net.send_value(peer, Label(Control.HEADER, 0, gradient=False), numbers)
 
 
 def hear(net: Net, first: int) -> Header:
     """Waits for what the process of the first stage tells."""
-    message, _ = net.receive(first, Label(Control.HEADER, 0, gradient=False))
-    numbers = message.value if isinstance(message, BoundaryValue) else None
+    numbers = net.receive_value(first, Label(Control.HEADER, 0, gradient=False))
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.shape != (len(fields(Header)),):
-        raise heard(f"rank {first} sent what gpipe never sends: a header that is none", first)
+        raise damaged(first, "a header that is none")
     return Header(*numbers.tolist())
 
 

@@ -13,7 +13,7 @@ from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.distributed.handshake import Asked, Header, compare, hear, tell
 from gpipe.distributed.process_row import ProcessRow
-from gpipe.distributed.reduce import tell_replicas, value_of
+from gpipe.distributed.reduce import tell_replicas
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import parse_action
@@ -24,7 +24,6 @@ from gpipe.runtime.others import Alone, Others
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import Output
 from gpipe.runtime.steps import CompiledProgram
-from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Control, Label
 from gpipe.values.tree import Tree
 
@@ -124,11 +123,11 @@ class LinkedPeers:
         """Gives every process of the replica the outputs that the last stage made."""
         labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
         if self.net.rank != self.last:
-            return [Output(*value_of(self.net.receive(self.last, label)[0])) for label in labels]
+            return [Output(*self.net.receive_value(self.last, label)) for label in labels]
         for label, output in zip(labels, outputs, strict=True):
             for peer in self.position.ranks_of_replica:
                 if peer != self.last:
-                    self.net.send(peer, label, BoundaryValue((output.value, output.wants_gradient), []))
+                    self.net.send_value(peer, label, (output.value, output.wants_gradient))
         return list(outputs)
 
     def finish(self, run: MiniBatchRun, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:

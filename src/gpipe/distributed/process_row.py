@@ -1,6 +1,6 @@
 """One row of a mini-batch, which this process runs while others run the rest."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -18,7 +18,6 @@ from gpipe.distributed.reduce import (
     tell_replicas,
 )
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
-from gpipe.distributed.transport import P2P
 from gpipe.layers.batchnorm import DeferredStatistics
 from gpipe.layers.stage import LayerProgress, layer_at
 from gpipe.layers.weight_aliases import WeightAliases
@@ -27,8 +26,8 @@ from gpipe.plan.program import Program
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.minibatch import is_sharded
 from gpipe.runtime.notes import in_words
-from gpipe.runtime.steps import CompiledProgram, CompiledRows
-from gpipe.values.messages import Control, Transport
+from gpipe.runtime.steps import CompiledProgram, CompiledRows, Inbound
+from gpipe.values.messages import Control, Label, Message, ReadyEvent, Transport
 
 SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"
 
@@ -90,7 +89,9 @@ class ProcessRow:
         """Has deferred statistics be those of the mini-batch of all replicas."""
         if self.position.replicas > 1:
             for stage, one in deferred.items():
-                told = tell_replicas(self.net, self.position, Control.DEFERRED_STATISTICS, one.to_tensors(), number=stage)
+                told = tell_replicas(
+                    self.net, self.position, Control.DEFERRED_STATISTICS, one.to_tensors(), number=stage
+                )
                 one.merge_replicas(told)
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
@@ -154,6 +155,35 @@ class ProcessRow:
             for parameter, before in self._aside[stage]:
                 if before is not None:
                     parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+class P2P:
+    """Carries messages between the ranks of a replica."""
+
+    cancelled = False
+
+    def __init__(self, net: Net, position: Position) -> None:
+        self.net = net
+        self.position = position
+
+    def begin(self, inbound: Inbound, sees: Callable[[int, Seen], str]) -> None:
+        """Begins a row."""
+        self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
+
+    def reach(self, at: int) -> None:
+        """Notes how far in its row this rank is."""
+        self.net.reach(at)
+
+    def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
+        """Puts a message on its way to a rank; waits only while too many are under way already."""
+        self.net.send(self.position.rank_of(rank), label, message)
+
+    def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
+        """Waits for a message to this rank."""
+        return self.net.receive(self.position.rank_of(sender), label)
+
+    def cancel(self) -> None:
+        """Nothing to wake: this process has one rank, and the others learn of it by `Net.fail`."""
 
 
 def describe_peer(engine: Engine, program: Program, peer: int, seen: Seen) -> str:

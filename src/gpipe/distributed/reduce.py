@@ -10,11 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe.comm.failures import damaged
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
 from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.values.boundary import BoundaryValue, Gradients
-from gpipe.values.messages import Control, Label, Message
+from gpipe.values.boundary import Gradients
+from gpipe.values.dtensor import is_spread_over, local
+from gpipe.values.messages import Control, Label
 from gpipe.values.tree import Tree
 
 BUCKET = 2**22
@@ -46,7 +48,7 @@ def add_over_stages(
         own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
         net.send(position.rank_of(row), label, own)
     for row, shared in sorted(common.items()):
-        theirs = iter(_gradients(net.receive(position.rank_of(row), label)[0]))
+        theirs = iter(_receive(net, position.rank_of(row), label))
         for at in shared:
             found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if row_of[layer] == row}
     aliases.add_up(found)
@@ -111,15 +113,16 @@ def _add(own: Tensor, parts: Sequence[Tensor | None]) -> None:
         own.copy_(total)
 
 
-def _tell(net: Net, peers: Sequence[int], route: int, at: int, told: Tensor) -> None:
+def _tell(net: Net, peers: Sequence[int], control: Control, at: int, told: Tensor) -> None:
     for peer in peers:
         if peer != net.rank:
-            net.send(peer, Label(route, at, gradient=True), [told])
+            net.send(peer, Label(control, at, gradient=True), [told])
 
 
-def _hear(net: Net, peer: int, route: int, at: int) -> Tensor:
-    (found,) = _gradients(net.receive(peer, Label(route, at, gradient=True))[0])
-    assert isinstance(found, Tensor)
+def _hear(net: Net, peer: int, control: Control, at: int) -> Tensor:
+    (found,) = _receive(net, peer, Label(control, at, gradient=True))
+    if found is None:
+        raise damaged(peer, "no gradient")
     return found
 
 
@@ -177,40 +180,23 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
         )
 
 
-def tell_replicas(net: Net, position: Position, route: int, told: Tree, *, number: int = 0) -> list[Any]:
+def tell_replicas(net: Net, position: Position, control: Control, told: Tree, *, number: int = 0) -> list[Any]:
     """Tells the other replicas something, once a run for each number; gives what each told, by replica."""
-    peers, label = position.ranks_of_row, Label(route, number, gradient=False)
+    peers, label = position.ranks_of_row, Label(control, number, gradient=False)
     for peer in peers:
         if peer != net.rank:
-            net.send(peer, label, BoundaryValue(told, []))
-    return [told if peer == net.rank else value_of(net.receive(peer, label)[0]) for peer in peers]
-
-
-def value_of(message: Message) -> Any:
-    """The value of a boundary value."""
-    assert isinstance(message, BoundaryValue)
-    return message.value
+            net.send_value(peer, label, told)
+    return [told if peer == net.rank else net.receive_value(peer, label) for peer in peers]
 
 
 def reduces_itself(parameter: Tensor) -> bool:
     """Whether a parameter is spread over the replicas, as `fully_shard` does it, which sums its gradient too."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and DATA in (mesh.mesh_dim_names or ())
+    return is_spread_over(parameter, DATA)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
-
-
-def local(gradient: Tensor) -> Tensor:
-    """What this process has of a gradient: all, or its part of a DTensor."""
-    found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return found
-
-
-def _gradients(message: Message) -> list[Tensor | None]:
-    """Gradients of weights, which are never undefined."""
-    assert isinstance(message, list)
+def _receive(net: Net, peer: int, label: Label) -> list[Tensor | None]:
+    """Receives gradients of weights, which are never undefined."""
+    message, _ = net.receive(peer, label)
+    if not isinstance(message, list):
+        raise damaged(peer, "a value in place of gradients")
     return [found if isinstance(found, Tensor) else None for found in message]

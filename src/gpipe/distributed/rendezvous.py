@@ -22,7 +22,7 @@ from gpipe.comm.failures import SOON
 from gpipe.comm.limits import LIMITS
 from gpipe.comm.local import Link
 from gpipe.comm.tcp import RemoteLink
-from gpipe.distributed.agree import LINKING, Agreement
+from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.errors import heard
 
 HELLO = 48  # bytes: a token of 32, a rank, one of the streams

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position
-from gpipe.comm.nccl import wires_for
+from gpipe.comm.nccl import groups_for
 from gpipe.comm.net import Net
-from gpipe.distributed.agree import LINKING, Agreement
+from gpipe.distributed.agree import find_different
 from gpipe.distributed.call import PipelinedCall
+from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.peers import LinkedPeers, NoPeers, Peers
 from gpipe.distributed.rendezvous import connect
@@ -120,8 +121,8 @@ class Session:
         links = connect(agreement)
         try:
             shown = partial(agreement.tell, LINKING)
-            wires = wires_for(position, self.engine.crossings())
-            self._net = Net(position.rank, links, position.timeout, wires, shown)
+            groups = groups_for(position, self.engine.crossings())
+            self._net = Net(position.rank, links, position.timeout, groups, shown)
             agreement.tell(LINKING, last=True)
         except BaseException:
             for link in links.values():
@@ -141,7 +142,7 @@ class Session:
 
     def gone(self) -> Collection[int]:
         """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
-        return [] if self._net is None else self._net.gone()
+        return [] if self._net is None else self._net.peers.gone()
 
     def close(self) -> None:
         """Ends threads and links; the next run makes new ones."""
@@ -242,9 +243,8 @@ class Session:
         ranks = self.position.ranks_of_row
         every = peers.tell_replicas(Control.REDUCTION, {"reduction": given.kind, "scale": given.scale})
         mistakes = [
-            ", ".join(f"{name} is {told[name]!r} on rank {rank}" for rank, told in zip(ranks, every, strict=True))
-            for name in every[0]
-            if len({told[name] for told in every}) > 1
+            ", ".join(f"{name} is {value!r} on rank {rank}" for rank, value in by_rank.items())
+            for name, by_rank in find_different(dict(zip(ranks, every, strict=True))).items()
         ]
         if mistakes:
             raise ValueError(

@@ -17,12 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
-from gpipe.distributed.reduce import value_of
 from gpipe.layers.batchnorm import Statistics, update_running_statistics
 from gpipe.layers.stage import Layer
 from gpipe.layers.tied import is_compiled
 from gpipe.plan.action import Action, Kind
-from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Control, Label
 
 LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that of the other replicas"
@@ -88,10 +86,8 @@ class Synced:
     def _tell(self, label: Label, told: dict[int, Tensor]) -> list[Tensor]:
         for peer, tensor in told.items():
             if peer != self.net.rank:
-                self.net.send(peer, label, BoundaryValue(tensor.contiguous(), []))
-        return [
-            told[peer] if peer == self.net.rank else value_of(self.net.receive(peer, label)[0]) for peer in self.peers
-        ]
+                self.net.send_value(peer, label, tensor.contiguous())
+        return [told[peer] if peer == self.net.rank else self.net.receive_value(peer, label) for peer in self.peers]
 
 
 def find_norms(layers: Sequence[Layer]) -> list[_BatchNorm]:

@@ -1,0 +1,35 @@
+"""Tensors of which each process has a shard, as `fully_shard` makes them, beside those that are whole in each."""
+
+from torch import Tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it.
+
+    >>> import torch
+    >>> whole(torch.ones(2))
+    tensor([1., 1.])
+    """
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor: all, or its shard of a DTensor."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def is_spread_over(tensor: Tensor, dimension: str) -> bool:
+    """Whether a tensor is a DTensor over this dimension of a mesh."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and dimension in (mesh.mesh_dim_names or ())
+
+
+def spread_like(tensor: Tensor, target: Tensor) -> Tensor:
+    """This process's shard of a tensor that every process has, if another is spread over a mesh; else all of it."""
+    if not hasattr(target, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # which takes long to load
+
+    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
