@@ -2,10 +2,13 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PLAN_VENV := .venv-plan
 
-.PHONY: demo test soak test-processors lint test-plan docs bench clean
+.PHONY: demo quick test soak test-processors lint test-plan docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits
+
+quick: $(VENV)/.ready  ## Pass the tests that one runs while working: under two minutes.
+	$(PYTHON) -m pytest -q -n 2 --quick
 
 test: $(VENV)/.ready  ## Pass the tests.
 	$(PYTHON) -m pytest -q -n 2 --dist loadgroup

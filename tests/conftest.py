@@ -3,9 +3,10 @@
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,8 +26,16 @@ settings.load_profile("anywhere")
 LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-
 STARTS_PROCESSES = re.compile(r"^from tests\.support\.processes\.(launch|torchrun) import", re.MULTILINE)
+FEW = 3  # cases of a test that `make quick` takes
+LEFT_OUT = f"most tests over processes, those marked slow, and of every other test the cases beyond {FEW}"
+T = TypeVar("T")
+
+
+@cache
+def starts_processes(module: Path) -> bool:
+    """Whether the tests of a module are over processes."""
+    return module.suffix == ".py" and STARTS_PROCESSES.search(module.read_text()) is not None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,13 +47,52 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    @cache
-    def starts_processes(file: str) -> bool:
-        return STARTS_PROCESSES.search((config.rootpath / file).read_text()) is not None
+    def scope_of(nodeid: str) -> str:
+        return "processes" if starts_processes(config.rootpath / nodeid.partition("::")[0]) else nodeid
 
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = lambda nodeid: "processes" if starts_processes(nodeid.partition("::")[0]) else nodeid
+    scheduler._split_scope = scope_of
     return scheduler
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the tier of `make quick`."""
+    parser.addoption("--quick", action="store_true", help=f"leave out {LEFT_OUT}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses the tests of `make quick`: all in a few cases, but for those that are slow or over processes."""
+    strays = {item.path.name for item in items if "crew" in fixtures_of(item) and not starts_processes(item.path)}
+    assert not strays, f"annotate crew as Crew, so that all tests over processes go to one worker: {strays}"
+    if not config.getoption("--quick"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "quick" in marks or ("slow" not in marks and not starts_processes(item.path)):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for of in cases.values() for item in spread(of, FEW)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def fixtures_of(item: pytest.Item) -> Collection[str]:
+    """The names of what a test asks for."""
+    return item.fixturenames if isinstance(item, pytest.Function) else ()
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """The first, the last, and some between, as far apart as can be."""
+    if len(items) <= most:
+        return [*items]
+    return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says what `make quick` leaves out."""
+    if config.getoption("--quick"):
+        terminalreporter.write_line(f"left out: {LEFT_OUT}; `make test` runs them")
 
 
 @pytest.fixture(scope="session")

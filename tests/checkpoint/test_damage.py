@@ -5,7 +5,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 import gpipe
-from tests.support.checkpointed import Odd, adamw, build, differences, make, remembered, snapshot, trained
+from tests.support.checkpointed import Victim, adamw, build, differences, make, snapshot
 from tests.support.thread_ranks import optimizer_of, rank_pipes, run_ranks
 
-Victim = tuple[gpipe.GPipe, torch.optim.Optimizer]
 FILES = [
     "manifest.json",
     "stage_0.safetensors",
@@ -27,32 +26,6 @@ FILES = [
     "stage_1.values.safetensors",
     "extra.safetensors",
 ]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of the same shapes, with checkpoints of steps 1 and 2 each."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name, seed in (("run", 1), ("other", 2)):
-        for step in (1, 2):
-            pipe, optimizer = trained([*build(seed), Odd()], 2, steps=step)
-            gpipe.save(folder / name, pipe, optimizer, extra={"rng": torch.arange(8.0) + seed})
-    return folder
-
-
-@pytest.fixture
-def run(runs: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(runs / "run", tmp_path / "run"))
-
-
-@pytest.fixture
-def victim() -> Iterator[Victim]:
-    """A pipe and its optimizer, of which nothing must change."""
-    pipe, optimizer = trained([*build(3), Odd()], 2, steps=1)
-    before = snapshot(pipe, optimizer)
-    yield pipe, optimizer
-    assert differences(remembered(pipe, optimizer), before) == []
-    assert (pipe.step_number, pipe.seed) == (1, 4)
 
 
 def refused(folder: Path, victim: Victim) -> list[str]:

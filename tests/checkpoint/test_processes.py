@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.checkpointed import M, X, Y, build_tied, differences, make, remembered, train, trained
+
+pytestmark = pytest.mark.slow
 
 LIMIT = 170  # seconds
 

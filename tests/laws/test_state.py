@@ -2,23 +2,19 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import gpipe
-from tests.support import plain_loop as laws
 from tests.support.odd_layers import LowRank
 from tests.support.plain_loop import REMATS, assert_same_bits, one_thread, run_layers, same_bits
-
-M = 3
-W = 4
+from tests.support.stateful import Experts, M, W, data, train, train_plainly
 
 
 class Symmetric(nn.Module):
@@ -98,17 +94,6 @@ class Remembers(nn.Module):
         return out
 
 
-class Experts(nn.Module):
-    """Each micro-batch uses one parameter of three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ParameterList(torch.randn(W) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.experts[int(x.detach().abs().sum() * 100) % 2]
-
-
 def norms(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers)
 
@@ -139,19 +124,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 def network(name: str) -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Linear(W, W), LAYERS[name](), nn.Dropout(0.2), LAYERS[name](), nn.Linear(W, 2)]
-
-
-def data(rows: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, W, generator=generator), torch.randn(rows, 2, generator=generator)
-
-
-def train(pipe: gpipe.GPipe, way: str = "step") -> Tensor:
-    return laws.train(pipe, *data(), F.mse_loss, way)
-
-
-def train_plainly(layers: Sequence[nn.Module], way: str = "step", step: int = 0) -> Tensor:
-    return laws.train_plainly(layers, *data(), F.mse_loss, way, micro_batches=M, seed=5, step=step)
 
 
 @pytest.mark.parametrize("way", ["step", "call"])
@@ -318,93 +290,3 @@ def test_hooks_that_pytorch_calls_for_every_module_are_called_in_rank_threads_to
     finally:
         handle.remove()
     assert sorted(heard) == ["2"] * M + ["4"] * M
-
-
-# Parameters that are frozen, unused, or not there.
-
-
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
-def test_frozen_layers_get_no_gradient_and_pass_gradients_on(frozen: list[int], remat: str) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 2)]
-    for index in frozen:
-        layers[index].requires_grad_(False)
-    plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, 3, M, remat=remat, seed=5)
-    assert same_bits(train(pipe), train_plainly(plain))
-    assert_same_bits(pipe, plain)
-    assert all((layers[index].weight.grad is None) == (index in frozen) for index in range(3))
-
-
-def test_frozen_layers_in_front_keep_nothing_for_a_backward() -> None:
-    saved: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.numel())
-        return tensor
-
-    layers = [nn.Linear(W, W).requires_grad_(False), nn.Tanh(), nn.Linear(W, 2)]
-    pipe = gpipe.GPipe(layers, [2, 1], M, remat="never")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = pipe(data()[0])
-    assert len(saved) <= 2 * M  # input and weight of the last layer
-    output.sum().backward()
-
-
-def test_a_parameter_that_no_micro_batch_uses_has_no_gradient() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(W, W), Experts(), nn.Linear(W, 2)]
-    pipe = gpipe.GPipe(layers, 3, M, seed=5)
-    train(pipe)
-    experts = layers[1]
-    assert isinstance(experts, Experts)
-    assert experts.experts[2].grad is None
-    assert "1.experts.2" in "".join(pipe.findings)
-
-
-def test_a_gradient_that_stays_none_is_left_alone_by_optimizers() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(W, W), Experts(), nn.Linear(W, 2)]
-    before = copy.deepcopy(layers[1].state_dict())
-    pipe = gpipe.GPipe(layers, 3, M, seed=5)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1, weight_decay=0.5)
-    train(pipe)
-    optimizer.step()
-    assert torch.equal(layers[1].state_dict()["experts.2"], before["experts.2"])
-
-
-@pytest.mark.parametrize("cut", [[1, 3], [3, 1], [1, 1, 1, 1]], ids=str)
-def test_partitions_without_parameters_train_and_hand_gradients_on(cut: list[int]) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Identity(), nn.Linear(W, 2), nn.Tanh(), nn.Softplus()]
-    plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, cut, M, seed=5)
-    assert same_bits(train(pipe), train_plainly(plain))
-    assert_same_bits(pipe, plain)
-
-
-def test_a_model_without_anything_to_train_evaluates() -> None:
-    pipe = gpipe.GPipe([nn.Tanh(), nn.ReLU()], 2, M)
-    with torch.no_grad():
-        assert torch.equal(pipe(data()[0]), data()[0].tanh().relu())
-    assert not pipe(data()[0]).requires_grad
-    with pytest.raises(ValueError, match="needs no gradient"):
-        pipe.step(data()[0], data()[0], F.mse_loss)
-
-
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("partitions", [1, 2, 4])
-def test_thawing_in_the_middle_of_training(partitions: int, remat: str) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(W, W), nn.Linear(W, W), nn.Dropout(0.2), nn.Linear(W, 2)]
-    plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, partitions, M, remat=remat, seed=5)
-    for step, frozen in enumerate([[0, 1], [1], [], [0]]):
-        for some in (layers, plain):
-            for index in (0, 1):
-                some[index].requires_grad_(index not in frozen)
-        pipe.zero_grad()
-        nn.Sequential(*plain).zero_grad()
-        assert same_bits(train(pipe), train_plainly(plain, step=step))
-        assert_same_bits(pipe, plain)

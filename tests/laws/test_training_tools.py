@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop, same_bits
+from tests.support.plain_loop import REMATS, assert_same_bits, mini_batch, plain_loop, same_bits
 from tests.support.shared_weights import lent
 
 M = 2
@@ -23,8 +23,7 @@ def network() -> list[nn.Module]:
 
 
 def data(rows: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, W, generator=generator), torch.randn(rows, 2, generator=generator)
+    return mini_batch(W, 2, rows)
 
 
 # Gradient scalers.

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import models
-from tests.support.plain_loop import REMATS, assert_same_bits, one_thread, plain_call, plain_loop, same_bits
+from tests.support.plain_loop import (
+    REMATS,
+    assert_same_bits,
+    mini_batch,
+    one_thread,
+    plain_call,
+    plain_loop,
+    same_bits,
+)
 
 M = 3
 WIDTH = 5
@@ -90,8 +98,7 @@ def build(name: str) -> list[nn.Module]:
 
 
 def data(rows: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+    return mini_batch(WIDTH, WIDTH, rows)
 
 
 def cuts(layers: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Small networks with all that a checkpoint must keep, and the comparison of what two runs have."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ _generator = torch.Generator().manual_seed(0)
 X, Y = torch.randn(7, 4, generator=_generator), torch.randn(7, 2, generator=_generator)
 
 Optimize = Callable[[Any], torch.optim.Optimizer]
+
+Victim: TypeAlias = tuple[gpipe.GPipe, torch.optim.Optimizer]
+"""A pipe and its optimizer, of which nothing must change."""
 
 
 class Odd(nn.Module):
@@ -60,6 +63,10 @@ def build_tied(seed: int = 1) -> list[nn.Module]:
 
 def make(layers: Sequence[nn.Module] | None = None, partitions: Any = 3, **options: Any) -> gpipe.GPipe:
     return gpipe.GPipe(layers or build(), partitions, M, **{"driver": "lockstep", "seed": 4, **options})
+
+
+def fail(*args: Any) -> Any:
+    raise OSError(28, "No space left on device", "path")
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

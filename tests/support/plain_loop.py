@@ -38,6 +38,12 @@ def weights_of(seed: int) -> Iterator[None]:
         yield
 
 
+def mini_batch(given: int, wanted: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    """Rows of inputs and of targets, so wide."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, given, generator=generator), torch.randn(rows, wanted, generator=generator)
+
+
 def squares(output: Any, target: Any) -> Tensor:
     """A loss of one's own, of which nothing is known, unlike of torch's."""
     return F.mse_loss(output, target)
@@ -216,6 +222,11 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def all_same_bits(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether all tensors are the same as the others, in their order."""
+    return all(same_bits(one, other) for one, other in zip(some, others, strict=True))
 
 
 def assert_same_bits(pipe: nn.Module, reference: Sequence[nn.Module]) -> None:

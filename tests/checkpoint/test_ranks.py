@@ -1,0 +1,174 @@
+"""Several processes save one checkpoint: all of them, or none."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.checkpoint import write
+from gpipe.errors import RemoteError
+from tests.support.checkpointed import differences, make, remembered, trained
+from tests.support.thread_ranks import LIMIT, RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
+
+# Several processes.
+
+
+def test_all_ranks_must_be_given_the_same(tmp_path: Path) -> None:
+    pipes = rank_pipes(trained()[0])
+    pipes[2].step_number = 7
+    raised = run_ranks(lambda own: gpipe.save(tmp_path / str(min(own.team.rank, 1)), own), pipes)
+    for error in raised:
+        assert isinstance(error, ValueError)
+        assert str(error) == (
+            f"all ranks must be given the same: folder is '{tmp_path}/1' on rank 1 and '{tmp_path}/0' on rank 0; "
+            f"folder is '{tmp_path}/1' on rank 2 and '{tmp_path}/0' on rank 0; "
+            f"step_number is 7 on rank 2 and 2 on rank 0"
+        )
+    assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] == [[]]
+
+
+def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
+    pipes = rank_pipes(trained()[0])
+    pipes[1].register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+    raised = run_ranks(lambda own: gpipe.save(tmp_path, own, background=True), pipes)
+    assert isinstance(raised[1], ValueError)
+    for rank in (0, 2):
+        assert isinstance(raised[rank], RemoteError)
+        assert "rank 1 failed: ValueError: nothing was saved:\n- wide is of torch.complex128" in str(raised[rank])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_are_not_stages_of_one_pipe_are_refused(tmp_path: Path) -> None:
+    pipes = rank_pipes(trained()[0])
+    pipes[1]._modules.update(pipes[0]._modules)
+    raised = run_ranks(lambda own: gpipe.save(tmp_path, own), pipes)
+    assert isinstance(raised[0], ValueError)
+    assert "several ranks hold 0.weight, 0.bias" in str(raised[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, all_but_1 = write.write_part, threading.Barrier(2)
+
+    def write_part(job: write.Job) -> None:
+        if job.rank != 1:
+            original(job)
+            all_but_1.wait(LIMIT)
+
+    monkeypatch.setattr("gpipe.checkpoint.save.write_part", write_part)
+    pipes = rank_pipes(trained()[0])
+    raised = run_ranks(lambda own: gpipe.save(tmp_path, own, background=True, limit=0.3).wait(), pipes)
+    assert isinstance(raised[0], TimeoutError)
+    assert str(raised[0]).startswith("ranks [1] wrote nothing into ")
+    assert "for 0.3 seconds; look whether they are alive, and whether the folder is one that all hosts" in str(
+        raised[0]
+    )
+    assert all(isinstance(error, RemoteError) for error in raised[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+class ClockOfRank0:
+    """Stands for the module `time`: so many seconds go by between two looks of rank 0, and then no more."""
+
+    def __init__(self, looks: int, seconds: float) -> None:
+        self.now, self.looks, self.seconds = 0.0, looks, seconds
+        self.left, self.looked, self.may_look = looks, threading.Semaphore(0), threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        if not self.left:
+            time.sleep(seconds)
+            return
+        self.left -= 1
+        self.now += self.seconds
+        self.looked.release()
+        assert self.may_look.acquire(timeout=LIMIT)
+
+    @contextmanager
+    def between_looks(self) -> Iterator[None]:
+        """What another rank does meanwhile."""
+        assert self.looked.acquire(timeout=LIMIT)
+        yield
+        self.may_look.release()
+
+
+def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, clock = write.write_part, ClockOfRank0(looks=12, seconds=0.7)
+
+    def slowly(job: write.Job) -> None:
+        for size in range(clock.looks if job.rank == 1 else 0):
+            with clock.between_looks():
+                (job.path / "growing").write_bytes(b"x" * size)
+        (job.path / "growing").unlink(missing_ok=True)
+        original(job)
+
+    monkeypatch.setattr("gpipe.checkpoint.save.write_part", slowly)
+    monkeypatch.setattr(write, "time", clock)
+    pipes = rank_pipes(trained()[0])
+    all_well(run_ranks(lambda own: gpipe.save(tmp_path, own, background=True, limit=0.8).wait(), pipes))
+    assert clock.now > 10 * 0.8
+    assert gpipe.load(tmp_path).step_number == 2
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_dies_leaves_no_checkpoint(background: bool, tmp_path: Path) -> None:
+    pipes = rank_pipes(trained()[0])
+
+    def save(own: RankPipe) -> Any:
+        if own.team.rank == 2:
+            exchange, times = own.team.exchange, iter([1])
+
+            def die(told: bytes) -> list[bytes]:
+                if next(times, 0):
+                    return exchange(told)
+                own.team.meeting.leave()
+                raise SystemExit
+
+            own.team.exchange = die  # type: ignore[method-assign]
+        return gpipe.save(tmp_path, own, background=background).wait()  # type: ignore[arg-type]
+
+    raised = run_ranks(save, pipes)
+    assert [type(error) for error in raised] == [RemoteError, RemoteError, SystemExit]
+    if not background:  # else rank 2 had written its part, and the others may have made it whole before it died
+        assert gpipe.find_checkpoint(tmp_path) is None
+
+
+def test_all_ranks_hear_what_the_first_one_finds(tmp_path: Path) -> None:
+    pipes = rank_pipes(make())
+
+    def find(own: RankPipe) -> Path | None:
+        return gpipe.find_checkpoint(tmp_path, own)
+
+    assert all_well(run_ranks(find, pipes)) == [None] * 3
+    path = gpipe.save(tmp_path, make()).wait()
+    assert all_well(run_ranks(find, pipes)) == [path] * 3
+    (tmp_path / "latest").write_text("x")
+    assert all(isinstance(error, gpipe.CheckpointError) for error in run_ranks(find, pipes))
+
+
+def test_a_stage_without_parameters_has_no_optimizer(tmp_path: Path) -> None:
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)]
+    pipe, optimizer = trained(layers, [1, 1, 1])
+    save_in_ranks(tmp_path, pipe, optimizer)
+    whole = make([nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)], [1, 1, 1])
+    other = torch.optim.AdamW(whole.parameters())
+
+    def load(own: RankPipe) -> dict[str, Any]:
+        mine = optimizer_of(whole, other, own)
+        assert (mine is None) == (own.team.rank == 1)
+        gpipe.load(tmp_path, own, mine)
+        return remembered(own, mine)
+
+    found = [pair for own in all_well(run_ranks(load, rank_pipes(whole))) for pair in own.items()]
+    assert differences(dict(found), remembered(pipe, optimizer)) == []

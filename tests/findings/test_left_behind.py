@@ -1,0 +1,170 @@
+"""What layers leave outside of what they give, where a cut or a recompute could change it, is told."""
+
+import contextvars
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from tests.support.two_steps import DRIVERS, REMAT, M, X, Y, check, network
+
+mask: contextvars.ContextVar[float] = contextvars.ContextVar("mask", default=1.0)
+here = threading.local()
+here.scale = 2.0
+
+
+@DRIVERS
+@REMAT
+def test_context_variables_are_those_of_the_caller(remat: str, driver: str) -> None:
+    token = mask.set(3.0)
+    try:
+        check(network(lambda x: x * mask.get(), lambda x: x + mask.get()), [1, 2, 1], driver, remat)
+    finally:
+        mask.reset(token)
+
+
+class LeavesItsLoss(nn.Module):
+    """Leaves a balancing loss on itself, as layers of experts do."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.linear, self.detached = nn.Linear(4, 4), detached
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.linear(x).softmax(-1)
+        aux = (share.mean(0) ** 2).sum()
+        self.aux = aux.detach() if self.detached else aux
+        return x * share
+
+
+@DRIVERS
+def test_a_tensor_that_a_layer_leaves_on_itself_is_told_once(driver: str, caplog: pytest.LogCaptureFixture) -> None:
+    layer = LeavesItsLoss(detached=True)
+    pipe = gpipe.GPipe([nn.Linear(4, 4), layer, nn.Linear(4, 4)], 2, M, driver=driver)
+    for _ in range(2):
+        pipe.step(X, Y, lambda o, t: F.mse_loss(o, t) + layer.aux)
+    told = [
+        text
+        for text in pipe.findings
+        if text.startswith("layer 1 (1: LeavesItsLoss), its attribute aux: a forward leaves tensors there")
+    ]
+    assert len(told) == 1
+    assert "loss_fn.pop = ('aux',)" in told[0]
+    assert [record.message for record in caplog.records].count(told[0]) == 1
+
+
+@DRIVERS
+@REMAT
+def test_a_graph_that_a_layer_leaves_on_itself_is_refused_where_another_partition_reads_it(
+    remat: str, driver: str
+) -> None:
+    layer = LeavesItsLoss(detached=False)
+    pipe = gpipe.GPipe([layer, nn.Linear(4, 4)], 2, M, driver=driver, remat=remat)
+    with pytest.raises(RuntimeError, match=r"reaches linear\.\w+ of layer 0 \(0: LeavesItsLoss\)"):
+        pipe.step(X, Y, lambda o, t: F.mse_loss(o, t) + layer.aux)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return x
+
+
+@pytest.mark.parametrize(("remat", "told"), [("always", True), ("never", False)])
+def test_a_count_that_a_recompute_would_raise_again_is_told(remat: str, told: bool) -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Counts()], 2, M, remat=remat)
+    pipe.step(X, Y, F.mse_loss)
+    assert (
+        any(
+            text.startswith("layer 1 (1: Counts), its attribute forwards: a forward changes it")
+            for text in pipe.findings
+        )
+        is told
+    )
+
+
+def test_layers_that_keep_nothing_are_not_mentioned() -> None:
+    layers = [nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.Dropout(0.1)]
+    pipe = gpipe.GPipe(layers, 2, M)
+    pipe.step(X, Y, F.mse_loss)
+    assert not [text for text in pipe.findings if "a forward" in text]
+
+
+@pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
+def test_what_each_thread_has_for_itself_is_told(driver: str, told: bool) -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * getattr(here, "scale", 1.0)
+
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Reads()], 2, M, driver=driver)
+    pipe.step(X, Y, F.mse_loss)
+    assert (
+        any(text.startswith("layer 1 (1: Reads), here, which it reads: a threading.local") for text in pipe.findings)
+        is told
+    )
+
+
+@pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
+def test_context_variables_that_layers_set_are_told(driver: str, told: bool) -> None:
+    class Sets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask.set(2.0)
+            return x
+
+    def train() -> list[str]:
+        pipe = gpipe.GPipe([nn.Linear(4, 4), Sets()], 2, M, driver=driver)
+        pipe.step(X, Y, F.mse_loss)
+        return pipe.findings
+
+    findings = contextvars.copy_context().run(train)
+    assert any("set the context variables mask" in text for text in findings) is told
+
+
+class Delayed(torch.autograd.Function):
+    """Scales by what the backward before has seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
+        return x * scale.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.scale.fill_(2.0)
+        return gradient, None
+
+
+@DRIVERS
+@REMAT
+def test_buffers_that_a_backward_writes_are_told(remat: str, driver: str) -> None:
+    class Fp8(nn.Module):
+        scale: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Delayed.apply(x, self.scale)
+
+    pipe = gpipe.GPipe([nn.Linear(4, 4), Fp8(), nn.Linear(4, 4)], [2, 1], M, driver=driver, remat=remat)
+    pipe.step(X, Y, F.mse_loss)
+    assert any("writes buffers of it (Fp8.scale)" in text for text in pipe.findings)
+
+
+def test_a_feature_that_a_hook_keeps_in_a_dict_is_told() -> None:
+    features: dict[str, Tensor] = {}
+    layers = network(torch.tanh, torch.sin)
+    layers[1].register_forward_hook(lambda module, args, out: features.update(x=out.detach()))
+    pipe = gpipe.GPipe(layers, [2, 2], M)
+    pipe.step(X, Y, lambda output, target: F.mse_loss(output, target) + features["x"].mean())
+    assert any("features, which it reads: a forward leaves tensors there" in text for text in pipe.findings)

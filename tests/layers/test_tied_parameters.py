@@ -1,0 +1,173 @@
+"""A shared weight is one parameter to everybody: optimizers, hooks, clipping, copies."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from tests.support.plain_loop import assert_same_bits, same_bits
+from tests.support.tied_layers import (
+    Build,
+    M,
+    a_module_three_times,
+    data,
+    every_build,
+    made,
+    three_uses,
+    train,
+    train_plainly,
+    two_uses,
+)
+
+# A shared weight is one parameter to everybody.
+
+
+@every_build
+def test_the_modules_hold_their_own_parameters_after_every_step_and_after_a_failed_one(build: Build) -> None:
+    layers = made(build)
+    held = [(module, dict(module._parameters)) for layer in layers for module in layer.modules()]
+
+    def fail(output: Tensor, target: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    def fail_backward(output: Tensor, target: Tensor) -> Tensor:
+        def hook(gradient: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+        output = output * 1
+        output.register_hook(hook)
+        return F.mse_loss(output, target)
+
+    with gpipe.GPipe(layers, len(layers), M, seed=5) as pipe:
+        for run in (
+            lambda: train(pipe),
+            lambda: pipe.step(*data(), fail),
+            lambda: pipe.step(*data(), fail_backward),
+            lambda: train(pipe, "call"),
+        ):
+            with suppress(ZeroDivisionError):
+                run()
+            for module, parameters in held:
+                assert list(module._parameters) == list(parameters)
+                assert all(module._parameters[name] is p for name, p in parameters.items())
+                for name, p in parameters.items():
+                    assert getattr(module, name) is p
+                if isinstance(module, nn.RNNBase):
+                    named = zip(module._flat_weights, module._flat_weights_names, strict=True)
+                    assert all(weight is parameters[name] for weight, name in named)
+        pipe.zero_grad()
+        pipe.step_number = 0
+        plain = made(build)
+        train(pipe)
+        train_plainly(plain)
+        assert_same_bits(pipe, plain)
+
+
+@every_build
+def test_parameters_are_listed_once_as_in_a_plain_sequential(build: Build) -> None:
+    pipe = gpipe.GPipe(made(build), 3, M)
+    plain = nn.Sequential(*made(build))
+    parameters = list(pipe.parameters())
+    assert len({id(p) for p in parameters}) == len(parameters)
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    ],
+)
+def test_optimizers_and_clipping_count_a_shared_weight_once(
+    make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+) -> None:
+    plain = nn.Sequential(*made(three_uses))
+    pipe = gpipe.GPipe(made(three_uses), 5, M, seed=5)
+    optimizers = make(pipe.parameters()), make(plain.parameters())
+    for step in (0, 1, 2):
+        train(pipe)
+        train_plainly(list(plain), step=step)
+        norms = pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert same_bits(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_bits(pipe, list(plain))
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 5])
+def test_hooks_on_a_shared_parameter_fire_once_a_step_with_the_whole_gradient(partitions: int) -> None:
+    layers = made(three_uses)
+    weight = layers[0].weight
+    assert isinstance(weight, nn.Parameter)
+    seen: list[Tensor] = []
+    behind: list[Tensor] = []
+    handles = [
+        weight.register_hook(lambda gradient: seen.append(gradient.clone())),
+        weight.register_post_accumulate_grad_hook(lambda p: behind.append(p.grad.clone())),
+    ]
+    pipe = gpipe.GPipe(layers, partitions, M, seed=5)
+    plain = made(three_uses)
+    train(pipe)
+    train_plainly(plain)
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == len(behind) == 1
+    expected = plain[0].weight.grad
+    assert isinstance(expected, Tensor)
+    assert same_bits(seen[0], expected)
+    assert same_bits(behind[0], expected)
+
+
+def test_a_hook_may_change_the_gradient_of_a_shared_parameter() -> None:
+    layers, plain = made(two_uses), made(two_uses)
+    weight, expected = next(layers[0].parameters()), next(plain[0].parameters())
+    weight.register_hook(lambda gradient: gradient * 2)
+    train(gpipe.GPipe(layers, 4, M, seed=5))
+    train_plainly(plain)
+    assert expected.grad is not None
+    assert same_bits(weight.grad, expected.grad * 2)
+
+
+def test_a_pipe_of_shared_weights_can_be_copied_and_loaded() -> None:
+    pipe = gpipe.GPipe(made(three_uses), 3, M, seed=5)
+    train(pipe)
+    other = copy.deepcopy(pipe)
+    layers = list(other.children())
+    assert layers[0].weight is layers[1].weight is layers[3].weight
+    assert layers[0].weight is not next(iter(pipe.children())).weight
+    plain = nn.Sequential(*made(three_uses))
+    plain.load_state_dict(pipe.state_dict())
+    other.load_state_dict(plain.state_dict())
+    for some in (pipe, other):
+        some.zero_grad()
+        some.step_number = 1
+        train(some)
+    assert_same_bits(other, list(pipe.children()))
+
+
+def test_nothing_of_a_step_with_shared_weights_stays_alive() -> None:
+    layers = made(a_module_three_times)
+    kept: list[weakref.ref[Tensor]] = []
+
+    def look(module: nn.Module, args: object, output: Tensor) -> None:
+        kept.extend(weakref.ref(p) for p in module.parameters())
+
+    pipe = gpipe.GPipe(layers, 4, M)
+    handle = layers[0].register_forward_hook(look)
+    train(pipe)
+    handle.remove()
+    gc.collect()
+    own = {id(p) for p in pipe.parameters()}
+    assert kept
+    assert all(ref() is None or id(ref()) in own for ref in kept)

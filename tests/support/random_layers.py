@@ -1,0 +1,161 @@
+"""Layers that draw in every way, and how networks of them train."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from tests.support import plain_loop as laws
+from tests.support.plain_loop import mini_batch
+
+M = 3
+WIDTH = 6
+
+
+class Does(nn.Module):
+    """A layer that does what a function does."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def images(layer: nn.Module) -> nn.Module:
+    """A layer of images of three channels."""
+    return nn.Sequential(nn.Unflatten(1, (3, 2, 1)), layer, nn.Flatten())
+
+
+def attend(x: Tensor) -> Tensor:
+    pairs = x.view(len(x), 2, 3)
+    return F.scaled_dot_product_attention(pairs, pairs.sin(), pairs, dropout_p=0.5).flatten(1)
+
+
+class Attention(nn.Module):
+    """torch's own, weights wanted or not: two implementations."""
+
+    def __init__(self, *, need_weights: bool) -> None:
+        super().__init__()
+        self.need_weights = need_weights
+        self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x.view(len(x), 2, 3)
+        mixed: Tensor = self.attention(pairs, pairs, pairs, need_weights=self.need_weights)[0]
+        return mixed.flatten(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(3, 3, num_layers=2, dropout=0.5, batch_first=True)  # type: ignore[call-arg,arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(x.view(len(x), 2, 3))[0]
+        return out.flatten(1)
+
+
+class Depth(nn.Module):
+    """Stochastic depth, by row or for the whole micro-batch."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__()
+        self.by_row = by_row
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_row:
+            return x + self.inner(x) * torch.bernoulli(torch.full((len(x), 1), 0.5))
+        return x + self.inner(x) if torch.rand(1).item() < 0.5 else x
+
+
+def gumbel(x: Tensor) -> Tensor:
+    return x + F.gumbel_softmax(x, tau=0.5)
+
+
+def permuted(x: Tensor) -> Tensor:
+    return x[torch.randperm(len(x))] + x[:, torch.randperm(x.shape[1])]
+
+
+def multinomial(x: Tensor) -> Tensor:
+    return x + x.gather(1, torch.multinomial(x.detach().softmax(1), 2)).sum(1, keepdim=True)
+
+
+def in_place(x: Tensor) -> Tensor:
+    noise = torch.empty_like(x)
+    total = torch.zeros_like(x)
+    for fill in ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "bernoulli_"):
+        total = total + getattr(noise, fill)().clamp(-2, 2)
+    return x + 0.1 * total + torch.empty(x.shape).geometric_(0.5) + torch.empty(x.shape).random_(3)
+
+
+def distributions(x: Tensor) -> Tensor:
+    scale = x.detach().abs() + 0.1
+    drawn = torch.distributions.Normal(x, scale).rsample()
+    drawn = drawn + torch.distributions.Gamma(scale, 1.0).sample() + torch.distributions.Poisson(scale).sample()
+    drawn = drawn + torch.distributions.Categorical(logits=x.detach()).sample()[:, None]
+    drawn = drawn + torch.distributions.Dirichlet(scale).sample() + torch.distributions.Beta(scale, scale).sample()
+    return drawn + torch.distributions.Binomial(5, scale.clamp(max=0.9) * 0 + 0.5).sample()
+
+
+def like(x: Tensor) -> Tensor:
+    numbers = torch.randint_like(x, 3) + torch.randint(1, 4, (len(x), 1))
+    return x * (torch.rand_like(x) + torch.randn_like(x)) + numbers + torch.normal(x.detach(), 0.1)
+
+
+RANDOM: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "dropout in place": lambda: nn.Dropout(0.5, inplace=True),
+    "dropout1d": lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Dropout1d(), nn.Flatten()),
+    "dropout2d": lambda: images(nn.Dropout2d()),
+    "dropout3d": lambda: nn.Sequential(nn.Unflatten(1, (3, 2, 1, 1)), nn.Dropout3d(), nn.Flatten()),
+    "alpha dropout": lambda: nn.AlphaDropout(0.5),
+    "feature alpha dropout": lambda: images(nn.FeatureAlphaDropout(0.5)),
+    "functional dropout": lambda: Does(lambda x: F.dropout(x, 0.3, training=True)),
+    "rrelu": nn.RReLU,
+    "rrelu in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=True)),
+    "scaled dot product attention": lambda: Does(attend),
+    "multi-head attention": lambda: Attention(need_weights=False),
+    "multi-head attention, weights": lambda: Attention(need_weights=True),
+    "transformer layer": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 5, dropout=0.4, batch_first=True), nn.Flatten()
+    ),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
+    "stochastic depth": lambda: Depth(by_row=False),
+    "stochastic depth by row": lambda: Depth(by_row=True),
+    "fractional pooling": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.FractionalMaxPool2d(2, output_size=(1, 2)), nn.Flatten(), nn.Linear(2, WIDTH)
+    ),
+    "rand": lambda: Does(lambda x: x * torch.rand(len(x), 1)),
+    "randn": lambda: Does(lambda x: x + torch.randn(x.shape, dtype=torch.float64).float()),
+    "randint": lambda: Does(lambda x: x * torch.randint(1, 5, (len(x), 1))),
+    "randperm": lambda: Does(permuted),
+    "multinomial": lambda: Does(multinomial),
+    "like": lambda: Does(like),
+    "in place fills": lambda: Does(in_place),
+    "gumbel softmax": lambda: Does(gumbel),
+    "distributions": lambda: Does(distributions),
+}
+
+
+def network(kind: str) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH), RANDOM[kind](), nn.GELU(), RANDOM[kind](), nn.Linear(WIDTH, 2)]
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    return mini_batch(WIDTH, 2, rows)
+
+
+def run(pipe: gpipe.GPipe, way: str = "step") -> Tensor:
+    return laws.train(pipe, *data(), F.mse_loss, way)
+
+
+def run_plainly(layers: Sequence[nn.Module], way: str = "step", step: int = 0) -> Tensor:
+    return laws.train_plainly(layers, *data(), F.mse_loss, way, micro_batches=M, seed=7, step=step)
