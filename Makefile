@@ -19,6 +19,9 @@ test-processors: $(VENV)/.ready  ## Law 1 under processors of both makers, by qe
 soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written from the contract: about half an hour.
 	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out tests/soak/results/soak
 
+soak-%: $(VENV)/.ready  ## Another count: soak-faults, soak-resume, soak-damage, soak-law1, soak-law1_mixed.
+	$(PYTHON) -m tests.soak.$*
+
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -32,11 +35,11 @@ test-plan: $(PLAN_VENV)/.ready
 docs: $(VENV)/.docs  ## Build the documentation: docs/_build/index.html.
 	$(VENV)/bin/sphinx-build -q -W --keep-going -E -b html docs docs/_build
 
-bench: $(VENV)/.bench  ## Measure what a step costs, beside other runtimes: about half an hour.
-	$(PYTHON) -m bench.sleep
-	$(PYTHON) -m bench.table2
-	$(PYTHON) -m bench.profile_cell
+bench: $(VENV)/.bench  ## Measure what a step costs, beside other runtimes: about 40 minutes (python -m bench lists more).
 	$(PYTHON) -m bench.run
+	$(PYTHON) -m bench.table2
+	$(PYTHON) -m bench.memory
+	$(PYTHON) -m bench.checkpoint
 	$(PYTHON) -m bench.plot
 
 bench-%: $(VENV)/.bench  ## One workload: bench-transformer, bench-conv, ...

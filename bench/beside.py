@@ -1,7 +1,12 @@
-"""What a step costs in two checkouts, say before and after a change: their processes take turns in one run.
+"""What a step costs in two checkouts, say before and after a change: processes of both take turns in one run.
 
-git worktree add ../before 3ebf3c1
-python -m bench.beside ../before
+    git worktree add ../before 3ebf3c1
+    python -m bench.beside ../before
+    python -m bench.beside ../before --work conv amoebanet --remat always --seconds 60
+
+Both run the benchmark's code of this checkout, each with its own library, of which only public names are used, so
+what is inside may have moved. A change is the median of the pairs' ratios; if its interval holds zero it is none.
+Where others load the machine, CPU time tells more.
 """
 
 import argparse
@@ -11,9 +16,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
 
 import gpipe
 from bench.machine import facts
@@ -22,33 +32,39 @@ from bench.workloads import WORKLOADS, sleeping
 
 HERE = Path(__file__).parents[1]
 WORK = {**WORKLOADS, "sleeping 1 ms": sleeping(0.001)}
-ROWS = [("transformer", 1), ("conv", 1), ("tiny", 60), ("sleeping 1 ms", 3)]
+STEPS = {"transformer": 1, "conv": 1, "amoebanet": 1, "sleeping": 1, "sleeping 1 ms": 3, "tiny": 60}
+"""How many steps of each make a turn."""
 REMATS, WAYS = ("never", "always"), ("step", "call")
-HEADER = ["work", "remat", "way", "before, ms a step (min-max)", "after", "change", "interval of 95 %"]
+HEADER = [
+    "work", "remat", "way", "before, ms a step (min-max)", "after", "change", "interval of 95 %", "of CPU time",
+    "interval of 95 %",
+]  # fmt: skip
+Row = tuple[str, str, str]  # work, remat, way
+Turn = tuple[float, float]  # seconds of a step, and CPU seconds
+Pair = tuple[Turn, Turn]  # before and after
 
 
 def serve(name: str, remat: str, way: str) -> None:
-    """Answers each line of input with the seconds of so many steps, the median."""
+    """Says which library it is; then answers each line of input, a number of steps, with what they took."""
     step = training(name, remat, way)
+    print(json.dumps(str(Path(str(gpipe.__file__)).parent)), flush=True)
     for line in sys.stdin:
-        seconds = []
+        seconds, cpu = list[float](), time.process_time()
         for _ in range(int(line)):
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
-        print(json.dumps(median(seconds)), flush=True)
+        print(json.dumps([median(seconds), (time.process_time() - cpu) / len(seconds)]), flush=True)
 
 
 def training(name: str, remat: str, way: str) -> Callable[[], object]:
     """A step of a workload, in one of the two ways."""
+    torch.set_num_threads(1)
     work = WORK[name]
     inputs, targets = work.data()
     cuts = work.cuts(work.partitions)
     pipe = gpipe.GPipe(
-        work.layers(),
-        work.partitions if cuts is None else cuts,
-        work.micro_batches,
-        remat=remat,
+        work.layers(), work.partitions if cuts is None else cuts, work.micro_batches, remat=remat, seed=0
     )
 
     def step() -> None:
@@ -62,91 +78,117 @@ def training(name: str, remat: str, way: str) -> Callable[[], object]:
 
 
 class Process:
-    """A process that trains with the library of one checkout, and the bench of this one."""
+    """A process that trains with the library of one checkout, and the benchmark of this one."""
 
-    def __init__(self, checkout: Path, *what: str) -> None:
-        path = os.pathsep.join([str(checkout / "src"), str(HERE)])
+    def __init__(self, checkout: Path, row: Row) -> None:
+        self.errors = TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "bench.beside", "--serve", *what],
-            env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, "-m", "bench.beside", "--serve", *row],
+            cwd=HERE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout / "src"), str(HERE)])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.errors,
             text=True,
         )
+        library = Path(self._hear())
+        if not library.is_relative_to(checkout.resolve()):
+            self.close()
+            raise RuntimeError(f"{library} came instead of the library of {checkout}: give a checkout with src/gpipe")
 
-    def median_of(self, count: int) -> float:
-        """Seconds of a step, the median of so many."""
+    def turn(self, steps: int) -> Turn:
+        """Runs so many steps; gives the median of their seconds, and the CPU seconds of one."""
         assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
-        self.popen.stdin.write(f"{count}\n")
+        self.popen.stdin.write(f"{steps}\n")
         self.popen.stdin.flush()
-        return float(json.loads(self.popen.stdout.readline()))
+        seconds, cpu = self._hear()
+        return seconds, cpu
 
     def close(self) -> None:
         """Ends it."""
         self.popen.kill()
-        self.popen.wait()
+        self.popen.communicate()
+        self.errors.close()
+
+    def _hear(self) -> Any:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            self.errors.seek(0)
+            raise RuntimeError(f"the process has ended:\n{self.errors.read()[-3000:]}")
+        return json.loads(line)
 
 
-def measure(before: Path, what: Sequence[str], steps: int, rounds: int, seconds: float) -> list[list[float]]:
+def measure(before: Path, row: Row, rounds: int, seconds: float) -> list[Pair]:
     """The turns of both, in pairs: the one that begins changes from pair to pair."""
-    both = [Process(before, *what), Process(HERE, *what)]
-    until = time.monotonic() + seconds
+    steps, until = STEPS[row[0]], time.monotonic() + seconds
+    both: list[Process] = []
     try:
+        both += [Process(before, row)]
+        both += [Process(HERE, row)]
         for process in both:
-            process.median_of(2 + steps)
-        turns: list[list[float]] = []
-        while len(turns) < rounds or (time.monotonic() < until):
-            pair = [0.0, 0.0]
-            for at in (0, 1) if len(turns) % 2 else (1, 0):
-                pair[at] = both[at].median_of(steps)
-            turns.append(pair)
-        return turns
+            process.turn(2 + steps)
+        pairs: list[Pair] = []
+        while len(pairs) < rounds or time.monotonic() < until:
+            order = (0, 1) if len(pairs) % 2 else (1, 0)
+            found = {at: both[at].turn(steps) for at in order}
+            pairs.append((found[0], found[1]))
+        return pairs
     finally:
         for process in both:
             process.close()
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Of the median, by bootstrap."""
+def change(ratios: Sequence[float]) -> list[str]:
+    """The median, and its interval by bootstrap."""
     chance = random.Random(0)
     medians = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[-51]
+    return [f"{median(ratios) - 1:+.1%}", f"{medians[50] - 1:+.1%} to {medians[-51] - 1:+.1%}"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__)
+def shown(row: Row, pairs: Sequence[Pair]) -> list[str]:
+    """The line of the table."""
+    sides = (spread([turn[0] for turn in side]) for side in zip(*pairs, strict=True))
+    wall, cpu = ([after[of] / before[of] for before, after in pairs] for of in (0, 1))
+    return [*row, *sides, *change(wall), *change(cpu)]
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    """What is asked for."""
+    yield from product(options.work, options.remat, options.way)
+
+
+def read_options() -> argparse.Namespace:
+    usage = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__, formatter_class=usage)
     parser.add_argument("before", nargs="?", type=Path, help="another checkout")
     parser.add_argument("--rounds", type=int, default=9, help="pairs of turns, at least")
     parser.add_argument("--seconds", type=float, default=20, help="for a row, about")
-    parser.add_argument("--work", nargs="+", choices=list(dict(ROWS)), default=list(dict(ROWS)))
+    parser.add_argument("--work", nargs="+", choices=list(STEPS), default=list(STEPS))
+    parser.add_argument("--remat", nargs="+", choices=REMATS, default=REMATS)
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--keep", default="beside", help="write the result under another name")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve is None and options.before is None:
+        parser.error("give the checkout to compare with")
+    return options
+
+
+def main() -> None:
+    options = read_options()
     if options.serve:
         serve(*options.serve)
         return
     commit = subprocess.check_output(["git", "-C", options.before, "rev-parse", "--short", "HEAD"], text=True).strip()
-    lines, data = [], {}
-    for name in options.work:
-        steps = dict(ROWS)[name]
-        for remat in REMATS:
-            for way in WAYS:
-                turns = measure(options.before, (name, remat, way), steps, options.rounds, options.seconds)
-                ratios = [after / before for before, after in turns]
-                low, high = interval(ratios)
-                lines.append([
-                    name, remat, way, *(spread(list(side)) for side in zip(*turns, strict=True)),
-                    f"{median(ratios) - 1:+.1%}", f"{low - 1:+.1%} to {high - 1:+.1%}",
-                ])  # fmt: skip
-                data[f"{name} {remat} {way}"] = turns
-                print(*lines[-1], flush=True)
-    about = facts()
-    text = (
-        f"# A step before and after, at {commit} and here\n\n{describe(about)}\n\nThe change is the median of pairs."
-    )
-    write(options.keep, f"{text}\n\n{table(HEADER, lines)}", {"facts": about, "before": commit, "turns": data})
+    about, lines, data = facts(), [], {}
+    for row in rows(options):
+        pairs = measure(options.before, row, options.rounds, options.seconds)
+        lines.append(shown(row, pairs))
+        data[" ".join(row)] = pairs
+        print(*lines[-1], sep="  ", flush=True)
+    text = f"# A step before and after, at {commit} and here\n\n{describe(about)}\n\n{table(HEADER, lines)}"
+    write(options.keep, text, {"facts": about, "before": commit, "turns": data})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ own count of bytes (the profiler's memory events) above what stood before. All K
 lockstep, so the formula is taken K times: K N boundary rows and the inside of one micro-batch of all L layers.
 """
 
+import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,10 +88,13 @@ def draw(always: dict[Shape, int], never: dict[Shape, int], path: Path) -> None:
 
 def main() -> None:
     """Measures the grid, fits the formula, and keeps both."""
+    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
+    parser.add_argument("--keep", default="memory", help="write the result under another name")
+    name = parser.parse_args().keep
     always = {shape: peak_bytes(*shape, remat="always") for shape in shapes()}
     never = {shape: peak_bytes(*shape, remat="never") for shape in shapes() if shape[1] == 2}
     (boundary, inside, constant), explained = fit(always)
-    draw(always, never, RESULTS / "memory.svg")
+    draw(always, never, RESULTS / f"{name}.svg")
     rows = [
         [
             *map(str, shape),
@@ -107,12 +111,12 @@ def main() -> None:
         f"{len(always)} shapes with remat always: peak = {boundary:.0f} bytes x K N + {inside:.0f} bytes x L N/M + "
         f"{constant / MIB:.2f} MiB explains {explained:.2%} of the variance. A boundary row is {4 * WIDTH} bytes, "
         "and so is a row inside a layer: what Tanh returns is kept once, for itself and for the next Linear.",
-        "![Peak over L, M and N](memory.svg)",
+        f"![Peak over L, M and N]({name}.svg)",
         table(["L", "K", "M", "N", "remat always MiB", "remat never MiB", "less by"], rows),
     ]
     data = {"facts": facts(), "coefficients": [boundary, inside, constant], "explained": explained}
     peaks = [{"shape": shape, "always": value, "never": never.get(shape)} for shape, value in always.items()]
-    write("memory", "\n\n".join(text), data | {"peaks": peaks})
+    write(name, "\n\n".join(text), data | {"peaks": peaks})
 
 
 if __name__ == "__main__":

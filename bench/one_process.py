@@ -2,13 +2,34 @@
 
 from collections.abc import Mapping, Sequence
 from time import perf_counter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 import gpipe
-from bench.floor import Floor, Value, backward, cut
 from bench.setup import Setup
+
+Value: TypeAlias = Tensor | tuple[Tensor, ...]
+"""What flows between stages."""
+
+
+def tensors(value: Value) -> tuple[Tensor, ...]:
+    """The tensors of what flows between stages."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def cut(value: Value) -> Value:
+    """The same values, cut from their graph."""
+    leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors(value))
+    return leaves if isinstance(value, tuple) else leaves[0]
+
+
+def backward(made: Value, gradients: Sequence[Tensor | None], given: Value) -> tuple[Tensor | None, ...]:
+    """Adds to `.grad` of the weights; gives the gradients of what the stage was given."""
+    pairs = [(t, g) for t, g in zip(tensors(made), gradients, strict=True) if g is not None and t.requires_grad]
+    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    return tuple(t.grad for t in tensors(given))
 
 
 class _InOneProcess:
@@ -72,18 +93,6 @@ class Whole(_InOneProcess):
     def step(self) -> None:
         """Runs it."""
         self.loss_fn(self.whole(self.inputs), self.targets).backward()
-
-
-class BareThreads(_InOneProcess):
-    """The floor."""
-
-    def build(self) -> None:
-        """Starts the threads."""
-        self.floor = Floor(self.setup.cut(self.layers), self.loss_fn, remat=self.setup.remat)
-
-    def step(self) -> None:
-        """Runs one mini-batch."""
-        self.floor.step(self.micro_inputs, self.micro_targets)
 
 
 class Stages(_InOneProcess):

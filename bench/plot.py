@@ -1,5 +1,6 @@
-"""Pictures of the results: `python -m bench.plot` reads `results/*.json` and draws what is there."""
+"""Nothing is measured: draws the results that are there, `results/*.json`."""
 
+import argparse
 import json
 from statistics import median
 from typing import Any
@@ -17,15 +18,16 @@ from matplotlib.figure import Figure  # noqa: E402
 from bench.report import RESULTS  # noqa: E402
 from bench.runtimes import RUNTIMES  # noqa: E402
 
-OURS, FLOOR, OTHERS = "#2a6fbb", "#8d99a6", "#d9a441"
+OURS, PLAIN, OTHERS = "#2a6fbb", "#8d99a6", "#d9a441"
 COLORS = {
     **dict.fromkeys(("gpipe", "call", "except_last", "naive", "processes", "processes-call"), OURS),
-    **dict.fromkeys(("plain", "whole", "floor", "floor-processes"), FLOOR),
+    **dict.fromkeys(("plain", "whole"), PLAIN),
 }
 COMPUTING = ("transformer", "transformer-64", "conv", "amoebanet")
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__).parse_args()
     found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     computing = [result for name in COMPUTING if name in found for result in found[name]["results"]]
     if computing:
@@ -52,7 +54,7 @@ def speed(results: list[dict[str, Any]]) -> Figure:
     )
     for axes, result in zip(panels.flat, results, strict=True):
         plain = median(next(row for row in result["rows"] if row["name"] == "plain")["seconds"])
-        rows = [row for row in result["rows"] if row["name"] != "plain"]
+        rows = [row for row in result["rows"] if row["name"] in RUNTIMES and row["name"] != "plain"]
         bars(axes, rows, lambda row, plain=plain: [plain / seconds for seconds in row["seconds"]])
         axes.axvline(result["ceiling"], color="black", linewidth=0.8, linestyle="--")
         axes.axvline(1, color="black", linewidth=0.8)
@@ -70,7 +72,7 @@ def tiny(results: list[dict[str, Any]]) -> Figure:
     figure, panels = plt.subplots(1, len(results), figsize=(8, 2.8), layout="constrained", squeeze=False)
     for axes, result in zip(panels.flat, results, strict=True):
         cells = result["partitions"] * result["micro_batches"]
-        rows = [row for row in result["rows"] if row["name"] not in {"whole", "naive"}]
+        rows = [row for row in result["rows"] if row["name"] in RUNTIMES and row["name"] not in {"whole", "naive"}]
         bars(axes, rows, lambda row, cells=cells: [seconds / cells * 1e6 for seconds in row["seconds"]])
         axes.set_xscale("log")
         axes.set_xlim(50, 6000)
@@ -100,7 +102,7 @@ def table2(networks: dict[str, list[dict[str, Any]]]) -> Figure:
     figure, panels = plt.subplots(1, len(networks), figsize=(7, 2.8), layout="constrained", squeeze=False)
     for axes, (name, cells) in zip(panels.flat, networks.items(), strict=True):
         base, ideal = median(cells[0]["seconds"]), cells[0]["ideal"]
-        for micro_batches, color in zip((1, 4, 32), (FLOOR, OTHERS, OURS), strict=True):
+        for micro_batches, color in zip((1, 4, 32), (PLAIN, OTHERS, OURS), strict=True):
             own = [cell for cell in cells if cell["micro_batches"] == micro_batches]
             partitions = [cell["partitions"] for cell in own]
             axes.plot(

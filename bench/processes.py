@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from bench.floor import Value
+from bench.one_process import Value
 from bench.setup import Setup
 
 

@@ -1,4 +1,4 @@
-"""Runs one workload through all runtimes, or all workloads: `python -m bench.run [WORKLOAD ...] [options]`."""
+"""A step of one workload, or of all, by this library and by other runtimes: `python -m bench.run [WORKLOAD ...]`."""
 
 import argparse
 import os
@@ -24,8 +24,8 @@ QUIET = 0.1  # of a core
 NOT_WITH_REMAT = {"whole", "naive", "torch-zbv"}
 ONLY_WITH_REMAT = {"except_last"}
 LONG = {
-    "floor", "floor-processes", "gpipe", "call", "except_last", "processes", "processes-call", "torch-gpipe",
-    "torch-1f1b", "deepspeed", "torchgpipe",
+    "gpipe", "call", "except_last", "processes", "processes-call", "torch-gpipe", "torch-1f1b", "deepspeed",
+    "torchgpipe",
 }  # where steps take long  # fmt: skip
 
 

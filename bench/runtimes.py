@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench import one_process, processes
-from bench.process_floor import BareProcesses
 from bench.setup import Runtime
 
 
@@ -23,8 +22,6 @@ RUNTIMES: dict[str, Entry] = {
     "newest": Entry(one_process.NewestFirst, "plain loop, newest first"),
     "whole": Entry(one_process.Whole, "whole mini-batch, two threads"),
     "stages": Entry(one_process.Stages, "stage times"),
-    "floor": Entry(one_process.BareThreads, "bare threads"),
-    "floor-processes": Entry(BareProcesses, "bare processes", processes=True),
     "gpipe": Entry(one_process.GPipe, "**gpipe** `step`"),
     "call": Entry(one_process.GPipeCall, "**gpipe** `loss.backward()`"),
     "except_last": Entry(one_process.GPipeExceptLast, "**gpipe** `step`, `except_last`"),

@@ -16,15 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from bench.hosts import ADDRESSES, Hosts, congestion_control, missing, two_hosts
 from bench.lab import Lab, Team
 from bench.machine import facts
-from bench.relay import WIRE, enter
 from bench.report import describe, spread, table, with_time_left, write
 from bench.run import choose_cuts
 from bench.runtimes import RUNTIMES
 from bench.setup import Setup
 from bench.workloads import WORKLOADS
+from two_hosts.hosts import ADDRESSES, Hosts, congestion_control, missing, two_hosts
+from two_hosts.relay import WIRE, enter
 
 WORK = WORKLOADS["wide"]
 MEGABITS = (10_000, 1_000, 100)

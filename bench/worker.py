@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bench.machine import forget_peak, peak_resident_bytes, resident_bytes
 from bench.one_process import Stages
-from bench.relay import enter
 from bench.runtimes import RUNTIMES
 from bench.setup import Runtime, Setup
+from two_hosts.relay import enter
 
 WARM_UP = 2
 

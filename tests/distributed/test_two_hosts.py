@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from bench.hosts import ADDRESSES, Hosts, missing, two_hosts
-from bench.relay import WIRE
 from tests.support.jobs.two_hosts import SOUND_STEPS, heard, local_losses
 from tests.support.processes.launch import ONE_THREAD, ROOT, TICK
+from two_hosts.hosts import ADDRESSES, Hosts, missing, two_hosts
+from two_hosts.relay import WIRE
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 PORT = 29_400
 TIMEOUT = 4.0  # of the process group, in seconds
-MARGIN = 20.0  # seconds more, until all have raised: on a busy machine; what it takes else is in bench
+MARGIN = 20.0  # seconds more, until all have raised: on a busy machine
 START = 120.0  # seconds until the middle of the step is reached, at most
 Record = dict[str, Any]
 

@@ -14,7 +14,7 @@ LOUD = (*EXCEPTIONS, "SIGINT", "shape")
 
 CAUGHT = [*cases(2, LOUD, INSIDE), *cases(2, ["nan"], ["forward", "recompute"]), *cases(4, ["FaultError"], INSIDE)]
 QUIET = [*cases(2, ["nan"], ["backward", "loss"])]
-FATAL = [  # the whole matrix is a benchmark: bench/faults.py
+FATAL = [  # the whole matrix is part of the soak: tests/soak/faults.py
     *cases(2, ["SIGKILL"], ["recompute", "loss", "between"], [1]),
     *cases(2, ["SIGSEGV"], ["forward"], [0]),
     *cases(2, ["SIGTERM"], ["backward"], [0]),

@@ -1,4 +1,4 @@
-"""Deferred BatchNorm: running statistics as of one plain forward of the whole mini-batch."""
+"""DeferredStatistics BatchNorm: running statistics as of one plain forward of the whole mini-batch."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Hears:
         self.given.append(given.detach().clone())
 
 
-# Deferred: as one plain forward of the whole mini-batch.
+# DeferredStatistics: as one plain forward of the whole mini-batch.
 
 KINDS: dict[str, tuple[Callable[..., _BatchNorm], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, ()),
@@ -257,7 +257,7 @@ def test_two_forwards_before_their_backwards_are_two_mini_batches() -> None:
 # Over replicas: see also tests/distributed/test_data_parallel.py.
 
 
-def told_by(norms: Sequence[_BatchNorm], parts: Sequence[Sequence[Tensor]]) -> list[Deferred]:
+def told_by(norms: Sequence[_BatchNorm], parts: Sequence[Sequence[Tensor]]) -> list[DeferredStatistics]:
     """What each replica collects; `parts` are its micro-batches."""
     replicas = [DeferredStatistics.of(norms) for _ in parts]
     for deferred, micro_batches in zip(replicas, parts, strict=True):

@@ -14,13 +14,22 @@ draws the rest as well: cut, micro-batches, rows, rematerialization, driver, see
     HANG        nothing came for too long; the process was ended
     void        the plain loop itself failed, or repeats itself not: a mistake of the kind, none of the library
 
-The files: `case` (what a configuration is), `reference` (the loop), `piped` (the library behind the same face),
-`judge` (verdicts), `worker` (one configuration in a process that may be lost), `run` (all of them, and the table),
-`processes` (the same over real processes), `check` (does the soak itself see what is wrong?), and `kinds`.
+The files of this soak: `case` (what a configuration is), `reference` (the loop), `piped` (the library behind the same
+face), `judge` (verdicts), `worker` (one configuration in a process that may be lost), `run` (all of them, and the
+table), `processes` (the same over real processes), `check` (does the soak itself see what is wrong?), and `kinds`.
 
     python -m tests.soak.run --configurations 6000 --seed 0 --minutes 20
     python -m tests.soak.run --only s1_tensor_hook --seed 17 -v        # one configuration again
     python -m tests.soak.run --list
     python -m tests.soak.processes --configurations 60
     python -m tests.soak.check
+
+Beside it, each with a result of its own in `results`, and made of what the other tests have:
+
+    python -m tests.soak.law1 3000          # generated models of plain layers: a minute
+    python -m tests.soak.law1_mixed 600     # models that mix everything a layer may do: seven minutes
+    python -m tests.soak.faults             # faults on purpose: who is told what, and when? 35 minutes
+    python -m tests.soak.resume             # trainings killed at many moments, and resumed: three minutes
+    python -m tests.soak.damage             # checkpoints damaged in every way: a minute
+    python -m tests.soak.same_bits --out F  # digests of a fixed set of trainings: same bits as before?
 """

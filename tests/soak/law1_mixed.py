@@ -5,7 +5,7 @@ and compared to the last bit with K = 1 in lockstep without rematerialization, a
 gradients of parameters and inputs, parameters after optimizer steps, buffers, and a final evaluation. Only what
 deferred BatchNorm gathers is not compared with the plain loop, nor what evaluation makes of it.
 
-    python -m bench.law1_mixed [models] [first seed]
+    python -m tests.soak.law1_mixed [models] [first seed]
 """
 
 import logging
@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from random import Random
 
 from rich.progress import track
-from tests.mixed_tasks import Task, Way, check
 
-from bench.law1 import keep
+from tests.support.mixed_tasks import Task, Way, check
+
+from .law1 import keep
 
 
 def contents_of(task: Task) -> Iterator[str]:

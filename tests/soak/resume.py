@@ -5,7 +5,7 @@ partitions, or of replicas, in processes or in one. After each step of each life
 weights, buffers, optimizer state, learning rate) is compared with what a training has that nobody killed: byte for
 byte, and within rounding where the number of replicas changes, which sum in another order.
 
-    python -m bench.resume
+    python -m tests.soak.resume
 
 Three minutes.
 """
@@ -21,15 +21,14 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from tempfile import TemporaryDirectory
 
-from tests.processes.launch import run_ranks
-from tests.processes.matrix import numbers
-from tests.processes.outcome import HungError, Outcome, told_by
-from tests.processes.torchrun import torchrun
+from tests.support.processes.launch import run_ranks
+from tests.support.processes.matrix import numbers
+from tests.support.processes.outcome import HungError, Outcome, told_by
+from tests.support.processes.torchrun import torchrun
 
-from bench import interrupted
-from bench.interrupted import STEPS, Json, Layout, Moment
-from bench.machine import facts
-from bench.report import describe, of, table, with_time_left, write
+from . import interrupted
+from .interrupted import STEPS, Json, Layout, Moment
+from .results import RESULTS, describe, facts, of, table, with_time_left, write
 
 TOLERANCE = 1e-4
 """Of numbers that are sums made in another order, or have grown from such over all steps."""
@@ -193,7 +192,7 @@ def _go_by_torchrun(chain: Chain, folder: Path) -> str:
     layout, restarts = chain.layouts[0], len(chain.moments)
     options = ("--max-restarts", str(restarts))
     told = interrupted.arguments(folder, layout, chain.moments)
-    with torchrun(layout.processes, "bench.interrupted", *told, folder=folder, options=options) as launched:
+    with torchrun(layout.processes, "tests.soak.interrupted", *told, folder=folder, options=options) as launched:
         with suppress(TimeoutExpired):
             launched.popen.wait(LIMIT * (restarts + 1))
         code = launched.popen.poll()
@@ -281,7 +280,7 @@ def report(found: Sequence[Found], about: dict[str, str], name: str) -> None:
         f"{table(['', 'compared', 'lives', 'resumes that differ'], rows)}\n{troubles}\n"
         f"{table(['killed', 'while', 'went on as', 'from step (steps)', ''], kills)}"
     )
-    write(name, text, {"facts": about, "found": [asdict(one) for one in found]}, aloud=False)
+    write(RESULTS / name, text, {"facts": about, "found": [asdict(one) for one in found]})
 
 
 def main() -> None:

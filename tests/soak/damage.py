@@ -4,7 +4,7 @@ Each is loaded into a model: as the latest of its run; by its own name, where `l
 by four ranks, all of which must refuse it, in the same words. What changes no byte is left out. Nothing of the model
 may change by a refusal.
 
-    python -m bench.damage
+    python -m tests.soak.damage
 
 A minute.
 """
@@ -18,14 +18,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from tests.checkpoint.networks import Odd, build, differences, remembered, snapshot, trained
-from tests.checkpoint.ranks import RankPipe, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 
 import gpipe
-from bench.damages import LATEST, Damage, bits, contents, latests, mixtures, places
-from bench.machine import facts
-from bench.report import describe, of, table, with_time_left, write
 from tests.checkpoint.test_damage import FILES
+from tests.support.checkpointed import Odd, build, differences, remembered, snapshot, trained
+from tests.support.thread_ranks import RankPipe, optimizer_of, rank_pipes, run_ranks, save_in_ranks
+
+from .damages import LATEST, Damage, bits, contents, latests, mixtures, places
+from .results import RESULTS, describe, facts, of, table, with_time_left, write
 
 BITS = 8
 """Of so many bits of a file one is turned over."""
@@ -209,7 +209,7 @@ def report(found: dict[str, Found], about: dict[str, str], name: str) -> None:
         f"{table(['', 'loads', 'accepted', 'refused with the name', 'model changed'], rows)}\n\nWhat falls short:\n\n"
         + ("\n".join(bad) or "Nothing.")
     )
-    write(name, text, {"facts": about, "found": {kind: asdict(one) for kind, one in found.items()}}, aloud=False)
+    write(RESULTS / name, text, {"facts": about, "found": {kind: asdict(one) for kind, one in found.items()}})
 
 
 def main() -> None:

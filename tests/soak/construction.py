@@ -1,4 +1,4 @@
-"""Faults while a pipe is made, from before the first line of the construction to its last: part of `bench.faults`.
+"""Faults while a pipe is made, from before the first line of the construction to its last: part of `faults`.
 
 Each kind of fault happens at calls of gpipe's own that are spread evenly over the construction, on the ranks in turn.
 """
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.processes.faults import EXCEPTIONS
-from tests.processes.jobs_construction import BEFORE, FEW, construct, save_and_die
-from tests.processes.launch import Crew, Job, run_ranks
-from tests.processes.outcome import HungError, Outcome
-from tests.processes.torchrun import torchrun, wait_for
+from tests.support.jobs.construction import BEFORE, FEW, construct, save_and_die
+from tests.support.processes.faults import EXCEPTIONS
+from tests.support.processes.launch import Crew, Job, run_ranks
+from tests.support.processes.outcome import HungError, Outcome
+from tests.support.processes.torchrun import torchrun, wait_for
 
-from bench.report import of, table, with_time_left
+from .results import of, table, with_time_left
 
 KINDS = ("SIGKILL", "os._exit", "SIGSEGV", "FaultError", "KeyboardInterrupt", FEW)
 PLACES = 10
@@ -106,7 +106,7 @@ def late_orphans(worlds: Sequence[int], wait: float) -> tuple[int, int]:
     for world in worlds:
         with TemporaryDirectory() as name:
             folder = Path(name)
-            with torchrun(world, "tests.processes.late_worker", name, folder=folder) as launched:
+            with torchrun(world, "tests.support.jobs.late_worker", name, folder=folder) as launched:
                 wait_for(launched, [folder / f"joined_{rank}" for rank in range(world)], limit=90)
                 launched.workers()
                 launched.popen.kill()

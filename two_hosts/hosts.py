@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.keeper import processes_in
-from bench.relay import WIRE
+from two_hosts.keeper import processes_in
+from two_hosts.relay import WIRE
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 TOOLS = ("ip", "tc", "nsenter", "unshare")

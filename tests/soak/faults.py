@@ -2,17 +2,16 @@
 
 Each case of the matrix (kind of fault x phase x rank) trains a small model over as many processes as it has stages.
 Exceptions are caught on every rank, the step is done again, and the numbers in the end are compared with those of
-training without a pipeline. See `tests/processes/matrix.py` for what is judged, and how.
+training without a pipeline. See `tests/support/processes/matrix.py` for what is judged, and how.
 
-    python -m bench.faults                                     # half an hour
-    python -m bench.faults --runtimes gpipe torch --ranks all  # an hour: torch's own pipeline too, every rank
-    python -m bench.faults --parts faults --kinds SIGKILL nan --partitions 2
+    python -m tests.soak.faults                                     # half an hour
+    python -m tests.soak.faults --runtimes gpipe torch --ranks all  # an hour: torch's own pipeline too, every rank
+    python -m tests.soak.faults --parts faults --kinds SIGKILL nan --partitions 2
 
 By default each kind of fault happens on the ranks in turn: with two partitions once in each phase, and with four,
 where processes take twice as long to start, in every second phase. Beside these it counts workers that outlive
-torchrun, has faults happen while a pipe is made (`bench/construction.py`), and runs `bench.resume` and
-`bench.damage`. What is found is kept after every fault; the order is drawn, so that a run cut short has seen some of
-everything.
+torchrun, has faults happen while a pipe is made (`construction`), and runs `resume` and `damage`. What is found is
+kept after every fault; the order is drawn, so that a run cut short has seen some of everything.
 """
 
 import argparse
@@ -25,14 +24,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.processes.faults import KINDS, PHASES
-from tests.processes.launch import Crew
-from tests.processes.matrix import Case, Finding, cases, run, shortfalls
-from tests.processes.torchrun import torchrun, wait_for
+from tests.support.processes.faults import KINDS, PHASES
+from tests.support.processes.launch import Crew
+from tests.support.processes.matrix import Case, Finding, cases, run, shortfalls
+from tests.support.processes.torchrun import torchrun, wait_for
 
-from bench import construction, damage, resume
-from bench.machine import facts
-from bench.report import describe, of, table, with_time_left, write
+from . import construction, damage, resume
+from .results import RESULTS, describe, facts, of, table, with_time_left, write
 
 WAIT = 5.0
 """Seconds after the launcher's death at which a worker that still runs is an orphan."""
@@ -83,7 +81,7 @@ def count_orphans(runtime: str, worlds: Sequence[int]) -> tuple[int, int]:
         for stuck in (-1, 0, world - 1):
             with TemporaryDirectory() as name:
                 folder, args = Path(name), (name, runtime, str(stuck))
-                with torchrun(world, "tests.processes.worker", *args, folder=folder) as launched:
+                with torchrun(world, "tests.support.jobs.worker", *args, folder=folder) as launched:
                     wait_for(launched, [folder / f"ready_{rank}" for rank in range(world)], limit=90)
                     total += world
                     found += len(launched.orphans(WAIT))
@@ -202,7 +200,7 @@ def collect(options: argparse.Namespace, runtime: str, found: Found) -> None:
 
 def read_options() -> argparse.Namespace:
     usage = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__, formatter_class=usage)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.faults", description=__doc__, formatter_class=usage)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what is measured; by default all")
     parser.add_argument("--runtimes", nargs="+", default=["gpipe"], choices=["gpipe", "torch"])
     parser.add_argument("--partitions", nargs="+", type=int, default=[2, 4])
@@ -273,7 +271,9 @@ def report(options: argparse.Namespace, found: Found, *, aloud: bool = False) ->
     data: dict[str, Any] = {"facts": found.about, "figures": columns, "elsewhere": found.elsewhere}
     data["cases"] = {runtime: [asdict(result) for result in results] for runtime, results in found.results.items()}
     data["construction"] = {"figures": made, "cases": [asdict(struck) for struck in found.struck]}
-    write(options.name, text, data, aloud=aloud)
+    write(RESULTS / options.name, text, data)
+    if aloud:
+        print(text)
 
 
 if __name__ == "__main__":

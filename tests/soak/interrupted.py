@@ -1,10 +1,10 @@
 """A training that is interrupted: it saves after each step, is killed where it was told to be, and goes on.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 -m bench.interrupted FOLDER 2+4+2 MOMENTS
+    torchrun --nproc-per-node 2 --max-restarts 3 -m tests.soak.interrupted FOLDER 2+4+2 MOMENTS
 
 It is what a user writes: the latest checkpoint is loaded if there is one, and the steps go on from there. Dropout,
 BatchNorm, weights shared by the first and the last stage, AdamW and a learning rate that changes are in it. Each rank
-writes down what it has after every step, for `bench.resume` to compare.
+writes down what it has after every step, for `resume` to compare.
 """
 
 import json
@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from tests.checkpoint.killed import kill_at
-from tests.checkpoint.networks import adamw, remembered
-from tests.processes.faults import LAYER_PHASES, Fault, Faulty, strike
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
@@ -28,6 +25,9 @@ from torch.utils import _pytree as pytree
 import gpipe
 from gpipe.datasets import batches
 from gpipe.recipes.world import find_world, joined
+from tests.support.checkpointed import adamw, remembered
+from tests.support.killed import kill_at
+from tests.support.processes.faults import LAYER_PHASES, Fault, Faulty, strike
 
 Json: TypeAlias = Any
 

@@ -4,7 +4,7 @@ Each configuration is a random model with a random cut, M, number of rows, remat
 and way of training. Two mini-batches, and SGD with momentum behind each, are compared with the plain loop: losses,
 gradients of parameters and inputs, parameters and buffers, to the last bit.
 
-    python -m bench.law1 [configurations] [first seed]
+    python -m tests.soak.law1 [configurations] [first seed]
 """
 
 import logging
@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
 from rich.progress import track
-from tests.odd_layers import Fork, OnFirst
-from tests.random_cases import Case, check_case, random_case
 
-from bench import machine, report
+from tests.support.odd_layers import Fork, OnFirst
+from tests.support.random_cases import Case, check_case, random_case
+
+from .results import RESULTS, describe, facts, table, write
 
 
 def kinds_of(case: Case) -> Iterator[str]:
@@ -60,15 +61,16 @@ def keep(
 
     What is counted `with ` something is the content of a model, everything else the way in which it was run.
     """
-    facts = {**machine.facts(), "seconds": f"{time.monotonic() - began:.0f}"}
+    about = {**facts(), "seconds": f"{time.monotonic() - began:.0f}"}
     rows = [(kind, str(count[kind])) for kind in sorted(count) if not kind.startswith("with ")]
     contents = [(kind.removeprefix("with "), str(count[kind])) for kind in sorted(count) if kind.startswith("with ")]
     text = (
-        f"# {title}\n\n{report.describe(facts)}\n\n"
-        f"{what}, **{len(bad)} mismatches**, in {facts['seconds']} s. {how}\n\n"
-        f"{report.table(('configurations', 'count'), rows)}\n\n{report.table(('models with', 'count'), contents)}"
+        f"# {title}\n\n{describe(about)}\n\n"
+        f"{what}, **{len(bad)} mismatches**, in {about['seconds']} s. {how}\n\n"
+        f"{table(('configurations', 'count'), rows)}\n\n{table(('models with', 'count'), contents)}"
     )
-    report.write(name, text, {"facts": facts, "counts": dict(sorted(count.items())), "mismatches": bad})
+    write(RESULTS / name, text, {"facts": about, "counts": dict(sorted(count.items())), "mismatches": bad})
+    print(text)
     sys.exit(bool(bad))
 
 

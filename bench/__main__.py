@@ -1,0 +1,30 @@
+"""Lists the benchmarks, each with what it measures: `python -m bench`."""
+
+import ast
+import sys
+from pathlib import Path
+
+
+def benchmarks() -> dict[str, str]:
+    """What can be run, by name: the first line of what each module says of itself."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        text = path.read_text()
+        if 'if __name__ == "__main__":' in text:
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return found
+
+
+def main() -> int:
+    asked = [word for word in sys.argv[1:] if word not in ("-h", "--help")]
+    if asked:
+        print(f"A benchmark is run by its own name: python -m bench.{asked[0]}\n", file=sys.stderr)
+    print("python -m bench.NAME [--help]\n")
+    for name, what in benchmarks().items():
+        print(f"  {name:<12}{what}")
+    print("\nResults are kept in bench/results; bench/README.md tells how to read them.")
+    return 2 if asked else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
