@@ -56,3 +56,11 @@ def test_the_reference_has_every_public_name() -> None:
     names += [f"gpipe.models.{name}" for name in gpipe.models.__all__]  # type: ignore[attr-defined]
     names += [f"gpipe.report.{name}" for name in __import__("gpipe.report").report.__all__]
     assert [name for name in names if not re.search(rf":: {re.escape(name)}$", reference, re.MULTILINE)] == []
+
+
+def test_the_rooms_that_contributing_lists_are_those_of_the_house() -> None:
+    house = ROOT / "src" / "gpipe"
+    rooms = {path.name for path in house.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    rooms |= {path.stem for path in house.glob("*.py") if not path.stem.startswith("__")}
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert {room for row in rows for room in re.findall(r"`(\w+)`", row)} == rooms
