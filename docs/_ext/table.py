@@ -10,6 +10,7 @@ The first three take the options `stages`, `micro-batches`, `remat`, `skip` (say
 `transfers`, `commits`, `ties` and `reduces`, which place these actions.
 """
 
+import re
 from hashlib import sha256
 from importlib import import_module
 from inspect import cleandoc
@@ -18,6 +19,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -160,15 +162,26 @@ def _row(cells: list[nodes.paragraph]) -> nodes.row:
     return nodes.row("", *(nodes.entry("", cell) for cell in cells))
 
 
-def fences(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
-    """Has docstrings, which reStructuredText reads here, keep their pictures between ``` fences."""
+INITIAL = re.compile(r"^( *[A-Z])\.(?= |$)")
+MODULES = re.compile(r"~(?:\w+\.)+(?=\w)")
+
+
+def bare_names(app: Sphinx, doctree: nodes.document) -> None:
+    """Has types that autodoc leaves as text go by their names alone, as all others do."""
+    for text in list(doctree.findall(nodes.Text)):
+        if "~" in text and isinstance(text.parent, nodes.emphasis | addnodes.literal_emphasis):
+            text.parent.replace(text, nodes.Text(MODULES.sub("", text)))
+
+
+def docstrings(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
+    """Has reStructuredText, which reads docstrings here, keep pictures between fences, and take `M.` for no list."""
     kept, inside = list[str](), False
     for line in lines:
         if line.strip().startswith("```"):
             inside = not inside
             kept += [line.split("```")[0] + "::", ""] if inside else [""]
         else:
-            kept.append(f"    {line}" if inside else line)
+            kept.append(f"    {line}" if inside else INITIAL.sub(r"\1\\.", line))
     lines[:] = kept
 
 
@@ -179,5 +192,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("needs", Needs)
     app.add_directive("module-docstring", ModuleDocstring)
     app.add_directive("reading-order", ReadingOrder)
-    app.connect("autodoc-process-docstring", fences)
+    app.connect("autodoc-process-docstring", docstrings)
+    app.connect("doctree-read", bare_names)
     return {"parallel_read_safe": True}

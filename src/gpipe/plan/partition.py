@@ -59,7 +59,7 @@ class Partition:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """The cost of each stage, in the unit of the costs, with the transfers at its ends; devices count by speed."""
+        """The cost of each stage, its layers over its speed and the transfers at its ends, in the unit of `costs`."""
         chain, moved = self.chain, (0.0, *self.chain.transfers, 0.0)
         each = zip(chain.speeds, self.bounds, strict=True)
         return tuple(math.fsum(chain.costs[a:b]) / speed + moved[a] + moved[b] for speed, (a, b) in each)
