@@ -1,13 +1,13 @@
 """Draws programs from their table while the pages are built, so that no picture can be older than the code.
 
-    {rows} fill_drain             the rows of a schedule, as text
-    {timeline} fill_drain         what the simulator makes of them, as a picture
+    {rows} gpipe                the rows of a schedule, as text
+    {timeline} gpipe            what the simulator makes of them, as a picture
     {needs} 1F0 1B0             what the rules say that these actions need
     {module-docstring} gpipe.plan.rules
     {reading-order}             modules, one a line, each with its length and its first line
 
-The first three take the options `stages`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and the flags
-`transfers`, `commits`, `ties` and `reduces`, which place these actions.
+The first three take the options `ranks`, `stages-per-rank`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and
+the flags `transfers`, `commits`, `ties` and `reduces`, which place these actions.
 """
 
 import re
@@ -23,18 +23,17 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from gpipe.plan import schedules
 from gpipe.plan.action import Route, parse_action
 from gpipe.plan.cost import StageCost
 from gpipe.plan.laws import check
 from gpipe.plan.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program
 from gpipe.plan.rules import needs
+from gpipe.plan.schedules import SCHEDULES
 from gpipe.plan.simulate import simulate
 from gpipe.report import timeline_svg
 
 FORWARD = 0.010  # seconds; a backward takes two of them
-SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
 def routes(text: str) -> list[Route]:
@@ -47,7 +46,8 @@ class Table(SphinxDirective):
 
     optional_arguments = 8
     option_spec = {  # noqa: RUF012  # as docutils has it
-        "stages": directives.positive_int,
+        "ranks": directives.positive_int,
+        "stages-per-rank": directives.positive_int,
         "micro-batches": directives.positive_int,
         "remat": str,
         "skip": routes,
@@ -60,9 +60,11 @@ class Table(SphinxDirective):
 
     def program(self, schedule: str) -> Program:
         """Makes the program by the same passes as a pipe does."""
-        stages, micro_batches = self.options.get("stages", 4), self.options.get("micro-batches", 4)
-        rows = getattr(schedules, schedule)(stages, micro_batches)
-        program = Program.of(rows, micro_batches, skips=self.options.get("skip", ()))
+        found, micro_batches = SCHEDULES[schedule], self.options.get("micro-batches", 4)
+        placement = found.placement(self.options.get("ranks", 4), self.options.get("stages-per-rank", 1))
+        stages = len(placement)
+        rows = found.rows(placement, micro_batches)
+        program = Program.of(rows, micro_batches, rank_of=placement, skips=self.options.get("skip", ()))
         program = place_recompute(program, [self.options.get("remat", "never")] * stages)
         if "transfers" in self.options:
             program = place_transfers(program)
@@ -101,11 +103,11 @@ class TimelinePicture(Table):
 
 
 class Needs(Table):
-    """What `gpipe.plan.rules.needs` says of some actions of the schedule `fill_drain`."""
+    """What `gpipe.plan.rules.needs` says of some actions of the schedule `gpipe`."""
 
     def run(self) -> list[nodes.Node]:
         """Returns a line for each."""
-        program = self.program("fill_drain")
+        program = self.program("gpipe")
         actions = [parse_action(text) for text in self.arguments]
         width = max(map(len, self.arguments))
         lines = (f"{action!s:{width}}  needs  {'  '.join(map(str, needs(action, program)))}" for action in actions)
@@ -132,11 +134,11 @@ class ReadingOrder(SphinxDirective):
         modules = [line.strip() for line in self.content if line.strip()]
         rows, total = [], 0
         for name in modules:
-            file = SOURCE.joinpath(*name.split(".")).with_suffix(".py")
-            text = file.read_text()
-            total += len(text.splitlines())
-            first = " ".join((import_module(name).__doc__ or "").split("\n\n")[0].split())
-            rows.append((name.removeprefix("gpipe."), str(len(text.splitlines())), first))
+            module = import_module(name)
+            length = len(Path(module.__file__ or "").read_text().splitlines())
+            total += length
+            first = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+            rows.append((name.removeprefix("gpipe."), str(length), first))
         return [table(("module", "lines", "which says of itself"), [*rows, ("together", str(total), "")])]
 
 
