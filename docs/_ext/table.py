@@ -115,13 +115,26 @@ class Needs(Table):
 
 
 class ModuleDocstring(SphinxDirective):
-    """The docstring of a module, as it stands in the source."""
+    """The docstring of a module; paragraphs of `Rule 1. ...` or `Law 1. ...` become lists."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Returns it as text."""
-        return [literal(cleandoc(import_module(self.arguments[0]).__doc__ or ""))]
+        """Returns its paragraphs but the first, which says what the module is."""
+        _, *paragraphs = cleandoc(import_module(self.arguments[0]).__doc__ or "").split("\n\n")
+        return [_list_of(text) if NUMBERED.match(text) else nodes.paragraph(text=text) for text in paragraphs]
+
+
+NUMBERED = re.compile(r"^((?:Rule|Law) \d+\.) ", re.MULTILINE)
+
+
+def _list_of(text: str) -> nodes.bullet_list:
+    _, *parts = NUMBERED.split(text)
+    items = nodes.bullet_list()
+    for name, said in zip(parts[::2], parts[1::2], strict=True):
+        words = nodes.Text(" " + " ".join(said.split()))
+        items += nodes.list_item("", nodes.paragraph("", "", nodes.strong(text=name), words))
+    return items
 
 
 class ReadingOrder(SphinxDirective):
@@ -175,6 +188,12 @@ def bare_names(app: Sphinx, doctree: nodes.document) -> None:
             text.parent.replace(text, nodes.Text(MODULES.sub("", text)))
 
 
+def properties(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
+    """Keeps Google's style from taking what stands before a colon, in the docstring of a property, for its type."""
+    if what in ("property", "attribute") and lines:
+        lines[:1] = lines[0].replace(": ", ":\n").split("\n")
+
+
 def docstrings(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
     """Has reStructuredText, which reads docstrings here, keep pictures between fences, and take `M.` for no list."""
     kept, inside = list[str](), False
@@ -194,6 +213,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("needs", Needs)
     app.add_directive("module-docstring", ModuleDocstring)
     app.add_directive("reading-order", ReadingOrder)
+    app.connect("autodoc-process-docstring", properties, priority=400)  # before that style is read
     app.connect("autodoc-process-docstring", docstrings)
     app.connect("doctree-read", bare_names)
     return {"parallel_read_safe": True}

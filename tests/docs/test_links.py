@@ -1,6 +1,7 @@
 """What the pages name is there: pages and headings that they link to, files, commands of make, public names."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,19 @@ def test_contributing_lists_the_rooms_of_the_house() -> None:
     listed = {room for row in rows for room in re.findall(r"`(\w+)`", row)}
     assert sorted(rooms - listed) == []
     assert sorted(listed - rooms.union(*FLOORS)) == []
+
+
+def test_everything_in_the_reference_has_an_example() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text()
+    names = re.findall(r"^\.\. auto\w+:: (\S+)$", reference, re.MULTILINE)
+    assert len(names) > 50
+    assert [name for name in names if ">>>" not in (find(name).__doc__ or "")] == []
+
+
+def find(path: str) -> object:
+    """What a dotted path names: where a module and a function of it have one name, the function."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError:
+        return getattr(find(module), name)
