@@ -1,15 +1,16 @@
 """Draws programs from their table while the pages are built, so that no picture can be older than the code.
 
-    {rows} fill_drain             the rows of a schedule, as text
-    {timeline} fill_drain         what the simulator makes of them, as a picture
+    {rows} gpipe                the rows of a schedule, as text
+    {timeline} gpipe            what the simulator makes of them, as a picture
     {needs} 1F0 1B0             what the rules say that these actions need
     {module-docstring} gpipe.plan.rules
     {reading-order}             modules, one a line, each with its length and its first line
 
-The first three take the options `stages`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and the flags
-`transfers`, `commits`, `ties` and `reduces`, which place these actions.
+The first three take the options `ranks`, `stages-per-rank`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and
+the flags `transfers`, `commits`, `ties` and `reduces`, which place these actions.
 """
 
+import re
 from hashlib import sha256
 from importlib import import_module
 from inspect import cleandoc
@@ -18,21 +19,21 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from gpipe.plan import schedules
 from gpipe.plan.action import Route, parse_action
 from gpipe.plan.cost import StageCost
 from gpipe.plan.laws import check
 from gpipe.plan.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program
 from gpipe.plan.rules import needs
+from gpipe.plan.schedules import SCHEDULES
 from gpipe.plan.simulate import simulate
 from gpipe.report import timeline_svg
 
 FORWARD = 0.010  # seconds; a backward takes two of them
-SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
 def routes(text: str) -> list[Route]:
@@ -45,7 +46,8 @@ class Table(SphinxDirective):
 
     optional_arguments = 8
     option_spec = {  # noqa: RUF012  # as docutils has it
-        "stages": directives.positive_int,
+        "ranks": directives.positive_int,
+        "stages-per-rank": directives.positive_int,
         "micro-batches": directives.positive_int,
         "remat": str,
         "skip": routes,
@@ -58,9 +60,11 @@ class Table(SphinxDirective):
 
     def program(self, schedule: str) -> Program:
         """Makes the program by the same passes as a pipe does."""
-        stages, micro_batches = self.options.get("stages", 4), self.options.get("micro-batches", 4)
-        rows = getattr(schedules, schedule)(stages, micro_batches)
-        program = Program.of(rows, micro_batches, skips=self.options.get("skip", ()))
+        found, micro_batches = SCHEDULES[schedule], self.options.get("micro-batches", 4)
+        placement = found.placement(self.options.get("ranks", 4), self.options.get("stages-per-rank", 1))
+        stages = len(placement)
+        rows = found.rows(placement, micro_batches)
+        program = Program.of(rows, micro_batches, rank_of=placement, skips=self.options.get("skip", ()))
         program = place_recompute(program, [self.options.get("remat", "never")] * stages)
         if "transfers" in self.options:
             program = place_transfers(program)
@@ -99,11 +103,11 @@ class TimelinePicture(Table):
 
 
 class Needs(Table):
-    """What `gpipe.plan.rules.needs` says of some actions of the schedule `fill_drain`."""
+    """What `gpipe.plan.rules.needs` says of some actions of the schedule `gpipe`."""
 
     def run(self) -> list[nodes.Node]:
         """Returns a line for each."""
-        program = self.program("fill_drain")
+        program = self.program("gpipe")
         actions = [parse_action(text) for text in self.arguments]
         width = max(map(len, self.arguments))
         lines = (f"{action!s:{width}}  needs  {'  '.join(map(str, needs(action, program)))}" for action in actions)
@@ -111,13 +115,26 @@ class Needs(Table):
 
 
 class ModuleDocstring(SphinxDirective):
-    """The docstring of a module, as it stands in the source."""
+    """The docstring of a module; paragraphs of `Rule 1. ...` or `Law 1. ...` become lists."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Returns it as text."""
-        return [literal(cleandoc(import_module(self.arguments[0]).__doc__ or ""))]
+        """Returns its paragraphs but the first, which says what the module is."""
+        _, *paragraphs = cleandoc(import_module(self.arguments[0]).__doc__ or "").split("\n\n")
+        return [_list_of(text) if NUMBERED.match(text) else nodes.paragraph(text=text) for text in paragraphs]
+
+
+NUMBERED = re.compile(r"^((?:Rule|Law) \d+\.) ", re.MULTILINE)
+
+
+def _list_of(text: str) -> nodes.bullet_list:
+    _, *parts = NUMBERED.split(text)
+    items = nodes.bullet_list()
+    for name, said in zip(parts[::2], parts[1::2], strict=True):
+        words = nodes.Text(" " + " ".join(said.split()))
+        items += nodes.list_item("", nodes.paragraph("", "", nodes.strong(text=name), words))
+    return items
 
 
 class ReadingOrder(SphinxDirective):
@@ -130,11 +147,11 @@ class ReadingOrder(SphinxDirective):
         modules = [line.strip() for line in self.content if line.strip()]
         rows, total = [], 0
         for name in modules:
-            file = SOURCE.joinpath(*name.split(".")).with_suffix(".py")
-            text = file.read_text()
-            total += len(text.splitlines())
-            first = " ".join((import_module(name).__doc__ or "").split("\n\n")[0].split())
-            rows.append((name.removeprefix("gpipe."), str(len(text.splitlines())), first))
+            module = import_module(name)
+            length = len(Path(module.__file__ or "").read_text().splitlines())
+            total += length
+            first = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+            rows.append((name.removeprefix("gpipe."), str(length), first))
         return [table(("module", "lines", "which says of itself"), [*rows, ("together", str(total), "")])]
 
 
@@ -160,15 +177,32 @@ def _row(cells: list[nodes.paragraph]) -> nodes.row:
     return nodes.row("", *(nodes.entry("", cell) for cell in cells))
 
 
-def fences(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
-    """Has docstrings, which reStructuredText reads here, keep their pictures between ``` fences."""
+INITIAL = re.compile(r"^( *[A-Z])\.(?= |$)")
+MODULES = re.compile(r"~(?:\w+\.)+(?=\w)")
+
+
+def bare_names(app: Sphinx, doctree: nodes.document) -> None:
+    """Has types that autodoc leaves as text go by their names alone, as all others do."""
+    for text in list(doctree.findall(nodes.Text)):
+        if "~" in text and isinstance(text.parent, nodes.emphasis | addnodes.literal_emphasis):
+            text.parent.replace(text, nodes.Text(MODULES.sub("", text)))
+
+
+def properties(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
+    """Keeps Google's style from taking what stands before a colon, in the docstring of a property, for its type."""
+    if what in ("property", "attribute") and lines:
+        lines[:1] = lines[0].replace(": ", ":\n").split("\n")
+
+
+def docstrings(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
+    """Has reStructuredText, which reads docstrings here, keep pictures between fences, and take `M.` for no list."""
     kept, inside = list[str](), False
     for line in lines:
         if line.strip().startswith("```"):
             inside = not inside
             kept += [line.split("```")[0] + "::", ""] if inside else [""]
         else:
-            kept.append(f"    {line}" if inside else line)
+            kept.append(f"    {line}" if inside else INITIAL.sub(r"\1\\.", line))
     lines[:] = kept
 
 
@@ -179,5 +213,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("needs", Needs)
     app.add_directive("module-docstring", ModuleDocstring)
     app.add_directive("reading-order", ReadingOrder)
-    app.connect("autodoc-process-docstring", fences)
+    app.connect("autodoc-process-docstring", properties, priority=400)  # before that style is read
+    app.connect("autodoc-process-docstring", docstrings)
+    app.connect("doctree-read", bare_names)
     return {"parallel_read_safe": True}

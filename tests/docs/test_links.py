@@ -1,12 +1,14 @@
 """What the pages name is there: pages and headings that they link to, files, commands of make, public names."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import gpipe
 from tests.docs.pages import PAGES, ROOT, blocks_of
+from tests.test_floors import FLOORS
 
 ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 HISTORY = {"log.md", "CHANGELOG.md"}  # they name what was there once
@@ -56,3 +58,29 @@ def test_the_reference_has_every_public_name() -> None:
     names += [f"gpipe.models.{name}" for name in gpipe.models.__all__]  # type: ignore[attr-defined]
     names += [f"gpipe.report.{name}" for name in __import__("gpipe.report").report.__all__]
     assert [name for name in names if not re.search(rf":: {re.escape(name)}$", reference, re.MULTILINE)] == []
+
+
+def test_contributing_lists_the_rooms_of_the_house() -> None:
+    house = ROOT / "src" / "gpipe"
+    rooms = {path.name for path in house.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    rooms |= {path.stem for path in house.glob("*.py") if not path.stem.startswith("__")}
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    listed = {room for row in rows for room in re.findall(r"`(\w+)`", row)}
+    assert sorted(rooms - listed) == []
+    assert sorted(listed - rooms.union(*FLOORS)) == []
+
+
+def test_everything_in_the_reference_has_an_example() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text()
+    names = re.findall(r"^\.\. auto\w+:: (\S+)$", reference, re.MULTILINE)
+    assert len(names) > 50
+    assert [name for name in names if ">>>" not in (find(name).__doc__ or "")] == []
+
+
+def find(path: str) -> object:
+    """What a dotted path names: where a module and a function of it have one name, the function."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError:
+        return getattr(find(module), name)

@@ -1,4 +1,4 @@
-"""DeferredStatistics BatchNorm: running statistics as of one plain forward of the whole mini-batch."""
+"""Deferred BatchNorm: running statistics as of one plain forward of the whole mini-batch."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Hears:
         self.given.append(given.detach().clone())
 
 
-# DeferredStatistics: as one plain forward of the whole mini-batch.
+# Deferred: as one plain forward of the whole mini-batch.
 
 KINDS: dict[str, tuple[Callable[..., _BatchNorm], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, ()),

@@ -32,6 +32,13 @@ class Checkpoint:
         seed: Of the pipe.
         extra: What the user added.
         manifest: All that is known of it.
+
+    >>> import gpipe, tempfile
+    >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint = gpipe.load(gpipe.save(folder, pipe).wait())
+    ...     checkpoint.step_number, list(checkpoint.state_dict())
+    (0, ['0.weight', '0.bias'])
     """
 
     path: Path

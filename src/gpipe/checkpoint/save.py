@@ -35,7 +35,15 @@ _under_way: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # what
 
 
 class Saving:
-    """A checkpoint on its way to the disk, or there already."""
+    """A checkpoint on its way to the disk, or there already.
+
+    >>> import gpipe, tempfile
+    >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = gpipe.save(folder, pipe, background=True)
+    ...     saving.wait().name, saving.done
+    ('step_0', True)
+    """
 
     def __init__(self, job: Job, team: Team, draft: Draft | None) -> None:
         self._job = job

@@ -6,7 +6,11 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What is done; the value is how the action prints."""
+    """What is done; the value is how the action prints.
+
+    >>> Kind.RECOMPUTE.value, Kind("SEND").name
+    ('R', 'SEND')
+    """
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -32,6 +36,9 @@ class Route:
     """A tensor's way from stage to stage; its gradient takes the same way back.
 
     The main line from each stage to the next is the route named `x`; a skip connection has its own name.
+
+    >>> str(Route(0, 1)), str(Route(0, 2, "early/5"))
+    ('x:0>1', 'early/5:0>2')
     """
 
     source: int
@@ -83,6 +90,9 @@ _PATTERN = re.compile(r"(\d+)([A-Z]+)(\d+)?(?:@([^@:]+):(\d+)>(\d+))?")
 
 def parse_action(text: str) -> Action:
     """Reads an action back from its printed form.
+
+    >>> parse_action("2F0")
+    Action(kind=<Kind.FORWARD: 'F'>, stage=2, micro_batch=0, route=None)
 
     Raises:
         ValueError: The text is not an action.

@@ -13,6 +13,10 @@ class StageCost:
 
     `inside` is what a forward keeps for the backward of its own stage; `boundary` what crosses into the stage;
     `state` the weights, gradients and optimizer state, whatever the micro-batches.
+
+    >>> from gpipe.plan.action import parse_action
+    >>> seconds(parse_action("0R3"), [StageCost(forward=0.01, backward=0.02)])
+    0.01
     """
 
     forward: float
@@ -30,7 +34,11 @@ Costs = Sequence[StageCost]
 
 
 def unit_costs(stages: int) -> Costs:
-    """Forward and backward one second each, and all stages alike: the paper's bubble."""
+    """Forward and backward one second each, and all stages alike: the paper's bubble.
+
+    >>> len(unit_costs(4)), unit_costs(4)[0].backward
+    (4, 1.0)
+    """
     return (StageCost(forward=1.0, backward=1.0),) * stages
 
 

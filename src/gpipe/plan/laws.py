@@ -26,6 +26,10 @@ def check(program: Program) -> None:
 
     Raises:
         ScheduleError: Names every violation at once.
+
+    >>> from gpipe.plan.lower import place_transfers
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> check(place_transfers(Program.of(fill_drain(stages=4, micro_batches=8), micro_batches=8)))
     """
     routes = tuple(route for route in program.routes if _leads_on(route, program))
     usable = replace(program, routes=routes)

@@ -50,6 +50,11 @@ def place_transfers(program: Program) -> Program:
     """Puts a SEND behind whatever makes a value that another rank needs, and the peer's RECEIVE in its row.
 
     The sender places both while the program is walked in one legal order, so two ranks list their messages alike.
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
+    >>> print(*program.rows[0])
+    0F0 0SEND0@x:0>1 0RECEIVE0@x:0>1 0B0
     """
     rows: list[list[Action]] = [[] for _ in program.rows]
     for rank, _, action in linearize(program):
@@ -74,7 +79,13 @@ def _sends(action: Action, program: Program) -> list[Action]:
 
 
 def place_commits(program: Program, stages: Collection[int]) -> Program:
-    """Puts COMMIT behind the last forward of each of these stages."""
+    """Puts COMMIT behind the last forward of each of these stages.
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> program = place_commits(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2), [0])
+    >>> print(*program.rows[0])
+    0F0 0F1 0COMMIT 0B0 0B1
+    """
     return _place_behind_last(program, lambda action: action.kind is Kind.FORWARD, Kind.COMMIT, stages)
 
 
@@ -132,7 +143,13 @@ def _place_behind_last(
 
 
 def halves(program: Program) -> tuple[Program, Program]:
-    """The forwards with their messages and COMMIT, and the rest: for a loss that is computed outside."""
+    """The forwards with their messages and COMMIT, and the rest: for a loss that is computed outside.
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> forward, backward = halves(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2))
+    >>> print(*forward.rows[0], "and", *backward.rows[0])
+    0F0 0F1 and 0B0 0B1
+    """
     forward, backward = [], []
     for row in program.rows:
         ahead = [_is_ahead(action) for action in row]

@@ -27,6 +27,10 @@ class Memory:
         inside: Of each layer, what one micro-batch leaves inside it for the backward pass.
         limits: What the device of a stage holds (infinity: any amount), one for all stages or one for each.
         in_flight: Micro-batches whose boundary tensors are kept at once, one for all stages or one for each.
+
+    >>> memory = Memory(state=[4, 4, 1, 1], boundary=[1, 1, 1, 1], inside=[2, 2, 2, 2], limits=14)
+    >>> partition([1, 1, 1, 1], 2).layers, partition([1, 1, 3, 1], 2, memory=memory).bytes
+    ((2, 2), (13.0, 7.0))
     """
 
     state: Sequence[float]
@@ -59,7 +63,7 @@ class Partition:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """What each stage costs, in the unit of costs: its layers over its speed, and the transfers at its ends."""
+        """What each stage costs: its layers over its speed, and the transfers at its ends; in the unit of costs."""
         chain, moved = self.chain, (0.0, *self.chain.transfers, 0.0)
         each = zip(chain.speeds, self.bounds, strict=True)
         return tuple(math.fsum(chain.costs[a:b]) / speed + moved[a] + moved[b] for speed, (a, b) in each)

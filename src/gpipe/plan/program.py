@@ -14,7 +14,17 @@ Rows: TypeAlias = tuple[Row, ...]
 
 
 class ScheduleError(ValueError):
-    """A table that cannot be run: it breaks a law, or it would deadlock."""
+    """A table that cannot be run: it breaks a law, or it would deadlock.
+
+    >>> from gpipe.plan.action import Action, Kind
+    >>> from gpipe.plan.laws import check
+    >>> try:
+    ...     check(Program.of([[Action(Kind.FORWARD, 0, 0)]], micro_batches=2))
+    ... except ScheduleError as error:
+    ...     print(error)
+    this program breaks the laws:
+    - 0F1 is missing
+    """
 
 
 @dataclass(frozen=True)

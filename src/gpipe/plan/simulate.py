@@ -19,7 +19,14 @@ of the input and for that of the weight."""
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run will look like: when, and with how many bytes at the most on each rank."""
+    """What a run will look like: when, and with how many bytes at the most on each rank.
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> program = Program.of(fill_drain(stages=2, micro_batches=4), micro_batches=4)
+    >>> simulation = simulate(program, [StageCost(forward=1.0, backward=2.0, boundary=10, inside=100)] * 2)
+    >>> simulation.timeline.seconds, simulation.peak_bytes
+    (15.0, (440, 440))
+    """
 
     timeline: Timeline
     peak_bytes: tuple[int, ...]
@@ -95,6 +102,12 @@ class Plan:
         timeline: When, if each rank has a device or a core of its own and all micro-batches are of one size.
         unit: Of costs and timeline: seconds where costs were measured, else only proportions have a meaning.
         peak_bytes: The most that each stage holds; None if no memory was given to the partitioner.
+
+    >>> from gpipe.plan.partition import given
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> plan = predict(given([2, 2], costs=[3, 3, 3, 3]), Program.of(fill_drain(2, 4), micro_batches=4))
+    >>> plan.timeline.seconds, plan.bubble
+    (30.0, 0.19999999999999996)
     """
 
     partition: Partition

@@ -8,7 +8,12 @@ from gpipe.plan.action import COMPUTE, TRANSFERS, Action, Kind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank, from `start` to `end` in seconds since the step began."""
+    """One action on one rank, from `start` to `end` in seconds since the step began.
+
+    >>> from gpipe.plan.action import parse_action
+    >>> Span(0, parse_action("0F0"), start=0.5, end=0.75).seconds
+    0.25
+    """
 
     rank: int
     action: Action
@@ -26,6 +31,11 @@ class Timeline:
     """The spans of one step, `seconds` long, over `ranks` ranks.
 
     `other` holds seconds outside the pipeline that all ranks sat through, by name ("data", "weight update").
+
+    >>> from gpipe.plan.action import parse_action
+    >>> timeline = Timeline(2, (Span(0, parse_action("0F0"), 0.0, 1.0), Span(1, parse_action("1F0"), 1.0, 2.0)), 2.0)
+    >>> timeline.busy(0), timeline.idle_share()
+    (1.0, 0.5)
     """
 
     ranks: int
@@ -52,7 +62,11 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def merge(timelines: Iterable[Timeline]) -> dict[str, float]:
-    """The mean `breakdown` of several steps, weighted by their length."""
+    """The mean `breakdown` of several steps, weighted by their length.
+
+    >>> merge([Timeline(1, (), 1.0), Timeline(1, (), 3.0, {"data": 4.0})])["data"]
+    0.5
+    """
     timelines = tuple(timelines)
     total = sum(_whole(timeline) for timeline in timelines)
     shares: dict[str, float] = {}
@@ -67,6 +81,11 @@ def breakdown(timeline: Timeline) -> dict[str, float]:
 
     `imbalance` is what the other ranks have less to do than the busiest one; `bubble` is what remains: the time
     in which even the busiest rank waited, once for each rank.
+
+    >>> from gpipe.plan.action import parse_action
+    >>> shares = breakdown(Timeline(1, (Span(0, parse_action("0F0"), 0.0, 3.0),), 4.0))
+    >>> shares["forward"], shares["bubble"]
+    (0.75, 0.25)
     """
     ranks, whole = timeline.ranks, _whole(timeline)
     seconds = {

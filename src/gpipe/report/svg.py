@@ -81,6 +81,11 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
 def timelines_svg(timelines: Mapping[str, Timeline]) -> str:
     """Draws several steps, by title, one above the other on a common time axis, each with its utilization.
 
+    >>> from gpipe.plan.action import parse_action
+    >>> step = Timeline(1, (Span(0, parse_action("0F0"), 0.0, 0.1),), 0.2)
+    >>> "200 ms, utilization 50%" in timelines_svg({"before": step, "after": step})
+    True
+
     Raises:
         ValueError: There is nothing to draw, or a timeline is 0 seconds long.
     """

@@ -13,6 +13,11 @@ def fill_drain(stages: int, micro_batches: int) -> Rows:
     stage 1  .. F0 F1 F2 .. .. B0 B1 B2 ..
     stage 2  .. .. F0 F1 F2 B0 B1 B2 .. ..
     ```
+
+    >>> for row in fill_drain(stages=2, micro_batches=2):
+    ...     print(*row)
+    0F0 0F1 0B0 0B1
+    1F0 1F1 1B0 1B1
     """
     return fill_drain_rows(loop(stages), micro_batches)
 
