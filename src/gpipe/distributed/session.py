@@ -279,7 +279,7 @@ class Session:
     ) -> tuple[int, Any]:
         """Runs the pipelined forward; gives the rows of the last micro-batch, and the output where it is wanted."""
         with self.run() as peers:
-            if ambient.grad and not gather and self.size > 1:
+            if ambient.grad and not gather and self.position is not None:
                 raise ValueError(NEEDS_GATHER)
             rows, values = split_alike(self.micro_batches, inputs=inputs) if self.reads_inputs else ([], [[]])
             cuts = [cut(value) for value in values[0]]

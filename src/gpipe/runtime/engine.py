@@ -112,8 +112,9 @@ class Engine:
     def streams(self) -> dict[int, RankStream]:
         """The stream of each rank that runs here."""
         if self._streams is None:
-            devices = {self.placement[stage.index]: stage.device for stage in self.own}
-            self._streams = dict(zip(devices, streams_on(list(devices.values())), strict=True))
+            devices = sorted({self.placement[stage.index]: stage.device for stage in self.own}.items())
+            streams = streams_on([device for _, device in devices])
+            self._streams = {rank: stream for (rank, _), stream in zip(devices, streams, strict=True)}
         return self._streams
 
     def close(self) -> None:
