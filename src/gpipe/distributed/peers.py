@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from gpipe.plan.action import parse_action
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.others import Alone, Others
+from gpipe.runtime.others import Others
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import Output
 from gpipe.runtime.steps import CompiledProgram
@@ -30,8 +30,8 @@ from gpipe.values.tree import Tree
 logger = logging.getLogger("gpipe")
 
 
-class Peers(Protocol):
-    """Those who run a mini-batch together."""
+class Peers:
+    """Those who run a mini-batch together: none but this process, if there are no others."""
 
     def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
         """What the process of the first stage says of the run, which knows the rows and the micro-batches.
@@ -41,53 +41,35 @@ class Peers(Protocol):
         Raises:
             ValueError: A process does something else than that of the first stage.
         """
-
-    def join(self, compiled: CompiledProgram, aliases: WeightAliases) -> Others:
-        """What a mini-batch does together with those of the others."""
-
-    def tell_replicas(self, route: Control, told: Tree) -> list[Any]:
-        """Tells the other replicas something; gives what each told, by replica."""
-
-    def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
-        """Gives every process of the replica the outputs that the last stage made."""
-
-    def finish(self, run: MiniBatchRun, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
-        """Ends a run once all have come to its end; gives what each tells, by rank."""
-
-    def exchange(self, asked: Asked, told: Tree) -> list[Any]:
-        """Tells all something between runs; gives what each told, by rank."""
-
-
-class NoPeers:
-    """One process that runs all stages."""
-
-    def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
-        """What this process says itself."""
         return own
 
     def join(self, compiled: CompiledProgram, aliases: WeightAliases) -> Others:
-        """Nothing."""
-        return Alone(compiled, aliases)
+        """What a mini-batch does together with those of the others."""
+        return Others(compiled)
 
-    def tell_replicas(self, route: Control, told: Tree) -> list[Any]:
-        """Gives what was told."""
+    def tell_replicas(self, control: Control, told: Tree) -> list[Any]:
+        """Tells the other replicas something; gives what each told, by replica."""
         return [told]
 
     def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
-        """They are here."""
+        """Gives every process of the replica the outputs that the last stage made."""
         return list(outputs)
 
     def finish(self, run: MiniBatchRun, recorder: Recorder | None, told: Tree, *, trains: bool = False) -> list[Any]:
-        """Ends a run; gives what was told."""
+        """Ends a run once all have come to its end; gives what each tells, by rank."""
         run.settle()
         return [told]
 
     def exchange(self, asked: Asked, told: Tree) -> list[Any]:
-        """Gives what was told."""
+        """Tells all something between runs; gives what each told, by rank.
+
+        Raises:
+            ValueError: A process does something else.
+        """
         return [told]
 
 
-class LinkedPeers:
+class LinkedPeers(Peers):
     """This process and those that it is linked to."""
 
     def __init__(
@@ -115,9 +97,9 @@ class LinkedPeers:
         sync = self.sync_batch_norm
         return ProcessRow(self.engine, self.net, self.position, compiled, aliases, sync_batch_norm=sync)
 
-    def tell_replicas(self, route: Control, told: Tree) -> list[Any]:
+    def tell_replicas(self, control: Control, told: Tree) -> list[Any]:
         """Tells the other replicas something; gives what each told, by replica."""
-        return tell_replicas(self.net, self.position, route, told)
+        return tell_replicas(self.net, self.position, control, told)
 
     def gather(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""
@@ -145,11 +127,7 @@ class LinkedPeers:
         return [theirs for theirs, _, _ in every]
 
     def exchange(self, asked: Asked, told: Tree) -> list[Any]:
-        """Tells all processes something between runs; gives what each told, by rank.
-
-        Raises:
-            ValueError: A process does something else.
-        """
+        """Tells all processes something between runs; gives what each told, by rank."""
         self.head(Header(asked), lambda micro_batches: 0)
         return self.net.agree(told)
 

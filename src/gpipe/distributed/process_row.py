@@ -26,18 +26,15 @@ from gpipe.plan.program import Program
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.minibatch import is_sharded
 from gpipe.runtime.notes import in_words
+from gpipe.runtime.others import Others
 from gpipe.runtime.steps import CompiledProgram, CompiledRows, Inbound
-from gpipe.values.messages import Control, Label, Message, ReadyEvent, Transport
+from gpipe.values.messages import Control, Label, Message, ReadyEvent
 
 SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"
 
 
-class ProcessRow:
-    """What the row of this process has to do with those of others, in one mini-batch.
-
-    Attributes:
-        transport: Carries messages to and from the other processes of the replica.
-    """
+class ProcessRow(Others):
+    """What the row of this process has to do with those of others, in one mini-batch."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class ProcessRow:
         self.aliases = aliases
         self.sync_batch_norm = sync_batch_norm
         self._p2p = P2P(net, position)
-        self.transport: Transport = self._p2p
+        self.transport = self._p2p
         self._sync = Synced(net, position, compiled.program.micro_batches)
         self._tied = False
         self._aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}

@@ -20,7 +20,7 @@ from gpipe.distributed.agree import find_different
 from gpipe.distributed.call import PipelinedCall
 from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.distributed.handshake import Asked, Header
-from gpipe.distributed.peers import LinkedPeers, NoPeers, Peers
+from gpipe.distributed.peers import LinkedPeers, Peers
 from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.layers.batchnorm import find_replica_drift
@@ -155,7 +155,7 @@ class Session:
     def run(self) -> Iterator[Peers]:
         """One run in all processes: whoever fails inside tells the others, and they fail too."""
         if self.position is None:
-            yield NoPeers()
+            yield Peers()
             return
         net = self.linked()
         try:

@@ -17,7 +17,7 @@ from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduce
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, forward_only_rows
 from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.others import Alone, Others
+from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch
 from gpipe.runtime.steps import CompiledProgram
 from gpipe.runtime.streams import RankStream, streams_on
@@ -174,7 +174,7 @@ class Engine:
         return sorted({stage_of[index] for item in self.shared for index in item.slots})
 
     def start(
-        self, micro_batches: int, batch: MiniBatch, join: Callable[[CompiledProgram, WeightAliases], Others] = Alone
+        self, micro_batches: int, batch: MiniBatch, join: Callable[[CompiledProgram, WeightAliases], Others]
     ) -> MiniBatchRun:
         """Prepares the run of one mini-batch, joined to those of other processes."""
         compiled = self.compiled(self.wanted(micro_batches, batch))

@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Protocol
 
 from gpipe.layers.batchnorm import DeferredStatistics
 from gpipe.layers.stage import LayerProgress
-from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Action
 from gpipe.runtime.steps import CompiledProgram, CompiledRows
 from gpipe.values.messages import Cancelled, Label, Message, ReadyEvent, Transport
 
 
-class Others(Protocol):
-    """What the ranks of this process do together with others, in one mini-batch.
+class Others:
+    """What the ranks of this process do together with other processes in one mini-batch: nothing, if it is alone.
 
     Attributes:
         transport: Carries messages between ranks.
@@ -22,46 +20,27 @@ class Others(Protocol):
 
     transport: Transport
 
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self.transport = Mailbox(compiled.program.ranks)
+
     def name(self, rank: int) -> str:
         """A rank of this process, in messages."""
-
-    def new_progress(self) -> LayerProgress:
-        """Where a stage notes how far it is, for whoever looks."""
-
-    def around(self, rows: CompiledRows) -> AbstractContextManager[object]:
-        """What is done before and behind the rows."""
-
-    def close(self, action: Action) -> None:
-        """Does a TIE or REDUCE."""
-
-    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
-        """Has statistics, by stage, be those of all replicas."""
-
-
-class Alone:
-    """All ranks are of this process: they hand each other what they have, and tell nobody."""
-
-    def __init__(self, compiled: CompiledProgram, aliases: WeightAliases) -> None:
-        self.transport: Transport = Mailbox(compiled.program.ranks)
-
-    def name(self, rank: int) -> str:
-        """A rank, in messages."""
         return f"rank {rank}"
 
     def new_progress(self) -> LayerProgress:
-        """Nobody looks."""
+        """Where a stage notes how far it is, for whoever looks."""
         return LayerProgress()
 
     def around(self, rows: CompiledRows) -> AbstractContextManager[object]:
-        """Nothing."""
+        """What is done before and behind the rows."""
         return nullcontext()
 
     def close(self, action: Action) -> None:
-        """There is none."""
-        raise AssertionError(f"{action} is for several processes")
+        """Does a TIE or REDUCE, which are for several processes."""
+        raise AssertionError(action)
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
-        """They are those of the only replica."""
+        """Has statistics, by stage, be those of all replicas."""
 
 
 class Mailbox:
