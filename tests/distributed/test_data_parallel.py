@@ -48,7 +48,16 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 def test_replicas_train_as_one_with_the_whole_mini_batch(
     stages: int, rows: list[int], bucket: int, crew: Crew
 ) -> None:
-    found = answers(crew.run(jobs.train, stages, rows, bucket))
+    check_replicas(answers(crew.run(jobs.train, stages, rows, bucket)), stages, rows)
+
+
+@pytest.mark.parametrize(("placement", "ranks"), [("v", 2), ("backwards", 2), ("loop", 1)])
+def test_so_do_replicas_with_several_stages_on_each_rank(placement: str, ranks: int, crew: Crew) -> None:
+    rows = [7, 3] if ranks == 2 else [4, 1, 6, 2]
+    check_replicas(answers(crew.run(jobs.train_placed, placement, ranks, rows)), ranks, rows)
+
+
+def check_replicas(found: Sequence[Json], stages: int, rows: list[int]) -> None:
     whole = nn.Sequential(*jobs.network())
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -90,9 +99,9 @@ def test_one_replica_has_the_bits_of_one_process(crew: Crew) -> None:
 
 def test_the_last_stage_reduces_while_the_first_has_backwards_to_do(crew: Crew) -> None:
     spans = answers(crew.run(jobs.overlap))[0]
-    ended = {(rank, action): end for rank, action, _, end in spans}
+    times = {(rank, action): (start, end) for rank, action, start, end in spans}
     for replica in (0, 1):
-        assert ended[2 * replica + 1, "1REDUCE"] < ended[2 * replica, "0B0"]
+        assert times[2 * replica + 1, "1REDUCE"][0] < times[2 * replica, "0B0"][1]
 
 
 # BatchNorm.

@@ -17,6 +17,7 @@ import gpipe
 from gpipe.distributed import process_row as process
 from gpipe.distributed import reduce as collectives
 from tests.support.jobs.training import Json
+from tests.support.placements import placed
 from tests.support.plain_loop import weights_of
 from tests.support.processes.marks import FOLDER
 
@@ -84,6 +85,12 @@ def network() -> list[nn.Module]:
     wide.get_parameter("bias").requires_grad_(False)
     last.get_submodule("linear").weight = first.get_parameter("linear.weight")
     return [first, wide, narrow, last]
+
+
+def train_placed(rank: int, world: int, placement: str, ranks: int, rows: Sequence[int]) -> Json:
+    """Likewise, with two stages on each rank."""
+    with placed(placement, 2):
+        return train(rank, world, ranks, rows)
 
 
 def train(rank: int, world: int, stages: int, rows: Sequence[int], bucket: int = collectives.BUCKET) -> Json:
