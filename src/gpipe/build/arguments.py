@@ -10,8 +10,9 @@ from torch import nn
 
 from gpipe.build.mistakes import Mistakes
 from gpipe.comm.mesh import Position
-from gpipe.layers.build import Layers, Outline, find_scripted
-from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes
+from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes, find_scripted
+from gpipe.layers.outline import Outline
+from gpipe.layers.sequence import Layers
 from gpipe.layers.skips import find_pops
 from gpipe.layers.tied import Tied, find_ties
 from gpipe.plan.lower import REMATS, Remat

@@ -24,8 +24,9 @@ from gpipe.build.mistakes import Mistakes
 from gpipe.comm.mesh import Position
 from gpipe.costs.counts import count_flops, count_parameters
 from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
-from gpipe.layers.build import Outline, named_layers
 from gpipe.layers.invalid_layers import find_without_values
+from gpipe.layers.outline import Outline
+from gpipe.layers.sequence import build_layers
 from gpipe.layers.tied import Tied, tie
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Partition, given, partition
@@ -75,7 +76,7 @@ def settle(asked: Arguments, position: Position | None = None, sketch: Outline |
     """
     mistakes = Mistakes()
     seed = read_seed(asked.seed, mistakes)
-    named, wrong = named_layers(asked.layers, seed) if sketch is None else (sketch.layers, sketch.mistakes)
+    named, wrong = build_layers(asked.layers, seed) if sketch is None else (sketch.layers, sketch.mistakes)
     known = 0 if wrong else len(named)
     check_measurable(asked, sketch, mistakes)
     tied = check_layers(named, wrong, asked.ties, mistakes)
