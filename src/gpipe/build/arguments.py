@@ -202,10 +202,10 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
     return device
 
 
-def check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistakes) -> None:
+def check_measurable(asked: Arguments, outline: Outline | None, mistakes: Mistakes) -> None:
     """Notes costs that would be measured where no process has all layers."""
     mistakes.check(
-        sketch is None or not sketch.makers or not (asked.in_seconds or callable(asked.costs)),
+        outline is None or not outline.makers or not (asked.in_seconds or callable(asked.costs)),
         "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
     )
 

@@ -62,11 +62,11 @@ def outline(layers: object, seed: int) -> Outline:
             if isinstance(layer, nn.Module):  # stays as it is, also where a callable puts it into another
                 known.update({part: part for part in (*layer.modules(), *_state(layer).values())})
 
-    def sketch(maker: Maker, index: int) -> object:
+    def without_values(maker: Maker, index: int) -> object:
         makers[index] = maker
-        return _without_values(_sketch(maker, seed, index), known)
+        return _without_values(_build_on_meta(maker, seed, index), known)
 
-    named, mistakes = name_layers(layers, sketch)
+    named, mistakes = name_layers(layers, without_values)
     return Outline(named, makers, seed, mistakes)
 
 
@@ -113,7 +113,7 @@ def release(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
             part._flat_weights = [getattr(part, weight, None) for weight in part._flat_weights_names]
 
 
-def _sketch(maker: Maker, seed: int, index: int) -> object:
+def _build_on_meta(maker: Maker, seed: int, index: int) -> object:
     """Builds a layer on the meta device, or for real if it asks for values there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever builds the layer for real is warned
@@ -155,13 +155,13 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _find_differences(index: int, sketch: nn.Module, layer: object) -> Iterator[str]:
-    """What is wrong with a layer built for real, beside its sketch."""
-    first, later = _shapes(sketch), _shapes(layer) if isinstance(layer, nn.Module) else {}
-    same = type(layer).__name__ == type(sketch).__name__  # some are of classes made for them alone
+def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[str]:
+    """What is wrong with a layer built for real, beside the one built without values."""
+    first, later = _shapes(empty), _shapes(layer) if isinstance(layer, nn.Module) else {}
+    same = type(layer).__name__ == type(empty).__name__  # some are of classes made for them alone
     if not same or first != later:
         yield (
-            f"layer {index}: its callable built {_named_apart(sketch, first, later)} first and "
+            f"layer {index}: its callable built {_named_apart(empty, first, later)} first and "
             f"{_named_apart(layer, later, first)} later; it is called in every process, so let every call build the "
             f"same layer"
         )
