@@ -8,7 +8,12 @@ import torch
 
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
-    """Lets an operation use so many CPU threads inside."""
+    """Lets an operation use so many CPU threads inside.
+
+    >>> with intra_op_threads(1):
+    ...     torch.get_num_threads()
+    1
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -25,7 +25,7 @@ from gpipe.errors import entrance
 from gpipe.findings.before_training import examine_settings
 from gpipe.findings.examination import Before, Examination
 from gpipe.findings.summary import summary
-from gpipe.layers.build import Layers
+from gpipe.layers.sequence import Layers
 from gpipe.module import Partitioned
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program

@@ -10,8 +10,9 @@ from torch import nn
 
 from gpipe.build.mistakes import Mistakes
 from gpipe.comm.mesh import Position
-from gpipe.layers.build import Layers, Outline, find_scripted
-from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes
+from gpipe.layers.invalid_layers import find_invalid_layers, find_pipes, find_scripted
+from gpipe.layers.outline import Outline
+from gpipe.layers.sequence import Layers
 from gpipe.layers.skips import find_pops
 from gpipe.layers.tied import Tied, find_ties
 from gpipe.plan.lower import REMATS, Remat
@@ -201,10 +202,10 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
     return device
 
 
-def check_measurable(asked: Arguments, sketch: Outline | None, mistakes: Mistakes) -> None:
+def check_measurable(asked: Arguments, outline: Outline | None, mistakes: Mistakes) -> None:
     """Notes costs that would be measured where no process has all layers."""
     mistakes.check(
-        sketch is None or not sketch.makers or not (asked.in_seconds or callable(asked.costs)),
+        outline is None or not outline.makers or not (asked.in_seconds or callable(asked.costs)),
         "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
     )
 

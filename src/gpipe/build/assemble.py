@@ -20,7 +20,8 @@ from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.session import Session
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.layers.buffers import Slot
-from gpipe.layers.build import Outline, cut_into_stages, outline, realize, release
+from gpipe.layers.outline import Outline, outline, realize, release
+from gpipe.layers.sequence import cut_into_stages
 from gpipe.layers.tied import find_ties, tie
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.runtime.engine import Engine

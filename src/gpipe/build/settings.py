@@ -24,8 +24,9 @@ from gpipe.build.mistakes import Mistakes
 from gpipe.comm.mesh import Position
 from gpipe.costs.counts import count_flops, count_parameters
 from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
-from gpipe.layers.build import Outline, named_layers
 from gpipe.layers.invalid_layers import find_without_values
+from gpipe.layers.outline import Outline
+from gpipe.layers.sequence import build_layers
 from gpipe.layers.tied import Tied, tie
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Partition, given, partition
@@ -65,19 +66,19 @@ class Settings:
         return self.partition.chain.costs
 
 
-def settle(asked: Arguments, position: Position | None = None, sketch: Outline | None = None) -> Settings:
+def settle(asked: Arguments, position: Position | None = None, outline: Outline | None = None) -> Settings:
     """Checks all arguments and fills in the defaults.
 
-    With the sketch of one of several processes, layers that are given as callables stay on the meta device.
+    With the outline of one of several processes, layers that are given as callables stay on the meta device.
 
     Raises:
         ValueError: Lists every mistake, each with what to do.
     """
     mistakes = Mistakes()
     seed = read_seed(asked.seed, mistakes)
-    named, wrong = named_layers(asked.layers, seed) if sketch is None else (sketch.layers, sketch.mistakes)
+    named, wrong = build_layers(asked.layers, seed) if outline is None else (outline.layers, outline.mistakes)
     known = 0 if wrong else len(named)
-    check_measurable(asked, sketch, mistakes)
+    check_measurable(asked, outline, mistakes)
     tied = check_layers(named, wrong, asked.ties, mistakes)
     check_numbers_and_names(asked, mistakes)
     check_costs(asked.costs, asked.sample, known, mistakes)
@@ -85,7 +86,7 @@ def settle(asked: Arguments, position: Position | None = None, sketch: Outline |
     placement = read_placement(asked.partitions, schedule_of(asked.schedule), known, mistakes)
     remats = read_remat(asked.remat, len(placement), mistakes)
     devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
-    makers = {} if sketch is None else sketch.makers
+    makers = {} if outline is None else outline.makers
     if all(device.type != "meta" for device in devices):
         modules = {name: layer for at, (name, layer) in enumerate(named.items()) if at not in makers}
         mistakes.found += find_without_values(modules)

@@ -157,3 +157,14 @@ def find_without_values(named: Mapping[str, nn.Module]) -> Iterator[str]:
                 f"device, as layers of other stages once a pipe over processes is built; build the layers anew, or "
                 f"give callables that build them"
             )
+
+
+def find_scripted(named: dict[str, nn.Module]) -> list[str]:
+    """The layers that TorchScript has made its own: their parameters and buffers cannot be lent."""
+    return [
+        f"layer {name} holds a {type(module).__name__}, whose state cannot be looked after; give the plain module, "
+        f"perhaps compiled by torch.compile"
+        for name, layer in named.items()
+        for module in layer.modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ]

@@ -20,7 +20,7 @@ from gpipe.models.cells import (
     D_NORMAL,
     D_REDUCTION,
     Cell,
-    Recipe,
+    Genotype,
     State,
     conv,
     norm,
@@ -65,8 +65,8 @@ def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
     )
 
 
-def _blueprint(normal: Recipe, reduction: Recipe, layers: int, filters: int) -> Iterator[tuple[Recipe, int]]:
-    """Yields the recipe and the filters of each cell."""
+def _blueprint(normal: Genotype, reduction: Genotype, layers: int, filters: int) -> Iterator[tuple[Genotype, int]]:
+    """Yields the genotype and the filters of each cell."""
     yield reduction, filters // 4
     yield reduction, filters // 2
     for i in range(layers):
@@ -77,7 +77,7 @@ def _blueprint(normal: Recipe, reduction: Recipe, layers: int, filters: int) -> 
 
 
 def _amoebanet(
-    recipes: tuple[Recipe, Recipe],
+    genotypes: tuple[Genotype, Genotype],
     layers: int,
     filters: int,
     classes: int,
@@ -90,16 +90,16 @@ def _amoebanet(
             "AmoebaNet needs at least 3 layers (a normal cell for each stack) and 16 filters (4 in the first "
             f"reduction): got layers={layers}, filters={filters}"
         )
-    _, reduction = recipes
+    _, reduction = genotypes
     stem = nn.Sequential(conv(3, _STEM_CHANNELS, (3, 3), (2, 2), pad=False), norm(_STEM_CHANNELS))
     network: list[nn.Module] = [stem]
     inputs, larger = _STEM_CHANNELS, False
     skip: int | None = None
-    for recipe, width in _blueprint(*recipes, layers, filters):
-        reduces = recipe is reduction
-        cell = Cell(recipe, inputs, skip, width, stride=2 if reduces else 1, larger=larger)
+    for genotype, width in _blueprint(*genotypes, layers, filters):
+        reduces = genotype is reduction
+        cell = Cell(genotype, inputs, skip, width, stride=2 if reduces else 1, larger=larger)
         network.append(cell)
-        inputs, skip, larger = width * len(recipe.outputs), inputs, reduces
+        inputs, skip, larger = width * len(genotype.outputs), inputs, reduces
         if aux_size is not None and len(network) == 2 * layers // 3 + 4:  # the last cell of the second stack
             cell.auxiliary = _auxiliary_head(inputs, classes, aux_size)
     return [*network, Head(inputs, classes, dropout)]

@@ -17,8 +17,8 @@ State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """A cell as found by evolution: which operation reads which state, in pairs that are added.
+class Genotype:
+    """A cell as evolution found it: which operation reads which state, in pairs that are added.
 
     State 0 is the projected output of the previous cell, state 1 the adapted output of the one before it;
     each pair adds one state. The output is the concatenation of the states in `outputs`.
@@ -28,7 +28,7 @@ class Recipe:
     outputs: tuple[int, ...]
 
 
-D_NORMAL = Recipe(
+D_NORMAL = Genotype(
     pairs=(
         (("conv1x1", 1), ("max3x3", 1)),
         (("none", 1), ("conv1x7_7x1", 0)),
@@ -38,7 +38,7 @@ D_NORMAL = Recipe(
     ),
     outputs=(0, 3, 4, 6),
 )
-D_REDUCTION = Recipe(
+D_REDUCTION = Genotype(
     pairs=(
         (("max2x2", 0), ("max3x3", 0)),
         (("none", 2), ("conv3x3", 1)),
@@ -48,7 +48,7 @@ D_REDUCTION = Recipe(
     ),
     outputs=(4, 5, 6),
 )
-B_NORMAL = Recipe(
+B_NORMAL = Genotype(
     pairs=(
         (("conv1x1", 1), ("max3x3", 1)),
         (("none", 1), ("separable3x3", 0)),
@@ -58,7 +58,7 @@ B_NORMAL = Recipe(
     ),
     outputs=(0, 3, 4, 6),
 )
-B_REDUCTION = Recipe(
+B_REDUCTION = Genotype(
     pairs=(
         (("max2x2", 0), ("max3x3", 0)),
         (("none", 2), ("conv3x3", 1)),
@@ -206,7 +206,7 @@ class Cell(nn.Module):
 
     def __init__(
         self,
-        recipe: Recipe,
+        genotype: Genotype,
         inputs: int,
         skip: int | None,
         filters: int,
@@ -215,12 +215,12 @@ class Cell(nn.Module):
         larger: bool = False,
     ) -> None:
         super().__init__()
-        self.recipe = recipe
+        self.genotype = genotype
         self.auxiliary: nn.Module | None = None
         self.project = relu_conv_norm(inputs, filters)
         self.adapt = nn.Identity() if skip is None else _adapt(skip, filters, larger)
         self.operations = nn.ModuleList()
-        for name, source in (term for pair in recipe.pairs for term in pair):
+        for name, source in (term for pair in genotype.pairs for term in pair):
             channels = inputs if source == 1 and skip is None else filters
             self.operations.append(OPERATIONS[name](channels, filters, stride if source < 2 else 1))
 
@@ -229,9 +229,9 @@ class Cell(nn.Module):
         x, skip, *rest = (state, state) if isinstance(state, Tensor) else state
         states = [self.project(x), self.adapt(skip)]
         operations = iter(self.operations)
-        for (_, left), (_, right) in self.recipe.pairs:
+        for (_, left), (_, right) in self.genotype.pairs:
             states.append(next(operations)(states[left]) + next(operations)(states[right]))
-        output = torch.cat([states[i] for i in self.recipe.outputs], dim=1)
+        output = torch.cat([states[i] for i in self.genotype.outputs], dim=1)
         if self.auxiliary is not None and self.training:
             rest.append(self.auxiliary(output))
         return (output, x, *rest)

@@ -30,11 +30,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Layers: TypeAlias = tuple[int, ...]
+LayerCounts: TypeAlias = tuple[int, ...]
 """How many each stage takes."""
 
 Reals: TypeAlias = npt.NDArray[np.float64]
-Places: TypeAlias = npt.NDArray[np.intp]
+Indices: TypeAlias = npt.NDArray[np.intp]
 Edges: TypeAlias = tuple[Reals, Reals]
 
 TIE = 1e-12  # note "Ties"
@@ -64,19 +64,19 @@ class Chain:
         return sum(self.costs) / min(self.speeds) + 2 * max(self.transfers, default=0)
 
 
-def least_variance(chain: Chain) -> Layers | None:
+def least_variance(chain: Chain) -> LayerCounts | None:
     """The cuts whose stages' seconds differ least from their mean; None if none fit in memory."""
     return _best(_search(chain))
 
 
-def least_slowest(chain: Chain) -> Layers | None:
+def least_slowest(chain: Chain) -> LayerCounts | None:
     """The cuts whose slowest stage is fastest, of these those of least variance; None if none fit in memory."""
     search = _search(chain)
     slowest = replace(search, mean=None)
     return _best(slowest.below(_least(slowest)[0, 0], mean=search.mean))
 
 
-def least_excess(chain: Chain) -> Layers:
+def least_excess(chain: Chain) -> LayerCounts:
     """The cuts, whether they fit in memory or not, that need the least enlargement of all devices by one factor."""
     search, limits = _search(chain), chain.limits
 
@@ -152,8 +152,8 @@ class _Rows:
     x: Reals
     y: Reals
     rest: Reals
-    first: Places
-    last: Places
+    first: Indices
+    last: Indices
     cap: float
 
     @property
@@ -161,7 +161,7 @@ class _Rows:
         """Whether halving is exact."""
         return all(bool(np.all(edge[1:] >= edge[:-1])) for edge in (self.x, self.y, self.last))
 
-    def amounts(self, rows: Places, columns: Places) -> Reals:
+    def amounts(self, rows: Indices, columns: Indices) -> Reals:
         """What each of these pairs amounts to, infinite if it cannot be."""
         span = self.x[columns] - self.y[rows]
         amounts = self.search.join(span, self.rest[columns])
@@ -184,7 +184,7 @@ class _Rows:
             step //= 2
         return least
 
-    def _least_between(self, rows: Places, low: Places, high: Places) -> tuple[Reals, Places]:
+    def _least_between(self, rows: Indices, low: Indices, high: Indices) -> tuple[Reals, Indices]:
         """The least of each row from column `low` to `high`, and the first column where it is."""
         counts = high - low + 1
         begins = np.cumsum(counts) - counts
@@ -205,7 +205,7 @@ class _Rows:
         return least
 
 
-def _best(search: _Search) -> Layers | None:
+def _best(search: _Search) -> LayerCounts | None:
     least = _least(search)
     return None if least[0, 0] == math.inf else _walk(search, least)
 
@@ -232,7 +232,7 @@ def _table(search: _Search, out_of_order: Callable[[_Rows], Reals]) -> tuple[Rea
     return least, exact
 
 
-def _rows(search: _Search, stage: int, starts: Places, rest: Reals) -> tuple[Places, _Rows]:
+def _rows(search: _Search, stage: int, starts: Indices, rest: Reals) -> tuple[Indices, _Rows]:
     """The rows of those `starts` from which the stage can end somewhere, and which starts these are."""
     ends = np.flatnonzero(rest < math.inf)
     x, y = search.spans(stage)
@@ -247,7 +247,7 @@ def _rows(search: _Search, stage: int, starts: Places, rest: Reals) -> tuple[Pla
     return starts[can], _Rows(search, x, y[can], rest[ends], first[can], last[can], cap)
 
 
-def _walk(search: _Search, least: Reals) -> Layers:
+def _walk(search: _Search, least: Reals) -> LayerCounts:
     """The best answer from its table: each cut as far right as a tie allows."""
     allowed, spent, cuts = search.tied(least[0, 0]), 0.0, [0]
     for stage in range(len(search.limits)):

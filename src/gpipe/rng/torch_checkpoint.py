@@ -38,19 +38,16 @@ COMPILED = (
 )
 
 
-class Generators:
+class Generators(dict[torch.device, torch.Generator]):
     """The generators that a visit or a recompute draws from: one for each device, made when first drawn from."""
 
     def __init__(self, start: Callable[[torch.device], torch.Generator]) -> None:
+        super().__init__()
         self._start = start
-        self._generators: dict[torch.device, torch.Generator] = {}
 
-    def on(self, device: torch.device) -> torch.Generator:
-        """The generator of a device."""
-        found = self._generators.get(device)
-        if found is None:
-            found = self._generators[device] = self._start(device)
-        return found
+    def __missing__(self, device: torch.device) -> torch.Generator:
+        self[device] = generator = self._start(device)
+        return generator
 
 
 class RngStates(NamedTuple):

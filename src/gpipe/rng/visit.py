@@ -55,7 +55,7 @@ class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like t
         """The generator to draw from next on a device."""
         found = find_checkpoints(self.entered_by)
         generators = self._generators if found.recompute is None else found.recompute.generators(sure=False)
-        generator = generators.on(device)
+        generator = generators[device]
         needed = self.grad or torch.is_grad_enabled()  # else no backward follows
         for forward in found.forwards:
             forward.note(device, generator, needed=needed, releases=self.piped)
@@ -92,7 +92,7 @@ class InBackward(Keyed):
         found = find_checkpoints(self.entered_by)
         if found.recompute is None:
             raise RuntimeError(IN_BACKWARD.format(self._maker(_node(self.entered_by)) or "a layer"))
-        generator = found.recompute.generators(sure=True).on(device)
+        generator = found.recompute.generators(sure=True)[device]
         for forward in found.forwards:
             forward.note(device, generator, needed=True, releases=True)
         return generator

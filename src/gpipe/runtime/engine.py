@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from gpipe.layers.shared_buffers import find_shared_buffers, find_shared_norm
 from gpipe.layers.skips import Pop, find_loss_pops
 from gpipe.layers.stage import Stage
+from gpipe.layers.stage_isolation import WeightOwners, find_shared_buffers, find_shared_norm
 from gpipe.layers.tied import Tied, find_shared
 from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.layers.weight_owners import WeightOwners
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers

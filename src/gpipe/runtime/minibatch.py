@@ -9,8 +9,8 @@ from torch import nn
 from gpipe.intra_op import intra_op_threads
 from gpipe.layers.buffers import Slot
 from gpipe.layers.recompute_check import RecomputeError
-from gpipe.layers.shared_buffers import SharedBufferCheck
 from gpipe.layers.stage import Stage
+from gpipe.layers.stage_isolation import SharedBufferCheck
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Kind
 from gpipe.rng.random_ops import CPU, unseeded

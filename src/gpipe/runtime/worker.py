@@ -14,7 +14,7 @@ from gpipe.layers.inplace import SHARED_IN_PLACE
 from gpipe.layers.losses import clone_of_leaf_view, read_loss, with_own_version
 from gpipe.layers.recompute_check import Fingerprint, recompute_error
 from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
-from gpipe.layers.weight_owners import HOOKED, WeightOwners, tensors_left_on
+from gpipe.layers.stage_isolation import HOOKED, WeightOwners, tensors_left_on
 from gpipe.plan.action import Action, Kind
 from gpipe.rng.visit import InBackward, PipeVisit
 from gpipe.runtime.others import Others

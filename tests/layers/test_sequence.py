@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from gpipe.costs.counts import count_flops
-from gpipe.layers.build import Outline, cut_into_stages, find_scripted, named_layers, outline, realize
+from gpipe.layers.invalid_layers import find_scripted
+from gpipe.layers.outline import Outline, outline, realize
+from gpipe.layers.sequence import build_layers, cut_into_stages
 from gpipe.layers.skips import find_pops
 from gpipe.layers.tied import find_shared, find_ties
 from tests.support.odd_layers import Pop, Stash
@@ -152,7 +154,7 @@ def realized(found: Outline, own: Collection[int]) -> dict[str, nn.Module]:
 def test_own_layers_are_those_of_a_model_built_whole_and_the_others_have_no_values(
     zoo: list[Made], seed: int, data: st.DataObject
 ) -> None:
-    whole, _ = named_layers(zoo, seed)
+    whole, _ = build_layers(zoo, seed)
     torch.rand(()), random.random(), np.random.rand()  # each process may stand elsewhere
     before = generators()
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(zoo))] * 2)))
@@ -173,7 +175,7 @@ def test_own_layers_are_those_of_a_model_built_whole_and_the_others_have_no_valu
 @LAW
 @given(zoos, seeds)
 def test_an_outline_knows_all_but_values(zoo: list[Made], seed: int) -> None:
-    whole, _ = named_layers(zoo, seed)
+    whole, _ = build_layers(zoo, seed)
     for name, layer in outlined(zoo, seed).layers.items():
         assert str(layer) == str(whole[name])
         known, real = held(layer), held(whole[name])
@@ -212,7 +214,7 @@ def test_a_default_device_around_it_changes_no_outline(ambient: str) -> None:
         found = outlined([Rotary, lambda: nn.Linear(W, W)])
         assert torch.empty(0).device.type == ambient
     assert all(tensor.is_meta for layer in found.layers.values() for tensor in held(layer).values())
-    assert_same_layer(realized(found, [0])["0"], named_layers([Rotary], 0)[0]["0"])
+    assert_same_layer(realized(found, [0])["0"], build_layers([Rotary], 0)[0]["0"])
 
 
 def test_routes_costs_and_shared_weights_are_found_in_the_outline() -> None:
@@ -224,7 +226,7 @@ def test_routes_costs_and_shared_weights_are_found_in_the_outline() -> None:
         return layer
 
     zoo: list[Made] = [tied, lambda: Stash("e0", W), lambda: embedding, Reads, tied, lambda: Pop({"e0": W}, W)]
-    found, (whole, _) = outlined(zoo).layers, named_layers(zoo, 0)
+    found, (whole, _) = outlined(zoo).layers, build_layers(zoo, 0)
     assert find_pops(list(found.values())) == find_pops(list(whole.values()))
     assert [list(s.slots) for s in find_shared(list(found.values()))] == [[0, 2, 4]]
     ties = [("0.weight", "3.linear.weight"), ("3.linear.bias", "nowhere")]
@@ -251,7 +253,7 @@ def test_operations_are_counted_on_the_outline() -> None:
     ]
     sample = torch.ones(3, W)
     counted = count_flops(list(outlined(zoo).layers.values()), sample)
-    assert counted == count_flops(list(named_layers(zoo, 0)[0].values()), sample)
+    assert counted == count_flops(list(build_layers(zoo, 0)[0].values()), sample)
     assert counted[0] == 2 * 2 * 3 * W * 9
 
 
@@ -283,13 +285,13 @@ def test_a_sequential_is_its_own_outline() -> None:
 
 def test_layers_may_come_from_a_generator() -> None:
     found = outlined(maker for maker in (nn.Tanh, Rotary))
-    assert_same_layer(realized(found, [1])["1"], named_layers([nn.Tanh, Rotary], 0)[0]["1"])
+    assert_same_layer(realized(found, [1])["1"], build_layers([nn.Tanh, Rotary], 0)[0]["1"])
 
 
 @pytest.mark.parametrize("wrong", ["relu", 3, lambda: 3, None])
 def test_what_builds_no_layer_is_refused_as_it_is_where_all_are_built(wrong: object) -> None:
-    assert outline([nn.Tanh, wrong], 0).mistakes == named_layers([nn.Tanh, wrong], 0)[1] != []
-    assert outline(wrong, 0).mistakes == named_layers(wrong, 0)[1] != []
+    assert outline([nn.Tanh, wrong], 0).mistakes == build_layers([nn.Tanh, wrong], 0)[1] != []
+    assert outline(wrong, 0).mistakes == build_layers(wrong, 0)[1] != []
 
 
 def test_an_error_in_a_callable_is_raised_once_and_names_its_layer() -> None:
@@ -354,7 +356,7 @@ def test_weights_that_callables_share_are_shared_where_all_are_built() -> None:
 
     layers = realized(outlined([embed, tied]), range(2))
     assert layers["0"].weight is layers["1"].weight
-    whole, _ = named_layers([embed, tied], 0)
+    whole, _ = build_layers([embed, tied], 0)
     for name, layer in layers.items():
         assert_same_layer(layer, whole[name])
 
@@ -412,5 +414,5 @@ def test_an_outline_leaves_a_cuda_generator_alone_that_is_not_there_yet(monkeypa
 
 def test_building_for_real_leaves_all_generators_where_they_were() -> None:
     before = generators()
-    named_layers([Attribute, Reads], 0)
+    build_layers([Attribute, Reads], 0)
     assert generators() == before
