@@ -48,6 +48,8 @@ class Link:
     Nothing here waits: `poll` what `fileno` gives, for reading before `head`, for writing while `flush` is False.
     """
 
+    is_local = True
+
     def __init__(self, stream: socket.socket, news: socket.socket) -> None:
         stream.setblocking(False)
         self._stream = stream

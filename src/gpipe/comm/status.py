@@ -12,7 +12,6 @@ from typing import NamedTuple
 from gpipe.comm.frames import check_memory, make_memory
 from gpipe.comm.limits import too_many_files
 from gpipe.comm.local import Link
-from gpipe.comm.tcp import RemoteLink
 from gpipe.comm.untrusted import Damaged
 from gpipe.errors import heard
 
@@ -55,7 +54,7 @@ class Status:
             OSError: This process may open no more files.
             RemoteError: One of them is gone, or shows nothing in time.
         """
-        local = {peer: link.news.connection for peer, link in links.items() if not isinstance(link, RemoteLink)}
+        local = {peer: link.news.connection for peer, link in links.items() if link.is_local}
         if self._handle is None:
             shown()
             return {}

@@ -21,6 +21,8 @@ LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end 
 class RemoteLink(Link):
     """The connection to a process of another host: threads read and write while the rank computes."""
 
+    is_local = False
+
     def __init__(self, stream: socket.socket, news: socket.socket) -> None:
         super().__init__(stream, news)
         stream.setblocking(True)

@@ -23,6 +23,9 @@ def end_with_launcher() -> None:
 
     It gets SIGTERM, so that a run which catches that may save, and then SIGKILL. A thread looks who the launcher is:
     the kernel would tell too, but on Linux alone, and already when the thread ends that started this process.
+
+    Nobody has to ask for it: who was told of a killed torchrun and starts again would have two runs write into one
+    folder and share each GPU, and by then it is too late to ask. Where there is no torchrun, nothing is watched.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and all(thread.name != NAME for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[find_launcher()], name=NAME, daemon=True).start()

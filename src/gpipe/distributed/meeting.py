@@ -47,10 +47,10 @@ class Meeting(Protocol):
 
 def meet(device: torch.device) -> Meeting:
     """Opens a meeting; all processes of the world do, as often."""
-    return Voices() if "cpu:gloo" in str(dist.get_backend_config()) else Choir(device)
+    return GlooMeeting() if "cpu:gloo" in str(dist.get_backend_config()) else CollectiveMeeting(device)
 
 
-class Voices:
+class GlooMeeting:
     """A meeting through gloo, in which each process is heard by itself.
 
     A thread that waits in gloo while the interpreter ends would take the process down with it, should the other end
@@ -64,16 +64,16 @@ class Voices:
         self._group = group
         self._tag = FIRST_TAG + next(_meetings.setdefault(group, count())) % 2**20
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._ears = {
+        self._listeners = {
             peer: threading.Thread(target=self._listen, args=[peer], name=f"gpipe hears {peer}", daemon=True)
             for peer in range(dist.get_world_size())
             if peer != own
         }
-        self._mouths: list[threading.Thread] = []
+        self._senders: list[threading.Thread] = []
         self._has_said_all = False
         atexit.register(self._hang_up)
-        for ear in self._ears.values():
-            ear.start()
+        for listener in self._listeners.values():
+            listener.start()
 
     def tell(self, record: bytes, *, last: bool) -> None:
         """Tells all others, and waits for nobody; who has said its last is listened to no more."""
@@ -82,7 +82,7 @@ class Voices:
         self._has_said_all = last
         head = torch.tensor([len(record), not last], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        for peer in self._ears:
+        for peer in self._listeners:
             with suppress(RuntimeError):  # it is gone, and the thread that hears it says so
                 for sent in (head, body):
                     self._under_way.append((self._group.send([sent], peer, self._tag), sent))
@@ -95,11 +95,11 @@ class Voices:
     def part(self, seconds: float) -> None:
         """Waits until all have told and been told all; threads go on with it, for those who come late."""
         until = time.monotonic() + seconds
-        self._mouths.append(threading.Thread(target=self._await, name="gpipe is heard", daemon=True))
-        self._mouths[-1].start()
-        for thread in (*self._mouths, *self._ears.values()):
+        self._senders.append(threading.Thread(target=self._await, name="gpipe is heard", daemon=True))
+        self._senders[-1].start()
+        for thread in (*self._senders, *self._listeners.values()):
             thread.join(max(0.0, until - time.monotonic()))
-        if not any(thread.is_alive() for thread in (*self._mouths, *self._ears.values())):
+        if not any(thread.is_alive() for thread in (*self._senders, *self._listeners.values())):
             atexit.unregister(self._hang_up)
 
     def _listen(self, peer: int) -> None:
@@ -125,16 +125,16 @@ class Voices:
 
     def _hang_up(self) -> None:
         """Has gloo end the connections on which threads still wait, as it does after a timeout."""
-        unheard = any(mouth.is_alive() for mouth in self._mouths)
-        for peer, ear in self._ears.items():
-            if unheard or ear.is_alive():
+        unheard = any(sender.is_alive() for sender in self._senders)
+        for peer, listener in self._listeners.items():
+            if unheard or listener.is_alive():
                 with suppress(RuntimeError):
                     self._group.recv([torch.empty(1)], peer, self._tag).wait(timedelta(milliseconds=1))
-        for thread in (*self._mouths, *self._ears.values()):
+        for thread in (*self._senders, *self._listeners.values()):
             thread.join(UNTIL_TOLD)
 
 
-class Choir:
+class CollectiveMeeting:
     """A meeting in which all can only speak at once: the world has no gloo."""
 
     def __init__(self, device: torch.device) -> None:
