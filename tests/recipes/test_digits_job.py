@@ -38,6 +38,7 @@ def losses(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("epoch")]
 
 
+@pytest.mark.slow
 def test_every_number_of_partitions_prints_the_same_losses(few: Digits, tmp_path: Path) -> None:
     options = replace(OPTIONS, epochs=2)
     texts = [train(replace(options, partitions=k, out=tmp_path / str(k)), few)[1] for k in (1, 2, 3)]
@@ -71,6 +72,7 @@ def test_a_log_has_no_control_characters_and_a_terminal_shows_the_time_left(few:
     assert "left" in terminal
 
 
+@pytest.mark.slow
 def test_the_seed_decides_and_torchs_own_randomness_does_not(few: Digits, tmp_path: Path) -> None:
     texts = []
     for seed, ambient in ((0, 1), (0, 2), (1, 1)):

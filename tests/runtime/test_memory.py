@@ -131,6 +131,7 @@ def settled(grown: tuple[int, float]) -> bool:
     return objects < 20 and size < KEPT / 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the size of the process from /proc")
 @pytest.mark.parametrize(("remat", "driver"), [("always", "threads"), ("never", "lockstep")])
 @pytest.mark.parametrize("way", WAYS)

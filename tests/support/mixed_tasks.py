@@ -15,12 +15,13 @@ import gpipe
 from gpipe.values.microbatch import Reduction
 from tests.support import plain_loop as laws
 from tests.support.addresses import by_address, factor_of, twins
-from tests.support.mixed_models import Model, generate
 from tests.support.outcomes import Outcome, differences, train_twice
 from tests.support.plain_loop import Tree
+from tests.support.random_models import End, Knobs, Model, generate
 from tests.support.shared_weights import lent
 
 ROWS = 16  # at most, in a mini-batch
+MIXED = Knobs((3, 9), reshapes=False, norms=True, shares=True)
 
 
 class Keys(TypedDict):
@@ -83,7 +84,7 @@ def root_of_rows(target: Tree) -> float:
 
 def generate_task(draw: Random) -> Task:
     """A model and what to do with it."""
-    model = generate(draw)
+    model = generate(draw, MIXED, End(draw.choice([2, 3, 4, 5, 7, 8, 13, 33])))
     micro_batches = draw.randint(1, 5)
     least = 2 * micro_batches if model.norms else 1
     way = draw.choice(["step", "call"])

@@ -1,20 +1,18 @@
 """Law 1: random models of plain layers, cut and run in any way."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils import _pytree as pytree
 
 import gpipe
 from gpipe.values.microbatch import Reduction
-from tests.support.addresses import AddressedBuffer, Behind, ByAddress, Third, by_address, factor_of, misplaced, twins
-from tests.support.odd_layers import Drift, EverySecond, Fork, Join, Noise, OnFirst, Pop, Stash, Turned, Unused
+from tests.support.addresses import by_address, factor_of, twins
 from tests.support.plain_loop import (
     REMATS,
     Tree,
@@ -25,115 +23,7 @@ from tests.support.plain_loop import (
     train_plainly,
     weights_of,
 )
-
-PLAIN = ("linear", "linear", "relu", "tanh", "gelu", "sigmoid", "layer_norm", "identity", "drift", "unused", "frozen")
-RANDOM = ("dropout", "dropout_in_place", "alpha_dropout", "rrelu", "noise")
-SHAPES = ("turned", "every_second", "spectral", "relu_in_place", "relu_in_place")
-ADDRESSES = ("by_address", "by_address", "third", "behind", "addressed_buffer", "misplaced")
-FORKS = ("skip", "same", "chunks", "turned", "keyed")
-
-
-@dataclass
-class End:
-    """The end of a model as it grows: what the next layer is given."""
-
-    width: int
-    side: int | None = None  # width of the second value, if there are several
-    spare: bool = True  # whether no backward needs it, so that the next layer may work in place
-    trains: bool = False  # whether there is something to train so far
-    stashed: dict[str, int] = field(default_factory=dict)  # the width of what was kept under each name
-    popped: set[str] = field(default_factory=set)
-
-
-def grow(draw: Random, end: End, *, batch_norm: bool) -> nn.Module:
-    """One more layer; `end` is moved behind it."""
-    if end.side is not None:
-        if draw.random() < 0.4:
-            return grow_join(draw, end)
-        return OnFirst(grow_plain(draw, end, batch_norm=batch_norm))
-    dice = draw.random()
-    if dice < 0.15:
-        return grow_fork(draw, end)
-    if dice < 0.25:
-        name = f"e{len(end.stashed)}"
-        end.stashed[name] = end.width
-        end.spare, end.trains = True, True
-        return Stash(name, end.width)
-    if end.stashed and dice < 0.5:
-        return grow_pop(end, draw.sample(sorted(end.stashed), draw.randint(1, len(end.stashed))))
-    return grow_plain(draw, end, batch_norm=batch_norm)
-
-
-def grow_fork(draw: Random, end: End) -> nn.Module:
-    kind = draw.choice([kind for kind in FORKS if end.width > 1 or kind != "chunks"])
-    fork = Fork(kind, end.width)
-    end.side = {"chunks": end.width // 2, "turned": (end.width + 1) // 2}.get(kind, end.width)
-    end.width -= end.side if kind == "chunks" else 0
-    end.spare, end.trains = kind in ("skip", "same", "keyed"), True
-    return fork
-
-
-def grow_join(draw: Random, end: End) -> nn.Module:
-    assert end.side is not None
-    join = Join(end.width, end.side, out := draw.randint(1, 9))
-    end.width, end.side, end.spare, end.trains = out, None, True, True
-    return join
-
-
-def grow_pop(end: End, names: Sequence[str]) -> nn.Module:
-    end.popped |= set(names)
-    end.spare, end.trains = True, True
-    return Pop({name: end.stashed[name] for name in names}, end.width)
-
-
-def grow_plain(draw: Random, end: End, *, batch_norm: bool) -> nn.Module:
-    kinds = [*PLAIN, *RANDOM, *SHAPES, *ADDRESSES, *(["batch_norm"] * 3 if batch_norm else [])]
-    kind = draw.choice([k for k in kinds if end.spare or not k.endswith("in_place")])
-    width, spare = end.width, end.spare
-    end.spare = kind not in ("relu", "relu_in_place", "tanh", "sigmoid", "turned", "every_second", "rrelu")
-    match kind:
-        case "linear" | "frozen" | "spectral":
-            end.width = draw.choice([1, 2, 3, 5, 7, 8, 9, 33])
-            end.trains = end.trains or kind != "frozen"
-            linear = nn.Linear(width, end.width, bias=draw.random() < 0.8)
-            return spectral_norm(linear) if kind == "spectral" else linear.requires_grad_(kind == "linear")
-        case "layer_norm":
-            return nn.LayerNorm(width)
-        case "batch_norm":
-            return nn.BatchNorm1d(width, momentum=draw.choice([0.1, None]))
-        case "every_second":
-            end.width = (width + 1) // 2
-            return EverySecond()
-        case "drift":
-            return Drift(width, in_place=draw.random() < 0.5)
-        case "third" | "behind" | "misplaced":
-            end.trains = True
-        case "dropout" | "alpha_dropout" | "identity" | "unused" | "dropout_in_place":
-            end.spare = spare  # it may be the very tensor that it is given
-    simple: dict[str, Callable[[], nn.Module]] = {
-        "relu": nn.ReLU, "relu_in_place": lambda: nn.ReLU(inplace=True), "tanh": nn.Tanh, "gelu": nn.GELU,
-        "sigmoid": nn.Sigmoid, "identity": nn.Identity, "unused": Unused, "turned": Turned, "noise": Noise,
-        "dropout": lambda: nn.Dropout(0.4), "dropout_in_place": lambda: nn.Dropout(0.4, inplace=True),
-        "alpha_dropout": lambda: nn.AlphaDropout(0.4), "rrelu": nn.RReLU, "by_address": ByAddress,
-        "third": lambda: Third(width), "behind": lambda: Behind(width),
-        "addressed_buffer": lambda: AddressedBuffer(width), "misplaced": lambda: misplaced(nn.Linear(width, width)),
-    }  # fmt: skip
-    return simple[kind]()
-
-
-def random_model(draw: Random, end: End, *, batch_norm: bool) -> list[nn.Module]:
-    """Up to seven layers and what it takes to end them well."""
-    with weights_of(draw.randrange(2**31)):
-        layers = [grow(draw, end, batch_norm=batch_norm) for _ in range(draw.randint(1, 7))]
-        waiting = sorted(set(end.stashed) - end.popped)
-        if end.side is not None and (waiting or draw.random() < 0.5):
-            layers.append(grow_join(draw, end))
-        if waiting:
-            layers.append(grow_pop(end, waiting))
-        if not end.trains:
-            last = nn.Linear(end.width, 3)
-            layers.append(last if end.side is None else OnFirst(last))
-    return layers
+from tests.support.random_models import End, Knobs, generate
 
 
 @dataclass(frozen=True)
@@ -209,8 +99,8 @@ def random_case(draw: Random) -> Case:
     end = End(width, side=width if given == "keyed" else None, spare=given != "wanting")
     with weights_of(width):
         first = [nn.Embedding(11, width)] if given == "numbers" else []
-    end.trains = bool(first)
-    layers = [*first, *random_model(draw, end, batch_norm=all(n // min(micro_batches, n) > 1 for n in rows))]
+    norms = all(n // min(micro_batches, n) > 1 for n in rows)
+    layers = [*first, *generate(draw, Knobs((1, 8), reshapes=True, norms=norms, shares=False), end).layers]
     stages = draw.randint(1, min(4, len(layers)))
     cuts = [0, *sorted(draw.sample(range(1, len(layers)), stages - 1)), len(layers)]
     return Case(

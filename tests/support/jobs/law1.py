@@ -27,7 +27,7 @@ def task_of(seed: int) -> Task:
 
 
 def mixed(rank: int, world: int, seeds: list[int]) -> list[Digests | None]:
-    """Models of `tests.support.mixed_models` cut into as many partitions as there are ranks, if they can be."""
+    """Models of `tests.support.mixed_tasks` cut into as many partitions as there are ranks, if they can be."""
     return [run_task(task_of(seed), Random(f"{seed} {world}"), rank, world) for seed in seeds]
 
 

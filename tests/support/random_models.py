@@ -14,6 +14,7 @@ from tests.support.odd_layers import (
     Block,
     Draws,
     Drift,
+    EverySecond,
     Experts,
     Fork,
     Images,
@@ -84,10 +85,49 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "batch norm, frozen": lambda w: nn.BatchNorm1d(w).requires_grad_(False),
     "batch norm, no statistics": lambda w: nn.BatchNorm1d(w, track_running_stats=False),
 }
-FORKS = ("skip", "same", "keyed", "turned")
-SPOILED = {"relu", "tanh", "turned", "in place", "rrelu", "noise", "draws"}  # a backward needs what these give
+SAME, OTHER = ("skip", "same", "keyed", "turned"), ("skip", "same", "keyed", "turned", "chunks")  # ways to fork
+ADDRESSES = ("by address", "by address", "by address in place", "third", "behind", "buffer by address", "misplaced")
+SPOILED = {"relu", "tanh", "sigmoid", "turned", "every second", "in place", "rrelu", "noise", "draws"}
+"""A backward needs what these give."""
 KEEPING = {"identity", "unused", "dropout", "dropout in place"}  # may give the very tensor that they are given
 UNSURE = {"layer drop", "unused"}  # some micro-batch may train nothing in them
+WIDTHS = (1, 2, 3, 5, 7, 8, 9, 33)
+
+
+def linear_to(draw: Random, width: int, out: int) -> nn.Module:
+    return nn.Linear(width, out, bias=draw.random() < 0.8)
+
+
+RESHAPING: dict[str, Callable[[Random, int, int], nn.Module]] = {
+    "linear to another width": linear_to,
+    "frozen to another width": lambda draw, w, out: linear_to(draw, w, out).requires_grad_(False),
+    "spectral norm to another width": lambda draw, w, out: spectral_norm(nn.Linear(w, out)),
+    "every second": lambda draw, w, out: EverySecond(),
+    "sigmoid": lambda draw, w, out: nn.Sigmoid(),
+}
+"""Layers for models whose width changes: from a width to another, but for the last two."""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What a model may be like.
+
+    Attributes:
+        layers: How many it has, at least and at most, before its ends are brought together.
+        reshapes: Whether layers may change the width, and the model may end with several values.
+        norms: Whether it may have BatchNorms, for which a micro-batch needs two rows.
+        shares: Whether modules and parameters may be used twice, and a table be taken whole.
+    """
+
+    layers: tuple[int, int]
+    reshapes: bool
+    norms: bool
+    shares: bool
+
+    def kinds(self) -> list[str]:
+        """What a layer may be, as often as it is to be chosen."""
+        kept = [kind for kind in KINDS if self.norms or not kind.startswith("batch norm")]
+        return [*kept, *3 * [*RESHAPING], *ADDRESSES] if self.reshapes else kept
 
 
 @dataclass
@@ -95,7 +135,7 @@ class Model:
     """A generated model."""
 
     layers: list[nn.Module]
-    width: int
+    width: int  # of what it is given
     kinds: list[str]
     whole: bool = False
     ties: list[tuple[str, ...]] = field(default_factory=list)
@@ -118,20 +158,36 @@ class Model:
         return sorted(allowed)
 
 
-def generate(draw: Random) -> Model:
-    """A model of three to nine layers."""
-    width = draw.choice([2, 3, 4, 5, 7, 8, 13, 33])
+@dataclass
+class End:
+    """The end of a model as it grows: what the next layer is given."""
+
+    width: int
+    side: int | None = None  # width of the second value, if there are two
+    spare: bool = True  # whether no backward needs it, so that the next layer may work in place
+    stashed: dict[str, int] = field(default_factory=dict)  # the width of what was kept under each name
+    popped: set[str] = field(default_factory=set)
+    repeatable: list[tuple[int, str, nn.Module]] = field(default_factory=list)
+
+    def pass_by(self, kind: str) -> None:
+        """Moves behind a layer of one value."""
+        self.spare = kind not in SPOILED and (self.spare or kind not in KEEPING)
+
+
+def generate(draw: Random, knobs: Knobs, end: End) -> Model:
+    """A model that begins where `end` is."""
     with weights_of(draw.randrange(2**31)):
-        model = Model([], width, [])
-        if draw.random() < 0.15:
+        model = Model([], end.width, [])
+        if knobs.shares and draw.random() < 0.15:
             model.whole = True
-            _add(model, "whole", TakesWhole(width))
-        _grow(draw, model, draw.randint(3, 9))
+            _add(model, "whole", TakesWhole(end.width))
+        _grow(draw, model, end, knobs)
         pairs = zip(model.kinds, model.layers, strict=True)
         sure = [layer for kind, layer in pairs if kind.removeprefix("again: ") not in UNSURE]
         if not any(p.requires_grad for layer in sure for p in layer.parameters()):
-            _add(model, "linear", nn.Linear(width, width))
-        if draw.random() < 0.4:
+            last = nn.Linear(end.width, end.width)
+            _add(model, "linear", last if end.side is None else OnFirst(last))
+        if knobs.shares and draw.random() < 0.4:
             _share(draw, model)
     return model
 
@@ -141,74 +197,70 @@ def _add(model: Model, kind: str, layer: nn.Module) -> None:
     model.kinds.append(kind)
 
 
-@dataclass
-class _End:
-    """The end of a model as it grows: what the next layer is given."""
-
-    side: int | None = None  # width of the second value, if there are two
-    spare: bool = True  # whether no backward needs it, so that the next layer may work in place
-    stashed: list[str] = field(default_factory=list)
-    popped: set[str] = field(default_factory=set)
-    repeatable: list[tuple[str, nn.Module]] = field(default_factory=list)
-
-    def pass_by(self, kind: str) -> None:
-        """Moves behind a layer of one value."""
-        self.spare = kind not in SPOILED and (self.spare or kind not in KEEPING)
-
-
-def _grow(draw: Random, model: Model, layers: int) -> None:
-    end = _End()
+def _grow(draw: Random, model: Model, end: End, knobs: Knobs) -> None:
+    layers = draw.randint(*knobs.layers)
     while len(model.layers) < layers:
         dice = draw.random()
+        again = [(kind, layer) for width, kind, layer in end.repeatable if knobs.shares and width == end.width]
         if end.side is not None:
             if dice < 0.5:
-                _join(model, end)
+                _join(draw, model, end, knobs)
             else:
-                _add_any(draw, model, end)
+                _add_any(draw, model, end, knobs)
         elif dice < 0.1:
-            _fork(draw, model, end)
+            _fork(draw, model, end, knobs)
         elif dice < 0.2:
-            end.stashed.append(f"e{len(end.stashed)}")
-            _add(model, "stash", Stash(end.stashed[-1], model.width))
+            name = f"e{len(end.stashed)}"
+            end.stashed[name] = end.width
+            _add(model, "stash", Stash(name, end.width))
             end.spare = True
         elif end.stashed and dice < 0.35:
             _pop(model, end, draw.sample(sorted(end.stashed), draw.randint(1, len(end.stashed))))
-        elif end.repeatable and dice < 0.45:
-            kind, layer = draw.choice(end.repeatable)
+        elif again and dice < 0.45:
+            kind, layer = draw.choice(again)
             _add(model, f"again: {kind}", layer)
             end.pass_by(kind)
         else:
-            _add_any(draw, model, end)
-    if end.side is not None:
-        _join(model, end)
-    if waiting := sorted(set(end.stashed) - end.popped):
+            _add_any(draw, model, end, knobs)
+    waiting = sorted(set(end.stashed) - end.popped)
+    if end.side is not None and (waiting or not knobs.reshapes or draw.random() < 0.5):
+        _join(draw, model, end, knobs)
+    if waiting:
         _pop(model, end, waiting)
 
 
-def _fork(draw: Random, model: Model, end: _End) -> None:
-    kind = draw.choice(FORKS)
-    end.side = (model.width + 1) // 2 if kind == "turned" else model.width
-    _add(model, f"fork, {kind}", Fork(kind, model.width))
+def _fork(draw: Random, model: Model, end: End, knobs: Knobs) -> None:
+    kind = draw.choice(OTHER if knobs.reshapes and end.width > 1 else SAME)
+    _add(model, f"fork, {kind}", Fork(kind, end.width))
+    end.side = {"chunks": end.width // 2, "turned": (end.width + 1) // 2}.get(kind, end.width)
+    end.width -= end.side if kind == "chunks" else 0
     end.spare = kind in ("skip", "keyed")
 
 
-def _join(model: Model, end: _End) -> None:
+def _join(draw: Random, model: Model, end: End, knobs: Knobs) -> None:
     assert end.side is not None
-    _add(model, "join", Join(model.width, end.side, model.width))
-    end.side, end.spare = None, True
+    out = draw.randint(1, 9) if knobs.reshapes else end.width
+    _add(model, "join", Join(end.width, end.side, out))
+    end.width, end.side, end.spare = out, None, True
 
 
-def _pop(model: Model, end: _End, names: Sequence[str]) -> None:
+def _pop(model: Model, end: End, names: Sequence[str]) -> None:
     end.popped |= set(names)
-    _add(model, "pop", Pop(dict.fromkeys(names, model.width), model.width))
+    _add(model, "pop", Pop({name: end.stashed[name] for name in names}, end.width))
     end.spare = True
 
 
-def _add_any(draw: Random, model: Model, end: _End) -> None:
-    kind = draw.choice([kind for kind in KINDS if end.spare or not kind.endswith("in place") or "drift" in kind])
-    layer = KINDS[kind](model.width)
-    if end.side is None and not kind.endswith("in place"):
-        end.repeatable.append((kind, layer))
+def _add_any(draw: Random, model: Model, end: End, knobs: Knobs) -> None:
+    allowed = [kind for kind in knobs.kinds() if end.spare or not kind.endswith("in place") or "drift" in kind]
+    kind = draw.choice(allowed)
+    width = end.width
+    if kind in RESHAPING:
+        end.width = {"every second": (width + 1) // 2, "sigmoid": width}.get(kind) or draw.choice(WIDTHS)
+        layer = RESHAPING[kind](draw, width, end.width)
+    else:
+        layer = KINDS[kind](width)
+        if end.side is None and not kind.endswith("in place"):
+            end.repeatable.append((width, kind, layer))
     _add(model, kind, layer if end.side is None else OnFirst(layer))
     end.pass_by(kind)
 
