@@ -1,18 +1,15 @@
-"""What a checkpoint costs: how long training stops, how long until it is on the disk, and what that time is made of.
+"""What a checkpoint costs: how long training stops, and how long until it is on the disk.
 
 A model of 100 MB, with no optimizer, with momentum (200 MB in all) and with AdamW (300 MB), beside torch's savers.
 """
 
 import argparse
-import hashlib
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from tempfile import mkdtemp
 from typing import Any
 
@@ -23,7 +20,6 @@ from torch import nn
 import gpipe
 from bench.machine import busy_seconds, cpu_seconds, facts
 from bench.report import describe, spread, table, write
-from gpipe.checkpoint.files import PIECE
 
 LAYERS, WIDTH = 25, 1024  # 100 MiB of float32
 ROWS, MICRO_BATCHES = 16, 2
@@ -33,8 +29,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
     "with momentum": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9),
     "with AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-4),
 }
-
-KINDS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "close")
 
 KEPT = 5  # rounds
 
@@ -49,13 +43,6 @@ used least: {{cores}} cores. Wanted: training stops for less than 300 ms. That i
 {{ways}}
 
 The load looks at every hash. torch.save and torch.distributed.checkpoint take none, and training waits for them.
-
-## Events times cost
-
-A save in the foreground, with AdamW: {{whole}} ms in all. Costs are ms for one event, or for a MB; hashing is
-measured by itself, the others where they happen.
-
-{{events}}
 """
 
 
@@ -139,51 +126,6 @@ def steps_beside(run: Run) -> tuple[list[float], list[float]]:
     return alone, beside
 
 
-@contextmanager
-def counted() -> Iterator[dict[str, list[float]]]:
-    """The seconds of each operation on files."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    originals = {kind: getattr(os, kind) for kind in KINDS}
-
-    def counting(kind: str) -> Callable[..., Any]:
-        def operate(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return originals[kind](*args, **options)
-            finally:
-                seconds[kind].append(time.perf_counter() - start)
-
-        return operate
-
-    for kind in KINDS:
-        setattr(os, kind, counting(kind))
-    try:
-        yield seconds
-    finally:
-        for kind, original in originals.items():
-            setattr(os, kind, original)
-
-
-def events(run: Run) -> tuple[list[list[str]], float]:
-    """What a save in the foreground is made of: how many of what, what each costs, and the product; and the whole."""
-    run.pipe.step_number += 1
-    with counted() as seconds:
-        whole = timed(lambda: gpipe.save(run.folder, run.pipe, run.optimizer, keep=1))
-    piece = bytes(PIECE)
-    hashing = median(timed(lambda: hashlib.sha256(piece).digest()) for _ in range(7)) / PIECE
-    size = run.megabytes * 1e6
-    rows = [
-        ["MB hashed (SHA-256)", f"{size / 1e6:.0f}", f"{hashing * 1e9:.2f}", f"{hashing * size * 1e3:.0f}"],
-        ["MB written", f"{size / 1e6:.0f}", f"{sum(seconds['write']) / size * 1e9:.2f}", ms(sum(seconds["write"]))],
-    ]
-    for kind in ("fsync", "open", "close", "rename", "replace", "mkdir", "unlink"):
-        total = sum(seconds[kind])
-        rows.append([kind, str(len(seconds[kind])), f"{1e3 * total / max(1, len(seconds[kind])):.3f}", ms(total)])
-    known = hashing * size + sum(map(sum, seconds.values()))
-    rows.append(["all else", "", "", ms(whole - known)])
-    return rows, whole
-
-
 def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
@@ -215,7 +157,6 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     for name, make in OPTIMIZERS.items():
         run = Run(folder, make)
         first = one_round(run)["pause"]
-        rows, whole = events(run)
         quietest = sorted((with_others(run) for _ in range(rounds)), key=lambda pair: pair[0])[:KEPT]
         found[name] = {
             "megabytes": run.megabytes,
@@ -223,8 +164,6 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
             "cores": [cores for cores, _ in quietest],
             "rounds": [one for _, one in quietest],
             "steps": steps_beside(run),
-            "events": rows,
-            "whole": whole,
         }
         run.pipe.close()
     return found
@@ -242,14 +181,11 @@ def report(measured: dict[str, Any], rounds: int) -> None:
     rows.insert(1, ["pause, the first", *(ms(found["first pause"]) for found in measured.values())])
     for at, when in enumerate(("a step, nothing else going on", "a step while it is written")):
         rows.append([when, *(spread(found["steps"][at], digits=3) for found in measured.values())])
-    last = measured["with AdamW"]
     text = TEXT.format(
         about=describe(about),
         rounds=rounds,
         cores=spread([cores for found in measured.values() for cores in found["cores"]], 1, 2),
         ways=table(header, rows),
-        whole=ms(last["whole"]),
-        events=table(["event", "number", "cost", "product"], last["events"]),
     )
     write("checkpoint", text, {"facts": about, "measured": measured})
 

@@ -86,6 +86,11 @@ def draw(always: dict[Shape, int], never: dict[Shape, int], path: Path) -> None:
     figure.savefig(path)
 
 
+def line(shape: Shape, always: int, never: int) -> list[str]:
+    """The row of the table."""
+    return [*map(str, shape), f"{always / MIB:.2f}", f"{never / MIB:.2f}", f"{never / always:.1f}"]
+
+
 def main() -> None:
     """Measures the grid, fits the formula, and keeps both."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
@@ -95,16 +100,7 @@ def main() -> None:
     never = {shape: peak_bytes(*shape, remat="never") for shape in shapes() if shape[1] == 2}
     (boundary, inside, constant), explained = fit(always)
     draw(always, never, RESULTS / f"{name}.svg")
-    rows = [
-        [
-            *map(str, shape),
-            f"{always[shape] / MIB:.2f}",
-            f"{never[shape] / MIB:.2f}",
-            f"{never[shape] / always[shape]:.1f}",
-        ]
-        for shape in never
-        if shape[3] == 512
-    ]
+    rows = [line(shape, always[shape], never[shape]) for shape in never if shape[3] == 512]
     text = [
         "# Peak memory of a step",
         describe(facts()),

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from bench.ideal import makespan, share
-from bench.lab import Lab, Team, Turn, quietest
 from bench.machine import facts
 from bench.report import describe, spread, table, write
 from bench.runtimes import RUNTIMES
 from bench.setup import Setup
+from bench.teams import Team, Teams, Turn, quietest
 from bench.workloads import WORKLOADS, Workload
 from gpipe.plan.partition import partition
 
@@ -132,33 +132,31 @@ def measure(
     until = time.monotonic() + seconds
     setups = {name: _setup(work, name, remat=remat) for name in ("plain", "stages", *names)}
     copies = min(work.partitions, os.cpu_count() or 1)
-    with Lab(setups, copies=0 if work.sleeps else copies) as lab:
-        gradients = lab.gradients()
+    with Teams(setups, copies=0 if work.sleeps else copies) as teams:
+        gradients = teams.gradients()
         gradients["newest"] = _gradients_newest_first(setups["plain"])
-        lab.run(rounds, until, rest)
-    quiet = {name: quietest(turns, rounds, QUIET) for name, turns in lab.turns.items() if turns}
+        teams.run(rounds, until, rest)
+    quiet = {name: quietest(turns, rounds, QUIET) for name, turns in teams.turns.items() if turns}
     steps = {name: [median(turn.seconds) for turn in turns] for name, turns in quiet.items()}
     forward, backward = stage_times(quiet["stages"])
     slowdown = 1.0 if work.sleeps else median(steps["copies"]) / median(steps["plain"])
     machines = work.partitions if work.sleeps else copies
     ceiling = machines / slowdown * share(forward, backward, work.micro_batches, remat=remat)
-    rows = [
-        Row(
-            name,
-            steps[name],
-            median(turn.cpu for turn in quiet[name]),
-            median(turn.others for turn in quiet[name]),
-            lab.teams[name].peaks,
-            _compare(gradients[name], gradients["plain"], gradients["newest"]),
-        )
-        for name in ("plain", *names)
-        if name not in lab.failures
-    ]
+    same = {name: _compare(found, gradients["plain"], gradients["newest"]) for name, found in gradients.items()}
+    there = [name for name in ("plain", *names) if name not in teams.failures]
+    rows = [_row(name, quiet[name], teams.by_name[name].peaks, same[name]) for name in there]
     return Result(
         work.name, work.title, work.partitions, work.micro_batches, remat, setups["plain"].cuts, forward, backward,
         makespan(forward, backward, work.micro_batches, remat=remat), slowdown, ceiling, rows,
-        lab.failures,
+        teams.failures,
     )  # fmt: skip
+
+
+def _row(name: str, turns: Sequence[Turn], peaks: list[int], gradients: str) -> Row:
+    seconds = [median(turn.seconds) for turn in turns]
+    return Row(
+        name, seconds, median(turn.cpu for turn in turns), median(turn.others for turn in turns), peaks, gradients
+    )
 
 
 _CUTS: dict[tuple[str, int], tuple[int, ...]] = {}

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from bench.lab import Lab, Team
 from bench.machine import facts
 from bench.report import describe, spread, table, with_time_left, write
 from bench.run import choose_cuts
 from bench.runtimes import RUNTIMES
 from bench.setup import Setup
+from bench.teams import Team, Teams
 from bench.workloads import WORKLOADS
 from two_hosts.hosts import ADDRESSES, Hosts, congestion_control, missing, two_hosts
 from two_hosts.relay import WIRE, enter
@@ -70,19 +70,19 @@ def measure(megabits: int, delay: float, names: Sequence[str], cuts: tuple[int, 
             WORK.name, WORK.partitions, WORK.micro_batches, cuts, remat=False, networks=hosts.networks,
             interface=WIRE, address=ADDRESSES[0],
         )  # fmt: skip
-        with Lab({"plain": plain, **dict.fromkeys(names, apart)}) as lab:
-            gradients = lab.gradients()
-            lab.run(rounds, until=0)
-            found.failures = lab.failures
-            if "plain" in lab.failures:  # what all are compared with
+        with Teams({"plain": plain, **dict.fromkeys(names, apart)}) as teams:
+            gradients = teams.gradients()
+            teams.run(rounds, until=0)
+            found.failures = teams.failures
+            if "plain" in teams.failures:  # what all are compared with
                 return found
-            for name in (name for name in lab.teams if name not in lab.failures):
-                seconds = [median(turn.seconds) for turn in lab.turns[name]]
+            for name in (name for name in teams.by_name if name not in teams.failures):
+                seconds = [median(turn.seconds) for turn in teams.turns[name]]
                 difference = max(
                     float((gradient - gradients["plain"][at]).norm() / gradients["plain"][at].norm())
                     for at, gradient in gradients[name].items()
                 )
-                found.rows[name] = Row(seconds, sent_in_a_step(hosts, lab.teams[name]), difference)
+                found.rows[name] = Row(seconds, sent_in_a_step(hosts, teams.by_name[name]), difference)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A fresh process that runs one runtime and does what it is told (see `lab`)."""
+"""A fresh process that runs one runtime and does what it is told (see `teams`)."""
 
 import gc
 import os

@@ -17,7 +17,7 @@ kept after every fault; the order is drawn, so that a run cut short has seen som
 import argparse
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -246,34 +246,43 @@ def report(options: argparse.Namespace, found: Found, *, aloud: bool = False) ->
         runtime: figures(results, found.orphans[runtime], options.timeout)
         for runtime, results in found.results.items()
     }
-    titles = next(iter(columns.values()))
-    rows = [
-        [title, target, *(column[title] for column in columns.values())]
-        for title, target in zip(titles, TARGETS, strict=True)
-    ]
     made = construction.figures(found.struck, found.late) if found.struck else {}
-    wanted = ["", f"<= {LATE:g}", "all", "0", "0"]
-    rows += [
-        [title, target, made[title], *[""] * (len(columns) - 1)] for title, target in zip(made, wanted, strict=False)
-    ]
-    rows += [[title, "0", figure, *[""] * (len(columns) - 1)] for title, figure in found.elsewhere.items()]
     partitions = ", ".join(map(str, options.partitions))
     text = f"# Faults\n\n{describe(found.about)}\n\nK = {partitions}; {__doc__.splitlines()[0]}\n"
     for runtime, due in found.due.items():
         if len(found.results[runtime]) < due:
             text += f"\nCut short: {of(len(found.results[runtime]), due)} faults of {runtime}.\n"
-    text += f"\n{table(['', 'wanted', *columns], rows)}\n"
-    for runtime, results in found.results.items():
-        text += f"\n## {runtime}\n\n{LEGEND}\n\n{by_kind(results, options.timeout)}\n\nWhat falls short:\n\n"
-        text += f"{complaints(results, options.timeout)}\n"
-    if found.struck:
-        text += f"\n## While a pipe is made\n\n{construction.LEGEND}\n\n{construction.by_kind(found.struck)}\n"
+    text += f"\n{table(['', 'wanted', *columns], lines(columns, made, found.elsewhere))}\n{sections(options, found)}"
     data: dict[str, Any] = {"facts": found.about, "figures": columns, "elsewhere": found.elsewhere}
     data["cases"] = {runtime: [asdict(result) for result in results] for runtime, results in found.results.items()}
     data["construction"] = {"figures": made, "cases": [asdict(struck) for struck in found.struck]}
     write(RESULTS / options.name, text, data)
     if aloud:
         print(text)
+
+
+def lines(
+    columns: Mapping[str, Mapping[str, str]], made: Mapping[str, str], elsewhere: Mapping[str, str]
+) -> Iterator[list[str]]:
+    """All figures beside what is wanted: of each runtime, and of gpipe alone."""
+    alone = [""] * (len(columns) - 1)
+    for title, target in zip(next(iter(columns.values())), TARGETS, strict=True):
+        yield [title, target, *(column[title] for column in columns.values())]
+    for title, target in zip(made, ["", f"<= {LATE:g}", "all", "0", "0"], strict=False):
+        yield [title, target, made[title], *alone]
+    for title, figure in elsewhere.items():
+        yield [title, "0", figure, *alone]
+
+
+def sections(options: argparse.Namespace, found: Found) -> str:
+    """What each kind of fault came to, and what falls short."""
+    text = ""
+    for runtime, results in found.results.items():
+        text += f"\n## {runtime}\n\n{LEGEND}\n\n{by_kind(results, options.timeout)}\n\nWhat falls short:\n\n"
+        text += f"{complaints(results, options.timeout)}\n"
+    if found.struck:
+        text += f"\n## While a pipe is made\n\n{construction.LEGEND}\n\n{construction.by_kind(found.struck)}\n"
+    return text
 
 
 if __name__ == "__main__":

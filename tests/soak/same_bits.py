@@ -28,21 +28,24 @@ from torch.utils._pytree import tree_leaves
 import gpipe
 
 from .results import facts
-from .trainings import ROWS, Training, trainings, trainings_of_processes
+from .trainings import ROWS, WORLD, Training, trainings, trainings_of_processes
 
 Lines = dict[str, dict[str, str]]
-WORLD = 2
 
 
-def digests(training: Training) -> dict[str, str]:
-    """Trains, a step for each number of rows, and evaluates; gives the SHA-256 of each kind of result."""
+def digests(training: Training, part: int = 0) -> dict[str, str]:
+    """Trains, a step for each number of rows, and evaluates; gives the SHA-256 of each kind of result.
+
+    Replicas are given parts of the data that differ.
+    """
     torch.manual_seed(0)
     options: dict[str, Any] = {"seed": 5, **training.options}
     pipe = gpipe.GPipe(training.build(), training.partitions, training.micro_batches, **options)
     found = {kind: hashlib.sha256() for kind in ("losses", "gradients", "parameters", "buffers", "evaluation")}
     parameters = list(pipe.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if training.scaled else None
+    scaler = scaler_for(pipe, training)
+    torch.manual_seed(1 + part)
     for rows in ROWS:
         update(found["losses"], step(pipe, training, rows, scaler))
         update(found["gradients"], (parameter.grad for parameter in parameters))
@@ -57,6 +60,15 @@ def digests(training: Training) -> dict[str, str]:
     return {kind: digest.hexdigest() for kind, digest in found.items()}
 
 
+def scaler_for(pipe: gpipe.GPipe, training: Training) -> torch.amp.GradScaler | None:
+    """What scales the gradients, over processes the library's own."""
+    if not training.scaled:
+        return None
+    if training.options.get("driver") == "process":
+        return gpipe.GradScaler(pipe, init_scale=2.0**10)
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
 def step(pipe: gpipe.GPipe, training: Training, rows: int, scaler: torch.amp.GradScaler | None) -> object:
     """One mini-batch, in the way of the training; gives the loss, and metrics if there are any."""
     inputs, targets = training.batch(rows)
@@ -64,7 +76,8 @@ def step(pipe: gpipe.GPipe, training: Training, rows: int, scaler: torch.amp.Gra
     with training.around():
         if training.way == "step":
             return pipe.step(inputs, targets, training.loss, **further)
-        loss = training.loss(pipe(inputs), targets)
+        gathered = {"gather": True} if training.options.get("driver") == "process" else {}
+        loss = training.loss(pipe(inputs, **gathered), targets)
     loss.backward()
     return loss.detach()
 
@@ -92,7 +105,10 @@ def of_rank(rank: int, meeting: str, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
     logging.disable()
     torch.set_num_threads(1)
-    found = {f"{training.name}, rank {rank}": digests(training) for training in trainings_of_processes()}
+    found = {
+        f"{training.name}, rank {rank}": digests(training, part=0 if training.partitions == WORLD else rank)
+        for training in trainings_of_processes()
+    }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

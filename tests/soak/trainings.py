@@ -6,7 +6,7 @@ Nothing here is drawn: whoever changes a training must record the old library ag
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -310,7 +310,13 @@ SETTINGS = (
     (3, "always", "threads", "call"), (4, "never", "threads", "step"), (1, "always", "threads", "call"),
     (2, "except_last", "lockstep", "call"), (3, "never", "lockstep", "call"),
 )  # fmt: skip
-OVER_PROCESSES = ("mlp", "random mlp", "tuples", "deferred batch norm", "skips", "shared", "transformer", "in place")
+WORLD = 2
+OVER_PROCESSES = (
+    "mlp", "random mlp", "tuples", "deferred batch norm", "skips", "shared", "transformer", "in place", "metrics",
+    "scaler", "own weights", "autocast",
+)  # fmt: skip
+CALLED = ("random mlp", "shared", "convolutions")
+REPLICATED = ("random mlp", "shared", "deferred batch norm", "transformer", "state")
 
 
 def trainings() -> Iterator[Training]:
@@ -333,8 +339,15 @@ def configured(training: Training, partitions: int, remat: str, driver: str, way
     )
 
 
-def trainings_of_processes() -> Sequence[Training]:
-    """Those that two processes run together."""
+def trainings_of_processes() -> Iterator[Training]:
+    """Those that two processes run: with a partition each, by step and by call; and as two replicas."""
     remats = cycle(("always", "never", "except_last"))
-    chosen = [training for training in NETWORKS if training.name in OVER_PROCESSES]
-    return [configured(training, 2, next(remats), "process", "step") for training in chosen]
+    for training in (training for training in (*NETWORKS, *SPECIAL) if training.name in OVER_PROCESSES):
+        yield configured(training, WORLD, next(remats), "process", "step")
+    for training in (training for training in NETWORKS if training.name in CALLED):
+        yield configured(training, WORLD, next(remats), "process", "call")
+    for training in (training for training in NETWORKS if training.name in REPLICATED):
+        yield configured(training, 1, next(remats), "process", "step")
+    plain = next(training for training in NETWORKS if training.name == "convolutions")
+    synchronized = replace(plain, name="synchronized batch norm", options={"sync_batch_norm": True})
+    yield configured(synchronized, 1, "always", "process", "step")

@@ -117,25 +117,25 @@ class Team:
         return answer
 
 
-class Lab:
+class Teams:
     """Teams that take turns until the time is up."""
 
     def __init__(self, setups: Mapping[str, Setup], *, copies: int = 0) -> None:
-        self.teams = {name: Team(name, setup) for name, setup in setups.items()}
+        self.by_name = {name: Team(name, setup) for name, setup in setups.items()}
         if copies:
-            self.teams["copies"] = Team("plain", setups["plain"], copies=copies)
-        self.turns: dict[str, list[Turn]] = {name: [] for name in self.teams}
+            self.by_name["copies"] = Team("plain", setups["plain"], copies=copies)
+        self.turns: dict[str, list[Turn]] = {name: [] for name in self.by_name}
         self.failures: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        for name, team in self.teams.items():
+        for name, team in self.by_name.items():
             self._attempt(name, team.wait_until_ready)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for team in self.teams.values():
+        for team in self.by_name.values():
             team.close()
 
     def run(self, rounds: int, until: float, rest: float = 0.0) -> None:
@@ -148,7 +148,7 @@ class Lab:
             start = time.monotonic()
             for name in self._working():
                 begun = time.monotonic()
-                turn = self._attempt(name, self.teams[name].turn)
+                turn = self._attempt(name, self.by_name[name].turn)
                 if turn is not None:
                     self.turns[name].append(turn)
                 time.sleep(rest * (time.monotonic() - begun))
@@ -157,11 +157,11 @@ class Lab:
 
     def gradients(self) -> dict[str, dict[str, Tensor]]:
         """The gradients of everyone's last step, by name."""
-        found = {name: self._attempt(name, self.teams[name].gradients) for name in self._working()}
+        found = {name: self._attempt(name, self.by_name[name].gradients) for name in self._working()}
         return {name: gradients for name, gradients in found.items() if gradients is not None}
 
     def _working(self) -> list[str]:
-        return [name for name in self.teams if name not in self.failures]
+        return [name for name in self.by_name if name not in self.failures]
 
     def _attempt(self, name: str, act: Callable[[], T]) -> T | None:
         try:
