@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from gpipe.layers.skips import Pop, find_loss_pops
-from gpipe.layers.stage import Stage
+from gpipe.layers.stage import Stage, stage_of_layers
 from gpipe.layers.stage_isolation import WeightOwners, find_shared_buffers, find_shared_norm
 from gpipe.layers.tied import Tied, find_shared
 from gpipe.layers.weight_aliases import WeightAliases
@@ -104,7 +104,7 @@ class Engine:
     @property
     def stage_of(self) -> list[int]:
         """The stage of each layer and, behind the last, of the loss."""
-        found = [stage.index for stage in self.stages for _ in stage.layers]
+        found = stage_of_layers(self.stages)
         return [*found, found[-1]]
 
     @property
