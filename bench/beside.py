@@ -92,7 +92,7 @@ class Process:
             text=True,
         )
         library = Path(self._hear())
-        if not library.is_relative_to(checkout.resolve()):
+        if not library.is_relative_to(checkout):
             self.close()
             raise RuntimeError(f"{library} came instead of the library of {checkout}: give a checkout with src/gpipe")
 
@@ -172,6 +172,8 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.serve is None and options.before is None:
         parser.error("give the checkout to compare with")
+    if options.before is not None:
+        options.before = options.before.resolve()  # the processes run elsewhere
     return options
 
 
