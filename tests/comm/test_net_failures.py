@@ -173,7 +173,7 @@ def test_a_timeout_names_who_keeps_all_waiting() -> None:
         all_wait = threading.Barrier(2)
 
         def wait_for(net: Net, peer: int) -> None:
-            net.peers.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
+            net.lookout.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
             net.expect({}, (), lambda peer, seen: f"in action {seen.at} of rank {peer}")
             net.receive(peer, label_of(0))
 
@@ -188,7 +188,7 @@ def test_a_timeout_names_who_keeps_all_waiting() -> None:
 def test_between_hosts_a_timeout_names_who_was_waited_for() -> None:
     told = "rank 1: it is on another host: see its own messages"
     with nets(2, RemoteLink) as (first, _):
-        first.peers.limit = 0.1
+        first.lookout.limit = 0.1
         with pytest.raises(RemoteError, match=told):
             first.receive(1, label_of(0))
 

@@ -8,7 +8,7 @@ from tests.support.processes.launch import Crew, run_ranks
 from tests.support.processes.outcome import Outcome, answers, told_by
 
 TIMEOUT, SOON = 90.0, 30.0  # seconds: whoever raises soon does not raise by the timeout
-PLACES = [BEFORE, 30, 80, 130, 200, 260, 300, 340, 380, 410, 440]
+PLACES = [BEFORE, 30, 70, 130, 200, 260, 300, 340, 380, 410, 440]
 """Calls of ours from the first to about the last of the construction of two ranks."""
 
 
@@ -58,7 +58,7 @@ def test_nobody_waits_for_a_rank_that_builds_to_hear_of_another(crew: Crew) -> N
 
 
 def test_the_group_is_good_for_all_afterwards(crew: Crew) -> None:
-    for at in (80, 260, 340):
+    for at in (70, 260, 340):
         found = answers(crew.run(jobs.again, 1, "FaultError", at, world=2, timeout=TIMEOUT))
         assert [ones for _, ones in found] == [2.0, 2.0]
         assert "FaultError" in found[0][0]

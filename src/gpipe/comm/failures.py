@@ -45,7 +45,7 @@ def error_of(report: Report) -> RemoteError:
     return heard(report["message"], report["rank"], report["type"], report["traceback"])
 
 
-class Peers:
+class Lookout:
     """The other processes of a pipe, as one of them knows them: who failed, who is gone, who was last seen where.
 
     Attributes:

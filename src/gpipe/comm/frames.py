@@ -1,4 +1,10 @@
-"""What goes over the connection of two processes: frames and news, and the slots of memory that they share."""
+"""What goes over the connection of two processes: frames and news, and the slots of memory that they share.
+
+Note "By hand". Of what frames messages already, gloo cannot be polled, wakes nobody when another fails, and takes two
+to three times as long for 4 KiB (docs/log.md, 2026-11-20); multiprocessing's Connection waits in the middle of a
+message, and unpickles; safetensors knows neither strides and alignment nor what is no tensor. Here nothing waits, a
+peer's death is seen at once, and no more memory is taken than has come.
+"""
 
 import fcntl
 import mmap

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from gpipe.comm.codec import Encoded, decode, encode
-from gpipe.comm.failures import LONG, Peers, damaged, in_no_step, report_of
+from gpipe.comm.failures import LONG, Lookout, damaged, in_no_step, report_of
 from gpipe.comm.frames import Frame, Gone
 from gpipe.comm.local import Link
 from gpipe.comm.nccl import Coming, NcclGroups
@@ -45,7 +45,7 @@ class Net:
     Attributes:
         rank: Its number among them.
         size: How many processes there are.
-        peers: The others.
+        lookout: Who of the others failed, is gone, or was last seen where.
         at: How far its row is.
         due: Where in this rank's row each message is received.
         waited: Seconds spent waiting, in all.
@@ -73,14 +73,14 @@ class Net:
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
         self._sources: Collection[int] = ()
         self._poll = Poll(self.links)
-        self.peers = Peers(self.links, self.status.shared_with(self.links, limit, shown), limit)
+        self.lookout = Lookout(self.links, self.status.shared_with(self.links, limit, shown), limit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
     @property
     def run(self) -> int:
         """The number of the current run."""
-        return self.peers.run
+        return self.lookout.run
 
     def begin(self) -> None:
         """Begins a run.
@@ -88,14 +88,14 @@ class Net:
         Raises:
             RemoteError: Another process failed in it already, or is gone.
         """
-        self.peers.run += 1
+        self.lookout.run += 1
         self._early.clear()
         self.expect({}, (), in_no_step)
         self._heed(self.links)
 
     def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Seen], str]) -> None:
         """Begins a row, in which messages are due from these sources."""
-        self.due, self._sources, self.peers.sees = due, sources, sees
+        self.due, self._sources, self.lookout.sees = due, sources, sees
         self.reach(0)
 
     def reach(self, at: int) -> None:
@@ -134,7 +134,7 @@ class Net:
                 self._wait(peer, room=0)
                 left = link.flush()
         except Gone as gone:
-            self.peers.lose(peer, gone)
+            self.lookout.lose(peer, gone)
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message from a process.
@@ -148,7 +148,7 @@ class Net:
             try:
                 taken = self._take(peer, label)
             except Gone:
-                self.peers.lose(peer)
+                self.lookout.lose(peer)
             if not taken:
                 self._poll.watch(peer, reading=taken is None)
                 self._wait(peer)
@@ -156,7 +156,7 @@ class Net:
         try:
             return (message.finish() if isinstance(message, Coming) else message), mark
         except Gone as gone:
-            self.peers.lose(peer, gone)
+            self.lookout.lose(peer, gone)
 
     def receive_value(self, peer: int, label: Label) -> Any:
         """Waits for what a process sends by `send_value`.
@@ -217,7 +217,7 @@ class Net:
                     while taken := self._take(source):
                         pass
                 except Gone:
-                    self.peers.lose(source)
+                    self.lookout.lose(source)
                 self._poll.watch(source, reading=taken is None, writing=writing and source == peer)
         self._poll.watch_only({*self._sources, peer})  # others are left from an earlier wait
         if room is not None and self.links[peer].has_room(room):
@@ -226,7 +226,7 @@ class Net:
         self.status.wait(True)
         has_news = self._sleep(peer)
         if has_news is None:
-            self.peers.give_up(peer)  # still seen to wait, by those who give up at the same time
+            self.lookout.give_up(peer)  # still seen to wait, by those who give up at the same time
         self.status.wait(False)
         self.waited += time.perf_counter() - asked
         if has_news:
@@ -238,24 +238,24 @@ class Net:
         Returns:
             Whether there is news; None if nothing happened until the time was up.
         """
-        until = time.monotonic() + self.peers.limit
+        until = time.monotonic() + self.lookout.limit
         if self._tells_at < until:
             has_news = self._poll.sleep(self._tells_at - time.monotonic())
             if has_news is not None:
                 return has_news
             self._tells_at = math.inf
-            where = self.peers.all_last_seen(self.peers.stuck(peer))
+            where = self.lookout.all_last_seen(self.lookout.stuck(peer))
             logger.warning("rank %d has waited %g s for rank %d\n%s", self.rank, LONG, peer, "\n".join(where))
         return self._poll.sleep(until - time.monotonic())
 
     def _heed(self, needed: Collection[int]) -> None:
-        for peer in self.peers.heed(needed):
+        for peer in self.lookout.heed(needed):
             self._poll.ignore(peer)
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""
         report = report_of(error, self.run, self.rank)
-        self.peers.report(report)
+        self.lookout.report(report)
         if self._groups is not None and (not report["type"] or any(link.news.gone for link in self.links.values())):
             self._groups.end()  # somebody is gone
 

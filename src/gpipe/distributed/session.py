@@ -142,7 +142,7 @@ class Session:
 
     def gone(self) -> Collection[int]:
         """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
-        return [] if self._net is None else self._net.peers.gone()
+        return [] if self._net is None else self._net.lookout.gone()
 
     def close(self) -> None:
         """Ends threads and links; the next run makes new ones."""
