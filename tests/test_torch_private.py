@@ -423,10 +423,8 @@ def test_what_the_compiler_wrapped_is_told_apart() -> None:
     inside.compile(backend="eager")
     with relied_on("is_compiled", "refuses what compiled modules cannot do"):
         assert modes.is_compiled(inside)
-        assert [modes.is_compiled(module) for module in (layer, torch.compile(layer, backend="eager"))] == [
-            False,
-            True,
-        ]
+        wrapped: Any = torch.compile(layer, backend="eager")
+        assert [modes.is_compiled(module) for module in (layer, wrapped)] == [False, True]
     with relied_on("without_compiler", "knows a loss of torch that is compiled"):
         assert modes.without_compiler(wrapped) is layer
         assert modes.without_compiler(torch.compile(F.mse_loss, backend="eager")) is F.mse_loss

@@ -180,7 +180,11 @@ def _whole(device: torch.device) -> torch.device:
 
 
 def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:
-    """Draws from a default generator that meanwhile stands where `generator` does."""
+    """Draws from a default generator that meanwhile stands where `generator` does.
+
+    It is the only way where torch takes no generator: dropout, fused attention and cuDNN's RNNs on GPUs, and dropout on
+    the CPU below a mode or a subclass of Tensor. The lock keeps rank threads apart meanwhile.
+    """
     default = default_generator(generator.device)
     with borrowing:
         own = default.get_state()
@@ -204,7 +208,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
     """Around a run: puts back a default generator that a layer seeded; one that others drew from goes on from there.
 
-    Layers that seed it within `torch.random.fork_rng` would else leave it seeded, where two do so at once.
+    Layers that seed it within `torch.random.fork_rng` would else leave it seeded, where two do so at once: each puts
+    back what it found, which may be the other's seed.
     """
     found = {default: (default.initial_seed(), default.get_state()) for default in map(default_generator, devices)}
     try:

@@ -47,7 +47,7 @@ def read_checkpoint(frame: FrameType) -> CheckpointFrame | None:
             return _read(vars(names["ctx"]), partial(setattr, names["ctx"], "preserve_rng_state", False))
         case "backward" if "outputs" not in names:  # with them, it runs the backward of what it recomputed
             return _read(vars(names["ctx"]), recomputes=True)
-        case "checkpoint" | "_checkpoint_impl" if "gen" in names:  # not reentrant: until torch 2.14, and from then on
+        case "checkpoint" | "_checkpoint_impl" if "gen" in names:  # not reentrant, in torch 2.13 and in 2.15
             inner = names["gen"].gi_frame.f_locals
             return _read(inner, partial(_release, inner["recompute_fn"]))
         case "recompute_fn":
