@@ -541,9 +541,13 @@ def test_a_thread_may_go_by_a_key() -> None:
         assert left_out
         assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     with relied_on("stash", "keeps the visit of a thread"), relied_on("stashed", "finds the visit of a thread"):
-        dispatcher.stash("tests.slot", kept := object())
+        kept = object()
+        before = sys.getrefcount(kept)
+        dispatcher.stash("tests.slot", kept)
         assert dispatcher.stashed("tests.slot") is kept
+        assert sys.getrefcount(kept) == before + 1
         dispatcher.stash("tests.slot", None)
+        assert sys.getrefcount(kept) == before
 
 
 def test_keys_below_are_those_of_torch() -> None:

@@ -1,6 +1,9 @@
 """torch's dispatcher: kernels of one's own for operations, which a thread may go by."""
 
+import ctypes
+import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -43,7 +46,21 @@ def leave_out(key: Any, chosen: bool) -> None:
 
 def stash(name: str, value: object) -> None:
     """Keeps something for this thread, and for the threads of the autograd engine where it runs what this begins."""
+    if not _stash_takes_hold():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(name, value)
+
+
+@cache
+def _stash_takes_hold() -> bool:
+    """Whether torch holds what it stashes: 2.11 lets go of it all the same, and it would be freed in use."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("gpipe.probe", probe)
+    holds = sys.getrefcount(probe) > before
+    if not holds:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return holds
 
 
 def stashed(name: str) -> Any:
