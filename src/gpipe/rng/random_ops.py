@@ -182,8 +182,8 @@ def _whole(device: torch.device) -> torch.device:
 def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:
     """Draws from a default generator that meanwhile stands where `generator` does.
 
-    It is the only way where torch takes no generator: dropout, fused attention and cuDNN's RNNs on GPUs, and dropout on
-    the CPU below a mode or a subclass of Tensor. The lock keeps rank threads apart meanwhile.
+    It is the only way where torch takes no generator: dropout, fused attention and cuDNN's RNNs on GPUs, and dropout
+    on the CPU below a mode or a subclass of Tensor. The lock keeps rank threads apart meanwhile.
     """
     default = default_generator(generator.device)
     with borrowing:
