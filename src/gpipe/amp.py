@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 
 from gpipe.distributed.agree import any_says
 from gpipe.pipeline import GPipe
+from gpipe.torch_private.modules import awaits_unscale, found_infinite, note_infinite
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -53,21 +53,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Divides the gradients by the scale; notes whether any on any rank is not finite."""
-        if not self._enabled:
+        if not self.is_enabled():
             return
-        if optimizer is None:
-            own: dict[torch.device, torch.Tensor] = {}
-            state = self._per_optimizer_states[id(self)]
-            state["stage"] = OptState.UNSCALED
-        else:
+        if optimizer is not None:
             super().unscale_(optimizer)
-            state = self._per_optimizer_states[id(optimizer)]
-            own = state["found_inf_per_device"]
-        found = any(bool(tensor.item()) for tensor in own.values())
+        found = optimizer is not None and any(bool(one.item()) for one in found_infinite(self, optimizer).values())
         found = any_says(self._pipe.team, found)
-        state["found_inf_per_device"] = {
-            self._pipe.devices[0]: torch.full((), float(found), device=self._pipe.devices[0])
-        }
+        device = self._pipe.devices[0]
+        told = {device: torch.full((), float(found), device=device)}
+        note_infinite(self, self if optimizer is None else optimizer, told)
         self._skipped = self._skipped + 1 if found else 0
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
@@ -76,8 +70,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             FloatingPointError: More than `stop_after` steps in a row would be skipped.
         """
-        key = self if optimizer is None else optimizer
-        if self._enabled and self._per_optimizer_states[id(key)]["stage"] is OptState.READY:
+        if self.is_enabled() and awaits_unscale(self, self if optimizer is None else optimizer):
             self.unscale_(optimizer)
         if self._stop_after is not None and self._skipped > self._stop_after:
             raise FloatingPointError(

@@ -32,9 +32,10 @@ from gpipe.plan.program import Program
 from gpipe.plan.simulate import Plan, predict
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
-from gpipe.runtime.modes import Ambient, untraced
+from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import MiniBatch
+from gpipe.torch_private.modes import untraced
 from gpipe.values.microbatch import Reduction
 from gpipe.values.tree import Tree
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpipe
 from gpipe.rng import random_ops
 from gpipe.rng.visit import visit_key
+from gpipe.torch_private import dispatcher
 from tests.support.plain_loop import all_same_bits
 
 # Whatever stands between: what a visit gives is what torch's generator gives, seeded with its key.
@@ -176,7 +177,7 @@ def test_a_visit_entered_twice_goes_on() -> None:
 
 
 def test_a_torch_without_the_key_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_ops, "UNUSED_KEY", "NoSuchKey")
+    monkeypatch.setattr(dispatcher, "UNUSED_KEY", "NoSuchKey")
     with pytest.raises(RuntimeError, match=rf"{torch.__version__}.*no dispatch key NoSuchKey".replace("+", r"\+")):
         random_ops._install()
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gpipe.checkpoint.gather import first_names, names_of_parameters, why_not_by_name
 from gpipe.checkpoint.manifest import Json, Manifest, decode, tensor_names
 from gpipe.checkpoint.tensors import Shelf, why_not_storable
+from gpipe.torch_private.trees import tree_map_only
 from gpipe.values.dtensor import spread_like
 
 SOME = 5  # names that a message lists
@@ -203,7 +203,7 @@ def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str
         return _like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
 
     return {
-        key: value if key == "step" and on_host else pytree.tree_map_only(Tensor, place, value)
+        key: value if key == "step" and on_host else tree_map_only(Tensor, place, value)
         for key, value in remembered.items()
     }
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gpipe.checkpoint.files import opened as plainly_opened
+from gpipe.torch_private.modules import is_wrapper
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -41,7 +41,7 @@ def why_not_storable(tensor: Tensor) -> str | None:
         return f"is {str(tensor.layout).removeprefix('torch.')} or quantized; only plain dense tensors can be stored"
     if tensor.dtype not in DTYPE_NAMES:
         return f"is of {tensor.dtype}, which safetensors has no name for; convert it"
-    if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "full_tensor"):
+    if is_wrapper(tensor) and not hasattr(tensor, "full_tensor"):
         return f"is a {type(tensor).__name__}, which is no plain tensor; convert it"
     return None
 

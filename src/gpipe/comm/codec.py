@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gpipe.comm.tree_text import At, read_dtype, read_leaf, read_tree, write_leaf, write_tree
 from gpipe.comm.untrusted import Damaged, check_shape, reading, why_too_wide
+from gpipe.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.layout import alignment, allocate
 from gpipe.values.messages import Message
@@ -56,7 +56,7 @@ class Extent:
 class Layout:
     """What a message holds: a tree, or None for a list of gradients; its leaves; and an extent for each tensor."""
 
-    spec: pytree.TreeSpec | None
+    spec: TreeSpec | None
     leaves: tuple[object, ...]
     extents: tuple[Extent, ...]
 
@@ -93,7 +93,7 @@ def encode(message: Message) -> Encoded:
         TypeError: It holds something that cannot go to another process.
     """
     if isinstance(message, BoundaryValue):
-        items, spec = pytree.tree_flatten(message.value)
+        items, spec = tree_flatten(message.value)
         tree = write_tree(spec)
     else:
         items, tree = message, None
@@ -144,7 +144,7 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
     items: list[Any] = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
     if read.spec is None:
         return items
-    value = pytree.tree_unflatten(items, read.spec)
+    value = tree_unflatten(items, read.spec)
     return BoundaryValue(value, [tensor for tensor in tensors if tensor.requires_grad])
 
 

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+from gpipe.torch_private.modules import seconds_of_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,6 +140,5 @@ def _device(kind: str) -> torch.device:
 
 def timeout_of_world() -> float:
     """Seconds that the process group waits for others."""
-    group = dist.group.WORLD
-    timeout: timedelta = group._get_backend(group.bound_device_id or torch.device("cpu")).options._timeout  # type: ignore[union-attr]
-    return timeout.total_seconds()
+    assert dist.group.WORLD is not None
+    return seconds_of_group(dist.group.WORLD)

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gpipe.comm import codec
 from gpipe.comm.frames import Gone
 from gpipe.comm.mesh import Position, rank_of
 from gpipe.comm.untrusted import check_shape, reading
+from gpipe.torch_private.trees import tree_flatten, tree_unflatten
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Message
 from gpipe.values.tree import Tree
@@ -76,7 +76,7 @@ class Coming:
         Raises:
             Gone: The other end broke off.
         """
-        leaves, spec = pytree.tree_flatten(self.tree)
+        leaves, spec = tree_flatten(self.tree)
         for positions, extent, elements, work in self.tensors:
             if work is not None:
                 with _breaking_off():
@@ -86,7 +86,7 @@ class Coming:
             tensor = codec.lay(elements.view(extent.shape[0]), extent)
             for at in positions:
                 leaves[at] = tensor
-        value = pytree.tree_unflatten(leaves, spec)
+        value = tree_unflatten(leaves, spec)
         if not self.is_value:
             return value  # type: ignore[no-any-return]  # gradients
         wanting = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
@@ -122,7 +122,7 @@ class NcclGroups:
 
     def pack(self, peer: int, message: Message) -> tuple[BoundaryValue, list[Tensor]]:
         """What of a message the link carries, and the tensors that follow it."""
-        leaves, spec = pytree.tree_flatten(message.value if isinstance(message, BoundaryValue) else message)
+        leaves, spec = tree_flatten(message.value if isinstance(message, BoundaryValue) else message)
         found: dict[int, tuple[Tensor, list[int]]] = {}
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device.type:
@@ -137,9 +137,7 @@ class NcclGroups:
                 following.append(elements.view(torch.uint8))
                 elements = None
             told.append((positions, *extent.shape, elements))
-        return BoundaryValue(
-            (isinstance(message, BoundaryValue), pytree.tree_unflatten(leaves, spec), told), []
-        ), following
+        return BoundaryValue((isinstance(message, BoundaryValue), tree_unflatten(leaves, spec), told), []), following
 
     def follow(self, peer: int, following: Sequence[Tensor]) -> None:
         """Puts tensors on their way, in the order of their messages on the link.

@@ -12,8 +12,16 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from gpipe.torch_private.trees import (
+    TreeSpec,
+    context_reader,
+    context_writer,
+    registered_class,
+    registered_name,
+    tree_flatten,
+    tree_unflatten,
+)
 from gpipe.values.boundary import UNDEFINED, Undefined
 
 KEPT = 1024  # trees
@@ -30,7 +38,7 @@ FACTORIES: dict[str | None, Any] = {
 }  # fmt: skip
 """What a message may name as what a defaultdict makes."""
 OWN = frozenset({*PLAIN.values(), deque, defaultdict, namedtuple})
-LEAF = pytree.tree_structure(0)
+LEAF = tree_flatten(0)[1]
 
 Json = Any
 ADVICE = (
@@ -46,7 +54,7 @@ class At:
     number: int
 
 
-def write_tree(spec: pytree.TreeSpec) -> str:
+def write_tree(spec: TreeSpec) -> str:
     """The text of a tree, which `read_tree` reads.
 
     Raises:
@@ -64,10 +72,10 @@ def write_tree(spec: pytree.TreeSpec) -> str:
 def _rebuild(text: str) -> None:
     """Builds such a tree, as the other end will."""
     read = read_tree(text)
-    pytree.tree_unflatten([None] * read.num_leaves, read)
+    tree_unflatten([None] * read.num_leaves, read)
 
 
-def _written(spec: pytree.TreeSpec) -> Json:
+def _written(spec: TreeSpec) -> Json:
     """A tree in words of JSON: None for a leaf, else the kind, what belongs to it, and the children."""
     if spec.type is None:
         return None
@@ -83,18 +91,16 @@ def _written(spec: pytree.TreeSpec) -> Json:
         return ["defaultdict", [_name_of_factory(context[0]), [write_plain(key) for key in context[1]]], children]
     if kind is namedtuple:
         return ["namedtuple", _registered_name(context), children]
-    definition = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     name = _registered_name(kind)
-    if definition is not None and definition.to_dumpable_context is not None:
-        return [f"registered {name}", definition.to_dumpable_context(context), children]
-    return [f"registered {name}", write_plain(context), children]
+    write = context_writer(kind) or write_plain
+    return [f"registered {name}", write(context), children]
 
 
 def _registered_name(kind: type) -> str:
-    for name, known in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.items():
-        if known is kind and name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-            return name
-    raise TypeError(f"{kind.__name__} is not registered under a name")
+    name = registered_name(kind)
+    if name is None:
+        raise TypeError(f"{kind.__name__} is not registered under a name")
+    return name
 
 
 def _name_of_factory(factory: object) -> str | None:
@@ -106,7 +112,7 @@ def _name_of_factory(factory: object) -> str | None:
     )
 
 
-def read_tree(text: str) -> pytree.TreeSpec:
+def read_tree(text: str) -> TreeSpec:
     """The tree that `write_tree` wrote. Nothing is imported for it, and no attribute looked up by name.
 
     Raises:
@@ -118,7 +124,7 @@ def read_tree(text: str) -> pytree.TreeSpec:
         raise ValueError("a tree too deep") from None
 
 
-def _read(written: Json, deepest: int) -> pytree.TreeSpec:
+def _read(written: Json, deepest: int) -> TreeSpec:
     if written is None:
         return LEAF
     match written:
@@ -128,27 +134,27 @@ def _read(written: Json, deepest: int) -> pytree.TreeSpec:
             raise ValueError(f"there is no tree that is written as {_shown(written)}")
     match kind, context:
         case (("tuple" | "list" | "Size"), None):
-            return pytree.TreeSpec(PLAIN[kind], None, found)
+            return TreeSpec(PLAIN[kind], None, found)
         case (("dict" | "OrderedDict"), list(keys)) if len(keys) == len(found):
-            return pytree.TreeSpec(PLAIN[kind], _keys(keys), found)
+            return TreeSpec(PLAIN[kind], _keys(keys), found)
         case "deque", None | int():
-            return pytree.TreeSpec(deque, context, found)
+            return TreeSpec(deque, context, found)
         case "defaultdict", [str() | None as made, list(keys)] if made in FACTORIES and len(keys) == len(found):
-            return pytree.TreeSpec(defaultdict, [FACTORIES[made], _keys(keys)], found)
+            return TreeSpec(defaultdict, [FACTORIES[made], _keys(keys)], found)
         case "namedtuple", str(name):
             known = _registered(name)
             if len(getattr(known, "_fields", ())) == len(found):
-                return pytree.TreeSpec(namedtuple, known, found)
+                return TreeSpec(namedtuple, known, found)
         case _ if kind.startswith("registered "):
             known = _registered(kind.removeprefix("registered "))
-            read = pytree.SUPPORTED_SERIALIZED_TYPES[known].from_dumpable_context
-            return pytree.TreeSpec(known, read_plain(context) if read is None else read(context), found)
+            read = context_reader(known) or read_plain
+            return TreeSpec(known, read(context), found)
     raise ValueError(f"there is no tree that is written as {_shown(written)}")
 
 
 def _registered(name: str) -> Any:
-    known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
-    if known is None or known in OWN or name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+    known = registered_class(name)
+    if known is None or known in OWN:
         raise ValueError(f"{name[:200]!r} is not registered with torch.utils._pytree in this process; register it")
     return known
 

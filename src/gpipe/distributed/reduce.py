@@ -14,6 +14,7 @@ from gpipe.comm.failures import damaged
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
 from gpipe.layers.weight_aliases import WeightAliases
+from gpipe.torch_private.autograd import copy_each
 from gpipe.values.boundary import Gradients
 from gpipe.values.dtensor import is_spread_over, local
 from gpipe.values.messages import Control, Label
@@ -98,7 +99,7 @@ def _flat(bucket: Bucket) -> Tensor:
 
 def _put_back(bucket: Bucket, total: Tensor) -> None:
     if len(bucket) > 1:
-        torch._foreach_copy_(bucket, total.split([piece.numel() for piece in bucket]))
+        copy_each(bucket, total.split([piece.numel() for piece in bucket]))
     elif total.data_ptr() != bucket[0].data_ptr():
         bucket[0].copy_(total)
 

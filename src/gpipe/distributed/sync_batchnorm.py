@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.comm.mesh import Position
 from gpipe.comm.net import Net
 from gpipe.layers.batchnorm import Statistics, update_running_statistics
 from gpipe.layers.stage import Layer
-from gpipe.layers.tied import is_compiled
 from gpipe.plan.action import Action, Kind
+from gpipe.torch_private.modes import is_compiled
+from gpipe.torch_private.modules import AnyBatchNorm, check_dimensions
 from gpipe.values.messages import Control, Label
 
 LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that of the other replicas"
@@ -40,7 +40,7 @@ class Synced:
         self.kept: dict[Label, Tensor] = {}
 
     @contextmanager
-    def in_place(self, norms: Sequence[_BatchNorm], now: Callable[[], Action]) -> Iterator[None]:
+    def in_place(self, norms: Sequence[AnyBatchNorm], now: Callable[[], Action]) -> Iterator[None]:
         """Has these normalize over replicas; `now` is the action that is being done."""
         self._uses: Counter[tuple[int, Action]] = Counter()
         for number, norm in enumerate(norms):
@@ -51,10 +51,10 @@ class Synced:
             for norm in norms:
                 del norm.__dict__["forward"]
 
-    def _forward(self, number: int, norm: _BatchNorm, now: Callable[[], Action], input: Tensor) -> Tensor:
+    def _forward(self, number: int, norm: AnyBatchNorm, now: Callable[[], Action], input: Tensor) -> Tensor:
         if not norm.training:
-            return _BatchNorm.forward(norm, input)
-        norm._check_input_dim(input)
+            return AnyBatchNorm.forward(norm, input)
+        check_dimensions(norm, input)
         action = now()
         use = self._uses[number, action]
         self._uses[number, action] += 1
@@ -90,17 +90,17 @@ class Synced:
         return [told[peer] if peer == self.net.rank else self.net.receive_value(peer, label) for peer in self.peers]
 
 
-def find_norms(layers: Sequence[Layer]) -> list[_BatchNorm]:
+def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
     """The BatchNorms that some layers run, each once, in order.
 
     Raises:
         ValueError: One cannot be reached, or does something of its own.
     """
     modules = {module: None for layer in layers for module in layer.module.modules()}
-    norms = [module for module in modules if isinstance(module, _BatchNorm)]
+    norms = [module for module in modules if isinstance(module, AnyBatchNorm)]
     inside = {part for whole in modules if is_compiled(whole) for part in whole.modules()}
     for norm in norms:
-        if norm in inside or type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if norm in inside or type(norm).forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward):
             why = "is inside of a compiled module" if norm in inside else "has a forward of its own"
             raise ValueError(f"sync_batch_norm=True cannot replace the forward of a {type(norm).__name__}: it {why}")
     return norms
@@ -117,7 +117,7 @@ def _merge(every: Tensor, given: Tensor) -> Statistics:
     return Statistics(int(count[0]), mean, squares)
 
 
-def _normalize(norm: _BatchNorm, given: Tensor, batch: Statistics) -> Tensor:
+def _normalize(norm: AnyBatchNorm, given: Tensor, batch: Statistics) -> Tensor:
     shape = [1, -1] + [1] * (given.dim() - 2)
     scale = (batch.squares / batch.count + norm.eps).rsqrt().to(given.dtype)
     made = (given - batch.mean.to(given.dtype).view(shape)) * (

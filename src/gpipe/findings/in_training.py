@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe.torch_private.modules import AnyBatchNorm
 
 FEW_ROWS = 8  # per micro-batch: below it the statistics of a BatchNorm are mostly noise
 
 
 def find_few_rows(layers: Sequence[nn.Module], rows: int, deferred: bool) -> list[str]:
     """Tells of BatchNorms that see too few rows of a micro-batch."""
-    norms = [m for layer in layers for m in layer.modules() if isinstance(m, _BatchNorm) and m.training]
+    norms = [m for layer in layers for m in layer.modules() if isinstance(m, AnyBatchNorm) and m.training]
     if not norms or rows >= FEW_ROWS:
         return []
     remedy = "" if deferred else ", and deferred_batch_norm=True for running statistics of the whole mini-batch"

@@ -6,8 +6,9 @@ from typing import TypeAlias
 
 from torch import nn
 
+from gpipe.torch_private.modules import hooks_before_forward, hooks_of
+
 OF_TORCH = frozenset(vars(nn.Module()))
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Place: TypeAlias = tuple[str, str]
 """A layer in words, and where in it."""
@@ -25,14 +26,9 @@ def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]
                     yield (words, f"{name}, which it reads"), value
 
 
-def hooks_of(module: nn.Module) -> list[object]:
-    """The hooks that a module runs around its forward and backward."""
-    return [hook for held in HOOKS for hook in vars(module)[held].values()]
-
-
 def _set_by_torch(module: nn.Module) -> set[str]:
     """The attributes that torch's own weight and spectral norm set before each forward."""
-    return {getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()}
+    return {getattr(hook, "name", "") for hook in hooks_before_forward(module)}
 
 
 def read_by_function(function: object) -> Iterator[tuple[str, object]]:

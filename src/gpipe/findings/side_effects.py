@@ -6,7 +6,8 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from gpipe.findings.references import Place, hooks_of, in_words, read_by_called, read_by_function, references
+from gpipe.findings.references import Place, in_words, read_by_called, read_by_function, references
+from gpipe.torch_private.modules import hooks_of
 from gpipe.values.tree import version
 
 TENSORS = (

@@ -15,9 +15,9 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe.layers.tied import is_compiled
+from gpipe.torch_private.modes import is_compiled
+from gpipe.torch_private.modules import AnyBatchNorm
 from gpipe.values.layout import allocate_like
 
 LENT = ("running_mean", "running_var", "num_batches_tracked")
@@ -54,7 +54,7 @@ class Statistics:
 class DeferredStatistics:
     """The statistics of one mini-batch: for each BatchNorm, micro-batch and forward in it."""
 
-    norms: Sequence[_BatchNorm]
+    norms: Sequence[AnyBatchNorm]
     seen: dict[tuple[int, int], list[Statistics]] = field(default_factory=dict)
 
     @classmethod
@@ -71,7 +71,7 @@ class DeferredStatistics:
                 "deferred_batch_norm=True cannot reach a BatchNorm inside of a compiled module; compile what is "
                 "around it, or leave the statistics as they are by default"
             )
-        return cls([norm for norm in found if isinstance(norm, _BatchNorm)])
+        return cls([norm for norm in found if isinstance(norm, AnyBatchNorm)])
 
     @contextmanager
     def collect(self, micro_batch: int) -> Iterator[None]:
@@ -133,13 +133,13 @@ def find_replica_drift(modules: Sequence[nn.Module]) -> list[str]:
 
 
 def _defers(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
+    return isinstance(module, AnyBatchNorm) and module.training and module.running_mean is not None
 
 
 class _EmptyBuffers:
     """Empty buffers for one BatchNorm, and whatever its forwards leave in them."""
 
-    def __init__(self, norm: _BatchNorm) -> None:
+    def __init__(self, norm: AnyBatchNorm) -> None:
         self.norm = norm
         self.counts: list[int] = []
         self.lent: list[tuple[Tensor, Tensor]] = []
@@ -147,10 +147,9 @@ class _EmptyBuffers:
 
     def begin(self) -> None:
         self.own = {name: self.norm._buffers[name] for name in LENT}
-        self.norm._forward_pre_hooks[id(self)] = self._before_forward
-        self.norm._forward_pre_hooks_with_kwargs[id(self)] = True
+        self.hook = self.norm.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def _before_forward(self, norm: _BatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def _before_forward(self, norm: AnyBatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """`norm` may be a stand-in for the module, which shares its buffers but not its momentum (weight_aliases)."""
         mean, variance = self.own["running_mean"], self.own["running_var"]
         assert mean is not None
@@ -165,8 +164,7 @@ class _EmptyBuffers:
         norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
 
     def end(self) -> None:
-        del self.norm._forward_pre_hooks[id(self)]
-        del self.norm._forward_pre_hooks_with_kwargs[id(self)]
+        self.hook.remove()
         for norm, momentum in self.momenta.items():
             norm.__dict__["momentum"] = momentum
         self.norm._buffers.update(self.own)
@@ -179,7 +177,7 @@ class _EmptyBuffers:
 
 
 @torch.no_grad()
-def update_running_statistics(norm: _BatchNorm, batch: Statistics) -> None:
+def update_running_statistics(norm: AnyBatchNorm, batch: Statistics) -> None:
     """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
     assert norm.running_mean is not None
     assert norm.running_var is not None

@@ -8,13 +8,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
+from gpipe.torch_private.modes import without_compiler
+from gpipe.torch_private.trees import tree_leaves
 from gpipe.values.layout import copy_of
 from gpipe.values.microbatch import Reduction
 from gpipe.values.tree import Tree
@@ -76,7 +77,7 @@ def holds_ignored_labels(targets: Tree) -> bool:
     """Whether a tensor of whole numbers among the targets has labels that torch's losses would ignore."""
     return any(
         bool((leaf == IGNORED).any())
-        for leaf in pytree.tree_leaves(targets)
+        for leaf in tree_leaves(targets)
         if isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32, torch.int16)
     )
 
@@ -104,7 +105,7 @@ def _arguments_of(loss_fn: object) -> LossArguments | None:
     """The arguments of a loss of torch; None of what is not torch's, or does more than torch's."""
     if isinstance(loss_fn, partial):
         return None if loss_fn.args else _arguments_of_function(loss_fn.func, loss_fn.keywords)
-    if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", "_wrapped_call_impl"):
+    if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", nn.Module.__call__.__name__):
         return _arguments_of(loss_fn.__self__) if isinstance(loss_fn.__self__, nn.Module) else None
     if isinstance(loss_fn, nn.Module):
         return _arguments_of_module(loss_fn)
@@ -112,7 +113,7 @@ def _arguments_of(loss_fn: object) -> LossArguments | None:
 
 
 def _arguments_of_module(module: nn.Module) -> LossArguments | None:
-    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    module = without_compiler(module)
     kind = type(module)
     if (
         module_of_forward(module) != TORCH_LOSSES
@@ -131,8 +132,7 @@ def module_of_forward(module: nn.Module) -> str:
 def _arguments_of_function(called: object, keywords: Mapping[str, object]) -> LossArguments | None:
     if isinstance(called, (partial, nn.Module)):  # a partial of these
         return None if keywords else _arguments_of(called)
-    compiled = hasattr(called, "_torchdynamo_orig_callable")
-    function: Any = inspect.unwrap(called) if compiled else called  # type: ignore[arg-type]  # a function then
+    function = without_compiler(called)
     known = getattr(functional, getattr(function, "__name__", ""), None)
     if not callable(known) or known is not function:
         return None

@@ -12,13 +12,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gpipe.layers.invalid_layers import describe_invalid_sequence
 from gpipe.layers.remote_parameter import stand_in
 from gpipe.layers.sequence import Maker, build, name_layers
 from gpipe.layers.stage import Stage
+from gpipe.torch_private.modules import refresh_weights_of_rnn
+from gpipe.torch_private.trees import tree_map
 
 Shapes: TypeAlias = dict[str, tuple[int, ...] | None]
 
@@ -109,8 +110,7 @@ def release(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in kept and not _is_empty(tensor):
                     held[name] = known.setdefault(tensor, stand_in(_on_meta(tensor), index))
-        if isinstance(part, nn.RNNBase):  # keeps a list of its weights beside its parameters
-            part._flat_weights = [getattr(part, weight, None) for weight in part._flat_weights_names]
+        refresh_weights_of_rnn(part)
 
 
 def _build_on_meta(maker: Maker, seed: int, index: int) -> object:
@@ -138,7 +138,7 @@ def _without_values(value: object, known: WeakIdKeyDictionary) -> object:
         return value
     if value not in known:
         known[value] = twin = value.__new__(type(value))
-        twin.__dict__ = pytree.tree_map(lambda leaf: _without_values(leaf, known), value.__dict__)
+        twin.__dict__ = tree_map(lambda leaf: _without_values(leaf, known), value.__dict__)
     return known[value]
 
 

@@ -14,6 +14,7 @@ from gpipe.layers.buffers import Buffers
 from gpipe.layers.inplace import InPlaceCheck
 from gpipe.layers.skips import Pop, Stashed, alias, unpack_stashes
 from gpipe.rng.visit import PipeVisit
+from gpipe.torch_private.autograd import next_node_number
 from gpipe.values.autograd_graph import find_ancestors, leaves_of
 from gpipe.values.boundary import BoundaryValue, cut
 from gpipe.values.digest import differ, digest
@@ -23,7 +24,6 @@ from gpipe.values.tree import Tree, replace_tensors, tensors_in, version
 LOSS = "loss_fn"
 """What stands behind the last layer, in words."""
 
-_sequence_number = torch._C._autograd._get_sequence_nr
 _OWN: AbstractContextManager[object] = nullcontext()
 TRIES = 4
 """Times that a layer is run twice to see whether it gives the same."""
@@ -68,7 +68,7 @@ class LayerProgress:
 
     def enter(self) -> None:
         """Notes that the next layer begins, or behind the last layer the loss."""
-        self.numbers.append(_sequence_number())
+        self.numbers.append(next_node_number())
 
     def point_at(self, layer: "Layer | None") -> None:
         """Has a layer that was found out be the last that began."""
@@ -200,7 +200,7 @@ class Stage:
     ) -> Tree:
         begun = progress.numbers
         for layer in self.layers:
-            begun.append(_sequence_number())
+            begun.append(next_node_number())
             if layer.pop or layer.stash:
                 value = self._run_with_skips(layer, value, arrived, held, rng_key)
             else:

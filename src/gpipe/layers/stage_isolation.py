@@ -7,10 +7,10 @@ which of its stages comes first.
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe.layers.buffers import Slot
 from gpipe.layers.stage import Layer, Stage, stage_of_layers
+from gpipe.torch_private.modules import NormWithStatistics
 from gpipe.values.autograd_graph import leaves_of
 from gpipe.values.layout import storage_address
 from gpipe.values.tree import version
@@ -85,7 +85,7 @@ def find_shared_norm(stages: Sequence[Stage]) -> str | None:
         for layer in stage.layers:
             for module in layer.module.modules():
                 first = home.setdefault(module, stage.index)
-                if first != stage.index and isinstance(module, _NormBase) and module.track_running_stats:
+                if first != stage.index and isinstance(module, NormWithStatistics) and module.track_running_stats:
                     return (
                         f"{layer} uses a {type(module).__name__} that partition {first} uses too, and its running "
                         f"statistics would depend on which comes first; use one module for each, or put the layers "

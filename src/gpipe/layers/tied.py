@@ -7,6 +7,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from gpipe.layers.buffers import Slot
+from gpipe.torch_private.modules import refresh_weights_of_rnn
 
 Tied: TypeAlias = Sequence[Sequence[Slot]]
 """Groups of slots whose parameters are one, though each process has its own."""
@@ -80,10 +81,4 @@ def tie(groups: Sequence[Sequence[Slot]]) -> None:
 def put_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Puts a parameter, or an alias of one, into a slot of a module."""
     module._parameters[name] = parameter  # type: ignore[assignment]  # an alias is no Parameter, and need not be
-    if isinstance(module, nn.RNNBase):  # keeps a list of its weights beside its parameters
-        module._flat_weights = [getattr(module, weight) for weight in module._flat_weights_names]
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's forward is `torch.compile`'s."""
-    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+    refresh_weights_of_rnn(module)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gpipe.layers.buffers import Slot
 from gpipe.layers.stage import Layer, Stage
-from gpipe.layers.tied import SharedParameter, is_compiled, put_parameter
+from gpipe.layers.tied import SharedParameter, put_parameter
+from gpipe.torch_private.modes import is_compiled
 from gpipe.values.boundary import run_backward
 from gpipe.values.layout import moved
 

@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch._prims import rng_prims
-from torch.utils import checkpoint
 
-FILE = checkpoint.__file__
+from gpipe.torch_private.checkpoint import CheckpointFrame, read_checkpoint, reruns_by_default_generator
+
 MARK = "_gpipe_drew_here"  # on a state that was noted: what stands there now is a key's
 GENERATORS = "_gpipe_generators"  # beside the variables of a recompute: what it draws from
 
@@ -50,46 +48,23 @@ class Generators(dict[torch.device, torch.Generator]):
         return generator
 
 
-class RngStates(NamedTuple):
-    """The states of torch's generators that a checkpoint saved: of the CPU, and of each device of its inputs."""
+def note(
+    forward: CheckpointFrame, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool
+) -> None:
+    """Has a checkpoint's recompute begin where a generator stands now, at the first draw of its forward.
 
-    cpu: Tensor | None
-    devices: dict[int, Tensor]
-
-    @classmethod
-    def of(cls, names: Any) -> "RngStates":
-        """Reads the states from the variables of a checkpoint."""
-        states = zip(names.get("fwd_devices", ()), names.get("fwd_device_states", ()), strict=True)
-        return cls(names.get("fwd_cpu_state"), dict(states))
-
-    def state(self, device: torch.device) -> Tensor | None:
-        """The state of a device's generator, if it was saved."""
-        return self.cpu if device.type in ("cpu", "meta") else self.devices.get(device.index)
-
-
-@dataclass
-class Forward:
-    """The forward of a checkpoint, as its frame shows it."""
-
-    states: RngStates
-    preserves: bool
-    release: Callable[[], None]  # tells it to leave the default generator alone in its recompute
-
-    def note(self, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool) -> None:
-        """Has the recompute begin where a generator stands now, at the first draw.
-
-        Raises:
-            RuntimeError: The checkpoint keeps no state for it, and that is needed.
-        """
-        state = self.states.state(device)
-        if state is None:
-            if needed:
-                raise RuntimeError(_forgets(device, preserves=self.preserves))
-        elif not hasattr(state, MARK):
-            state.copy_(generator.get_state())
-            setattr(state, MARK, True)
-            if releases:
-                self.release()
+    Raises:
+        RuntimeError: The checkpoint keeps no state for it, and that is needed.
+    """
+    state = forward.state(device)
+    if state is None:
+        if needed:
+            raise RuntimeError(_forgets(device, preserves=forward.preserves))
+    elif not hasattr(state, MARK):
+        state.copy_(generator.get_state())
+        setattr(state, MARK, True)
+        if releases:
+            forward.release()
 
 
 def _forgets(device: torch.device, *, preserves: bool) -> str:
@@ -105,7 +80,7 @@ class Recompute:
     """A recompute that is under way, as its frame shows it."""
 
     frame: FrameType
-    states: RngStates
+    seen: CheckpointFrame
 
     def generators(self, *, sure: bool) -> Generators:
         """The generators that the recompute draws from, from its first draw to its last.
@@ -115,7 +90,7 @@ class Recompute:
         """
 
         def start(device: torch.device) -> torch.Generator:
-            state = self.states.state(device)
+            state = self.seen.state(device)
             if state is None or (sure and not hasattr(state, MARK)):
                 raise RuntimeError(UNSEEN)
             generator = torch.Generator("cpu" if device.type == "meta" else device)
@@ -132,7 +107,7 @@ class Recompute:
 class Checkpoints(NamedTuple):
     """The checkpoints that a draw is inside of: forwards, and the recompute, if it is in one, that they are in."""
 
-    forwards: list[Forward]
+    forwards: list[CheckpointFrame]
     recompute: Recompute | None
 
 
@@ -142,38 +117,15 @@ def find_checkpoints(until: FrameType | None) -> Checkpoints:
     Raises:
         RuntimeError: There is a checkpoint that nobody can look into.
     """
-    forwards: list[Forward] = []
+    forwards: list[CheckpointFrame] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not until:
-        code = frame.f_code
-        if code.co_filename == FILE:
-            match code.co_name:
-                case "forward" if "ctx" in frame.f_locals:
-                    forwards.append(_reentrant(frame.f_locals["ctx"]))
-                case "checkpoint" if "gen" in frame.f_locals:
-                    forwards.append(_non_reentrant(frame.f_locals["gen"].gi_frame.f_locals))
-                case "backward" if "outputs" not in frame.f_locals:
-                    return Checkpoints(forwards, Recompute(frame, RngStates.of(vars(frame.f_locals["ctx"]))))
-                case "recompute_fn":
-                    return Checkpoints(forwards, Recompute(frame, RngStates.of(frame.f_locals)))
-        elif "run_and_save_rng_state" in code.co_qualname and code.co_filename == rng_prims.__file__:
+        seen = read_checkpoint(frame)
+        if seen is not None and seen.recomputes:
+            return Checkpoints(forwards, Recompute(frame, seen))
+        if seen is not None:
+            forwards.append(seen)
+        elif reruns_by_default_generator(frame.f_code):
             raise RuntimeError(COMPILED)
         frame = frame.f_back
     return Checkpoints(forwards, None)
-
-
-def _reentrant(ctx: Any) -> Forward:
-    def release() -> None:
-        ctx.preserve_rng_state = False
-
-    return Forward(RngStates.of(vars(ctx)), ctx.preserve_rng_state, release)
-
-
-def _non_reentrant(names: Any) -> Forward:
-    recompute = names["recompute_fn"]
-    cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__, strict=True))
-
-    def release() -> None:
-        cells["preserve_rng_state"].cell_contents = False
-
-    return Forward(RngStates.of(names), names["preserve_rng_state"], release)

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import torch
 
 from gpipe.rng.random_ops import Keyed
-from gpipe.rng.torch_checkpoint import Generators, find_checkpoints
+from gpipe.rng.torch_checkpoint import Generators, find_checkpoints, note
+from gpipe.torch_private.autograd import node_number, running_node
 
 IN_BACKWARD = (
     "{} draws random numbers in its backward, where no key reaches them: they would depend on which rank comes "
@@ -58,7 +58,7 @@ class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like t
         generator = generators[device]
         needed = self.grad or torch.is_grad_enabled()  # else no backward follows
         for forward in found.forwards:
-            forward.note(device, generator, needed=needed, releases=self.piped)
+            note(forward, device, generator, needed=needed, releases=self.piped)
         return generator
 
 
@@ -94,17 +94,17 @@ class InBackward(Keyed):
             raise RuntimeError(IN_BACKWARD.format(self._maker(_node(self.entered_by)) or "a layer"))
         generator = found.recompute.generators(sure=True)[device]
         for forward in found.forwards:
-            forward.note(device, generator, needed=True, releases=True)
+            note(forward, device, generator, needed=True, releases=True)
         return generator
 
 
 def _node(until: FrameType | None) -> int | None:
     """The sequence number of the autograd node that runs: the outermost one, since others are made in a backward."""
-    found: Any = torch._C._current_autograd_node()
+    found = running_node()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not until:
         node = frame.f_locals.get("self")
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             found = node
         frame = frame.f_back
-    return None if found is None else int(found._sequence_nr())
+    return None if found is None else node_number(found)

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe.errors import entrance
 from gpipe.runtime.state import Output
+from gpipe.torch_private.autograd import will_run
 from gpipe.values.boundary import Gradients
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
@@ -67,6 +68,6 @@ class _Pipelined(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(CREATE_GRAPH)
-        if not torch._C._will_engine_execute_node(ctx.anchor):
+        if not will_run(ctx.anchor):
             raise RuntimeError(ONLY_SOME)
         return (None, None, None, *ctx.call.backward(gradients))

@@ -17,6 +17,7 @@ from gpipe.layers.losses import (
     holds_ignored_labels,
 )
 from gpipe.runtime.modes import Ambient
+from gpipe.torch_private.autograd import is_differentiated_forward
 from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
 from gpipe.values.microbatch import Reduction, count_rows, loss_weights, rows_of_parts, split
 from gpipe.values.tree import Tree, tensors_in
@@ -174,7 +175,7 @@ def refuse_tangents(inputs: Tree) -> None:
     Raises:
         ValueError: One has a tangent.
     """
-    if forward_ad._current_level < 0:
+    if not is_differentiated_forward():
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(inputs)):
         raise ValueError(
@@ -202,5 +203,6 @@ def refuse_tracing() -> None:
     Raises:
         TypeError: Torch traces or exports what runs.
     """
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+    traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # untyped in torch
+    if traced or torch.compiler.is_exporting():
         raise TypeError(NO_GRAPH)

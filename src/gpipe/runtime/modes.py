@@ -6,19 +6,14 @@ up in another precision. So a row is run as if inside an autocast, and a run for
 outlive its weight's value.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from gpipe.torch_private.modes import modes_here, saved_tensor_hooks
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
@@ -38,15 +33,13 @@ class Ambient:
     @classmethod
     def here(cls) -> "Ambient":
         """Reads the modes of this thread."""
-        functions = _get_current_function_mode_stack()
-        strangers = [m for m in functions if not isinstance(m, DeviceContext)] + _get_current_dispatch_mode_stack()
-        devices = [mode.device for mode in functions if isinstance(mode, DeviceContext)]
+        device, strangers = modes_here()
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple(_autocasts()),
-            devices[-1] if devices else None,
-            torch._C._autograd._top_saved_tensors_default_hooks(False),
+            device,
+            saved_tensor_hooks(),
             flushes_denormals(),
             tuple(type(mode).__name__ for mode in strangers),
         )
@@ -104,24 +97,6 @@ class Ambient:
             return stack
 
         return enter
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps `torch.compile` out of a function: it would trace locks, threads and queues.
-
-    `torch.compiler.disable` would load the compiler, which takes seconds. Where it is not loaded, nothing compiles.
-    """
-    hidden = _disable_dynamo(function)
-
-    @wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
-
-    return guarded
 
 
 def flushes_denormals() -> bool:

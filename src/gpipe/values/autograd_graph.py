@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gpipe.torch_private.autograd import node_number
+
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
     """The indices of those tensors from which others of them were made.
@@ -54,6 +56,6 @@ def failed_node(error: BaseException) -> int | None:
     while traceback is not None:
         node = traceback.tb_frame.f_locals.get("self")
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return int(node._sequence_nr())
+            return node_number(node)
         traceback = traceback.tb_next
     return None

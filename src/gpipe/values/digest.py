@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from gpipe.torch_private.trees import tree_leaves
 from gpipe.values.hidden_tensors import OPAQUE
 from gpipe.values.layout import PLAIN
 from gpipe.values.tree import Tree
@@ -37,7 +37,7 @@ def digest(values: Sequence[Tree]) -> Digest:
     """
     known: list[object] = []
     words: list[Tensor] = []
-    for leaf in pytree.tree_leaves(values):
+    for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             known.append((leaf.requires_grad, leaf.dtype, leaf.shape))
             words += _words(leaf.detach())

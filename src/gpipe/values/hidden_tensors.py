@@ -6,7 +6,8 @@ from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from gpipe.torch_private.trees import tree_leaves
 
 OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device)
 """What holds no tensor of its own, however far it leads."""
@@ -51,6 +52,6 @@ def refuse_hidden_tensors(value: object) -> None:
     Raises:
         TypeError: Names the type.
     """
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         if not isinstance(leaf, (Tensor, *OPAQUE)) and hides_tensors(leaf):
             raise TypeError(HIDDEN.format(name=type(leaf).__name__))

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
+from gpipe.torch_private.trees import keystr, tree_flatten_with_path
 from gpipe.values.hidden_tensors import hides_tensors
 from gpipe.values.microbatch import Whole
 from gpipe.values.tree import Tree
@@ -25,8 +25,8 @@ def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
     """
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
-    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_packed)[0]:
-        name = f"{what}{pytree.keystr(path)}"
+    for path, leaf in tree_flatten_with_path(tree, is_leaf=_is_packed)[0]:
+        name = f"{what}{keystr(path)}"
         if isinstance(leaf, Tensor):
             yield from _find_strange_layout(name, leaf)
         elif isinstance(leaf, Whole):
@@ -40,10 +40,10 @@ def find_unsplit_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
     """Lists of numbers or words, one a row as it seems, that would go whole to every micro-batch."""
     if type(tree) is Tensor or rows < 2:
         return
-    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_plain_list)[0]:
+    for path, leaf in tree_flatten_with_path(tree, is_leaf=_is_plain_list)[0]:
         if _is_plain_list(leaf) and len(leaf) == rows:
             yield (
-                f"{what}{pytree.keystr(path)} is a list of {rows} values, as many as the mini-batch has rows, and "
+                f"{what}{keystr(path)} is a list of {rows} values, as many as the mini-batch has rows, and "
                 f"only tensors are split by rows; make it a tensor, torch.tensor(...), or wrap it in gpipe.Whole if "
                 f"every micro-batch needs all of it"
             )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gpipe.torch_private.autograd import negative_view
+
 UNITS = {"cpu": 64, "cuda": 512}
 """Bytes by which torch aligns what it allocates; nothing chooses by more of an address than this."""
 PLAIN = (Tensor, nn.Parameter)
@@ -81,7 +83,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     if tensor.is_conj():
         return torch.conj(copy_of(torch.conj(tensor)))
     if tensor.is_neg():
-        return torch._neg_view(copy_of(torch._neg_view(tensor)))
+        return negative_view(copy_of(negative_view(tensor)))
     if not alignment(tensor):
         copied = tensor.clone()
         if not _is_strided(tensor) or copied.stride() == tensor.stride():

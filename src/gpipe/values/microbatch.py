@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from gpipe.torch_private.trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 from gpipe.values.tree import Tree
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
@@ -34,7 +34,7 @@ def count_rows(inputs: Tree) -> int:
     Raises:
         ValueError: There is no such tensor, or it has no rows.
     """
-    for leaf in pytree.tree_leaves(inputs):
+    for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             if leaf.shape[0] == 0:
                 raise ValueError(
@@ -48,7 +48,7 @@ def count_rows(inputs: Tree) -> int:
 
 
 def _no_rows_in(inputs: Tree) -> str:
-    leaves = pytree.tree_leaves(inputs)
+    leaves = tree_leaves(inputs)
     if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
         return f"not numbers in a {type(inputs).__name__}: torch.tensor(...) makes one of them"
     if isinstance(inputs, (dict, list, tuple)) and not leaves:
@@ -66,9 +66,9 @@ def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
     """
     if type(tree) is Tensor and tree.dim() > 0 and tree.shape[0] == rows:
         return list(tree.tensor_split(parts))
-    leaves, spec = pytree.tree_flatten_with_path(tree)
+    leaves, spec = tree_flatten_with_path(tree)
     mistakes = [
-        f"{what}{pytree.keystr(path)} has shape {tuple(leaf.shape)}, but the mini-batch has {rows} rows; "
+        f"{what}{keystr(path)} has shape {tuple(leaf.shape)}, but the mini-batch has {rows} rows; "
         f"split by rows, or wrap it in gpipe.Whole if every micro-batch needs all of it"
         for path, leaf in leaves
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != rows
@@ -76,7 +76,7 @@ def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
     if mistakes:
         raise ValueError("\n".join(mistakes))
     columns = [_split_leaf(leaf, parts) for _, leaf in leaves]
-    return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(parts)]
+    return [tree_unflatten([column[i] for column in columns], spec) for i in range(parts)]
 
 
 def _split_leaf(leaf: object, parts: int) -> Sequence[object]:
@@ -95,11 +95,11 @@ def merge(parts: Sequence[Tree]) -> Tree:
     """
     if type(parts[0]) is Tensor and parts[0].dim() > 0:
         return parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]  # a tensor each
-    flat = [pytree.tree_flatten(part) for part in parts]
+    flat = [tree_flatten(part) for part in parts]
     if any(spec != flat[0][1] for _, spec in flat):
         raise TypeError("the outputs of the micro-batches differ in structure; return the same structure for each")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_merge_leaf(column) for column in columns], flat[0][1])
+    return tree_unflatten([_merge_leaf(column) for column in columns], flat[0][1])
 
 
 def _merge_leaf(column: Sequence[object]) -> object:

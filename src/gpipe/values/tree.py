@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from gpipe.torch_private.trees import tree_leaves, tree_map_only
 
 Tree: TypeAlias = object
 """A tensor, or tuples, lists and dicts of tensors and other values."""
@@ -14,7 +15,7 @@ def tensors_in(value: Tree) -> list[Tensor]:
     """The tensors in a value, each once, in order."""
     if type(value) is Tensor:
         return [value]
-    return list({id(item): item for item in pytree.tree_leaves(value) if isinstance(item, Tensor)}.values())
+    return list({id(item): item for item in tree_leaves(value) if isinstance(item, Tensor)}.values())
 
 
 def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
@@ -28,7 +29,7 @@ def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
             known[id(tensor)] = change(tensor)
         return known[id(tensor)]
 
-    return pytree.tree_map_only(Tensor, changed, value)
+    return tree_map_only(Tensor, changed, value)
 
 
 def version(tensor: Tensor | None) -> int:

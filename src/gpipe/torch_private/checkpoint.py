@@ -1,0 +1,73 @@
+"""`torch.utils.checkpoint`, as the frames of its functions show it."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+RERUNS = os.path.join(os.path.dirname(torch.__file__), "_prims", "rng_prims.py")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFrame:
+    """The forward of a checkpoint that is under way, or its recompute in a backward.
+
+    Attributes:
+        recomputes: Whether it is the recompute.
+        preserves: Whether it was told to keep the states of default generators (`preserve_rng_state`).
+        cpu: The state of the CPU's generator that it noted before the forward.
+        devices: Those of the devices that its inputs are on, by index.
+        release: Tells the forward to leave the default generators alone in its recompute.
+    """
+
+    recomputes: bool
+    preserves: bool
+    cpu: Tensor | None
+    devices: Mapping[int, Tensor]
+    release: Callable[[], None]
+
+    def state(self, device: torch.device) -> Tensor | None:
+        """The state of a device's generator, if it was noted."""
+        return self.cpu if device.type in ("cpu", "meta") else self.devices.get(device.index)
+
+
+def read_checkpoint(frame: FrameType) -> CheckpointFrame | None:
+    """What a frame shows of a checkpoint, if it is of one."""
+    if frame.f_code.co_filename != checkpoint.__file__:
+        return None
+    names = frame.f_locals
+    match frame.f_code.co_name:
+        case "forward" if "ctx" in names:  # reentrant
+            return _read(vars(names["ctx"]), partial(setattr, names["ctx"], "preserve_rng_state", False))
+        case "backward" if "outputs" not in names:  # with them, it runs the backward of what it recomputed
+            return _read(vars(names["ctx"]), recomputes=True)
+        case "checkpoint" | "_checkpoint_impl" if "gen" in names:  # not reentrant, in torch 2.13 and in 2.15
+            inner = names["gen"].gi_frame.f_locals
+            return _read(inner, partial(_release, inner["recompute_fn"]))
+        case "recompute_fn":
+            return _read(names, recomputes=True)
+    return None
+
+
+def _read(
+    names: Mapping[str, Any], release: Callable[[], None] = lambda: None, *, recomputes: bool = False
+) -> CheckpointFrame:
+    devices = zip(names.get("fwd_devices", ()), names.get("fwd_device_states", ()), strict=True)
+    preserves = bool(names.get("preserve_rng_state"))
+    return CheckpointFrame(recomputes, preserves, names.get("fwd_cpu_state"), dict(devices), release)
+
+
+def _release(recompute: Any) -> None:
+    cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__, strict=True))
+    cells["preserve_rng_state"].cell_contents = False
+
+
+def reruns_by_default_generator(code: CodeType) -> bool:
+    """Whether this is code of torch that runs compiled code again by the state of the default generator."""
+    return "run_and_save_rng_state" in code.co_qualname and code.co_filename == RERUNS

@@ -1,0 +1,81 @@
+"""What is set in a thread beside grad mode and autocast, and whether a compiler is at work in it."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch._compile
+import torch.overrides
+import torch.utils._device
+import torch.utils._python_dispatch
+from torch import Tensor, nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None:
+    """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def modes_here() -> tuple[torch.device | None, list[object]]:
+    """The default device of this thread, if one is set, and its other modes: `torch.get_default_device` has one."""
+    functions = torch.overrides._get_current_function_mode_stack()
+    devices = [mode.device for mode in functions if isinstance(mode, torch.utils._device.DeviceContext)]
+    others = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]
+    others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return devices[-1] if devices else None, others
+
+
+def is_vmapped() -> bool:
+    """Whether this thread is below `vmap`, `torch.func.grad` or another transform."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_traced_by_compiler() -> bool:
+    """Whether a compiler makes a graph of what this thread runs, so that no number is really made."""
+    kinds = torch._C._TorchDispatchModeKey
+    stands: Callable[[Any], object] = torch._C._get_dispatch_mode
+    return bool(torch._C._len_torch_dispatch_stack()) and any(map(stands, (kinds.FAKE, kinds.PROXY)))
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps `torch.compile` out of a function: it would trace locks, threads and queues.
+
+    `torch.compiler.disable` would load the compiler, which takes seconds. Where it is not loaded, nothing compiles.
+    """
+    hidden = torch._compile._disable_dynamo(function)
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return guarded
+
+
+def untraced_kernel(kernel: Callable[P, R]) -> Callable[P, R]:
+    """Likewise a kernel, to which compiled code comes too; by its code, which costs nothing, if this torch can."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        eval_frame.set_code_exec_strategy(kernel.__code__, skip)
+    except (ImportError, AttributeError, TypeError):
+        return untraced(kernel)
+    return kernel
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is `torch.compile`'s, or `module.compile()` was called."""
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def without_compiler(called: Any) -> Any:
+    """The module or function that `torch.compile` wrapped; what it did not wrap is given back."""
+    if isinstance(called, nn.Module):
+        return getattr(called, "_orig_mod", called)
+    return inspect.unwrap(called) if hasattr(called, "_torchdynamo_orig_callable") else called

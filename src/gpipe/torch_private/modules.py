@@ -1,0 +1,67 @@
+"""What modules, process groups and gradient scalers keep to themselves."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.utils._python_dispatch
+from torch import Tensor, nn
+
+AnyBatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
+"""What every BatchNorm of torch is, of whatever dimensions, lazy or synchronized."""
+NormWithStatistics: TypeAlias = nn.modules.batchnorm._NormBase
+"""What every norm of torch is that may have running statistics: a BatchNorm or an InstanceNorm."""
+
+
+def refresh_weights_of_rnn(module: nn.Module) -> None:
+    """Has an RNN use the parameters that it has now; other modules do so by themselves."""
+    if isinstance(module, nn.RNNBase):  # keeps a list of its weights beside its parameters
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def hooks_before_forward(module: nn.Module) -> list[object]:
+    """The hooks that a module calls before its forward."""
+    return list(module._forward_pre_hooks.values())
+
+
+def hooks_of(module: nn.Module) -> list[object]:
+    """All hooks of a module."""
+    held = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for hooks in held for hook in hooks.values()]
+
+
+def check_dimensions(norm: AnyBatchNorm, given: Tensor) -> None:
+    """Raises a ValueError for a tensor that a BatchNorm does not take, as its forward does."""
+    norm._check_input_dim(given)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class whose objects hold other tensors, as a DTensor does."""
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+def seconds_of_group(group: dist.ProcessGroup) -> float:
+    """How long a process group waits for others."""
+    backend = group._get_backend(group.bound_device_id or torch.device("cpu"))
+    timeout: timedelta = backend.options._timeout
+    return timeout.total_seconds()
+
+
+def awaits_unscale(scaler: torch.amp.GradScaler, optimizer: object) -> bool:
+    """Whether a scaler has not divided the gradients of an optimizer since its last update."""
+    ready = torch.amp.grad_scaler.OptState.READY
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is ready
+
+
+def found_infinite(scaler: torch.amp.GradScaler, optimizer: object) -> Mapping[torch.device, Tensor]:
+    """What a scaler noted when it divided the gradients of an optimizer: 1 where one was not finite, by device."""
+    found: Mapping[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return found
+
+
+def note_infinite(scaler: torch.amp.GradScaler, optimizer: object, found: dict[torch.device, Tensor]) -> None:
+    """Has a scaler take the gradients of an optimizer for divided, with this found; as `step` asks for it."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["stage"], state["found_inf_per_device"] = torch.amp.grad_scaler.OptState.UNSCALED, found
