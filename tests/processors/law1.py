@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.comm.codec import decode, encode
 from gpipe.layers import buffers, inplace
-from gpipe.runtime import minibatch as run
+from gpipe.runtime import others
 from gpipe.runtime.others import Mailbox
 from gpipe.values.messages import Label, Message, ReadyEvent
 from tests.support.addresses import Behind, Third, in_the_middle
@@ -94,7 +94,7 @@ def through_pipe(number: int, partitions: int) -> Outcome:
     driver, remat = draw.choice(DRIVERS), [draw.choice(REMATS) for _ in range(partitions)]
     mailbox, driver = (Messages, "lockstep") if driver == "messages" else (Mailbox, driver)
     with (
-        mock.patch.object(run, "Mailbox", mailbox),
+        mock.patch.object(others, "Mailbox", mailbox),
         gpipe.GPipe(layers_of(number), partitions, 3, seed=0, remat=remat, driver=driver) as pipe,
     ):
         return Outcome([*_trained(pipe, lambda at: pipe.step(*data_of(number, at), F.mse_loss))])
