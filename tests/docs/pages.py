@@ -1,6 +1,7 @@
 """The pages of the documentation, and the blocks of code on them."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ([\w.]+\.py)\n")
+LAUNCHERS = ("python", "torchrun")
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,14 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [Block(found[1], found[2], text.count("\n", 0, found.start()) + 2) for found in BLOCK.finditer(text)]
+
+
+def scripts_of(page: Path) -> set[str]:
+    """The names of the scripts of a page."""
+    return {block.file for block in blocks_of(page) if block.file is not None}
+
+
+def starts(command: str, script: str) -> bool:
+    """Whether a command starts a script, on this host alone."""
+    words = shlex.split(command)
+    return words[0] in LAUNCHERS and script in words and "HOST" not in command

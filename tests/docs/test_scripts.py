@@ -1,0 +1,64 @@
+"""Scripts on pages, blocks that begin with `# name.py`, run by the commands there as they stand.
+
+Where a block of text follows on the commands, its lines are among those that they print.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import LAUNCHERS, PAGES, Block, blocks_of, scripts_of, starts
+from tests.support.processes.launch import LOOPBACK, ONE_THREAD
+
+PROGRAMS = dict(zip(LAUNCHERS, ([sys.executable], [sys.executable, "-m", "torch.distributed.run"]), strict=True))
+ALONE = {  # how torchrun is told that other tests run beside this one
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ENDPOINT": "127.0.0.1:0",
+    "PET_LOCAL_ADDR": "127.0.0.1",
+    **LOOPBACK,
+    **ONE_THREAD,
+}
+SECONDS = 300
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if scripts_of(page)], ids=lambda page: page.stem)
+def test_scripts_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    blocks, written = blocks_of(page), set[str]()
+    for block, after in zip(blocks, [*blocks[1:], Block("none", "", 0)], strict=True):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text)
+            written.add(block.file)
+        for command in block.commands:
+            if any(starts(command, script) for script in written):
+                check_command(command, tmp_path, after.text if after.language == "text" else None)
+
+
+def check_command(command: str, folder: Path, expected: str | None) -> None:
+    """Runs a command in a folder: it ends well, or else prints what is expected."""
+    program, *arguments = shlex.split(command)
+    ended = subprocess.run(
+        [*PROGRAMS[program], *arguments],
+        cwd=folder,
+        env={**os.environ, **ALONE},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+    if expected is None:
+        assert ended.returncode == 0, f"{command} ended with {ended.returncode}:\n{ended.stdout}"
+    else:
+        missing = [line for line in expected.splitlines() if line not in ended.stdout]
+        assert missing == [], f"{command} did not print this:\n{ended.stdout}"
+
+
+def test_every_script_is_started() -> None:
+    for page in PAGES:
+        commands = [command for block in blocks_of(page) for command in block.commands]
+        lost = [script for script in scripts_of(page) if not any(starts(command, script) for command in commands)]
+        assert lost == [], page.name
