@@ -67,7 +67,7 @@ class ProcessRow(Others):
     @contextmanager
     def around(self, rows: CompiledRows) -> Iterator[None]:
         """Expects the messages of a row, and meets the replicas where they run in step."""
-        inbound = rows.inbound(self.position.row)
+        inbound = rows.inbound[self.position.row]
         self._p2p.begin(inbound, partial(describe_peer, self.engine, rows.program))
         self._set_gradients_aside(rows.program.rows[self.position.row])
         with self._meet_replicas(rows.program):

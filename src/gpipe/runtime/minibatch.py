@@ -12,7 +12,6 @@ from gpipe.layers.recompute_check import RecomputeError
 from gpipe.layers.stage import Stage
 from gpipe.layers.stage_isolation import SharedBufferCheck
 from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.plan.action import Kind
 from gpipe.rng.random_ops import CPU, unseeded
 from gpipe.runtime.modes import Ambient
 from gpipe.runtime.others import Others
@@ -118,7 +117,7 @@ class MiniBatchRun:
         return [] if moves else weights, [part.training for module in modules for part in module.modules()]
 
     def _finish(self) -> None:
-        if self.batch.trains and not any(action.kind is Kind.TIE for action in self.compiled.program.actions):
+        if self.batch.trains and not self.compiled.ties:
             self.aliases.add_up()
         held = [worker.rank for worker in self.workers if worker.saved or worker.handed]
         if held:

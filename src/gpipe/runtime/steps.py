@@ -131,11 +131,15 @@ class CompiledRows:
         """What all ranks do, in one legal total order."""
         return tuple(self._steps(self.order or linearize(self.program)))
 
-    def inbound(self, rank: int) -> Inbound:
-        """What a rank receives."""
+    @cached_property
+    def inbound(self) -> tuple[Inbound, ...]:
+        """What each rank receives."""
+        return tuple(map(self._inbound, self.program.rows))
+
+    def _inbound(self, row: Sequence[Action]) -> Inbound:
         numbers = {route: number for number, route in enumerate(self.program.routes)}
         due, senders = {}, set()
-        for at, action in enumerate(self.program.rows[rank]):
+        for at, action in enumerate(row):
             if action.kind is Kind.RECEIVE:
                 assert action.route is not None
                 assert action.micro_batch is not None
@@ -188,6 +192,11 @@ class CompiledProgram:
     def program(self) -> Program:
         """The whole table."""
         return self.whole.program
+
+    @cached_property
+    def ties(self) -> bool:
+        """Whether it adds up the gradients of shared weights itself."""
+        return any(action.kind is Kind.TIE for action in self.program.actions)
 
     @cached_property
     def checksum(self) -> int:
