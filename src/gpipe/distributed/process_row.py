@@ -164,7 +164,7 @@ class P2P:
         self.position = position
 
     def begin(self, inbound: Inbound, sees: Callable[[int, Seen], str]) -> None:
-        """Begins a row."""
+        """Expects the messages of a row; `sees` says in words where another process was last seen."""
         self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
 
     def reach(self, at: int) -> None:

@@ -31,12 +31,11 @@ TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class RngKey:
-    """When a stage is run: at which step, under which seed, and again or for the first time."""
+    """What keys the randomness of a stage: seed, step and micro-batch; a recompute has the same."""
 
     seed: int
     step: int
     micro_batch: int
-    recomputing: bool = False
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 from gpipe.plan.action import TRANSFERS, Action, Kind
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, Row
-from gpipe.plan.rules import BACKWARDS, receiver_of
+from gpipe.plan.rules import BACKWARDS, feeds, receiver_of
 
 Remat: TypeAlias = Literal["always", "except_last", "never"]
 REMATS: tuple[str, ...] = get_args(Remat)
@@ -59,23 +59,14 @@ def place_transfers(program: Program) -> Program:
     rows: list[list[Action]] = [[] for _ in program.rows]
     for rank, _, action in linearize(program):
         rows[rank].append(action)
-        for send in _sends(action, program):
+        for route in feeds(action, program):
+            send = Action(Kind.SEND, action.stage, action.micro_batch, route)
             receiver = receiver_of(send)
             if program.rank_of[receiver] != rank:
                 rows[rank].append(send)
                 receive = Action(Kind.RECEIVE, receiver, send.micro_batch, send.route)
                 rows[program.rank_of[receiver]].append(receive)
     return program.with_rows(rows)
-
-
-def _sends(action: Action, program: Program) -> list[Action]:
-    if action.kind is Kind.FORWARD:
-        routes = program.routes_from[action.stage]
-    elif action.kind in BACKWARDS:
-        routes = program.routes_into[action.stage]
-    else:
-        routes = ()
-    return [Action(Kind.SEND, action.stage, action.micro_batch, route) for route in routes]
 
 
 def place_commits(program: Program, stages: Collection[int]) -> Program:

@@ -17,7 +17,7 @@ looked through. So the same rule serves bare schedules, whole programs and the f
 from collections.abc import Iterator
 from typing import assert_never
 
-from gpipe.plan.action import Action, Kind
+from gpipe.plan.action import Action, Kind, Route
 from gpipe.plan.program import Program
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -40,15 +40,13 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
     stage, m = action.stage, action.micro_batch
     match action.kind:
         case Kind.FORWARD:
-            for into in program.routes_into[stage]:
-                yield from _carried(Action(Kind.RECEIVE, stage, m, into), program)
+            yield from _brought(action, program)
         case Kind.RECOMPUTE:
             yield Action(Kind.FORWARD, stage, m)
         case Kind.BACKWARD | Kind.BACKWARD_INPUT:
             recompute = Action(Kind.RECOMPUTE, stage, m)
             yield recompute if recompute in program.actions else Action(Kind.FORWARD, stage, m)
-            for out in program.routes_from[stage]:
-                yield from _carried(Action(Kind.RECEIVE, stage, m, out), program)
+            yield from _brought(action, program)
         case Kind.BACKWARD_WEIGHT:
             yield Action(Kind.BACKWARD_INPUT, stage, m)
         case Kind.SEND:
@@ -74,11 +72,27 @@ def _backwards(stage: int, program: Program) -> Iterator[Action]:
     return (Action(kind, stage, m) for kind in kinds for m in range(program.micro_batches))
 
 
-def _carried(receive: Action, program: Program) -> Iterator[Action]:
-    if receive in program.actions:
-        yield receive
-    else:
-        yield from _produced(sender_of(receive), receive.micro_batch, gradient=receive.carries_gradient)
+def fed_by(action: Action, program: Program) -> tuple[Route, ...]:
+    """The routes that bring an action what it needs of other stages: values a forward, gradients a backward."""
+    if action.kind is Kind.FORWARD:
+        return program.routes_into[action.stage]
+    return program.routes_from[action.stage] if action.kind in BACKWARDS else ()
+
+
+def feeds(action: Action, program: Program) -> tuple[Route, ...]:
+    """The routes that take on what an action made: values of a forward, gradients of a backward."""
+    if action.kind is Kind.FORWARD:
+        return program.routes_from[action.stage]
+    return program.routes_into[action.stage] if action.kind in BACKWARDS else ()
+
+
+def _brought(action: Action, program: Program) -> Iterator[Action]:
+    for route in fed_by(action, program):
+        receive = Action(Kind.RECEIVE, action.stage, action.micro_batch, route)
+        if receive in program.actions:
+            yield receive
+        else:
+            yield from _produced(sender_of(receive), receive.micro_batch, gradient=receive.carries_gradient)
 
 
 def _produced(stage: int, micro_batch: int | None, *, gradient: bool) -> Iterator[Action]:

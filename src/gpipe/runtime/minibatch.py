@@ -25,7 +25,7 @@ from gpipe.values.tree import version
 
 
 class MiniBatchRun:
-    """One mini-batch under way: all its state is here, none in the pipe or its threads.
+    """One mini-batch under way: what it holds goes with it, however it ends; stages note things for one run alone.
 
     Args:
         compiled: What is run.
@@ -104,7 +104,7 @@ class MiniBatchRun:
         return [made[m] for m in range(len(made))]
 
     def settle(self) -> None:
-        """Commits what only a run may change that has ended well everywhere."""
+        """Commits the statistics of BatchNorm, once the run has ended well in all processes."""
         for worker in self.workers:
             worker.settle()
 

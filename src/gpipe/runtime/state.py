@@ -66,8 +66,8 @@ class Saved:
 
     `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots`,
     for each connection out of the stage (at the last one, for the loss or the output), the tensors of the graph
-    whose gradients will come back. With rematerialization the last two are of the recompute: only what crossed the
-    boundary is kept.
+    whose gradients will come back. With rematerialization both are of the recompute: until then only `given` is
+    kept.
     """
 
     given: list[BoundaryValue]

@@ -15,7 +15,7 @@ from gpipe.plan.action import MAIN, TRANSFERS, Action, Kind, Route
 from gpipe.plan.lower import halves
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, ScheduleError
-from gpipe.plan.rules import receiver_of, sender_of
+from gpipe.plan.rules import fed_by, feeds, receiver_of, sender_of
 from gpipe.values.messages import Label
 
 
@@ -88,7 +88,7 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One action of a row as a worker does it: what it takes from other stages, what it gives to them."""
+    """One action of a row as a worker does it: what it takes from and gives to other stages."""
 
     rank: int
     at: int  # its place in the program's row
@@ -155,16 +155,10 @@ class CompiledRows:
 
     def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
         """What an action takes and gives: values down the routes, gradients up. A recompute waits for nothing."""
-        ends = self.connections[action.stage]
-        if action.kind is Kind.FORWARD:
-            takes, gives = ends.ins, ends.outs
-        elif action.kind is Kind.BACKWARD:
-            takes, gives = ends.outs, ends.ins
-        else:
-            return (), ()
+        ends, takes, gives = self.connections[action.stage], fed_by(action, self.program), feeds(action, self.program)
         return (
-            tuple(self._transfer(Kind.RECEIVE, action, one) for one in takes),
-            tuple(self._transfer(Kind.SEND, action, one) for one in gives),
+            tuple(self._transfer(Kind.RECEIVE, action, one) for one in (*ends.ins, *ends.outs) if one.route in takes),
+            tuple(self._transfer(Kind.SEND, action, one) for one in (*ends.ins, *ends.outs) if one.route in gives),
         )
 
     def _transfer(self, kind: Kind, action: Action, one: Connection) -> Transfer:

@@ -1,7 +1,7 @@
 """Performs the actions of one rank: the only code that runs layers or autograd."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Never, assert_never
 
@@ -73,7 +73,7 @@ class Worker:
         self.batch = batch
         self.others = others
         self.owners = owners
-        self.every = every  # stage of this process
+        self.every = every  # stages of this process, of all its ranks
         self.saved: dict[tuple[int, int], Saved] = {}
         self.handed: dict[Label, Message] = {}
         self.taken: list[Message] = []
@@ -137,9 +137,8 @@ class Worker:
             self._give(step, crossings)
         elif self.batch.loss_fn is None:
             self.batch.outputs[m] = Output.of(made.values[0])
-            saved.roots.append([tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad])
-        elif not again:
-            saved.roots.append([self._loss(made, m, saved.progress)])
+        if not again and not ends.outs:
+            saved.roots = [self._last_roots(saved, made, m)]
         if again:
             saved.fingerprint = Fingerprint.of(made, stage, saved.given)
             saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
@@ -153,15 +152,17 @@ class Worker:
         saved = self.saved[step.stage, m]
         deferred = self.deferred.get(step.stage)
         with stage.buffers.as_before(saved.snapshot or {}), deferred.aside() if deferred else _NOTHING:
-            made = self._run(stage, ends, saved, m, recomputing=True)
+            made = self._run(stage, ends, saved, m)
             self._compare(stage, ends, saved, m, made)
         saved.snapshot = None
-        if ends.outs:
-            saved.roots = [cut(value)[1] for value in made.values]
-        elif self.batch.loss_fn is None:
-            saved.roots = [[tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad]]
-        else:
-            saved.roots = [[self._loss(made, m, saved.progress)]]
+        last = [] if ends.outs else [self._last_roots(saved, made, m)]
+        saved.roots = last or [cut(value)[1] for value in made.values]
+
+    def _last_roots(self, saved: Saved, made: StageOutput, m: int) -> list[Tensor]:
+        """What gradients come back to at the last stage: the loss, or what of the output wants one."""
+        if self.batch.loss_fn is None:
+            return [tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad]
+        return [self._loss(made, m, saved.progress)]
 
     def _compare(self, stage: Stage, ends: Connections, saved: Saved, m: int, made: StageOutput) -> None:
         """Compares a recompute with its forward, bit for bit."""
@@ -174,7 +175,7 @@ class Worker:
 
     def _refuse(self, stage: Stage, ends: Connections, saved: Saved, m: int) -> None:
         """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
-        found = stage.find_unsteady(saved.given[-1].value, self._arrived(ends, saved), self._moment(m))
+        found = stage.find_unsteady(saved.given[-1].value, self._arrived(ends, saved), self._rng_key(m))
         saved.progress.point_at(found)
         if found is None:
             raise recompute_error("a layer of this partition", tensors_left_on(self.every))
@@ -186,15 +187,13 @@ class Worker:
         given, self.taken = self.taken, []
         return given  # type: ignore[return-value]  # crossings, since it is a forward
 
-    def _moment(self, m: int, *, recomputing: bool = False) -> RngKey:
-        return RngKey(self.batch.seed, self.batch.step, self.batch.first + m, recomputing)
+    def _rng_key(self, m: int) -> RngKey:
+        return RngKey(self.batch.seed, self.batch.step, self.batch.first + m)
 
     def _arrived(self, ends: Connections, saved: Saved) -> dict[str, Tensor | None]:
         return {name: crossing.stashed for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
 
-    def _run(
-        self, stage: Stage, ends: Connections, saved: Saved, m: int, *, recomputing: bool = False
-    ) -> StageOutput:
+    def _run(self, stage: Stage, ends: Connections, saved: Saved, m: int) -> StageOutput:
         """Runs the layers of a stage on what was kept; gives a value for each connection out, the main one last."""
         saved.progress = self.others.new_progress()  # of this run, not of the one before
         for crossing in saved.given:
@@ -202,11 +201,10 @@ class Worker:
         entered = [enter(crossing) for crossing in saved.given]
         saved.gradients = [one.gradients for one in entered]
         arrived = {name: one.stashed for name, one in zip(ends.skips_in, entered, strict=False)}
-        rng_key = self._moment(m, recomputing=recomputing)
-        batch = self.batch
-        for_loss = () if ends.outs else batch.loss_pops
-        with batch.around_layers() if batch.around_layers else _NOTHING:
-            made = stage.forward(entered[-1].value, arrived, ends.skips_out, for_loss, rng_key, saved.progress)
+        for_loss = () if ends.outs else self.batch.loss_pops
+        with self._around_layers():
+            value, key = entered[-1].value, self._rng_key(m)
+            made = stage.forward(value, arrived, ends.skips_out, for_loss, key, saved.progress)
         for end, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
             hooked = one.hooked()
             known = crossing.ancestors is not None
@@ -218,11 +216,14 @@ class Worker:
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
+    def _around_layers(self) -> AbstractContextManager[object]:
+        return self.batch.around_layers() if self.batch.around_layers else _NOTHING
+
     def _loss(self, made: StageOutput, m: int, progress: LayerProgress) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
         batch = self.batch
         progress.enter()
-        with batch.around_layers() if batch.around_layers else nullcontext():
+        with self._around_layers():
             loss, batch.metrics[m] = read_loss(self._call_loss_fn(made, m))
         if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
@@ -278,7 +279,7 @@ class Worker:
         return [self._seeds[seed]]
 
     def commit(self, step: Step) -> None:
-        """Has the running statistics of a stage's BatchNorms changed once this run has ended well."""
+        """Notes that a stage's statistics are whole: `settle` commits them once the run has ended well."""
         self.commits.append(step.stage)
 
     def close(self, step: Step) -> None:
@@ -286,7 +287,7 @@ class Worker:
         self.others.close(step.action)
 
     def share(self) -> None:
-        """Has what is to be committed be the statistics of all replicas."""
+        """Has the statistics that `settle` will commit be those of all replicas."""
         with self.stream.enter():
             self.others.share({stage: self.deferred[stage] for stage in self.commits})
 
@@ -301,7 +302,7 @@ class Worker:
                 raise recompute_error(f"a layer of {self.name}")
 
     def settle(self) -> None:
-        """Does what was left for the end of a run."""
+        """Commits the statistics of BatchNorm, once the run has ended well in all processes."""
         with self.stream.enter():
             for stage in self.commits:
                 self.deferred[stage].commit()
