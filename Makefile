@@ -13,7 +13,7 @@ quick: $(VENV)/.ready  ## Pass the tests that one runs while working: under two 
 test: $(VENV)/.ready  ## Pass the tests.
 	$(PYTHON) -m pytest -q -n 2 --dist loadgroup
 
-test-processors: $(VENV)/.ready  ## Law 1 under processors of both makers, by qemu.
+test-processors: $(VENV)/.ready  ## Same bits under processors of both makers, by qemu.
 	$(PYTHON) -m tests.processors
 
 soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written from the contract: about half an hour.
@@ -27,7 +27,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-# Floor 1 must import and pass its tests where torch is not installed.
+# `gpipe.plan` must import and pass its tests where torch is not installed.
 test-plan: $(PLAN_VENV)/.ready
 	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 	$(PLAN_VENV)/bin/python -m pytest -q tests/plan src/gpipe/plan

@@ -98,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def crew() -> Iterator["Crew"]:
     """Four ranks that wait for jobs; `crew.run(..., world=2)` takes the first two."""
-    from tests.support.processes.launch import Crew  # late: floor 1 is tested where torch is not installed
+    from tests.support.processes.launch import Crew  # late: `gpipe.plan` is tested where torch is not installed
 
     with Crew(4) as crew:
         yield crew
@@ -115,6 +115,6 @@ def _plain_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _same_randomness() -> None:
-    """What a test draws does not depend on what was drawn before; floor 1 is tested where torch is not installed."""
+    """What a test draws does not depend on what was drawn before; `gpipe.plan` is tested without torch."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

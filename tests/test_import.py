@@ -32,7 +32,7 @@ def test_importing_gpipe_loads_neither_torch_nor_numpy() -> None:
     assert not {"torch", "numpy", "safetensors", "tyro", "rich"} & set(loaded)
 
 
-def test_floor_1_loads_no_torch() -> None:
+def test_plan_loads_no_torch() -> None:
     assert (
         run_python(
             """

@@ -29,7 +29,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
 
 import gpipe
 from gpipe.torch_private import autograd, dispatcher, modes, modules, trees
@@ -51,6 +52,15 @@ ALLOWED = {
     "_replace": "likewise",
 }
 """Private names, of torch or others, that modules beside torch_private may use."""
+UNDOCUMENTED = {
+    "redispatch": {"rng/random_ops.py"},
+    "autocast_increment_nesting": {"runtime/modes.py"},
+    "autocast_decrement_nesting": {"runtime/modes.py"},
+    "BackwardCFunction": {"values/autograd_graph.py", "rng/visit.py"},
+    "conv_flop_count": {"costs/counts.py"},
+    "WeakIdKeyDictionary": {"layers/outline.py"},
+}
+"""Names without an underscore that torch does not document, or not for use, and the modules that use them."""
 
 
 def imported_from_torch_private(tree: ast.AST) -> Iterator[str]:
@@ -119,6 +129,20 @@ def foreign(tree: ast.AST, own: set[str]) -> set[str]:
     return names - ALLOWED.keys()
 
 
+def named(tree: ast.AST) -> set[str]:
+    """The names that code imports or has as attributes."""
+    nodes = list(ast.walk(tree))
+    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def test_what_torch_does_not_document_is_used_where_it_is_listed_and_nowhere_else() -> None:
+    found = {path: named(tree) for path, tree in MODULES.items() if not path.startswith("torch_private/")}
+    assert {name: {path for path, names in found.items() if name in names} for name in UNDOCUMENTED} == UNDOCUMENTED
+    told = gpipe.torch_private.__doc__ or ""
+    assert [name for name in UNDOCUMENTED if name not in told] == []
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if not path.startswith("torch_private/")])
 def test_no_other_module_uses_what_is_private_to_torch(path: str) -> None:
     assert foreign(MODULES[path], OWN) == set()
@@ -178,6 +202,29 @@ def test_the_names_that_stay_where_they_are_do_what_they_say() -> None:
     view.add_(1)
     assert tensor._version == before + 1
     assert view._base is tensor
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_what_torch_does_not_document_does_what_its_name_says() -> None:
+    assert callable(torch.ops.aten.rand.default.redispatch)
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+    assert isinstance(
+        Doubled.apply(torch.ones(1, requires_grad=True)).grad_fn, torch.autograd.function.BackwardCFunction
+    )
+    assert conv_flop_count([1, 2, 4], [3, 2, 1], [1, 3, 4]) == 2 * 4 * 3 * 2
+    key, other = torch.zeros(2), torch.zeros(2)
+    kept = WeakIdKeyDictionary()
+    kept[key] = 1
+    assert key in kept
+    assert other not in kept
+    del key
+    assert len(kept) == 0
 
 
 # ---- trees ----

@@ -1,6 +1,6 @@
 """Pipeline parallelism for PyTorch: any sequence of layers, cut into partitions, trained to the same bits.
 
-Public names resolve on first use, so that `import gpipe` loads nothing and floor 1 works without torch.
+Public names resolve on first use, so that `import gpipe` loads nothing and `gpipe.plan` works without torch.
 """
 
 from importlib import import_module

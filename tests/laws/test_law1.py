@@ -1,4 +1,4 @@
-"""Law 1: losses, gradients, parameters after steps and buffers are those of the plain loop, to the last bit."""
+"""Same bits: losses, gradients, parameters after steps and buffers are those of the plain loop, to the last bit."""
 
 import copy
 from dataclasses import replace

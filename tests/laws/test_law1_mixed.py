@@ -1,4 +1,4 @@
-"""Law 1 over models that mix everything a layer may do; `tests.soak.law1_mixed` runs more of them."""
+"""Same bits over models that mix everything a layer may do; `tests.soak.law1_mixed` runs more of them."""
 
 import ctypes
 from collections.abc import Callable, Iterator

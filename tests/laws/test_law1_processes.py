@@ -1,4 +1,4 @@
-"""Law 1 over processes: K = 1, 2, 3, 4 of them leave the bits of the local run, and of the plain loop.
+"""Same bits over processes: K = 1, 2, 3, 4 of them leave the bits of the local run, and of the plain loop.
 
 Losses, gradients of parameters and inputs, parameters after optimizer steps, buffers and outputs are compared as
 digests. Every rank has those of its own parameters, and all ranks together those of the whole model.

@@ -1,4 +1,4 @@
-"""Law 1 where a rank holds several stages, wherever the first and the last are."""
+"""Same bits where a rank holds several stages, wherever the first and the last are."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Law 1 under several processors, by qemu: `make test-processors`. A line each; 1 if any finds a difference."""
+"""Same bits under several processors, by qemu: `make test-processors`. A line each; 1 if any finds a difference."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Law 1 on the processor that this runs on: plain layers of odd widths through pipes, and in the plain loop.
+"""Same bits on the processor that this runs on: plain layers of odd widths through pipes, and in the plain loop.
 
 Unlike in `tests.support.addresses`, it is the processor's own products that depend on where operands lie, or not.
 """

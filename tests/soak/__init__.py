@@ -1,4 +1,4 @@
-"""A soak of law 1: thousands of drawn networks, trained by a plain loop and by the library, compared bit for bit.
+"""A soak of same bits: thousands of drawn networks, trained by a plain loop and by the library, compared bit for bit.
 
 The loop and the networks are written from the contract alone and share nothing with the other tests. A *kind* is a
 function that draws one network with its data from a random source; a *configuration* is a kind and a number, which

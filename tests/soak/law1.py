@@ -1,4 +1,4 @@
-"""Law 1: any model of plain layers, cut and run in any way, gives the bits of the plain loop.
+"""Same bits: any model of plain layers, cut and run in any way, gives the bits of the plain loop.
 
 Each configuration is a random model with a random cut, M, number of rows, rematerialization of each partition, driver
 and way of training. Two mini-batches, and SGD with momentum behind each, are compared with the plain loop: losses,
@@ -87,7 +87,7 @@ def main(configurations: int = 2000, first: int = 0) -> None:
             print(f"seed {seed}: {wrong}")
     keep(
         "law1",
-        "Law 1 over models of plain layers",
+        "Same bits over models of plain layers",
         f"{configurations} configurations (seeds {first} to {first + configurations - 1})",
         "Each is two mini-batches, compared to the last bit with the plain loop: losses, gradients of parameters and "
         "inputs, parameters after SGD with momentum, buffers.",

@@ -1,4 +1,4 @@
-"""Law 1 over generated models that mix everything a layer may do.
+"""Same bits over generated models that mix everything a layer may do.
 
 Each model is run in each of K = 1, 2, 3, 4 (as far as it has layers), each time under a random cut, remat and driver,
 and compared to the last bit with K = 1 in lockstep without rematerialization, and with the plain loop: losses,
@@ -59,7 +59,7 @@ def main(models: int = 400, first: int = 0) -> None:
                 print(seed, way, task.model.kinds, wrong[:4])
     keep(
         "law1_mixed",
-        "Law 1 over models that mix everything",
+        "Same bits over models that mix everything",
         f"{count['configurations']} configurations of {models} models (seeds {first} to {first + models - 1})",
         "Each was compared, to the last bit, with K = 1 in lockstep without rematerialization and with the plain "
         "loop: losses, gradients of parameters and inputs, parameters after SGD with momentum and weight decay, "

@@ -1,4 +1,4 @@
-"""Law 1 as stories: one script each, for a pipe over processes, a local one, or the plain loop."""
+"""Same bits as stories: one script each, for a pipe over processes, a local one, or the plain loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Law 1: what is done with models that mix everything, and what comes of it by a pipe and in plain PyTorch."""
+"""Same bits: what is done with models that mix everything, and what comes of it by a pipe and in plain PyTorch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

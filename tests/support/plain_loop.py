@@ -1,4 +1,4 @@
-"""Law 1: a pipeline gives the bits of the plain loop. The loop, and the comparison."""
+"""Same bits: a pipeline gives the bits of the plain loop. The loop, and the comparison."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

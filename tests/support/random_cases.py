@@ -1,4 +1,4 @@
-"""Law 1: random models of plain layers, cut and run in any way."""
+"""Same bits: random models of plain layers, cut and run in any way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Law 1: random models that mix everything a layer may do."""
+"""Same bits: random models that mix everything a layer may do."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

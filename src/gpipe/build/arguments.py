@@ -155,7 +155,7 @@ def _ints_remedy(partitions: object) -> str:
 
 
 def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
-    """The rematerialization of each partition."""
+    """The rematerialization of each stage."""
     known = ", ".join(map(repr, REMATS))
     each = [remat] * max(stages, 1) if isinstance(remat, str) or not isinstance(remat, Sequence) else list(remat)
     mistakes.check(

@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def layers_per_partition(self) -> tuple[int, ...]:
-        """The number of layers of each partition."""
+        """The number of layers of each stage."""
         return self.partition.layers
 
     @property

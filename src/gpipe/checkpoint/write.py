@@ -1,7 +1,8 @@
 """Writes a checkpoint: each rank its part, rank 0 what makes them one. Nothing here waits for another rank's thread.
 
-all      in the background: part_2.begun, locked for as long as the process lives
-rank 2   stage_2.safetensors, stage_2.optimizer.safetensors, all synced, then part_2.json, which tells their hashes
+all      in the background: of rank 2 part_2.begun, locked for as long as the process lives
+rank 2   of each of its stages, say 5, stage_5.safetensors and stage_5.optimizer.safetensors, all synced;
+         then part_2.json, which tells their hashes
 rank 0   the same; once all parts are there: manifest.json, the parts' notes removed, rename, latest
 """
 

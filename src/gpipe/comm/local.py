@@ -1,4 +1,4 @@
-"""The connection to one other process: a stream of messages each way, and beside it one for news.
+"""The link to one other process: a stream of messages each way, and beside it one for news; also the base of tcp.py.
 
 A message is a frame: a header of fixed layout, the layout of its tensors, and their bytes (codec.py). What is small
 goes through the stream itself. Within a host what is large goes through one of a few slots of shared memory, and the

@@ -1,4 +1,4 @@
-"""Where a process stands in the mesh: its stage, its replica, and who else trains the same pipe."""
+"""The position of a process in the mesh: its row, its replica, and who else trains the same pipe."""
 
 import os
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
 
 
 def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
-    """The world's ranks, replicas by stages, that share this process's position in all other dimensions."""
+    """The world's ranks, replicas by rows, that share this process's position in all other dimensions."""
     table = mesh.mesh.cpu()
     own = (table == dist.get_rank()).nonzero()[0].tolist()
     for axis in range(table.dim()):

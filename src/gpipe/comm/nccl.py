@@ -7,7 +7,7 @@ NCCL has one queue a group, in which a send waits for its receive. In a queue fo
 directions, they could wait for each other in a ring. So there are a few pairs of groups, one each direction, and in
 each pair a process has one peer: `matchings` says which.
 
-         stage 0 --A-- stage 1 --B-- stage 2 --A-- stage 3        A and B: a group down and a group up each
+         rank 0 --A-- rank 1 --B-- rank 2 --A-- rank 3        A and B: a group down and a group up each
 
 What a failed run has left on its way is received by the next, and thrown away, so that both ends stay in step. Where
 they may not be, or if a process is gone, the groups end: what waits in a queue for it would keep the device busy for

@@ -104,5 +104,5 @@ class Watched:
         self._memory = memory
 
     def read(self) -> Seen:
-        """Reads it."""
+        """Says where the process is just now."""
         return Seen(*_STATUS.unpack_from(self._memory))

@@ -46,7 +46,7 @@ class Alone:
         return [told]
 
     def gone(self) -> Collection[int]:
-        """Nobody."""
+        """No rank: there is none but this process."""
         return ()
 
 

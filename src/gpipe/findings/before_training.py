@@ -6,11 +6,11 @@ from gpipe.build.settings import Settings
 from gpipe.findings.randomness import find_own_generators
 from gpipe.plan.timeline import bubble
 
-DWARFS = 1.5  # a partition this many times the mean sets the pace for all
+DWARFS = 1.5  # a stage this many times the mean sets the pace for all
 
 
 def examine_settings(settings: Settings) -> list[str]:
-    """Tells of few micro-batches, empty and costly partitions, and generators without a key."""
+    """Tells of few micro-batches, empty and costly stages, and generators without a key."""
     return [
         *_bubble(settings),
         *_empty_partitions(settings),
@@ -53,6 +53,6 @@ def _giants(settings: Settings) -> Iterator[str]:
 
 
 def partitions(settings: Settings) -> list[list[str]]:
-    """The names of the layers of each partition."""
+    """The names of the layers of each stage."""
     names = iter(settings.layers)
     return [[next(names) for _ in range(count)] for count in settings.layers_per_partition]

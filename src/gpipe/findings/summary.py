@@ -1,4 +1,4 @@
-"""A pipe in words: its partitions, what they cost, what a step will take, and the findings."""
+"""A pipe in words: its stages, what they cost, what a step will take, and the findings."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ from gpipe.plan.timeline import bubble
 
 
 def summary(settings: Settings, plan: Plan, findings: Sequence[str]) -> str:
-    """Describes the partitions of a pipe, what a step will take, and what was found."""
+    """Describes the stages of a pipe, what a step will take, and what was found."""
     lines = [*_table(settings), *_balance(settings), *_step(plan)]
     return "\n".join([*lines, *(f"finding: {text}" for text in findings)])
 

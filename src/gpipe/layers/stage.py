@@ -70,7 +70,7 @@ class LayerProgress:
         self.numbers.append(next_node_number())
 
     def point_at(self, layer: "Layer | None") -> None:
-        """Has a layer that was found out be the last that began."""
+        """Notes the layer that an error was traced to: messages name it instead of the last that began."""
         if layer is not None:
             self.found = str(layer)
 

@@ -95,7 +95,7 @@ def find_shared_norm(stages: Sequence[Stage]) -> str | None:
 
 
 def find_shared_buffers(stages: Sequence[Stage]) -> dict[Slot, str]:
-    """The buffers that several partitions see, each with a layer of another: of one module, or in one memory."""
+    """The buffers that several stages see, each with a layer of another: of one module, or in one memory."""
     home: dict[object, Layer] = {}
     stage_of = stage_of_layers(stages)
     found: dict[Slot, str] = {}
@@ -113,7 +113,7 @@ def find_shared_buffers(stages: Sequence[Stage]) -> dict[Slot, str]:
 
 
 class SharedBufferCheck:
-    """Watches the buffers that several partitions see: a change would depend on which of them comes first."""
+    """Watches the buffers that several stages see: a change would depend on which of them comes first."""
 
     def __init__(self, shared_buffers: Mapping[Slot, str]) -> None:
         self._shared = shared_buffers

@@ -64,12 +64,12 @@ class Program:
 
     @property
     def stages(self) -> int:
-        """The number of stages, K."""
+        """The number of stages."""
         return len(self.rank_of)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks, K."""
         return len(self.rows)
 
     @cached_property

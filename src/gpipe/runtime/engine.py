@@ -1,4 +1,4 @@
-"""Makes the program of a mini-batch and has it run: everything of a pipe in one process that is not its face."""
+"""The engine of a pipe: has its stages, makes and compiles the program of a mini-batch, and the workers of a run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -21,7 +21,7 @@ from gpipe.values.messages import Label
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A route as the stage at one of its ends sees it; `alone` is whether no other route starts where it does."""
+    """One end of a route, for the stage there; `alone` is whether no other route starts at the same stage."""
 
     route: Route
     number: int  # in the program

@@ -1,4 +1,4 @@
-"""Jobs of law 1: random models, and stories, through a pipe over processes; what they leave, as digests."""
+"""Jobs of same bits: random models, and stories, through a pipe over processes; what they leave, as digests."""
 
 from collections.abc import Callable
 from dataclasses import replace
