@@ -32,7 +32,8 @@ def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(c
     new = before + 1
     assert found["wrong"] == []
     assert set(steps) == {previous, new}
-    assert steps == sorted(steps, key=lambda step: step == new)  # once it is the new one it stays
+    if "background" not in case:  # there one waits for the other, by as many operations as that takes
+        assert steps == sorted(steps, key=lambda step: step == new)  # once it is the new one it stays
     assert steps.count(previous) > 40
     assert steps.count(new) > 4
 

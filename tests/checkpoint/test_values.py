@@ -103,6 +103,8 @@ def test_nothing_that_is_read_can_run() -> None:
                     found.append(f"{file.name}: {module}")
                 case ast.Call(func):
                     name = ast.unparse(func)
+                    if name == "ctypes.py_object":  # a reference, not a value
+                        continue
                     if name in CALLS or name.endswith(("_object", "_object_list", "pickle.loads", "pickle.load")):
                         found.append(f"{file.name}: {name}")
     assert found == []

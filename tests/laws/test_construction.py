@@ -50,7 +50,7 @@ def test_so_is_one_that_may_open_no_more_files(at: int, crew: Crew) -> None:
 
 def test_nobody_waits_for_a_rank_that_builds_to_hear_of_another(crew: Crew) -> None:
     """Rank 0 takes 20 seconds for its layer; rank 2 fails meanwhile, and rank 1 knows long before that."""
-    outcomes = crew.run(jobs.construct, 2, "FaultError", 200, 20.0, world=3, timeout=TIMEOUT, limit=150)
+    outcomes = crew.run(jobs.construct, 2, "FaultError", 230, 20.0, world=3, timeout=TIMEOUT, limit=150)
     assert outcomes[1].error == outcomes[0].error == "RemoteError", told_by(outcomes)
     assert outcomes[1].seconds is not None
     assert outcomes[0].seconds is not None

@@ -155,7 +155,7 @@ def save(
 
     It is `folder/step_N`, N being `pipe.step_number`. It can be loaded with any number of partitions and replicas, in
     one process or several, and by plain PyTorch. Randomness needs no saving beyond the pipe's seed and step number.
-    In several processes every one calls it, with the same arguments; each of the first replica's writes its stage.
+    In several processes every one calls it, with the same arguments; each of the first replica's writes its stages.
 
     Args:
         folder: Of this run and this pipe alone, on a file system that all processes share.

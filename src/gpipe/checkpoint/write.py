@@ -119,8 +119,9 @@ def _failure_of(job: Job, rank: int) -> Path:
 
 def note_failure(job: Job, error: Exception) -> None:
     """Lets rank 0 know that this part will not come."""
-    for name in job.path.glob(f"stage_{job.rank}.*"):
-        os.unlink(name)  # on a full disk there is no room for the note else
+    for stage in {name.partition(".")[0] for name in job.part.files}:
+        for file in job.path.glob(f"{stage}.*"):
+            file.unlink()  # on a full disk there is no room for the note else
     text = json.dumps([type(error).__name__, str(error)])
     put_file(_failure_of(job, job.rank), job.path / f"part_{job.rank}.tmp2", text.encode())
 

@@ -1,4 +1,4 @@
-"""Performs the actions of one rank: the only code that runs layers or autograd."""
+"""Performs the actions of one rank: the only code that runs the layers and the autograd of a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

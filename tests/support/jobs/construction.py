@@ -40,7 +40,7 @@ def construct(rank: int, world: int, who: int, kind: str, at: int, holds: float 
     """
     if rank == who and at == BEFORE:
         happen(kind)
-    layers = [Slowly(holds if rank == stage == 0 else 0.0) for stage in range(world)]
+    layers = [Slowly(stage, holds) for stage in range(world)]
     with limits_as_before(), counted(kind if rank == who else "", at) as seen:
         pipe = gpipe.GPipe(layers, [1] * world, MICRO_BATCHES, seed=0, driver="process")
     pipe.step(*batch(0, "gpipe"), squares)
@@ -48,16 +48,29 @@ def construct(rank: int, world: int, who: int, kind: str, at: int, holds: float 
 
 
 class Slowly:
-    """Makes a layer, and takes its time when it is for real."""
+    """Makes a layer; for real the first takes its time, and the others wait until it has begun."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, stage: int, seconds: float) -> None:
+        self.stage, self.seconds = stage, seconds
 
     def __call__(self) -> nn.Module:
         layer = nn.Linear(FEATURES, FEATURES)
-        if not layer.weight.is_meta:
-            time.sleep(self.seconds)
+        if not layer.weight.is_meta and self.seconds:
+            building = Path(os.environ[FOLDER], "building")
+            if self.stage == 0:
+                building.touch()
+                time.sleep(self.seconds)
+            else:
+                wait_for(building)
         return layer
+
+
+def wait_for(file: Path) -> None:
+    until = time.monotonic() + 60
+    while not file.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"there is no {file}")
+        time.sleep(0.01)
 
 
 @contextmanager
