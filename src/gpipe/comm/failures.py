@@ -61,11 +61,7 @@ class Lookout:
         self._watched = watched  # those of this host
 
     def heed(self, needed: Collection[int]) -> list[int]:
-        """Reads the news; gives those that are gone and not needed any more.
-
-        Raises:
-            RemoteError: A process failed in this run, or is gone and needed.
-        """
+        """Reads the news, and raises what it tells of this run; gives those that are gone and not needed any more."""
         for peer, link in self._links.items():
             try:
                 link.listen()

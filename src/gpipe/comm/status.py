@@ -48,12 +48,7 @@ class Status:
     def shared_with(
         self, links: Mapping[int, Link], limit: float, shown: Callable[[], object] = object
     ) -> dict[int, "Watched"]:
-        """Lets the processes of this host read this, calls `shown`, and gives what they show, within so many seconds.
-
-        Raises:
-            OSError: This process may open no more files.
-            RemoteError: One of them is gone, or shows nothing in time.
-        """
+        """Lets the processes of this host read this, calls `shown`, and gives what they show before the limit."""
         local = {peer: link.news.connection for peer, link in links.items() if link.is_local}
         if self._handle is None:
             shown()

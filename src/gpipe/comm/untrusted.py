@@ -33,11 +33,7 @@ def reading(what: str) -> Iterator[None]:
 def check_shape(
     dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], wants_gradient: object, aligned: object
 ) -> None:
-    """Checks that a tensor can lie like this, and takes little more memory than its elements need.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Checks that a tensor can lie like this, and takes little more memory than its elements need."""
     numbers = (*size, *strides)
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
         raise ValueError(f"sizes and strides {numbers}")

@@ -40,7 +40,7 @@ ALL_TOLD = 0.2  # seconds from the first bad news on in which a better reason ma
 class Agreement:
     """Talks of the processes that build one pipe, each a dict of JSON from everyone. All hold it at the same time.
 
-    Whoever fails in it tells the others, who hear of it wherever they wait.
+    Whoever fails in it tells the others, who raise a RemoteError of it wherever they wait.
 
     Attributes:
         position: Where this process stands, once that is known.
@@ -73,23 +73,14 @@ class Agreement:
             self._meeting.leave(json.dumps(report).encode(), known=known)
 
     def greet(self, **told: Any) -> list[Mapping[str, Any]]:
-        """Begins: what each process of the world told here, by its number there.
-
-        Raises:
-            ValueError: They run different versions.
-            RemoteError: Another process failed, or is gone.
-        """
+        """Begins: what each process of the world told here, by its number there."""
         every = self._tell_world(SETTLING, False, {"host": _host(), "versions": _versions(), **told})
         self.hosts = [theirs["host"] for theirs in every]
         _refuse_other_versions([theirs["versions"] for theirs in every])
         return every
 
     def tell(self, next_at: str, *, last: bool = False, **told: Any) -> list[Mapping[str, Any]]:
-        """What each process of the pipe told here, by rank; `next_at` says in words what this one goes on with.
-
-        Raises:
-            RemoteError: Another process failed, or is gone, or said nothing for as long as the group's timeout.
-        """
+        """What each process of the pipe told here, by rank; `next_at` says in words what this one goes on with."""
         assert self.position is not None
         every = self._tell_world(next_at, last, told)
         return [every[member] for member in self.position.members]
@@ -113,11 +104,7 @@ class Agreement:
         return [every[peer] for peer in range(len(every))]
 
     def heed(self, seconds: float = 0.0) -> None:
-        """Looks whether another process failed; waits so many seconds for the news.
-
-        Raises:
-            RemoteError: One did, or is gone.
-        """
+        """Looks whether another process failed; waits so many seconds for the news."""
         until = time.monotonic() + seconds
         while self._hear(until - time.monotonic()):
             pass
@@ -178,11 +165,7 @@ class Agreement:
         return known.index(member) if member in known else member
 
     def compare(self, next_at: str, **settings: object) -> None:
-        """Checks that all processes have the same settings.
-
-        Raises:
-            ValueError: Names what differs, and on which ranks.
-        """
+        """Checks that all processes have the same settings."""
         sums = {name: _sum(value) for name, value in settings.items()}
         every = self.tell(next_at, sums=sums, shown={name: str(value)[:60] for name, value in settings.items()})
         told = {

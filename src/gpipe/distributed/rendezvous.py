@@ -43,12 +43,7 @@ class Door:
 
 
 def connect(agreement: Agreement) -> dict[int, Link]:
-    """Links this process with the others of its pipe, by their ranks there; all hold the agreement at the same time.
-
-    Raises:
-        RemoteError: A process failed meanwhile, or is gone.
-        TimeoutError: Some did not connect; they are named.
-    """
+    """Links this process with the others of its pipe, by their ranks there; all do so at the same time."""
     position = agreement.position
     assert position is not None
     hosts, peers = (
@@ -225,11 +220,7 @@ def _prepared(connection: socket.socket, silence: float) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address of this host by which the others of the world reach it.
-
-    Raises:
-        ValueError: The first host is named by an address of its own alone.
-    """
+    """The address of this host by which the others of the world reach it."""
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((first, 9))  # sends nothing, but chooses the way
