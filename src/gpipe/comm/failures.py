@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 from gpipe.comm.frames import Gone
 from gpipe.comm.local import Link
 from gpipe.comm.status import Seen, Watched
-from gpipe.comm.untrusted import Damaged
+from gpipe.comm.untrusted import Damaged, damaged
 from gpipe.errors import RemoteError, folded, heard
 
 Report: TypeAlias = Mapping[str, Any]
@@ -139,11 +139,6 @@ class Lookout:
 def in_no_step(peer: int, seen: Seen) -> str:
     """What a process is at while none of the words of a step hold."""
     return "outside of any step"
-
-
-def damaged(peer: int, error: object) -> RemoteError:
-    """What to raise where a process sent what cannot be."""
-    return heard(f"rank {peer} sent what gpipe never sends: {error}", peer)
 
 
 def _shortened(text: str) -> str:

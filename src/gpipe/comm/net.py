@@ -25,13 +25,13 @@ from typing import Any
 from torch import Tensor
 
 from gpipe.comm.codec import Encoded, decode, encode
-from gpipe.comm.failures import LONG, Lookout, damaged, in_no_step, report_of
+from gpipe.comm.failures import LONG, Lookout, in_no_step, report_of
 from gpipe.comm.frames import Frame, Gone
 from gpipe.comm.local import Link
 from gpipe.comm.nccl import Coming, NcclGroups
 from gpipe.comm.poll import Poll
 from gpipe.comm.status import Seen, Status
-from gpipe.comm.untrusted import Damaged
+from gpipe.comm.untrusted import Damaged, damaged
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Control, Label, Message, ReadyEvent
 from gpipe.values.tree import Tree

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from gpipe.errors import RemoteError, heard
 from gpipe.values.layout import UNITS
 
 MOST_DIMENSIONS = 64  # torch's kernels take no more
@@ -19,6 +20,11 @@ TOO_WIDE = (
 
 class Damaged(ValueError):  # noqa: N818 a state of the message
     """What came is nothing that gpipe sends."""
+
+
+def damaged(peer: int, error: object) -> RemoteError:
+    """What to raise where a process sent what cannot be."""
+    return heard(f"rank {peer} sent what gpipe never sends: {error}", peer)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from gpipe.comm.failures import LONG, SILENCE, Report, error_of, report_of
 from gpipe.comm.local import checked_report
 from gpipe.comm.mesh import Position, default_device, timeout_of_world
-from gpipe.comm.untrusted import Damaged, reading
+from gpipe.comm.untrusted import Damaged, damaged, reading
 from gpipe.distributed.agree import find_different
 from gpipe.distributed.meeting import meet
 from gpipe.errors import RemoteError, heard
@@ -118,8 +118,7 @@ class Agreement:
         try:
             bad = self._gone(peer) if record is None else self._note(peer, record)
         except Damaged as error:
-            number = self._number(peer)
-            raise heard(f"rank {number} sent what gpipe never sends: {error}", number) from error
+            raise damaged(self._number(peer), error) from error
         if bad is not None:
             self._bad.append(bad)
             if len(self._bad) == 1:
@@ -164,8 +163,8 @@ class Agreement:
         known = () if self.position is None else self.position.members
         return known.index(member) if member in known else member
 
-    def compare(self, next_at: str, **settings: object) -> None:
-        """Checks that all processes have the same settings."""
+    def compare(self, next_at: str, **settings: object) -> list[str]:
+        """Says which settings differ between the processes, and on which ranks."""
         sums = {name: _sum(value) for name, value in settings.items()}
         every = self.tell(next_at, sums=sums, shown={name: str(value)[:60] for name, value in settings.items()})
         told = {
@@ -177,8 +176,7 @@ class Agreement:
             last_of = {checksum: (rank, text) for rank, (checksum, text) in by_rank.items()}
             found = ", ".join(f"{text} (rank {rank})" for rank, text in sorted(last_of.values()))
             mistakes.append(f"{name} differs between the processes: {found}; give the same everywhere")
-        if mistakes:
-            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
+        return mistakes
 
 
 def _sum(value: object) -> int:

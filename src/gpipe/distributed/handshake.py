@@ -7,8 +7,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from gpipe.comm.failures import damaged
 from gpipe.comm.net import Net
+from gpipe.comm.untrusted import damaged
 from gpipe.values.messages import Control, Label
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.comm.failures import damaged
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
+from gpipe.comm.untrusted import damaged
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.torch_private.autograd import copy_each
 from gpipe.values.boundary import Gradients

@@ -44,7 +44,7 @@ class WeightOwners:
         self._checked: set[int] = set()
 
     def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
-        """Checks that a stage's first backward in a run reaches no weight of others; `given` are the leaves it was given."""
+        """Checks that a stage's first backward in a run reaches no weight of others; `given` are its input leaves."""
         if stage in self._checked:
             return
         self._checked.add(stage)
