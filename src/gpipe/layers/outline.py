@@ -54,7 +54,7 @@ def outline(layers: object, seed: int) -> Outline:
     """
     makers: dict[int, Maker] = {}
     known = WeakIdKeyDictionary()
-    if isinstance(layers, Iterable) and not isinstance(layers, nn.Module) and not describe_invalid_sequence(layers):
+    if isinstance(layers, Iterable) and not describe_invalid_sequence(layers):
         layers = list(layers)
         for layer in layers:
             if isinstance(layer, nn.Module):  # stays as it is, also where a callable puts it into another
