@@ -178,13 +178,13 @@ class _Visitor:
     def listen(self) -> bool:
         """Takes what it says; whether there may be more."""
         try:
-            heard = self.connection.recv(HELLO - len(self.said))
+            more = self.connection.recv(HELLO - len(self.said))
         except BlockingIOError:
             return True
         except OSError:
             return False
-        self.said += heard
-        return bool(heard) and len(self.said) < HELLO
+        self.said += more
+        return bool(more) and len(self.said) < HELLO
 
     def leave(self) -> None:
         """Shuts it out, unless it is one of ours."""
