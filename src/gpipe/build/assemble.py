@@ -199,7 +199,7 @@ def _tie(
         here = [(module, leaf) for module in held for leaf, p in module._parameters.items() if id(p) in same]
         if not here:
             continue
-        first = index_of[_layer(group[0])]
+        first = index_of[group[0].partition(".")[0]]
         if first not in own:
             built, _ = realize(sketch, [first])
             (((module, name), *_), *_), _ = find_ties(built, [group])
@@ -207,10 +207,6 @@ def _tie(
                 _parameter(here[0]).copy_(_parameter((module, name)))
         tie([here])
     return groups
-
-
-def _layer(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def _parameter(slot: Slot) -> Tensor:

@@ -76,7 +76,7 @@ class Lookout:
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
             last = [f"rank {peer} is gone; {self.last_seen(peer)}" for peer in missed]
-            raise heard("\n".join(last + [f"rank {peer}: {self.last_seen(peer)}" for peer in silent]), missed[0])
+            raise heard("\n".join(last + self.all_last_seen(silent)), missed[0])
         return gone
 
     def lose(self, peer: int, gone: Gone | None = None) -> NoReturn:

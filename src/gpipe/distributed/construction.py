@@ -74,7 +74,8 @@ class Agreement:
 
     def greet(self, **told: Any) -> list[Mapping[str, Any]]:
         """Begins: what each process of the world told here, by its number there."""
-        every = self._tell_world(SETTLING, False, {"host": _host(), "versions": _versions(), **told})
+        versions = f"gpipe {_version('gpipe')}, torch {_version('torch')}"
+        every = self._tell_world(SETTLING, False, {"host": _host(), "versions": versions, **told})
         self.hosts = [theirs["host"] for theirs in every]
         _refuse_other_versions([theirs["versions"] for theirs in every])
         return every
@@ -165,7 +166,7 @@ class Agreement:
 
     def compare(self, next_at: str, **settings: object) -> list[str]:
         """Says which settings differ between the processes, and on which ranks."""
-        sums = {name: _sum(value) for name, value in settings.items()}
+        sums = {name: zlib.crc32(repr(value).encode()) for name, value in settings.items()}
         every = self.tell(next_at, sums=sums, shown={name: str(value)[:60] for name, value in settings.items()})
         told = {
             rank: {name: (theirs["sums"].get(name), theirs["shown"].get(name, "none")) for name in settings}
@@ -177,10 +178,6 @@ class Agreement:
             found = ", ".join(f"{text} (rank {rank})" for rank, text in sorted(last_of.values()))
             mistakes.append(f"{name} differs between the processes: {found}; give the same everywhere")
         return mistakes
-
-
-def _sum(value: object) -> int:
-    return zlib.crc32(repr(value).encode())
 
 
 def _refuse_other_versions(versions: Sequence[str]) -> None:
@@ -204,10 +201,6 @@ def _host() -> str:
         except OSError:
             continue
     return " ".join([*parts, str(os.getuid())])
-
-
-def _versions() -> str:
-    return f"gpipe {_version('gpipe')}, torch {_version('torch')}"
 
 
 def _version(package: str) -> str:

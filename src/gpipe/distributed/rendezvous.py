@@ -46,10 +46,8 @@ def connect(agreement: Agreement) -> dict[int, Link]:
     """Links this process with the others of its pipe, by their ranks there; all do so at the same time."""
     position = agreement.position
     assert position is not None
-    hosts, peers = (
-        [agreement.hosts[member] for member in position.members],
-        range(position.rank + 1, len(position.members)),
-    )
+    hosts = [agreement.hosts[member] for member in position.members]
+    peers = range(position.rank + 1, len(position.members))
     is_local = [host == hosts[position.rank] for host in hosts]
     pairs: dict[int, list[socket.socket]] = {}
     with _Listening(crosses_hosts=not all(is_local)) as own, _closed_on_failure(pairs):
