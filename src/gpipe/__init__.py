@@ -41,23 +41,7 @@ _HOME = {
     "visit": "gpipe.rng.visit",
 }
 
-__all__ = [
-    "CheckpointError",
-    "GPipe",
-    "GradScaler",
-    "RemoteError",
-    "Sequential",
-    "Whole",
-    "catch_sigterm",
-    "detect_nonfinite",
-    "find_checkpoint",
-    "load",
-    "load_weights",
-    "record",
-    "save",
-    "save_weights",
-    "visit",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:

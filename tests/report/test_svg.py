@@ -3,10 +3,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gpipe.plan.action import CLOSING, Action, Kind
+from gpipe.plan.action import CLOSING, NAMES, Action, Kind
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.report import timeline_svg, timelines_svg
-from gpipe.report.kinds import NAMES
 from gpipe.report.svg import LEFT, RIGHT, WIDTH, Scale
 from tests.support.timelines import pipelined
 

@@ -134,7 +134,8 @@ def _with_own_layers(
 
 def _compare(agreement: Agreement, settings: Settings, ties: Sequence[Sequence[str]]) -> None:
     """Checks that all processes have settled for the same."""
-    agreement.compare(
+    mistakes = Mistakes()
+    mistakes.found = agreement.compare(
         LINKING,
         partitions=settings.layers_per_partition,
         micro_batches=settings.micro_batches,
@@ -147,6 +148,7 @@ def _compare(agreement: Agreement, settings: Settings, ties: Sequence[Sequence[s
         ties=[list(group) for group in ties],
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
+    mistakes.raise_all()
 
 
 def _words(layer: nn.Module) -> str:
@@ -167,11 +169,13 @@ def _compare_weights(agreement: Agreement, settings: Settings, position: Positio
     apart = [
         f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1
     ]
-    if apart:
-        raise ValueError(
-            f"GPipe cannot be built:\n- the weights of {', '.join(apart)} differ between replicas: build the layers "
-            f"alike on every rank (torch.manual_seed before, or callables), or load the same weights"
-        )
+    mistakes = Mistakes()
+    mistakes.check(
+        not apart,
+        f"the weights of {', '.join(apart)} differ between replicas: build the layers alike on every rank "
+        f"(torch.manual_seed before, or callables), or load the same weights",
+    )
+    mistakes.raise_all()
 
 
 def _checksum(layer: nn.Module) -> int:
@@ -195,7 +199,7 @@ def _tie(
         here = [(module, leaf) for module in held for leaf, p in module._parameters.items() if id(p) in same]
         if not here:
             continue
-        first = index_of[_layer(group[0])]
+        first = index_of[group[0].partition(".")[0]]
         if first not in own:
             built, _ = realize(sketch, [first])
             (((module, name), *_), *_), _ = find_ties(built, [group])
@@ -203,10 +207,6 @@ def _tie(
                 _parameter(here[0]).copy_(_parameter((module, name)))
         tie([here])
     return groups
-
-
-def _layer(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def _parameter(slot: Slot) -> Tensor:

@@ -52,7 +52,6 @@ class Settings:
     intra_op_threads: int
     deferred_batch_norm: bool
     sync_batch_norm: bool
-    position: Position | None = None  # of this process, if there are several
     tied: Tied = ()  # over processes: where identity cannot show it
 
     @property
@@ -107,7 +106,6 @@ def settle(asked: Arguments, position: Position | None = None, outline: Outline 
         intra_op_threads=asked.intra_op_threads,
         deferred_batch_norm=asked.deferred_batch_norm,
         sync_batch_norm=asked.sync_batch_norm,
-        position=position,
     )
 
 

@@ -118,11 +118,7 @@ class Draft:
 
 
 def begin(folder: Path, step_number: int) -> Draft:
-    """Makes the temporary folder of a checkpoint.
-
-    Raises:
-        ValueError: The folder is a checkpoint itself, to which nothing may be added.
-    """
+    """Makes the temporary folder of a checkpoint; refused in one that is a checkpoint itself."""
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder} is a checkpoint itself, not the folder of a run; save to {folder.parent}")
     make_folder(folder)

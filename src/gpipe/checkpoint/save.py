@@ -234,11 +234,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
-    """Checks that what saves or loads was given a folder, a pipe and perhaps an optimizer, in this order.
-
-    Raises:
-        TypeError: It was not.
-    """
+    """Checks that what saves or loads was given a folder, a pipe and perhaps an optimizer, in this order."""
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(
             f"folder is a {type(folder).__name__}; give the folder's path first: gpipe.{name}(folder, pipe, ...)"
@@ -249,11 +245,7 @@ def check_order(folder: object, pipe: object, name: str, optimizer: object = Non
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Checks that an optimizer is one, or looks like one.
-
-    Raises:
-        TypeError: It does not; says what to do with schedulers, states and scalers.
-    """
+    """Checks that an optimizer is one, or looks like one."""
     if optimizer is None or (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         return
     if isinstance(optimizer, dict):

@@ -183,11 +183,7 @@ def save_weights(
 
 
 def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
-    """The tensors of a module's state_dict, shared ones once, under their names in the files.
-
-    Raises:
-        ValueError: Something cannot be stored.
-    """
+    """The tensors of a module's state_dict, shared ones once, under their names in the files."""
     firsts, tensors, mistakes = first_names(module), dict[str, Tensor](), []
     for name, value in module.state_dict().items():
         if firsts[name] != name:

@@ -127,12 +127,7 @@ def note_failure(job: Job, error: Exception) -> None:
 
 
 def await_parts(job: Job) -> None:
-    """Waits for the parts of all ranks, as long as something comes.
-
-    Raises:
-        RemoteError: A rank failed, or is gone.
-        TimeoutError: Nothing came for a while.
-    """
+    """Waits for the parts of all ranks, as long as something comes."""
     size, since = -1, time.monotonic()
     while missing := [rank for rank in range(job.ranks) if not note(job, rank).exists()]:
         for rank in missing:
@@ -189,11 +184,7 @@ def _version() -> str:
 
 
 def joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> Manifest:
-    """The manifest of what all ranks have to say.
-
-    Raises:
-        ValueError: Two ranks have the same, or different optimizers.
-    """
+    """The manifest of what all ranks have to say."""
     names = [name for part in parts for name in part["names"]]
     twice = [name for name, times in Counter(names).items() if times > 1]
     optimizers = [part["optimizer"] for part in parts if "optimizer" in part]

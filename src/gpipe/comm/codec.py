@@ -87,11 +87,7 @@ class Encoded(NamedTuple):
 
 
 def encode(message: Message) -> Encoded:
-    """What is sent of a message.
-
-    Raises:
-        TypeError: It holds something that cannot go to another process.
-    """
+    """What is sent of a message; a TypeError says what in it cannot go to another process."""
     if isinstance(message, BoundaryValue):
         items, spec = tree_flatten(message.value)
         tree = write_tree(spec)
@@ -149,11 +145,7 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """What is told of a tensor before it comes.
-
-    Raises:
-        TypeError: It is not dense, or more than a tensor.
-    """
+    """What is told of a tensor before it comes; one that is not dense, or more than a tensor, is refused."""
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
     if tensor.is_quantized:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 from gpipe.comm.frames import Gone
 from gpipe.comm.local import Link
 from gpipe.comm.status import Seen, Watched
-from gpipe.comm.untrusted import Damaged
+from gpipe.comm.untrusted import Damaged, damaged
 from gpipe.errors import RemoteError, folded, heard
 
 Report: TypeAlias = Mapping[str, Any]
@@ -61,11 +61,7 @@ class Lookout:
         self._watched = watched  # those of this host
 
     def heed(self, needed: Collection[int]) -> list[int]:
-        """Reads the news; gives those that are gone and not needed any more.
-
-        Raises:
-            RemoteError: A process failed in this run, or is gone and needed.
-        """
+        """Reads the news, and raises what it tells of this run; gives those that are gone and not needed any more."""
         for peer, link in self._links.items():
             try:
                 link.listen()
@@ -80,7 +76,7 @@ class Lookout:
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
             last = [f"rank {peer} is gone; {self.last_seen(peer)}" for peer in missed]
-            raise heard("\n".join(last + [f"rank {peer}: {self.last_seen(peer)}" for peer in silent]), missed[0])
+            raise heard("\n".join(last + self.all_last_seen(silent)), missed[0])
         return gone
 
     def lose(self, peer: int, gone: Gone | None = None) -> NoReturn:
@@ -143,11 +139,6 @@ class Lookout:
 def in_no_step(peer: int, seen: Seen) -> str:
     """What a process is at while none of the words of a step hold."""
     return "outside of any step"
-
-
-def damaged(peer: int, error: object) -> RemoteError:
-    """What to raise where a process sent what cannot be."""
-    return heard(f"rank {peer} sent what gpipe never sends: {error}", peer)
 
 
 def _shortened(text: str) -> str:

@@ -54,11 +54,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def read(cls, memory: bytes | bytearray, start: int = 0) -> "Frame":
-        """Reads what `header` wrote.
-
-        Raises:
-            Damaged: It did not write that.
-        """
+        """Reads what `header` wrote, or raises `Damaged`."""
         run, route, micro_batch, gradient, *rest = HEADER.unpack_from(memory, start)
         frame = cls(run, Label(route, micro_batch, gradient), *rest)
         if not -1 <= frame.slot < SLOTS or frame.layout > LARGEST_LAYOUT or max(frame.size, frame.capacity) >= 2**62:
@@ -146,11 +142,7 @@ def make_memory(name: str, size: int) -> int:
 
 
 def check_memory(handle: int, size: int) -> None:
-    """Checks that a handle from another process is memory of this size, and stays so.
-
-    Raises:
-        Damaged: It is not: to read what another can take away would end this process.
-    """
+    """Checks that a handle is memory of this size, which nobody can take away from under whoever reads it."""
     try:
         sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:  # no such memory at all

@@ -223,11 +223,7 @@ def _read_report(told: bytes) -> Mapping[str, Any]:
 
 
 def checked_report(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report, which must be one.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """The report, which must be one."""
     if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
         raise ValueError(f"{sorted(report)}")
     return report

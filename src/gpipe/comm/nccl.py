@@ -71,11 +71,7 @@ class Coming:
     tensors: Sequence[tuple[list[int], codec.Extent, Tensor, dist.Work | None]]
 
     def finish(self) -> Message:
-        """The whole message, for what is queued on the current stream from now on.
-
-        Raises:
-            Gone: The other end broke off.
-        """
+        """The whole message, for what is queued on the current stream from now on."""
         leaves, spec = tree_flatten(self.tree)
         for positions, extent, elements, work in self.tensors:
             if work is not None:
@@ -97,7 +93,8 @@ class NcclGroups:
     """The groups by which the tensors of one device go to and from other processes.
 
     `crossings` are the pairs of rows that have tensors for each other; replicas of a row always have. All
-    processes of the world make it at the same time. Without a backend tensors go through the hosts' memory.
+    processes of the world make it at the same time. Without a backend tensors go through the hosts' memory. Whatever
+    sends or waits raises `Gone` where the other end broke off.
     """
 
     def __init__(self, position: Position, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
@@ -140,11 +137,7 @@ class NcclGroups:
         return BoundaryValue((isinstance(message, BoundaryValue), tree_unflatten(leaves, spec), told), []), following
 
     def follow(self, peer: int, following: Sequence[Tensor]) -> None:
-        """Puts tensors on their way, in the order of their messages on the link.
-
-        Raises:
-            Gone: The other end broke off.
-        """
+        """Puts tensors on their way, in the order of their messages on the link."""
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         for tensor in following:
             with _breaking_off():
@@ -152,12 +145,7 @@ class NcclGroups:
             self._under_way.append((work, tensor))
 
     def expect(self, peer: int, packed: Message) -> Coming:
-        """Has room for what follows a message that the link brought: for each in its order, as soon as it is here.
-
-        Raises:
-            Damaged: `pack` does not give that.
-            Gone: The other end broke off.
-        """
+        """Has room for what follows a message that the link brought: for each in its order, as soon as it is here."""
         with reading("a message for a GPU"):
             if not isinstance(packed, BoundaryValue):
                 raise TypeError("gradients")
@@ -190,11 +178,7 @@ class NcclGroups:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """What is begun inside is ended, or the groups are: else the ends would take one tensor for another.
-
-        Raises:
-            RuntimeError: They were ended before.
-        """
+        """What is begun inside is ended, or the groups are: else the ends would take one tensor for another."""
         if self._ended:
             raise RuntimeError(
                 "the process groups of this pipe were ended, because a process was interrupted or gone while tensors "

@@ -25,13 +25,13 @@ from typing import Any
 from torch import Tensor
 
 from gpipe.comm.codec import Encoded, decode, encode
-from gpipe.comm.failures import LONG, Lookout, damaged, in_no_step, report_of
+from gpipe.comm.failures import LONG, Lookout, in_no_step, report_of
 from gpipe.comm.frames import Frame, Gone
 from gpipe.comm.local import Link
 from gpipe.comm.nccl import Coming, NcclGroups
 from gpipe.comm.poll import Poll
 from gpipe.comm.status import Seen, Status
-from gpipe.comm.untrusted import Damaged
+from gpipe.comm.untrusted import Damaged, damaged
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.messages import Control, Label, Message, ReadyEvent
 from gpipe.values.tree import Tree
@@ -40,7 +40,7 @@ logger = logging.getLogger("gpipe")
 
 
 class Net:
-    """The links of one process.
+    """The links of one process; what waits raises a RemoteError once another process has failed or is gone.
 
     Attributes:
         rank: Its number among them.
@@ -83,11 +83,7 @@ class Net:
         return self.lookout.run
 
     def begin(self) -> None:
-        """Begins a run.
-
-        Raises:
-            RemoteError: Another process failed in it already, or is gone.
-        """
+        """Begins a run."""
         self.lookout.run += 1
         self._early.clear()
         self.expect({}, (), in_no_step)
@@ -104,11 +100,7 @@ class Net:
         self.status.reach(self.run, at)
 
     def send(self, peer: int, label: Label, message: Message) -> None:
-        """Puts a message on its way to a process; waits for room.
-
-        Raises:
-            RemoteError: A process failed, or is gone.
-        """
+        """Puts a message on its way to a process; waits for room."""
         if self._groups is None:
             self._send(peer, label, encode(message))
         else:
@@ -137,11 +129,7 @@ class Net:
             self.lookout.lose(peer, gone)
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message from a process.
-
-        Raises:
-            RemoteError: A process failed, or is gone.
-        """
+        """Waits for a message from a process."""
         key = (peer, label)
         self._tells_at = time.monotonic() + LONG
         while key not in self._early:
@@ -159,11 +147,7 @@ class Net:
             self.lookout.lose(peer, gone)
 
     def receive_value(self, peer: int, label: Label) -> Any:
-        """Waits for what a process sends by `send_value`.
-
-        Raises:
-            RemoteError: A process failed, or is gone.
-        """
+        """Waits for what a process sends by `send_value`."""
         message, _ = self.receive(peer, label)
         if not isinstance(message, BoundaryValue):
             raise damaged(peer, "gradients in place of a value")
@@ -260,11 +244,7 @@ class Net:
             self._groups.end()  # somebody is gone
 
     def agree(self, told: Tree) -> list[Any]:
-        """Tells all processes something, and gives what each told, by rank: nobody has it before all have told.
-
-        Raises:
-            RemoteError: A process failed, or is gone.
-        """
+        """Tells all processes something, and gives what each told, by rank: nobody has it before all have told."""
         label = Label(Control.AGREEMENT, 0, gradient=False)
         if self.rank:
             self.send_value(0, label, told)

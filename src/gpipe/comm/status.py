@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gpipe.comm.frames import check_memory, make_memory
 from gpipe.comm.limits import too_many_files
 from gpipe.comm.local import Link
-from gpipe.comm.untrusted import Damaged
+from gpipe.comm.untrusted import Damaged, damaged
 from gpipe.errors import heard
 
 _STATUS = struct.Struct("<IiI?d")
@@ -48,12 +48,7 @@ class Status:
     def shared_with(
         self, links: Mapping[int, Link], limit: float, shown: Callable[[], object] = object
     ) -> dict[int, "Watched"]:
-        """Lets the processes of this host read this, calls `shown`, and gives what they show, within so many seconds.
-
-        Raises:
-            OSError: This process may open no more files.
-            RemoteError: One of them is gone, or shows nothing in time.
-        """
+        """Lets the processes of this host read this, calls `shown`, and gives what they show before the limit."""
         local = {peer: link.news.connection for peer, link in links.items() if link.is_local}
         if self._handle is None:
             shown()
@@ -69,7 +64,7 @@ class Status:
                 check_memory(handle, _STATUS.size)
                 found[peer] = Watched(mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ))
             except Damaged as error:
-                raise heard(f"rank {peer} sent what gpipe never sends: {error}", peer) from error
+                raise damaged(peer, error) from error
             finally:
                 os.close(handle)
         os.close(self._handle)

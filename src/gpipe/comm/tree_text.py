@@ -55,11 +55,7 @@ class At:
 
 
 def write_tree(spec: TreeSpec) -> str:
-    """The text of a tree, which `read_tree` reads.
-
-    Raises:
-        TypeError: It cannot be read again as what it is.
-    """
+    """The text of a tree, which `read_tree` reads; a TypeError where that could not make it again."""
     try:
         text = json.dumps(_written(spec))
         _rebuild(text)
@@ -170,11 +166,7 @@ def _keys(written: list[Json]) -> list[Any]:
 
 
 def write_plain(value: object) -> Json:
-    """A key, or what a class keeps beside its tensors, in words of JSON.
-
-    Raises:
-        TypeError: It is of no simple type.
-    """
+    """A key, or what a class keeps beside its tensors, in words of JSON."""
     kind = type(value)
     if kind is float and not math.isfinite(value):  # type: ignore[arg-type]
         return {"float": repr(value)}
@@ -205,11 +197,7 @@ def _shown(written: object) -> str:
 
 
 def write_leaf(leaf: object) -> list[Any]:
-    """A leaf that is no tensor, in words of JSON: its type, and what it is.
-
-    Raises:
-        TypeError: It is nothing that can go to another process.
-    """
+    """A leaf that is no tensor, in words of JSON: its type, and what it is."""
     match leaf:
         case None | bool() | int() | float() | str() if type(leaf) in (type(None), bool, int, float, str):
             return ["value", leaf]
@@ -230,11 +218,7 @@ def write_leaf(leaf: object) -> list[Any]:
 
 
 def read_leaf(written: Json) -> object:
-    """What `write_leaf` wrote; `["tensor", number]` is where a tensor was.
-
-    Raises:
-        ValueError: Nothing writes that.
-    """
+    """What `write_leaf` wrote; `["tensor", number]` is where a tensor was."""
     match written:
         case ["tensor", int(number)] if number is not True and number >= 0:
             return At(number)
@@ -254,11 +238,7 @@ def read_leaf(written: Json) -> object:
 
 
 def read_dtype(name: object) -> torch.dtype:
-    """The dtype of a name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The dtype of a name."""
     if isinstance(name, str) and name in DTYPES:
         return DTYPES[name]
     raise ValueError(f"there is no dtype {_shown(name)}")

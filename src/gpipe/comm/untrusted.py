@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from gpipe.errors import RemoteError, heard
 from gpipe.values.layout import UNITS
 
 MOST_DIMENSIONS = 64  # torch's kernels take no more
@@ -21,6 +22,11 @@ class Damaged(ValueError):  # noqa: N818 a state of the message
     """What came is nothing that gpipe sends."""
 
 
+def damaged(peer: int, error: object) -> RemoteError:
+    """What to raise where a process sent what cannot be."""
+    return heard(f"rank {peer} sent what gpipe never sends: {error}", peer)
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """While something is read that may be damaged."""
@@ -33,11 +39,7 @@ def reading(what: str) -> Iterator[None]:
 def check_shape(
     dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], wants_gradient: object, aligned: object
 ) -> None:
-    """Checks that a tensor can lie like this, and takes little more memory than its elements need.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Checks that a tensor can lie like this, and takes little more memory than its elements need."""
     numbers = (*size, *strides)
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
         raise ValueError(f"sizes and strides {numbers}")

@@ -6,6 +6,7 @@ they are on are as before.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -42,16 +43,18 @@ def measure_each(
     return numbers
 
 
+@dataclass(eq=False)
 class LayerRun:
     """Runs of one layer on what it takes of the main line and pops."""
 
-    def __init__(self, index: int, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> None:
-        self.index = index
-        self.layer = layer
-        self.value = value
-        self.popped = popped
-        self.call: Callable[..., object] = layer
-        self._output: LayerOutput | None = None
+    index: int
+    layer: nn.Module
+    value: Tree
+    popped: Mapping[str, Tensor | None]
+    _output: LayerOutput | None = None
+
+    def __post_init__(self) -> None:
+        self.call: Callable[..., object] = self.layer
 
     def given(self) -> tuple[Tree, dict[str, Tensor | None]]:
         """What the layer takes, for it to keep: it may work in place."""

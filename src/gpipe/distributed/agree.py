@@ -25,11 +25,7 @@ class Team(Protocol):
     size: int
 
     def exchange(self, told: bytes) -> list[bytes]:
-        """Tells all processes something, and gives what each told, by rank. Every process calls it, as often.
-
-        Raises:
-            RemoteError: Another process failed, or is gone.
-        """
+        """Tells all processes something, and gives what each told, by rank. Every process calls it, as often."""
 
     def gone(self) -> Collection[int]:
         """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
@@ -107,11 +103,7 @@ def agree(team: Team, told: Any = None, error: Exception | None = None) -> list[
 
 
 def agree_on(team: Team, same: dict[str, Any], told: Any = None, error: Exception | None = None) -> list[Any]:
-    """Like `agree`, for ranks that were all given the same.
-
-    Raises:
-        ValueError: They were given different things.
-    """
+    """Like `agree`, for ranks that were all given the same."""
     heard = agree(team, {"same": same, "told": told}, error)
     mistakes = [
         f"{name} is {value!r} on rank {rank} and {by_rank[0]!r} on rank 0"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -21,43 +21,36 @@ SECOND_BACKWARD = (
 )
 
 
+@dataclass(eq=False)
 class PipelinedCall:
     """One forward of all processes, and its backward.
 
-    Args:
+    Attributes:
         meet: Begins a run in all processes.
-        peers: Those of the forward's.
-        run: The mini-batch.
+        peers: Those of the forward's, until it has run.
+        run: The mini-batch, until its backward.
         head: What was said of it.
         ambient: The caller's modes.
         recorder: Records both, if there is one.
     """
 
-    def __init__(
-        self,
-        meet: Callable[[], AbstractContextManager[Peers]],
-        peers: Peers,
-        run: MiniBatchRun,
-        head: Header,
-        ambient: Ambient,
-        recorder: Recorder | None,
-    ) -> None:
-        self._meet = meet
-        self._peers: Peers | None = peers
-        self._run: MiniBatchRun | None = run
-        self._head = head
-        self._ambient, self._recorder = ambient, recorder
-        self._wants: list[tuple[bool, ...]] = []
+    meet: Callable[[], AbstractContextManager[Peers]]
+    peers: Peers | None
+    run: MiniBatchRun | None
+    head: Header
+    ambient: Ambient
+    recorder: Recorder | None
+    _wants: list[tuple[bool, ...]] = field(default_factory=list)
 
     def forward(self) -> list[Output]:
         """Runs all forwards; gives the outputs of all micro-batches, in every process."""
-        (peers, self._peers), run = (self._peers, None), self._run
+        (peers, self.peers), run = (self.peers, None), self.run
         assert peers is not None
         assert run is not None
-        run.go_forward(self._ambient, self._recorder)
-        outputs = peers.gather(run.take_outputs(), self._head.micro_batches)
+        run.go_forward(self.ambient, self.recorder)
+        outputs = peers.gather(run.take_outputs(), self.head.micro_batches)
         self._wants = [output.wants_gradient for output in outputs]
-        peers.finish(run, self._recorder, None)
+        peers.finish(run, self.recorder, None)
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
@@ -65,23 +58,23 @@ class PipelinedCall:
 
         Over processes the gradients of the output count that the one with the last stage has.
         """
-        with self._meet() as peers:
-            run, self._run = self._run, None
+        with self.meet() as peers:
+            run, self.run = self.run, None
             if run is None:
                 raise RuntimeError(SECOND_BACKWARD)
-            peers.head(replace(self._head, asked=Asked.BACKWARD), lambda _: run.compiled.checksum)
+            peers.head(replace(self.head, asked=Asked.BACKWARD), lambda _: run.compiled.checksum)
             if all(gradient is None for gradient in gradients):  # autograd came here, and so they are undefined
                 run.batch.output_gradients = [[UNDEFINED] * sum(wants) for wants in self._wants]
             else:
                 run.batch.output_gradients = self._parted(gradients)
-            run.go_backward(self._ambient, self._recorder)
+            run.go_backward(self.ambient, self.recorder)
             run.batch.tell(run.batch.findings)
             found: Gradients = [
                 moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
                 for m, crossing in enumerate(run.batch.inputs)
                 for leaf, gradient in zip(crossing.leaves, run.batch.input_gradients[m], strict=True)
             ]
-            peers.finish(run, self._recorder, None)
+            peers.finish(run, self.recorder, None)
         return found
 
     def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from gpipe.comm.failures import LONG, SILENCE, Report, error_of, report_of
 from gpipe.comm.local import checked_report
 from gpipe.comm.mesh import Position, default_device, timeout_of_world
-from gpipe.comm.untrusted import Damaged, reading
+from gpipe.comm.untrusted import Damaged, damaged, reading
 from gpipe.distributed.agree import find_different
 from gpipe.distributed.meeting import meet
 from gpipe.errors import RemoteError, heard
@@ -40,7 +40,7 @@ ALL_TOLD = 0.2  # seconds from the first bad news on in which a better reason ma
 class Agreement:
     """Talks of the processes that build one pipe, each a dict of JSON from everyone. All hold it at the same time.
 
-    Whoever fails in it tells the others, who hear of it wherever they wait.
+    Whoever fails in it tells the others, who raise a RemoteError of it wherever they wait.
 
     Attributes:
         position: Where this process stands, once that is known.
@@ -73,23 +73,15 @@ class Agreement:
             self._meeting.leave(json.dumps(report).encode(), known=known)
 
     def greet(self, **told: Any) -> list[Mapping[str, Any]]:
-        """Begins: what each process of the world told here, by its number there.
-
-        Raises:
-            ValueError: They run different versions.
-            RemoteError: Another process failed, or is gone.
-        """
-        every = self._tell_world(SETTLING, False, {"host": _host(), "versions": _versions(), **told})
+        """Begins: what each process of the world told here, by its number there."""
+        versions = f"gpipe {_version('gpipe')}, torch {_version('torch')}"
+        every = self._tell_world(SETTLING, False, {"host": _host(), "versions": versions, **told})
         self.hosts = [theirs["host"] for theirs in every]
         _refuse_other_versions([theirs["versions"] for theirs in every])
         return every
 
     def tell(self, next_at: str, *, last: bool = False, **told: Any) -> list[Mapping[str, Any]]:
-        """What each process of the pipe told here, by rank; `next_at` says in words what this one goes on with.
-
-        Raises:
-            RemoteError: Another process failed, or is gone, or said nothing for as long as the group's timeout.
-        """
+        """What each process of the pipe told here, by rank; `next_at` says in words what this one goes on with."""
         assert self.position is not None
         every = self._tell_world(next_at, last, told)
         return [every[member] for member in self.position.members]
@@ -113,11 +105,7 @@ class Agreement:
         return [every[peer] for peer in range(len(every))]
 
     def heed(self, seconds: float = 0.0) -> None:
-        """Looks whether another process failed; waits so many seconds for the news.
-
-        Raises:
-            RemoteError: One did, or is gone.
-        """
+        """Looks whether another process failed; waits so many seconds for the news."""
         until = time.monotonic() + seconds
         while self._hear(until - time.monotonic()):
             pass
@@ -131,8 +119,7 @@ class Agreement:
         try:
             bad = self._gone(peer) if record is None else self._note(peer, record)
         except Damaged as error:
-            number = self._number(peer)
-            raise heard(f"rank {number} sent what gpipe never sends: {error}", number) from error
+            raise damaged(self._number(peer), error) from error
         if bad is not None:
             self._bad.append(bad)
             if len(self._bad) == 1:
@@ -177,13 +164,9 @@ class Agreement:
         known = () if self.position is None else self.position.members
         return known.index(member) if member in known else member
 
-    def compare(self, next_at: str, **settings: object) -> None:
-        """Checks that all processes have the same settings.
-
-        Raises:
-            ValueError: Names what differs, and on which ranks.
-        """
-        sums = {name: _sum(value) for name, value in settings.items()}
+    def compare(self, next_at: str, **settings: object) -> list[str]:
+        """Says which settings differ between the processes, and on which ranks."""
+        sums = {name: zlib.crc32(repr(value).encode()) for name, value in settings.items()}
         every = self.tell(next_at, sums=sums, shown={name: str(value)[:60] for name, value in settings.items()})
         told = {
             rank: {name: (theirs["sums"].get(name), theirs["shown"].get(name, "none")) for name in settings}
@@ -194,12 +177,7 @@ class Agreement:
             last_of = {checksum: (rank, text) for rank, (checksum, text) in by_rank.items()}
             found = ", ".join(f"{text} (rank {rank})" for rank, text in sorted(last_of.values()))
             mistakes.append(f"{name} differs between the processes: {found}; give the same everywhere")
-        if mistakes:
-            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in mistakes))
-
-
-def _sum(value: object) -> int:
-    return zlib.crc32(repr(value).encode())
+        return mistakes
 
 
 def _refuse_other_versions(versions: Sequence[str]) -> None:
@@ -223,10 +201,6 @@ def _host() -> str:
         except OSError:
             continue
     return " ".join([*parts, str(os.getuid())])
-
-
-def _versions() -> str:
-    return f"gpipe {_version('gpipe')}, torch {_version('torch')}"
 
 
 def _version(package: str) -> str:

@@ -7,8 +7,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from gpipe.comm.failures import damaged
 from gpipe.comm.net import Net
+from gpipe.comm.untrusted import damaged
 from gpipe.values.messages import Control, Label
 
 
@@ -67,11 +67,7 @@ def hear(net: Net, first: int) -> Header:
 
 
 def compare(told: Header, first: int, own: Header, rank: int) -> None:
-    """Checks that this process does what that of the first stage does.
-
-    Raises:
-        ValueError: Names what differs.
-    """
+    """Checks that this process does what that of the first stage does."""
     mistakes = [
         f"{words} is {getattr(told, name)} on rank {first} and {getattr(own, name)} on rank {rank}"
         for name, words in WORDS.items()

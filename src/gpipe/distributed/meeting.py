@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from queue import SimpleQueue
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,23 +30,8 @@ Heard: TypeAlias = "tuple[int, bytes | None]"
 _meetings: "WeakKeyDictionary[dist.ProcessGroup, count[int]]" = WeakKeyDictionary()  # so that none hears another's
 
 
-class Meeting(Protocol):
-    """What is told comes into `heard`, as soon as it is here."""
-
-    heard: SimpleQueue[Heard]
-
-    def tell(self, record: bytes, *, last: bool) -> None:
-        """Tells all others, and waits for nobody."""
-
-    def leave(self, record: bytes, *, known: bool) -> None:
-        """Tells all others why this process leaves: it failed, or, if that is known to all, another did."""
-
-    def part(self, seconds: float) -> None:
-        """Waits until the others have been told all."""
-
-
-def meet(device: torch.device) -> Meeting:
-    """Opens a meeting; all processes of the world do, as often."""
+def meet(device: torch.device) -> "GlooMeeting | CollectiveMeeting":
+    """Opens a meeting, whose `heard` gets what is told as soon as it is here; all processes of the world do."""
     return GlooMeeting() if "cpu:gloo" in str(dist.get_backend_config()) else CollectiveMeeting(device)
 
 
@@ -88,7 +73,7 @@ class GlooMeeting:
                     self._under_way.append((self._group.send([sent], peer, self._tag), sent))
 
     def leave(self, record: bytes, *, known: bool) -> None:
-        """Tells all others why this process leaves."""
+        """Tells all others why this process leaves: it failed, or, if that is `known` to all, another did."""
         self.tell(record, last=True)
         self.part(UNTIL_TOLD)
 

@@ -36,10 +36,7 @@ class Peers:
     def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
         """What the process of the first stage says of the run, which knows the rows and the micro-batches.
 
-        `checksum` is that of the program for so many micro-batches.
-
-        Raises:
-            ValueError: A process does something else than that of the first stage.
+        `checksum` is that of the program for so many micro-batches. Whoever does something else is refused.
         """
         return own
 
@@ -61,11 +58,7 @@ class Peers:
         return [told]
 
     def exchange(self, asked: Asked, told: Tree) -> list[Any]:
-        """Tells all something between runs; gives what each told, by rank.
-
-        Raises:
-            ValueError: A process does something else.
-        """
+        """Tells all something between runs; gives what each told, by rank."""
         return [told]
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.comm.failures import damaged
 from gpipe.comm.mesh import DATA, Position
 from gpipe.comm.net import Net
+from gpipe.comm.untrusted import damaged
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.torch_private.autograd import copy_each
 from gpipe.values.boundary import Gradients
@@ -63,9 +63,6 @@ def add_over_replicas(net: Net, position: Position, stage: int, parameters: Sequ
 
     Note "Ahead". A replica tells one round of buckets before it ends the one before: so all have work while messages
     are under way, and never more than four are to one that takes none, for which a link has room (see `Net`).
-
-    Raises:
-        ValueError: A gradient is sparse.
     """
     peers = position.ranks_of_row
     first = stage * MOST
@@ -168,11 +165,7 @@ def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
 
 
 def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -> None:
-    """Checks that all replicas have as many micro-batches, because they will wait for each other in each.
-
-    Raises:
-        ValueError: They have not.
-    """
+    """Checks that all replicas have as many micro-batches, because they will wait for each other in each."""
     counts = tell_replicas(net, position, Control.MICRO_BATCHES, micro_batches)
     if len(set(counts)) > 1:
         raise ValueError(

@@ -43,18 +43,11 @@ class Door:
 
 
 def connect(agreement: Agreement) -> dict[int, Link]:
-    """Links this process with the others of its pipe, by their ranks there; all hold the agreement at the same time.
-
-    Raises:
-        RemoteError: A process failed meanwhile, or is gone.
-        TimeoutError: Some did not connect; they are named.
-    """
+    """Links this process with the others of its pipe, by their ranks there; all do so at the same time."""
     position = agreement.position
     assert position is not None
-    hosts, peers = (
-        [agreement.hosts[member] for member in position.members],
-        range(position.rank + 1, len(position.members)),
-    )
+    hosts = [agreement.hosts[member] for member in position.members]
+    peers = range(position.rank + 1, len(position.members))
     is_local = [host == hosts[position.rank] for host in hosts]
     pairs: dict[int, list[socket.socket]] = {}
     with _Listening(crosses_hosts=not all(is_local)) as own, _closed_on_failure(pairs):
@@ -183,13 +176,13 @@ class _Visitor:
     def listen(self) -> bool:
         """Takes what it says; whether there may be more."""
         try:
-            heard = self.connection.recv(HELLO - len(self.said))
+            more = self.connection.recv(HELLO - len(self.said))
         except BlockingIOError:
             return True
         except OSError:
             return False
-        self.said += heard
-        return bool(heard) and len(self.said) < HELLO
+        self.said += more
+        return bool(more) and len(self.said) < HELLO
 
     def leave(self) -> None:
         """Shuts it out, unless it is one of ours."""
@@ -225,11 +218,7 @@ def _prepared(connection: socket.socket, silence: float) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address of this host by which the others of the world reach it.
-
-    Raises:
-        ValueError: The first host is named by an address of its own alone.
-    """
+    """The address of this host by which the others of the world reach it."""
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((first, 9))  # sends nothing, but chooses the way

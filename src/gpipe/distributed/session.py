@@ -110,12 +110,7 @@ class Session:
         )
 
     def link(self, agreement: Agreement) -> None:
-        """Makes the links to the other processes, who do so at the same time; the last that the agreement is for.
-
-        Raises:
-            OSError: This process may open no more files.
-            RemoteError: Another process failed, or is gone.
-        """
+        """Makes the links to the other processes, who do so at the same time; the last that the agreement is for."""
         position = self.position
         assert position is not None
         links = connect(agreement)
@@ -167,11 +162,7 @@ class Session:
             raise
 
     def exchange(self, told: bytes) -> list[bytes]:
-        """Tells all processes something between runs, and gives what each told, by rank.
-
-        Raises:
-            RemoteError: A process failed, is gone, or does something else.
-        """
+        """Tells all processes something between runs, and gives what each told, by rank."""
         with self.run() as peers:
             return peers.exchange(Asked.EXCHANGE, told)
 
@@ -233,11 +224,7 @@ class Session:
         return shares
 
     def _compare(self, peers: Peers, given: StepInputs) -> None:
-        """Checks that all replicas were given the same to average and to scale by.
-
-        Raises:
-            ValueError: Names what differs, and on which ranks.
-        """
+        """Checks that all replicas were given the same to average and to scale by."""
         if self.position is None or self.replicas == 1:
             return
         ranks = self.position.ranks_of_row

@@ -91,11 +91,7 @@ class Synced:
 
 
 def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
-    """The BatchNorms that some layers run, each once, in order.
-
-    Raises:
-        ValueError: One cannot be reached, or does something of its own.
-    """
+    """The BatchNorms that some layers run, each once, in order; refused where one cannot be reached."""
     modules = {module: None for layer in layers for module in layer.module.modules()}
     norms = [module for module in modules if isinstance(module, AnyBatchNorm)]
     inside = {part for whole in modules if is_compiled(whole) for part in whole.modules()}

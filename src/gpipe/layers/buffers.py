@@ -111,11 +111,7 @@ class Buffers:
 
 
 def _refuse_views(snapshot: SavedBuffers, apart: Sequence[tuple[Slot, SavedBuffer]]) -> None:
-    """Refuses changed buffers that share memory: copies of them would not change together.
-
-    Raises:
-        RuntimeError: Names them.
-    """
+    """Refuses changed buffers that share memory: copies of them would not change together."""
     users: dict[int, set[int]] = {}
     for was in snapshot.values():
         if was.copy is not None and was.tensor is not None and was.tensor.untyped_storage().nbytes():

@@ -59,11 +59,7 @@ class InPlaceCheck:
         return StageInput(value, arrived, main, given, used, [version(tensor) for tensor in used], copied)
 
     def check(self, inputs: StageInput, modes: Modes, stage: object) -> None:
-        """Looks at what the stage did to what it worked on.
-
-        Raises:
-            RuntimeError: It worked in place where that would not be the same without the cut.
-        """
+        """Looks at what the stage did to what it worked on, and refuses what would differ without the cut."""
         changed = [at for at, tensor in enumerate(inputs.used) if version(tensor) != inputs.versions[at]]
         self.changed = {id(inputs.given[at]) for at in changed}
         if not changed and (modes in self.works_in_place or any(tensor.is_inference() for tensor in inputs.used)):

@@ -1,7 +1,7 @@
 """Says of what is given as a layer and cannot be one what it is, in the user's words, and what to write instead."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -83,7 +83,7 @@ def _needed(layer: object) -> list[str] | None:
 
 
 def describe_invalid_sequence(layers: object) -> str | None:
-    """Why something cannot be the sequence of layers; None if it can."""
+    """Why something other than an nn.Sequential cannot be the sequence of layers; None if it can."""
     kind = type(layers).__name__
     if isinstance(layers, (Mapping, nn.ModuleDict)):
         return (
@@ -93,7 +93,7 @@ def describe_invalid_sequence(layers: object) -> str | None:
         return f"layers is a {kind}; give list(layers), or nn.Sequential(*layers)"
     if isinstance(layers, (set, frozenset)):
         return f"layers is a {kind}, which has no order; give a list"
-    if isinstance(layers, (str, bytes, Tensor)):
+    if isinstance(layers, (str, bytes, Tensor, nn.Module)) or not isinstance(layers, Iterable):
         return f"layers is a {kind}; give an nn.Sequential, or a list of modules or of callables that build one"
     return None
 

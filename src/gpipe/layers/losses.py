@@ -83,11 +83,7 @@ def holds_ignored_labels(targets: Tree) -> bool:
 
 
 def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequence[int]) -> None:
-    """Checks that a loss of torch holds nothing that has a row for each of the mini-batch's.
-
-    Raises:
-        ValueError: It does, and a micro-batch would be given the rows of all.
-    """
+    """Checks that a loss of torch holds nothing that has a row for each of the mini-batch's."""
     arguments = _arguments_of(loss_fn) if len(rows) > 1 else None
     target = targets[0]
     if arguments is None or not isinstance(target, Tensor) or not target.is_floating_point():
@@ -176,11 +172,7 @@ def _sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
 
 
 def read_loss(returned: object) -> tuple[Tensor, object]:
-    """What a loss function returned: the loss, and metrics or `NO_METRICS`.
-
-    Raises:
-        TypeError: It is neither a scalar tensor nor `(scalar tensor, metrics)`.
-    """
+    """What a loss function returned: a loss that is a scalar tensor, and metrics or `NO_METRICS`."""
     loss, metrics = returned, NO_METRICS
     if isinstance(returned, tuple) and len(returned) == 2 and not hasattr(returned, "loss"):
         loss, metrics = returned

@@ -48,16 +48,13 @@ def outline(layers: object, seed: int) -> Outline:
     or has a device of its own, is built for real and left with shapes alone, so that one such layer at a time is in
     memory. Torch's, numpy's and Python's generators stay untouched.
 
-    Raises:
-        Exception: Whatever a callable raises, with a note that names the layer.
-
     >>> found = outline([lambda: nn.Linear(10**6, 10**6), nn.Tanh], seed=0)
     >>> found.layers["0"].weight.numel(), found.layers["0"].weight.device.type
     (1000000000000, 'meta')
     """
     makers: dict[int, Maker] = {}
     known = WeakIdKeyDictionary()
-    if isinstance(layers, Iterable) and not isinstance(layers, nn.Module) and not describe_invalid_sequence(layers):
+    if isinstance(layers, Iterable) and not describe_invalid_sequence(layers):
         layers = list(layers)
         for layer in layers:
             if isinstance(layer, nn.Module):  # stays as it is, also where a callable puts it into another
@@ -76,9 +73,6 @@ def realize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module],
 
     They are built by another call of their callables, and have the weights that `build_layers` gives them. Modules
     are the user's own, as they are.
-
-    Raises:
-        Exception: Whatever a callable raises, with a note that names the layer.
 
     >>> found = outline([lambda: nn.Linear(10**6, 10**6), lambda: nn.Linear(2, 1)], seed=0)
     >>> layers, mistakes = realize(found, range(1, 2))

@@ -27,11 +27,7 @@ class RemoteParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """Refused; to let go of it is fine, since there is none.
-
-        Raises:
-            RuntimeError: Says whose the parameter is.
-        """
+        """Refused; to let go of it is fine, since there is none."""
         if sys._getframe(1).f_code in READERS:
             return None
         raise self._refused()

@@ -35,11 +35,7 @@ def name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[d
         return {name: module for name, module in layers._modules.items() if module is not None}, []
     if wrong := describe_invalid_sequence(layers):
         return {}, [wrong]
-    if isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
-        return {}, [
-            f"layers is a {type(layers).__name__}; give an nn.Sequential, or a list of modules or of callables that "
-            f"build one"
-        ]
+    assert isinstance(layers, Iterable)
     mistakes = []
     named = {}
     for at, layer in enumerate(layers):

@@ -40,11 +40,7 @@ def skip_names(layer: object, attribute: str) -> tuple[str, ...]:
 
 
 def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
-    """All uses of all stashes, in layer order.
-
-    Raises:
-        ValueError: Unknown and duplicate names, all at once.
-    """
+    """All uses of all stashes, in layer order; unknown and duplicate names are refused, all at once."""
     stashed: dict[str, int] = {}
     pops: list[Pop] = []
     mistakes: list[str] = []
@@ -66,11 +62,7 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
 
 
 def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[Pop]:
-    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names.
-
-    Raises:
-        ValueError: No layer stashes one of them.
-    """
+    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names."""
     stashed = {name: at for at, layer in enumerate(layers) for name in skip_names(layer, "stash")}
     mistakes = [f"loss_fn pops {name!r}, which no layer stashes" for name in popped if name not in stashed]
     if mistakes:
@@ -79,11 +71,7 @@ def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[P
 
 
 def refuse_unused_stashes(layers: Sequence[nn.Module], popped: Sequence[str]) -> None:
-    """Refuses a step whose stashes neither a layer nor the loss, which pops these names, makes use of.
-
-    Raises:
-        ValueError: Names them.
-    """
+    """Refuses a step whose stashes neither a layer nor the loss, which pops these names, makes use of."""
     used = {*popped, *(name for layer in layers for name in skip_names(layer, "pop"))}
     unused = [
         (at, name) for at, layer in enumerate(layers) for name in skip_names(layer, "stash") if name not in used
@@ -100,11 +88,7 @@ def refuse_unused_stashes(layers: Sequence[nn.Module], popped: Sequence[str]) ->
 
 
 def unpack_stashes(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor | None]]:
-    """Takes apart what a layer that stashes returned.
-
-    Raises:
-        TypeError: It is not `(out, {name: tensor})` with exactly the names announced.
-    """
+    """Takes apart what a layer that stashes returned: `(out, {name: tensor})`, with the names announced."""
     match result:
         case (out, dict() as tensors) if set(tensors) == set(stash) and _all_tensors(tensors):
             return out, tensors
@@ -143,11 +127,7 @@ class Stashed(NamedTuple):
         return alias(self.unchanged(name))
 
     def unchanged(self, name: str) -> Tensor | None:
-        """The tensor, as it was stashed.
-
-        Raises:
-            RuntimeError: It was changed since; a pop on the other side of a cut would not see that.
-        """
+        """The tensor, which must be as it was stashed: a pop on the other side of a cut would not see a change."""
         if version(self.tensor) != self.version:
             raise RuntimeError(
                 f"stash {name!r} was changed in place after it was stashed, and whether a pop sees that would depend "

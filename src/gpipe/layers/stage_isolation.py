@@ -44,11 +44,7 @@ class WeightOwners:
         self._checked: set[int] = set()
 
     def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
-        """Checks the first backward of a stage in a run; `given` are the leaves of what it was given.
-
-        Raises:
-            RuntimeError: It reaches a weight of another stage.
-        """
+        """Checks that a stage's first backward in a run reaches no weight of others; `given` are its input leaves."""
         if stage in self._checked:
             return
         self._checked.add(stage)
@@ -121,11 +117,7 @@ class SharedBufferCheck:
         self._before = [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
 
     def check(self) -> None:
-        """Checks that no shared buffer was changed.
-
-        Raises:
-            RuntimeError: Some were.
-        """
+        """Checks that no shared buffer was changed."""
         states = zip(self._shared.items(), self._before, strict=True)
         changed = [
             f"{place[1]} ({users})"

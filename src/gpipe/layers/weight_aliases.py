@@ -111,11 +111,7 @@ def _alias(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
-    """Refuses compiled modules that are several layers.
-
-    Raises:
-        ValueError: Their code would go on with the parameters of the first.
-    """
+    """Refuses compiled modules that are several layers: their code would use the parameters of the first."""
     for module in modules:
         if is_compiled(module):
             raise ValueError(

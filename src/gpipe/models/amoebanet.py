@@ -130,8 +130,7 @@ def amoebanet_d(
     Raises:
         ValueError: Fewer than 3 layers or 16 filters, or an image too small for the auxiliary head.
     """
-    size = image_size if aux_head else None
-    return _amoebanet((D_NORMAL, D_REDUCTION), layers, filters, classes, dropout, size)
+    return _amoebanet((D_NORMAL, D_REDUCTION), layers, filters, classes, dropout, image_size if aux_head else None)
 
 
 def amoebanet_b(
@@ -154,5 +153,4 @@ def amoebanet_b(
     Raises:
         ValueError: Fewer than 3 layers or 16 filters, or an image too small for the auxiliary head.
     """
-    size = image_size if aux_head else None
-    return _amoebanet((B_NORMAL, B_REDUCTION), layers, filters, classes, dropout, size)
+    return _amoebanet((B_NORMAL, B_REDUCTION), layers, filters, classes, dropout, image_size if aux_head else None)

@@ -28,6 +28,20 @@ TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
 CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})
 COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING
 
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, inputs",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+    Kind.SEND: "send",
+    Kind.RECEIVE: "receive",
+    Kind.REDUCE: "reduce gradients",
+    Kind.TIE: "add shared gradients",
+    Kind.COMMIT: "commit statistics",
+}
+"""What the kinds are called in every report, and the order in which they are listed."""
+
 MAIN = "x"
 
 

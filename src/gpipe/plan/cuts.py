@@ -37,7 +37,7 @@ Reals: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.intp]
 Edges: TypeAlias = tuple[Reals, Reals]
 
-TIE = 1e-12  # note "Ties"
+TOLERANCE = 1e-12  # note "Ties"
 _TICKS = 51
 _NO_SQUARE = 1e-150  # where the longest possible stage is 1, squares of deviations below this are lost
 _ROWS_AT_ONCE, _PAIRS_AT_ONCE = 64, 1 << 15  # a scan works in pieces that fit a core's cache
@@ -111,8 +111,8 @@ class _Search:
     def tied(self, best: float) -> float:
         """The largest amount that still ties with the best."""
         if self.mean is None:
-            return best * (1 + TIE)
-        return (math.sqrt(best) * (1 + TIE) + self.mean * TIE + _NO_SQUARE) ** 2
+            return best * (1 + TOLERANCE)
+        return (math.sqrt(best) * (1 + TOLERANCE) + self.mean * TOLERANCE + _NO_SQUARE) ** 2
 
     def below(self, best: float, mean: float | None) -> "_Search":
         """A search for what `mean` says, without spans that are longer than any in an answer as good as `best`."""

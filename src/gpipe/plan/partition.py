@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-from gpipe.plan.cuts import TIE, Chain, least_excess, least_slowest, least_variance
+from gpipe.plan.cuts import TOLERANCE, Chain, least_excess, least_slowest, least_variance
 
 Balance = Literal["variance", "minmax"]
 
@@ -104,7 +104,7 @@ class Partition:
         >>> partition([1, 1, 5, 1, 1], 3).obstacle
         2
         """
-        slowest = max(self.seconds) * (1 - TIE)
+        slowest = max(self.seconds) * (1 - TOLERANCE)
         for stage, (own, (first, end)) in enumerate(zip(self.seconds, self.bounds, strict=True)):
             if own >= slowest > self.mean:
                 after = {first: self._after_move(stage, stage - 1), end - 1: self._after_move(stage, stage + 1)}

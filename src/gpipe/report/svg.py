@@ -9,9 +9,8 @@ from math import ceil, floor, log10
 from statistics import median
 from xml.sax.saxutils import escape, quoteattr
 
-from gpipe.plan.action import TRANSFERS, Kind
+from gpipe.plan.action import NAMES, TRANSFERS, Kind
 from gpipe.plan.timeline import Span, Timeline
-from gpipe.report.kinds import NAMES
 
 WIDTH = 960
 LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label

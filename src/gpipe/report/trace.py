@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterable, Iterator
 
+from gpipe.plan.action import NAMES
 from gpipe.plan.timeline import Span, Timeline
-from gpipe.report.kinds import NAMES
 
 MICROSECONDS = 1e6  # the unit of the format
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,19 +41,12 @@ _installing = threading.Lock()
 _installed: list[Any] = []
 
 
-class Generates(Protocol):
-    """Whatever knows which generator to draw from."""
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """The generator to draw from next on a device."""
-
-
 class Keyed:
     """A context: inside, in this thread, what draws and was given no generator draws from `generator(device)`."""
 
     def __init__(self) -> None:
         self.grad = True  # whether it was entered in grad mode
-        self._outer: list[tuple[Generates | None, FrameType]] = []
+        self._outer: list[tuple[Keyed | None, FrameType]] = []
 
     @property
     def entered_by(self) -> FrameType | None:

@@ -101,22 +101,14 @@ def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: in
 
 
 def check_numbers(**given: object) -> None:
-    """Checks that what has these names are numbers.
-
-    Raises:
-        TypeError: One is not.
-    """
+    """Checks that what has these names are numbers."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
             raise TypeError(f"{name}={value!r}; give a number")
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Checks that a loss can be called with an output and a target.
-
-    Raises:
-        TypeError: It cannot.
-    """
+    """Checks that a loss can be called with an output and a target."""
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         name = f"nn.{loss_fn.__name__}" if hasattr(nn, loss_fn.__name__) else loss_fn.__name__
         raise TypeError(f"loss_fn is the class {name}; give one of it: {name}()")
@@ -159,22 +151,14 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
 
 
 def check_values(**trees: Tree) -> None:
-    """Checks that all in these trees can be split.
-
-    Raises:
-        TypeError: Names all that cannot.
-    """
+    """Checks that all in these trees can be split."""
     strange = [text for what, tree in trees.items() for text in find_unsplittable(what, tree)]
     if strange:
         raise TypeError("\n".join(strange))
 
 
 def refuse_tangents(inputs: Tree) -> None:
-    """Refuses inputs of forward-mode differentiation, whose tangents would be lost at the first cut.
-
-    Raises:
-        ValueError: One has a tangent.
-    """
+    """Refuses inputs of forward-mode differentiation, whose tangents would be lost at the first cut."""
     if not is_differentiated_forward():
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(inputs)):
@@ -185,11 +169,7 @@ def refuse_tangents(inputs: Tree) -> None:
 
 
 def refuse_gradients_of_inputs(inputs: Tree) -> None:
-    """Refuses inputs of a step that would wait for gradients.
-
-    Raises:
-        ValueError: One requires a gradient.
-    """
+    """Refuses inputs of a step that would wait for gradients."""
     if any(tensor.requires_grad for tensor in tensors_in(inputs)):
         raise ValueError(
             "an input requires a gradient, and step() gives none to its inputs; "
@@ -198,11 +178,7 @@ def refuse_gradients_of_inputs(inputs: Tree) -> None:
 
 
 def refuse_tracing() -> None:
-    """Refuses to be made a graph of.
-
-    Raises:
-        TypeError: Torch traces or exports what runs.
-    """
+    """Refuses to be made a graph of."""
     traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # untyped in torch
     if traced or torch.compiler.is_exporting():
         raise TypeError(NO_GRAPH)

@@ -45,11 +45,7 @@ class Ambient:
         )
 
     def refuse_strangers(self) -> None:
-        """Refuses modes that cannot be carried into other threads.
-
-        Raises:
-            ValueError: Names them.
-        """
+        """Refuses modes that cannot be carried into other threads."""
         if self.strangers:
             raise ValueError(
                 f"{', '.join(self.strangers)} is active in the calling thread and would not see what the rank "

@@ -1,18 +1,13 @@
 """What an exception of a layer is told before it reaches the user: where in the pipeline it was, and what to do."""
 
 from gpipe.layers.stage import LOSS
-from gpipe.plan.action import Kind
+from gpipe.plan.action import NAMES, Kind
 from gpipe.plan.program import Program
 from gpipe.runtime.worker import Worker
 
-PHASES = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
+PHASES = NAMES | {
     Kind.BACKWARD_INPUT: "backward of inputs",
     Kind.BACKWARD_WEIGHT: "backward of weights",
-    Kind.SEND: "send",
-    Kind.RECEIVE: "receive",
     Kind.REDUCE: "reduction over replicas",
     Kind.TIE: "summation of shared gradients",
     Kind.COMMIT: "commit of BatchNorm statistics",

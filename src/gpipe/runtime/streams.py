@@ -69,15 +69,15 @@ class RankStream:
             tensor.device == self.device for tensor in tensors_in(crossing.value)
         ):
             return crossing
-        moved: dict[int, Tensor] = {}
+        brought: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
             leaf = self.bring(tensor.detach(), mark)
-            moved[id(tensor)] = leaf.requires_grad_() if tensor.requires_grad else leaf
-            return moved[id(tensor)]
+            brought[id(tensor)] = leaf.requires_grad_() if tensor.requires_grad else leaf
+            return brought[id(tensor)]
 
         value = replace_tensors(crossing.value, move)
-        return BoundaryValue(value, [moved[id(leaf)] for leaf in crossing.leaves], crossing.ancestors)
+        return BoundaryValue(value, [brought[id(leaf)] for leaf in crossing.leaves], crossing.ancestors)
 
     def take_gradients(self, gradients: Gradients, mark: ReadyEvent) -> Gradients:
         """Brings gradients that another rank made to this device."""

@@ -36,11 +36,7 @@ class RankThreads:
         self._home, self._lock = os.getpid(), threading.Lock()
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
-        """Runs one job in each thread, and sleeps until all are done.
-
-        Raises:
-            BaseException: Whatever a job raised first; the others are cancelled before.
-        """
+        """Runs one job in each thread, and sleeps until all are done; raises what a job raised first."""
         results: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
             self._hand_out([(job, results) for job in jobs])

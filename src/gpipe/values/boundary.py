@@ -58,11 +58,7 @@ class BoundaryValue:
     versions: list[int] | None = None  # of its tensors, as far as they are noted
 
     def check(self, stage: object) -> None:
-        """Checks that nobody has changed the tensors of the value since it was handed on, or first looked at.
-
-        Raises:
-            RuntimeError: Somebody has.
-        """
+        """Checks that nobody has changed the tensors of the value since it was handed on, or first looked at."""
         now = [version(tensor) for tensor in tensors_in(self.value)]
         if self.versions is not None and self.versions != now:
             raise RuntimeError(CHANGED.format(stage=stage))
@@ -109,11 +105,7 @@ def cut(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
 
 
 def detached(value: Tree) -> Tree:
-    """The value cut from its graph, for those who keep track of gradients themselves.
-
-    Raises:
-        TypeError: Something in the value hides tensors.
-    """
+    """The value cut from its graph, for those who keep track of gradients themselves."""
     refuse_hidden_tensors(value)
     return replace_tensors(value, lambda tensor: carry_attributes(tensor, tensor.detach()))
 
@@ -128,11 +120,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
-    """Gives another tensor the attributes that somebody's code has put on this one.
-
-    Raises:
-        TypeError: One holds tensors, whose gradients would be lost.
-    """
+    """Gives another tensor the attributes that somebody's code has put on this one; none may hold tensors."""
     for name, attribute in vars(tensor).items():
         if isinstance(attribute, Tensor) or hides_tensors(attribute):
             raise TypeError(

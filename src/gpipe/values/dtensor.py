@@ -27,9 +27,7 @@ def is_spread_over(tensor: Tensor, dimension: str) -> bool:
 
 
 def spread_like(tensor: Tensor, target: Tensor) -> Tensor:
-    """This process's shard of a tensor that every process has, if another is spread over a mesh; else all of it."""
-    if not hasattr(target, "device_mesh"):
-        return tensor
+    """This process's shard of a tensor that every process has, spread over a mesh as another is."""
     from torch.distributed.tensor import distribute_tensor  # which takes long to load
 
     return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]

@@ -47,11 +47,7 @@ def _referred_to(found: object) -> Iterable[object]:
 
 
 def refuse_hidden_tensors(value: object) -> None:
-    """Refuses a value with leaves that hide tensors.
-
-    Raises:
-        TypeError: Names the type.
-    """
+    """Refuses a value with leaves that hide tensors."""
     for leaf in tree_leaves(value):
         if not isinstance(leaf, (Tensor, *OPAQUE)) and hides_tensors(leaf):
             raise TypeError(HIDDEN.format(name=type(leaf).__name__))

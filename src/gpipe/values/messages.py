@@ -63,11 +63,7 @@ class Transport(Protocol):
         """Hands a message to a rank, without waiting for it."""
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message to a rank.
-
-        Raises:
-            Cancelled: The run was cancelled.
-        """
+        """Waits for a message to a rank; raises `Cancelled` once the run is."""
 
     def cancel(self) -> None:
         """Wakes every rank that waits, now or later, with `Cancelled`."""

@@ -88,11 +88,7 @@ def _split_leaf(leaf: object, parts: int) -> Sequence[object]:
 
 
 def merge(parts: Sequence[Tree]) -> Tree:
-    """Puts the outputs of micro-batches together again, tensors along their first dimension.
-
-    Raises:
-        TypeError: Something that differs between micro-batches has no rows to put together.
-    """
+    """Puts the outputs of micro-batches together again, tensors along their first dimension."""
     if type(parts[0]) is Tensor and parts[0].dim() > 0:
         return parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]  # a tensor each
     flat = [tree_flatten(part) for part in parts]
