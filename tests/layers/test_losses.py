@@ -272,3 +272,11 @@ def test_weights_of_rows_that_the_loss_holds_are_refused(loss_fn: Callable[..., 
     with pytest.raises(ValueError, match=r"a row for each of the mini-batch's 4, .* hand it over among the targets"):
         pipe.step(x, y, loss_fn)
     gpipe.GPipe(build(None), 2, 1).step(x, y, loss_fn)
+
+
+@pytest.mark.parametrize(("own", "given", "told"), [("sum", "mean", 1), ("mean", "sum", 1), ("sum", "sum", 0)])
+def test_a_loss_that_averages_otherwise_than_the_step_is_told_of(own: str, given: Any, told: int) -> None:
+    pipe = gpipe.GPipe([nn.Linear(3, CLASSES)], 1, 2, driver="lockstep")
+    for _ in range(2):
+        pipe.step(torch.randn(ROWS, 3), torch.zeros(ROWS).long(), nn.CrossEntropyLoss(reduction=own), reduction=given)
+    assert sum(f"reduction={own!r} and step was given" in finding for finding in pipe.findings) == told

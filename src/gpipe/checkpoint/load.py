@@ -61,9 +61,9 @@ def load(
     """Loads the latest checkpoint of a run's folder, or the checkpoint that the folder is.
 
     Training goes on as if it had never stopped, to the bit, with any number of partitions; with other numbers of
-    micro-batches or replicas, which sum in another order, within rounding. In several processes every one calls it,
-    with the same arguments. Nothing changes unless the checkpoint is whole and fits, and nothing of it is run. The
-    weights are in memory twice meanwhile.
+    micro-batches or replicas as such a run would, which sums in another order and draws other random numbers. In
+    several processes every one calls it, with the same arguments. Nothing changes unless the checkpoint is whole and
+    fits, and nothing of it is run. The weights are in memory twice meanwhile.
 
     Args:
         folder: What `gpipe.save` was given, or one of the checkpoints in it: `run/step_12`.

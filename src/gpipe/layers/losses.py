@@ -34,6 +34,21 @@ IGNORED_LABELS = (
 )
 
 
+def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
+    """Tells of a loss of torch that sums where its micro-batches are said to be averaged, or the other way round.
+
+    >>> len(find_contradiction(nn.MSELoss(), "sum")), find_contradiction(nn.MSELoss(), "mean")
+    (1, [])
+    """
+    own = (_arguments_of(loss_fn) or {}).get("reduction")
+    if reduction not in ("mean", "sum") or own not in ("mean", "sum") or own == reduction:
+        return []
+    return [
+        f"loss_fn has reduction={own!r} and step was given reduction={reduction!r}: losses of micro-batches, each a "
+        f"{own} over its rows, are put together by {reduction}; leave out step's reduction= to have the loss's own"
+    ]
+
+
 def find_reduction(loss_fn: object) -> Reduction | None:
     """How a loss of torch.nn or torch.nn.functional averages, also in a `functools.partial`; None of any other.
 

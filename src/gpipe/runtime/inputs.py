@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from gpipe.layers.losses import (
     IGNORED_LABELS,
     check_weights_of_rows,
+    find_contradiction,
     find_reduction,
     for_targets,
     holds_ignored_labels,
@@ -69,7 +70,9 @@ class StepInputs(NamedTuple):
 
     def findings(self) -> list[str]:
         """What is to be said of the way in which these losses are averaged."""
-        unread = self.reduction is None and find_reduction(self.loss_fn) is None
+        if self.reduction is not None:
+            return find_contradiction(self.loss_fn, self.reduction)
+        unread = find_reduction(self.loss_fn) is None
         return [IGNORED_LABELS] if unread and holds_ignored_labels(self.targets) else []
 
 
