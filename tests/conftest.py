@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
@@ -27,7 +28,7 @@ LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_I
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 STARTS_PROCESSES = re.compile(r"^from tests\.support\.processes\.(launch|torchrun) import", re.MULTILINE)
-FEW = 3  # cases of a test that `make quick` takes
+FEW = 2  # cases of a test that `make quick` takes
 LEFT_OUT = f"most tests over processes, those marked slow, and of every other test the cases beyond {FEW}"
 T = TypeVar("T")
 
@@ -106,7 +107,9 @@ def crew() -> Iterator["Crew"]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _plain_environment() -> Iterator[None]:
-    """Neither a terminal of its own kind, nor a launcher, is around the tests."""
+    """Neither a terminal of its own kind, nor a launcher, nor a shell that has Ctrl-C ignored is around the tests."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in [*LOOKS, *LAUNCHED, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
             patch.delenv(name, raising=False)
