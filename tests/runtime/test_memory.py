@@ -148,6 +148,7 @@ def test_200_mini_batches_leave_memory_flat(way: Callable[[gpipe.GPipe], None], 
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize("way", [*WAYS, fail])
+@pytest.mark.slow
 def test_nothing_is_left_behind(way: Callable[[gpipe.GPipe], None], driver: str) -> None:
     with network(driver=driver) as pipe, no_collector() as made:
         way(pipe)
@@ -157,6 +158,7 @@ def test_nothing_is_left_behind(way: Callable[[gpipe.GPipe], None], driver: str)
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize(("remat", "kept"), [("never", 3 * M), ("except_last", 3), ("always", 0)])
+@pytest.mark.slow
 def test_a_forward_keeps_what_its_backward_needs_until_its_output_is_dropped(
     remat: str, kept: int, driver: str
 ) -> None:
