@@ -2,6 +2,8 @@
 
 import gc
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -355,3 +357,22 @@ def test_the_calling_thread_sleeps_meanwhile(way: str) -> None:
     else:
         squares(pipe(X), X).backward()
     assert time.thread_time() - before < 8 * WORK  # of 16
+
+
+AT_EXIT = """
+import atexit, threading
+import torch
+import gpipe
+atexit.register(lambda: print([one.name for one in threading.enumerate() if one.name.startswith("gpipe rank")]))
+pipes = [gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], 2, 2) for _ in range(3)]
+for pipe in pipes:
+    pipe.step(torch.ones(4, 2), torch.ones(4, 2), torch.nn.functional.mse_loss)
+print(sum(one.name.startswith("gpipe rank") for one in threading.enumerate()))
+"""
+
+
+def test_no_rank_thread_is_left_for_the_interpreter_to_end() -> None:
+    """One that it ended inside of C++ aborted the process, now and then, when everything was done."""
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["6", "[]"]
