@@ -94,6 +94,26 @@ def test_two_jobs_in_one_folder_do_not_mix(tmp_path: Path) -> None:
         )
 
 
+def test_a_folder_that_another_job_takes_for_left_behind_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that saved found the fresh folder of another, not locked yet, and removed it: the other's save failed."""
+    taken: list[Path] = []
+
+    def opening(path: str | Path, *how: Any, **more: Any) -> int:
+        if ".tmp-" in Path(path).name and not taken:
+            taken.append(Path(path))
+            os.rmdir(path)
+        return opened(path, *how, **more)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", opening)
+    pipe = make()
+    gpipe.save(tmp_path, pipe).wait()
+    assert taken
+    assert gpipe.load(tmp_path, pipe).step_number == pipe.step_number
+
+
 def test_a_clock_that_goes_back_changes_nothing(tmp_path: Path) -> None:
     pipe = make()
     for step in (1, 2, 3):

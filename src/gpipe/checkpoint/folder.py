@@ -127,6 +127,8 @@ def begin(folder: Path, step_number: int) -> Draft:
         os.mkdir(path)
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # another job took it for left behind
         except OSError:
             os.rmdir(path)
             raise
@@ -134,7 +136,7 @@ def begin(folder: Path, step_number: int) -> Draft:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return Draft(path, lock)
-        os.close(lock)  # taken for left behind between the two calls
+        os.close(lock)  # taken for left behind before it was locked
 
 
 def _machine() -> str:
