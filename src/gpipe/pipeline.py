@@ -85,7 +85,7 @@ class GPipe(Partitioned):
             collective: that a rank failed in it is only noticed when the time of its process group is up.
 
     Raises:
-        ValueError: Something above cannot be; the error lists every mistake.
+        ValueError: Something above cannot be; the error lists all mistakes that can be seen together.
         RemoteError: Another process failed meanwhile; also from `step`, calls and backwards.
 
     Example:
