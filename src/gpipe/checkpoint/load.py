@@ -210,4 +210,4 @@ def _resume(pipe: nn.Module, manifest: Manifest) -> None:
     """Has the randomness of a pipe go on where it was."""
     if hasattr(pipe, "layers_per_partition"):  # else it is plain layers, whose randomness is torch's
         pipe.step_number = manifest.step_number  # type: ignore[assignment]  # a GPipe's
-        pipe.seed = manifest.seed  # type: ignore[assignment]
+        pipe.seed = manifest.seed  # type: ignore[assignment]  # likewise

@@ -81,7 +81,7 @@ class Shelf:
                 continue
             try:
                 opened = self._open[path.name] = safe_open(path, framework="pt")
-                names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
+                names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]  # untyped in safetensors
             except (SafetensorError, OSError, RuntimeError) as error:
                 self.findings.append(f"{path.name} is no safetensors file: {error}")
                 continue
@@ -104,7 +104,7 @@ class Shelf:
 
     def look(self, name: str) -> Tensor:
         """A tensor as it lies in its file: nothing of it is read yet."""
-        mapped: Tensor = self._open[self.home[name]].get_tensor(name)  # type: ignore[no-untyped-call]
+        mapped: Tensor = self._open[self.home[name]].get_tensor(name)  # type: ignore[no-untyped-call]  # untyped in safetensors
         return mapped
 
     def read(self, name: str) -> Tensor:

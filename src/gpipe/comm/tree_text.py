@@ -168,12 +168,12 @@ def _keys(written: list[Json]) -> list[Any]:
 def write_plain(value: object) -> Json:
     """A key, or what a class keeps beside its tensors, in words of JSON."""
     kind = type(value)
-    if kind is float and not math.isfinite(value):  # type: ignore[arg-type]
+    if kind is float and not math.isfinite(value):  # type: ignore[arg-type]  # a float then
         return {"float": repr(value)}
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (tuple, list):
-        return {kind.__name__: [write_plain(item) for item in value]}  # type: ignore[attr-defined]
+        return {kind.__name__: [write_plain(item) for item in value]}  # type: ignore[attr-defined]  # a container then
     raise TypeError(f"{value!r} is of type {kind.__name__}")
 
 

@@ -63,7 +63,7 @@ class Synced:
         wide = input.float() if input.dtype.itemsize < 4 else input
         variance, mean = torch.var_mean(wide, [at for at in range(input.dim()) if at != 1], correction=0)
         own = torch.stack([torch.full_like(mean, input.numel() / input.shape[1]), mean, variance]).double()
-        every = _Exchange.apply(self, label, own, action.kind is Kind.RECOMPUTE)  # type: ignore[no-untyped-call]
+        every = _Exchange.apply(self, label, own, action.kind is Kind.RECOMPUTE)  # type: ignore[no-untyped-call]  # untyped in torch
         batch = _merge(every, input)
         if action.kind is not Kind.RECOMPUTE and norm.running_mean is not None:
             update_running_statistics(norm, Statistics(batch.count, batch.mean.detach(), batch.squares.detach()))

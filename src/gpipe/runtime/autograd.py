@@ -47,7 +47,7 @@ def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     inputs = [leaf for found in leaves for leaf in found]
     anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
     outputs: list[Output] = []
-    tensors = iter(_Pipelined.apply(call, outputs, anchor, *inputs))  # type: ignore[no-untyped-call]
+    tensors = iter(_Pipelined.apply(call, outputs, anchor, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch
     return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
 
 

@@ -245,7 +245,7 @@ class Worker:
         saved = self.saved[step.stage, step.micro_batch]
         returned = self.taken if step.takes else [self._last_gradients(saved, step.micro_batch)]
         roots = [root for roots in saved.roots for root in roots]
-        gradients = [gradient for gradients in returned for gradient in gradients]  # type: ignore[union-attr]
+        gradients = [gradient for gradients in returned for gradient in gradients]  # type: ignore[union-attr]  # gradients, since it is a backward
         returned.clear()
         saved.roots = []
         stage = self.stages[step.stage][0]

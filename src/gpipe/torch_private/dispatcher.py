@@ -103,4 +103,4 @@ def let_control_flow_pass(key: Any) -> None:
 
 def is_one_generator(generator: torch.Generator, other: torch.Generator) -> bool:
     """Whether two objects of Python stand for one generator."""
-    return bool(generator._cdata == other._cdata)  # type: ignore[attr-defined]
+    return bool(generator._cdata == other._cdata)  # type: ignore[attr-defined]  # not in torch's types

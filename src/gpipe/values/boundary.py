@@ -194,7 +194,7 @@ def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
 def _without_value(root: Tensor) -> tuple[Tensor, Tensor]:
     """A root behind this one, and its gradient, which make autograd run this one's node without a gradient."""
     with torch.enable_grad():
-        behind: Tensor = _Nothing.apply(root)  # type: ignore[no-untyped-call]
+        behind: Tensor = _Nothing.apply(root)  # type: ignore[no-untyped-call]  # untyped in torch
     return behind, torch.zeros_like(behind)
 
 

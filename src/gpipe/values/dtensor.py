@@ -30,4 +30,4 @@ def spread_like(tensor: Tensor, target: Tensor) -> Tensor:
     """This process's shard of a tensor that every process has, spread over a mesh as another is."""
     from torch.distributed.tensor import distribute_tensor  # which takes long to load
 
-    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]  # a DTensor then
