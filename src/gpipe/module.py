@@ -84,6 +84,41 @@ class Partitioned(nn.Module):
         return own[name]
 
     @property
+    def partitions(self) -> int:
+        """K."""
+        return len(self._settings.devices)
+
+    @property
+    def layers_per_partition(self) -> tuple[int, ...]:
+        """The number of layers of each stage: of each partition, where that is one."""
+        return self._settings.layers_per_partition
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """What each layer was taken to cost."""
+        return self._settings.costs
+
+    @property
+    def micro_batches(self) -> int:
+        """M."""
+        return self._settings.micro_batches
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each partition."""
+        return self._settings.devices
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether this process has the first stage, and reads inputs; in one process always."""
+        return self._session.reads_inputs
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this process has the last stage, and reads targets; in one process always."""
+        return self._session.reads_targets
+
+    @property
     def stage_of(self) -> dict[str, int]:
         """The stage of each layer of this process, by its name."""
         return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}

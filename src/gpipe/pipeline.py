@@ -29,6 +29,7 @@ from gpipe.layers.sequence import Layers
 from gpipe.module import Partitioned
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
+from gpipe.plan.schedules.given import Maker
 from gpipe.plan.simulate import Plan, predict
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
@@ -52,7 +53,7 @@ class GPipe(Partitioned):
 
     Args:
         layers: The network: an `nn.Sequential`, or a sequence of modules or of callables that build one.
-        partitions: K, or the number of layers of each partition.
+        partitions: K, the number of ranks, or the number of layers of each stage.
         micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows.
         costs: What each layer costs: one number a layer; a function of a layer and its sample input; `"time"`,
             seconds of forward, recompute and backward; `"flops"`; or `"params"`. By default time if there is a
@@ -61,7 +62,13 @@ class GPipe(Partitioned):
         balance: `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
             slowest partition. Both exact.
         devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
-        schedule: `"gpipe"`: all forwards, then all backwards.
+        schedule: In which order ranks work, and which stages they hold; the bits are the same. By name: `"gpipe"`,
+            all forwards, then all backwards; `"1f1b"`; `"interleaved"`; with backwards split in two `"zb_h1"`,
+            `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"`, `"v_min"`; or `"dualpipe_v"`, for M of at least 2K.
+            Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. A mini-batch of
+            fewer micro-batches for which there is no such table goes by fill-drain.
+        stages_per_rank: How many stages each rank holds; by default what the schedule has, 2 if it leaves it open.
+            Where it is more than 1, `partitions` as a list has the layers of each stage.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
             `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
             inside, at the price of one inside more), or `"never"`; or one of these for each partition. Where a
@@ -109,7 +116,8 @@ class GPipe(Partitioned):
         sample: Tree = None,
         balance: Balance = "variance",
         devices: object = None,
-        schedule: str = "gpipe",
+        schedule: str | Program | Maker = "gpipe",
+        stages_per_rank: int | None = None,
         remat: str | Sequence[str] = "always",
         deferred_batch_norm: bool = False,
         sync_batch_norm: bool = False,
@@ -129,6 +137,7 @@ class GPipe(Partitioned):
                 balance=balance,
                 devices=devices,
                 schedule=schedule,
+                stages_per_rank=stages_per_rank,
                 remat=remat,
                 deferred_batch_norm=deferred_batch_norm,
                 sync_batch_norm=sync_batch_norm,
@@ -157,31 +166,6 @@ class GPipe(Partitioned):
         return self._examination.findings
 
     @property
-    def partitions(self) -> int:
-        """K."""
-        return len(self._settings.devices)
-
-    @property
-    def layers_per_partition(self) -> tuple[int, ...]:
-        """The number of layers of each stage: of each partition, where that is one."""
-        return self._settings.layers_per_partition
-
-    @property
-    def costs(self) -> tuple[float, ...]:
-        """What each layer was taken to cost."""
-        return self._settings.costs
-
-    @property
-    def micro_batches(self) -> int:
-        """M."""
-        return self._settings.micro_batches
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each partition."""
-        return self._settings.devices
-
-    @property
     def seed(self) -> int:
         """What all randomness of the layers is keyed by, together with step, layer and micro-batch; settable."""
         return self._settings.seed
@@ -189,16 +173,6 @@ class GPipe(Partitioned):
     @seed.setter
     def seed(self, seed: int) -> None:
         self._settings = replace(self._settings, seed=seed)
-
-    @property
-    def reads_inputs(self) -> bool:
-        """Whether this process has the first stage, and reads inputs; in one process always."""
-        return self._session.reads_inputs
-
-    @property
-    def reads_targets(self) -> bool:
-        """Whether this process has the last stage, and reads targets; in one process always."""
-        return self._session.reads_targets
 
     @property
     def program(self) -> Program:

@@ -53,7 +53,7 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"remat": "sometimes"}, "remat='sometimes'; known are 'always', 'except_last', 'never'"),
         ({"remat": None}, "remat=None; known are 'always'"),
         ({"remat": True}, "remat=True; known are 'always'"),
-        ({"remat": ["always"]}, "remat has 1 entries for 2 partitions; give one for each"),
+        ({"remat": ["always"]}, "remat has 1 entries for 2 stages; give one for each"),
         ({"remat": ["always", "now"]}, "remat=['always', 'now']; known are 'always'"),
         ({"devices": "pudding"}, "device 'pudding' cannot be used"),
         ({"devices": "cuda:99"}, "device 'cuda:99' cannot be used"),

@@ -350,6 +350,6 @@ def test_the_plan_foretells_the_step() -> None:
 def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Clock) -> None:
     pipe = gpipe.GPipe([Ticking(clock, 1), Ticking(clock, 4), Ticking(clock, 1)], 3, 8, sample=SAMPLE)
     lines = pipe.summary().splitlines()
-    assert "the slowest partition costs 100.0% more than the mean, 0.0% more than any cuts must cost" in lines
-    assert "in the way of better cuts: layer 1, 200% of a mean partition" in lines
+    assert "the slowest stage costs 100.0% more than the mean, 0.0% more than any cuts must cost" in lines
+    assert "in the way of better cuts: layer 1, 200% of a mean stage" in lines
     assert f"predicted step: {pipe.plan.timeline.seconds:.4g} s, {pipe.plan.bubble:.1%} of it idle" in pipe.summary()

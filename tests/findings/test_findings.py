@@ -60,14 +60,14 @@ def test_a_partition_without_parameters_is_found_by_number() -> None:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)]
     pipe = gpipe.GPipe(layers, [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
     (finding,) = pipe.findings
-    assert finding.startswith("partition 1 has no parameters")
+    assert finding.startswith("stage 1 has no parameters")
     assert "partitions=[...]" in finding
 
 
 def test_a_partition_that_dwarfs_the_others_is_found_with_its_largest_layer() -> None:
     layers = [*linears(3), nn.Linear(4, 400), nn.Linear(400, 4)]
     (finding,) = gpipe.GPipe(layers, [2, 2, 1], 12, costs=[1, 1, 1, 20, 1]).findings
-    assert finding.startswith("partition 1 costs 2.6 times the mean")
+    assert finding.startswith("stage 1 costs 2.6 times the mean")
     assert "largest layer is 3 with 95% of it" in finding
 
 
@@ -239,10 +239,13 @@ def test_the_summary_shows_partitions_bubble_and_findings() -> None:
     layers = [nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False), nn.Tanh()]
     pipe = gpipe.GPipe(layers, [1, 3], 2, costs=[1, 1, 1, 1], remat=["always", "never"], devices="cpu")
     lines = pipe.summary().splitlines()
-    assert lines[0].split() == ["partition", "layers", "device", "remat", "parameters", "MiB", "cost"]
-    assert lines[1].split() == ["0", "0", "cpu", "always", "65,536", "0.2", "25.0%"]
-    assert lines[2].split() == ["1", "1", "to", "3", "cpu", "never", "65,536", "0.2", "75.0%"]
-    assert "K=2 partitions, M=2 micro-batches: bubble (K-1)/(M+K-1) = 33.3% if they are equal" in lines
+    assert lines[0].split() == ["stage", "rank", "layers", "device", "remat", "parameters", "MiB", "cost"]
+    assert lines[1].split() == ["0", "0", "0", "cpu", "always", "65,536", "0.2", "25.0%"]
+    assert lines[2].split() == ["1", "1", "1", "to", "3", "cpu", "never", "65,536", "0.2", "75.0%"]
+    assert (
+        "K=2 partitions, M=2 micro-batches, schedule gpipe: bubble (K-1)/(M+K-1) = 33.3% if the stages are equal"
+        in lines
+    )
     assert [line for line in lines if line.startswith("finding: ")] == [f"finding: {text}" for text in pipe.findings]
     assert len(pipe.findings) == 1
 
@@ -250,4 +253,4 @@ def test_the_summary_shows_partitions_bubble_and_findings() -> None:
 def test_shared_parameters_count_once_in_a_partition_of_the_summary() -> None:
     layer = nn.Linear(4, 4, bias=False)
     lines = gpipe.GPipe([layer, layer, nn.Linear(4, 4)], [2, 1], 8).summary().splitlines()
-    assert lines[1].split()[6] == "16"
+    assert lines[1].split()[7] == "16"

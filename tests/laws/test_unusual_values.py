@@ -181,7 +181,7 @@ def test_a_buffer_in_two_modules_of_two_partitions_is_refused_once_it_changes(re
     first, second = Prototypes(), Prototypes()
     second.mean = first.mean
     layers = [nn.Linear(4, 4), first, nn.Linear(4, 4), second]
-    with pytest.raises(RuntimeError, match="a forward changed a buffer that layers of several partitions use"):
+    with pytest.raises(RuntimeError, match="a forward changed a buffer that layers of several stages use"):
         gpipe.GPipe(layers, [2, 2], M, driver=driver, remat=remat).step(X, Y, F.mse_loss)
     check([nn.Linear(4, 4), first, nn.Linear(4, 4), second], [4], driver, remat)
 

@@ -168,7 +168,7 @@ def test_the_last_smaller_mini_batch_is_refused_where_it_leaves_one_row_for_a_mi
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.Sequential(nn.BatchNorm1d(6, affine=False))], ids=str)
 def test_a_batch_norm_of_two_partitions_is_refused_with_the_reason(norm: nn.Module) -> None:
     layers = [nn.Linear(6, 6), norm, nn.Linear(6, 6), norm]
-    with pytest.raises(ValueError, match=r"layer 3 .* partition 0 .* running\s+statistics .* one\s+partition"):
+    with pytest.raises(ValueError, match=r"layer 3 .* stage 0 .* running\s+statistics .* one\s+stage"):
         gpipe.GPipe(layers, 2, M)
     gpipe.GPipe(layers, 1, M)
     gpipe.GPipe(layers, [1, 3], M)

@@ -38,5 +38,6 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
 @contextmanager
 def placed(name: str, stages_per_rank: int) -> Iterator[None]:
     """Has pipes that are made inside place so many stages on each rank."""
-    with patch.dict(SCHEDULES, {"gpipe": Schedule(fill_drain_rows, PLACEMENTS[name], stages_per_rank)}):
+    schedule = Schedule("gpipe", fill_drain_rows, PLACEMENTS[name], stages_per_rank)
+    with patch.dict(SCHEDULES, {"gpipe": schedule}):
         yield

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +16,8 @@ from gpipe.layers.skips import find_pops
 from gpipe.layers.tied import Tied, find_ties
 from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance
-from gpipe.plan.schedules import SCHEDULES, Schedule
+from gpipe.plan.program import Program
+from gpipe.plan.schedules.given import Maker
 from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Arguments:
     sample: Tree
     balance: Balance
     devices: object
-    schedule: str
+    schedule: str | Program | Maker
+    stages_per_rank: int | None
     remat: object
     deferred_batch_norm: bool
     sync_batch_norm: bool
@@ -102,67 +103,15 @@ def check_layers(
     return tied
 
 
-def schedule_of(name: object) -> Schedule:
-    """A schedule by its name; GPipe's where there is none, which is a mistake of its own."""
-    return SCHEDULES.get(name if isinstance(name, str) else "", SCHEDULES["gpipe"])
-
-
-def count_ranks(partitions: object, schedule: Schedule) -> int:
-    """K, the number of ranks, as far as these can say it; else 0."""
-    if isinstance(partitions, int) and is_count(partitions):
-        return partitions
-    stages = len(partitions) if isinstance(partitions, Sequence) and not isinstance(partitions, str) else 0
-    return 0 if stages % schedule.stages_per_rank else stages // schedule.stages_per_rank
-
-
-def read_placement(
-    partitions: int | Sequence[int], schedule: Schedule, layers: int, mistakes: Mistakes
-) -> tuple[int, ...]:
-    """The rank of each stage, or nothing if it cannot be; how many layers there are is not known where that is 0."""
-    ranks, each = count_ranks(partitions, schedule), schedule.stages_per_rank
-    placement = schedule.placement(ranks, each) if ranks else ()
-    if isinstance(partitions, Sequence) and not isinstance(partitions, str) and partitions:
-        if mistakes.check(
-            all(map(is_count, partitions)),
-            f"partitions={list(partitions)}; each partition needs at least 1 layer",
-        ):
-            mistakes.check(
-                not layers or sum(partitions) == layers,
-                f"partitions={list(partitions)} adds up to {sum(partitions)} layers, but there are {layers}",
-            )
-        mistakes.check(
-            ranks > 0,
-            f"partitions={list(partitions)} has {len(partitions)} stages, and the schedule puts {each} on each rank; "
-            f"give a multiple of that",
-        )
-        return placement
-    if not mistakes.check(
-        is_count(partitions),
-        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{_ints_remedy(partitions)}",
-    ):
-        return ()
-    fits = mistakes.check(
-        not layers or len(placement) <= layers,
-        f"partitions={partitions}, but there are only {layers} layers; give at most that, or cut the layers finer",
-    )
-    return placement if fits else ()
-
-
-def _ints_remedy(partitions: object) -> str:
-    return (
-        ", as a list of ints" if isinstance(partitions, (set, np.ndarray, torch.Tensor)) else int_remedy(partitions)
-    )
-
-
 def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
     """The rematerialization of each stage."""
     known = ", ".join(map(repr, REMATS))
     each = [remat] * max(stages, 1) if isinstance(remat, str) or not isinstance(remat, Sequence) else list(remat)
     mistakes.check(
-        not stages or len(each) == stages, f"remat has {len(each)} entries for {stages} partitions; give one for each"
+        not stages or len(each) == stages, f"remat has {len(each)} entries for {stages} stages; give one for each"
     )
     wrong = [item for item in each if item not in REMATS]
-    mistakes.check(not wrong, f"remat={remat!r}; known are {known}, or one of them for each partition")
+    mistakes.check(not wrong, f"remat={remat!r}; known are {known}, or one of them for each stage")
     return tuple(each)  # type: ignore[arg-type]  # checked above
 
 
@@ -211,13 +160,12 @@ def check_measurable(asked: Arguments, outline: Outline | None, mistakes: Mistak
 
 
 def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
-    """Notes numbers below 1, and names of a schedule, driver or balance that are not known."""
+    """Notes numbers below 1, and names of a driver or balance that are not known."""
     m, threads = asked.micro_batches, asked.intra_op_threads
     mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
     mistakes.check(
         is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
     )
-    mistakes.check_known("schedule", asked.schedule, SCHEDULES)
     if asked.driver is not None:
         mistakes.check_known("driver", asked.driver, get_args(Driver))
     mistakes.check_known("balance", asked.balance, get_args(Balance))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.build.arguments import Arguments, count_ranks, draw_seed, schedule_of
+from gpipe.build.arguments import Arguments, draw_seed
 from gpipe.build.mistakes import Mistakes
+from gpipe.build.schedules import count_ranks, read_schedule
 from gpipe.build.settings import Settings, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
@@ -23,7 +24,6 @@ from gpipe.layers.buffers import Slot
 from gpipe.layers.outline import Outline, outline, realize, release
 from gpipe.layers.sequence import cut_into_stages
 from gpipe.layers.tied import find_ties, tie
-from gpipe.plan.schedules import SCHEDULES
 from gpipe.runtime.engine import Engine
 from gpipe.values.digest import digest
 from gpipe.values.dtensor import local
@@ -61,7 +61,7 @@ def _session(settings: Settings, position: Position | None) -> Session:
     engine = Engine(
         stages,
         settings.placement,
-        SCHEDULES[settings.schedule],
+        settings.schedule,
         settings.remat,
         tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
@@ -83,9 +83,8 @@ def _session(settings: Settings, position: Position | None) -> Session:
 def _find_position(asked: Arguments) -> Position:
     """Where this process stands among several."""
     mistakes = Mistakes()
-    position, mistakes.found = find_position(
-        asked.mesh, asked.partitions, count_ranks(asked.partitions, schedule_of(asked.schedule))
-    )
+    ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
+    position, mistakes.found = find_position(asked.mesh, asked.partitions, ranks)
     mistakes.check(
         asked.driver in ("process", None),
         f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
@@ -140,7 +139,8 @@ def _compare(agreement: Agreement, settings: Settings, ties: Sequence[Sequence[s
         partitions=settings.layers_per_partition,
         micro_batches=settings.micro_batches,
         remat=settings.remat,
-        schedule=settings.schedule,
+        schedule=settings.schedule.name,
+        placement=settings.placement,
         seed=settings.seed,
         intra_op_threads=settings.intra_op_threads,
         deferred_batch_norm=settings.deferred_batch_norm,

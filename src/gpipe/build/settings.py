@@ -15,12 +15,11 @@ from gpipe.build.arguments import (
     check_measurable,
     check_numbers_and_names,
     read_devices,
-    read_placement,
     read_remat,
     read_seed,
-    schedule_of,
 )
 from gpipe.build.mistakes import Mistakes
+from gpipe.build.schedules import read_placement, read_schedule
 from gpipe.comm.mesh import Position
 from gpipe.costs.counts import count_flops, count_parameters
 from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
@@ -30,6 +29,7 @@ from gpipe.layers.sequence import build_layers
 from gpipe.layers.tied import Tied, tie
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Partition, given, partition
+from gpipe.plan.schedules import Schedule
 from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import count_rows, split
 from gpipe.values.tree import Tree
@@ -46,7 +46,7 @@ class Settings:
     micro_batches: int
     remat: tuple[Remat, ...]
     devices: tuple[torch.device, ...]
-    schedule: str
+    schedule: Schedule
     driver: Driver | None
     seed: int
     intra_op_threads: int
@@ -82,7 +82,8 @@ def settle(asked: Arguments, position: Position | None = None, outline: Outline 
     check_numbers_and_names(asked, mistakes)
     check_costs(asked.costs, asked.sample, known, mistakes)
     mistakes.found += find_unsplittable("sample", asked.sample)
-    placement = read_placement(asked.partitions, schedule_of(asked.schedule), known, mistakes)
+    schedule = read_schedule(asked, mistakes)
+    placement = read_placement(asked, schedule, known, mistakes)
     remats = read_remat(asked.remat, len(placement), mistakes)
     devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
     makers = {} if outline is None else outline.makers
@@ -100,7 +101,7 @@ def settle(asked: Arguments, position: Position | None = None, outline: Outline 
         micro_batches=asked.micro_batches,
         remat=remats,
         devices=devices,
-        schedule=asked.schedule,
+        schedule=schedule,
         driver=asked.driver,  # type: ignore[arg-type]  # checked above
         seed=seed,
         intra_op_threads=asked.intra_op_threads,

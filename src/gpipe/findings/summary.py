@@ -5,28 +5,30 @@ from collections.abc import Iterator, Sequence
 from torch.nn.parameter import is_lazy
 
 from gpipe.build.settings import Settings
-from gpipe.findings.before_training import partitions
-from gpipe.plan.simulate import Plan
-from gpipe.plan.timeline import bubble
+from gpipe.findings.before_training import layers_of_stages
+from gpipe.plan.simulate import Plan, equal_bubble
 
 
 def summary(settings: Settings, plan: Plan, findings: Sequence[str]) -> str:
     """Describes the stages of a pipe, what a step will take, and what was found."""
-    lines = [*_table(settings), *_balance(settings), *_step(plan)]
+    lines = [*_table(settings), *_balance(settings), *_step(settings, plan)]
     return "\n".join([*lines, *(f"finding: {text}" for text in findings)])
 
 
 def _table(settings: Settings) -> Iterator[str]:
     costs = settings.partition.seconds
-    yield f"{'partition':>9}  {'layers':<16} {'device':<8} {'remat':<12} {'parameters':>12} {'MiB':>8} {'cost':>6}"
-    for stage, names in enumerate(partitions(settings)):
+    yield (
+        f"{'stage':>5} {'rank':>4}  {'layers':<16} {'device':<8} {'remat':<12} "
+        f"{'parameters':>12} {'MiB':>8} {'cost':>6}"
+    )
+    for stage, (names, rank) in enumerate(zip(layers_of_stages(settings), settings.placement, strict=True)):
         parameters = {
             id(p): p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)
         }.values()
         mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         yield (
-            f"{stage:>9}  {span:<16} {settings.devices[settings.placement[stage]]!s:<8} {settings.remat[stage]:<12} "
+            f"{stage:>5} {rank:>4}  {span:<16} {settings.devices[rank]!s:<8} {settings.remat[stage]:<12} "
             f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {costs[stage] / (sum(costs) or 1):>6.1%}"
         )
 
@@ -34,16 +36,22 @@ def _table(settings: Settings) -> Iterator[str]:
 def _balance(settings: Settings) -> Iterator[str]:
     found = settings.partition
     yield (
-        f"the slowest partition costs {found.imbalance:.1f}% more than the mean, {found.gap:.1f}% more than any cuts "
+        f"the slowest stage costs {found.imbalance:.1f}% more than the mean, {found.gap:.1f}% more than any cuts "
         f"must cost"
     )
     if (layer := found.obstacle) is not None:
         share = found.chain.costs[layer] / found.mean
-        yield f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean partition"
+        yield f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean stage"
 
 
-def _step(plan: Plan) -> Iterator[str]:
+def _step(settings: Settings, plan: Plan) -> Iterator[str]:
     k, m = plan.program.ranks, plan.program.micro_batches
-    yield f"K={k} partitions, M={m} micro-batches: bubble (K-1)/(M+K-1) = {bubble(k, m):.1%} if they are equal"
+    paper = settings.schedule.name == "gpipe" and k == plan.program.stages
+    formula = " (K-1)/(M+K-1) =" if paper else ""
+    each = f" of {plan.program.stages // k} stages" if plan.program.stages > k else ""
+    yield (
+        f"K={k} partitions{each}, M={m} micro-batches, schedule {settings.schedule.name}: bubble{formula} "
+        f"{equal_bubble(plan.program):.1%} if the stages are equal"
+    )
     takes = f"{plan.timeline.seconds:.4g} s, " if plan.unit == "seconds" else ""
     yield f"predicted step: {takes}{plan.bubble:.1%} of it idle, if every partition has a device of its own"

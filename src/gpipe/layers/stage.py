@@ -207,7 +207,7 @@ class Stage:
         return value
 
     def __str__(self) -> str:
-        return f"partition {self.index}, from {self.layers[0]} to {self.layers[-1]},"
+        return f"stage {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_with_skips(
         self,

@@ -55,7 +55,7 @@ class WeightOwners:
             home, name = self._home.get(id(leaf), (stage, ""))
             first, _ = self._claims.setdefault(id(leaf), (stage, leaf))
             if home != stage or first != stage:
-                words = name or f"a weight of shape {tuple(leaf.shape)}, which partition {first} uses too"
+                words = name or f"a weight of shape {tuple(leaf.shape)}, which stage {first} uses too"
                 graphs = tensors_left_on(self._stages.values(), graphs=True)
                 left = f" ({graphs})" if graphs else ""
                 raise RuntimeError(FOREIGN.format(stage=self._stages[stage], name=words, left=left))
@@ -83,9 +83,9 @@ def find_shared_norm(stages: Sequence[Stage]) -> str | None:
                 first = home.setdefault(module, stage.index)
                 if first != stage.index and isinstance(module, NormWithStatistics) and module.track_running_stats:
                     return (
-                        f"{layer} uses a {type(module).__name__} that partition {first} uses too, and its running "
+                        f"{layer} uses a {type(module).__name__} that stage {first} uses too, and its running "
                         f"statistics would depend on which comes first; use one module for each, or put the layers "
-                        f"into one partition"
+                        f"into one stage"
                     )
     return None
 
@@ -126,7 +126,7 @@ class SharedBufferCheck:
         ]
         if changed:
             raise RuntimeError(
-                f"a forward changed a buffer that layers of several partitions use, so that the result depends on "
+                f"a forward changed a buffer that layers of several stages use, so that the result depends on "
                 f"which comes first: {', '.join(changed)}; use one module for each, or put the layers into one "
-                f"partition"
+                f"stage"
             )

@@ -122,6 +122,20 @@ class Plan:
         return self.timeline.idle_share()
 
 
+def equal_bubble(program: Program) -> float:
+    """The share of rank-seconds in which nothing is computed if all stages cost the same, without recompute.
+
+    Of fill-drain with a stage a rank it is the paper's (K-1)/(M+K-1).
+
+    >>> from gpipe.plan.schedules import fill_drain
+    >>> round(equal_bubble(Program.of(fill_drain(stages=4, micro_batches=4), micro_batches=4)), 6)
+    0.428571
+    """
+    bare = program.only({Kind.FORWARD, *BACKWARDS, Kind.BACKWARD_WEIGHT})
+    costs = [StageCost(1.0, BACKWARD_OVER_FORWARD)] * program.stages
+    return simulate(bare, costs).timeline.idle_share()
+
+
 def predict(partition: Partition, program: Program, *, in_seconds: bool = False) -> Plan:
     """Predicts one mini-batch from what each stage costs.
 

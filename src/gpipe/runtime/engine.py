@@ -14,7 +14,7 @@ from gpipe.plan.action import Route
 from gpipe.plan.laws import check
 from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program
-from gpipe.plan.schedules import Placement, Schedule, forward_only_rows
+from gpipe.plan.schedules import Placement, Schedule, forward_only_rows, rows_in_training
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch
@@ -134,7 +134,11 @@ class Engine:
 
     def _make_program(self, wanted: Wanted) -> Program:
         micro_batches, trains = wanted.micro_batches, wanted.trains
-        rows = (self.schedule.rows if trains else forward_only_rows)(self.placement, micro_batches)
+        rows = (
+            rows_in_training(self.schedule, self.placement, micro_batches)
+            if trains
+            else forward_only_rows(self.placement, micro_batches)
+        )
         skips = self._skip_routes(wanted.loss_pops)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips)
         program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))

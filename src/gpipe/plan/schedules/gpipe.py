@@ -2,7 +2,8 @@
 
 from gpipe.plan.action import Kind
 from gpipe.plan.program import Rows
-from gpipe.plan.schedules.placement import Placement, loop, rows_in_step
+from gpipe.plan.schedules.order import rows_in_step
+from gpipe.plan.schedules.placement import Placement, loop
 
 
 def fill_drain(stages: int, micro_batches: int) -> Rows:

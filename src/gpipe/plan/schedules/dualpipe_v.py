@@ -1,0 +1,35 @@
+"""DualPipeV: a V on which forwards and backwards of two micro-batches meet (DeepSeek-AI, 2025)."""
+
+from gpipe.plan.program import Row, Rows
+from gpipe.plan.schedules.order import OLDEST, Cell, in_turn
+from gpipe.plan.schedules.placement import Placement
+
+
+def dualpipe_v(placement: Placement, micro_batches: int) -> Rows | None:
+    """The rows of DualPipeV, in its eight steps; None for fewer than 2K micro-batches.
+
+    (K-1)F/2 beside the work, F being a rank's forward, for K + 1/2 micro-batches held; few backwards are split.
+    """
+    ranks = len(placement) // 2
+    if micro_batches < 2 * ranks:
+        return None
+    return tuple(_row(ranks, r, micro_batches) for r in range(ranks))
+
+
+def _row(ranks: int, r: int, micro_batches: int) -> Row:
+    down, up, after = r, 2 * ranks - 1 - r, ranks - 1 - r
+    ending: list[Cell] = [("B", up), ("B", down)] * (r + 1)  # the second half of it is split
+    ending[r + 1 :] = [("I", stage) for _, stage in ending[r + 1 :]]
+    return in_turn(
+        [
+            *[("F", down)] * (2 * after),
+            *[("F", down), ("F", up)] * (r + 1),
+            *[("I", up), OLDEST, ("F", up)] * after,
+            *[("F", down), ("B", up), ("F", up), ("B", down)] * (micro_batches - 2 * ranks + r + 1),
+            *[("B", up), ("F", up), ("B", down)] * after,
+            *ending,
+            *[OLDEST, ("I", down)] * after,
+            *[OLDEST] * (r + 1),
+        ],
+        micro_batches,
+    )

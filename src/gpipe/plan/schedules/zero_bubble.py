@@ -1,0 +1,27 @@
+"""ZB-H1 and ZB-H2: 1F1B whose backward is split, so that W fills what would be idle (Qi et al., 2023)."""
+
+from gpipe.plan.program import Rows
+from gpipe.plan.schedules.order import in_turn, one_for_one
+from gpipe.plan.schedules.placement import Placement
+
+
+def zb_h1(placement: Placement, micro_batches: int) -> Rows:
+    """The rows of ZB-H1: 1F1B's forwards, and each W on rank r behind the r-th I after its own.
+
+    (K-1)(F+I-W) beside the work, a third of 1F1B's, for the K micro-batches that 1F1B holds on its first rank
+    (section 2.3).
+    """
+    ranks, each = len(placement), micro_batches
+    return tuple(in_turn(one_for_one([r] * each, [r] * each, ahead=ranks - r, late=r), each) for r in placement)
+
+
+def zb_h2(placement: Placement, micro_batches: int) -> Rows:
+    """The rows of ZB-H2: 2(K-r)-1 forwards ahead, and each W on rank r behind the 2r-th I after its own.
+
+    No rank is idle between its first and its last action, so (K-1)F beside the work, for 2K-1 micro-batches held
+    (section 2.3).
+    """
+    ranks, each = len(placement), micro_batches
+    return tuple(
+        in_turn(one_for_one([r] * each, [r] * each, ahead=2 * (ranks - r) - 1, late=2 * r), each) for r in placement
+    )
