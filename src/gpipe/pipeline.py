@@ -194,7 +194,8 @@ class GPipe(Partitioned):
         >>> round(pipe.plan.bubble, 3)
         0.158
         """
-        return predict(self._settings.partition, self.program, in_seconds=self._settings.in_seconds)
+        found = self._settings
+        return predict(found.partition, self.program, in_seconds=found.in_seconds, backwards=found.backwards)
 
     @entrance
     @refuse_unknown(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe.plan.action import CLOSING, TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.plan.laws import check
+from gpipe.plan.lower import place_reduces, place_ties
 from gpipe.plan.program import Program, ScheduleError
 from gpipe.plan.rules import needs
 from gpipe.plan.schedules import fill_drain, forward_only
@@ -264,7 +265,7 @@ def test_a_stage_closes_once_behind_what_it_closes(kind: Kind) -> None:
     check(program)
     row = program.rows[0]
     early = changed(program, 0, [Action(kind, 0), *(a for a in row if a.kind is not kind)])
-    assert [text.splitlines()[0] for text in mistakes(early)] == ["deadlock:"]
+    assert mistakes(early)[0].splitlines()[0] == "deadlock:"
     assert mistakes(changed(program, 0, [*row, Action(kind, 0)])) == [f"0{kind.value} appears 2 times"]
 
 
@@ -274,3 +275,24 @@ def test_gradients_are_not_closed_where_nothing_is_trained(kind: Kind) -> None:
     assert mistakes(changed(forward, 0, [*forward.rows[0], Action(kind, 0)])) == [
         "stage 0, micro-batch 0 needs one B, or one I and one W; it has none"
     ]
+
+
+def test_a_rank_closes_its_stages_in_one_order() -> None:
+    rows = [[Action(kind, s, 0) for kind, s in ((Kind.FORWARD, 0), (Kind.FORWARD, 1))]]
+    rows[0] += [Action(Kind.BACKWARD, 1, 0), Action(Kind.BACKWARD, 0, 0)]
+    program = Program.of(rows, 1, rank_of=(0, 0))
+    right = place_reduces(place_ties(program, [1]), [0, 1])
+    assert [str(action) for action in right.rows[0][-3:]] == ["0REDUCE", "1TIE", "1REDUCE"]
+    check(right)
+    both = place_reduces(program, [0, 1])
+    assert " ".join(map(str, both.rows[0])) == "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE"
+    wrong = changed(both, 0, [*program.rows[0], Action(Kind.REDUCE, 0), Action(Kind.REDUCE, 1)])
+    assert mistakes(wrong) == [
+        "rank 0 closes its stages in the order 0REDUCE 1REDUCE; in all replicas it is 1REDUCE 0REDUCE"
+    ]
+
+
+def test_a_stage_that_is_done_before_a_later_one_waits_for_it_to_reduce() -> None:
+    texts = ["0F0", "1F0", "0F1", "1F1", "1I0", "0I0", "1I1", "0I1", "0W0", "0W1", "1W0", "1W1"]
+    program = Program.of([map(parse_action, texts)], 2, rank_of=(0, 0))
+    assert [str(action) for action in place_reduces(program, [0, 1]).rows[0][-3:]] == ["1W1", "1REDUCE", "0REDUCE"]

@@ -24,6 +24,7 @@ from gpipe.layers.buffers import Slot
 from gpipe.layers.outline import Outline, outline, realize, release
 from gpipe.layers.sequence import cut_into_stages
 from gpipe.layers.tied import find_ties, tie
+from gpipe.plan.cost import BackwardCost
 from gpipe.runtime.engine import Engine
 from gpipe.values.digest import digest
 from gpipe.values.dtensor import local
@@ -63,6 +64,7 @@ def _session(settings: Settings, position: Position | None) -> Session:
         settings.placement,
         settings.schedule,
         settings.remat,
+        whole=settings.whole,
         tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
         intra_op_threads=settings.intra_op_threads,
@@ -99,14 +101,20 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     drawn = agreement.greet(drawn=draw_seed() if asked.seed is None else None)[0]["drawn"]
     seed = drawn if asked.seed is None else asked.seed
     costs: Any = asked.costs
+    told: dict[str, Any] = {}
     if position.rank:
-        costs = agreement.tell(BUILDING)[0]["costs"]  # who measures by himself would cut elsewhere
+        told = agreement.tell(BUILDING)[0]
+        costs = told["costs"]  # who measures by himself would cut elsewhere
     sketch = outline(asked.layers, seed if isinstance(seed, int) else 0)
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
     settings = settle(replace(asked, seed=seed, costs=costs), position, sketch)
     if not position.rank:
-        agreement.tell(BUILDING, costs=list(settings.costs))
+        parts = [list(backward) for backward in settings.backwards]
+        agreement.tell(BUILDING, costs=list(settings.costs), backwards=parts, whole=sorted(settings.whole))
+    else:
+        backwards = tuple(BackwardCost(*backward) for backward in told["backwards"])
+        settings = replace(settings, backwards=backwards, whole=frozenset(told["whole"]))
     settings = _with_own_layers(settings, position, sketch, asked.ties)
     _compare(agreement, settings, asked.ties)
     if position.replicas > 1:

@@ -1,6 +1,6 @@
 """What a pipe is made of, once the arguments are checked, the defaults filled in and the layers cut."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,19 @@ from gpipe.build.mistakes import Mistakes
 from gpipe.build.schedules import read_placement, read_schedule
 from gpipe.comm.mesh import Position
 from gpipe.costs.counts import count_flops, count_parameters
-from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
+from gpipe.costs.measure import as_in_training, measure_backwards, measure_by, measure_seconds
 from gpipe.layers.invalid_layers import find_without_values
 from gpipe.layers.outline import Outline
 from gpipe.layers.sequence import build_layers
 from gpipe.layers.tied import Tied, tie
+from gpipe.plan.action import Kind
+from gpipe.plan.cost import BackwardCost
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Partition, given, partition
-from gpipe.plan.schedules import Schedule
+from gpipe.plan.program import Program
+from gpipe.plan.schedules import Schedule, rows_in_training
+from gpipe.plan.simulate import stage_costs
+from gpipe.plan.splits import stages_left_whole
 from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import count_rows, split
 from gpipe.values.tree import Tree
@@ -43,6 +48,8 @@ class Settings:
     partition: Partition
     placement: tuple[int, ...]  # the rank of each stage
     in_seconds: bool  # the costs were measured
+    backwards: tuple[BackwardCost, ...]  # of each layer, where they were measured
+    whole: frozenset[int]  # the stages whose backwards are not split
     micro_batches: int
     remat: tuple[Remat, ...]
     devices: tuple[torch.device, ...]
@@ -93,10 +100,16 @@ def settle(asked: Arguments, position: Position | None = None, outline: Outline 
     mistakes.raise_all()
     if position is None:
         tie(tied)
+    found = _cut(asked, list(named.values()), len(placement), remats, devices[0])
+    rows = rows_in_training(schedule, placement, asked.micro_batches)
+    bare = Program.of(rows, asked.micro_batches, rank_of=placement)
+    backwards = _measure_backwards(asked, list(named.values()), bare, devices[0])
     return Settings(
         layers=named,
-        partition=_cut(asked, list(named.values()), len(placement), remats, devices[0]),
+        partition=found,
         placement=placement,
+        backwards=backwards,
+        whole=_find_whole(named, found, bare, backwards),
         in_seconds=asked.in_seconds,
         micro_batches=asked.micro_batches,
         remat=remats,
@@ -120,6 +133,27 @@ def _cut(
     if isinstance(asked.partitions, int):
         return partition(costs, stages, balance=asked.balance)
     return given(asked.partitions, costs)
+
+
+def _measure_backwards(
+    asked: Arguments, layers: Sequence[nn.Module], bare: Program, device: torch.device
+) -> tuple[BackwardCost, ...]:
+    """What the backwards of the layers cost whole and in two parts, where some are to be split and costs are time."""
+    if not asked.in_seconds or all(action.kind is not Kind.BACKWARD_WEIGHT for action in bare.actions):
+        return ()
+    sample = _first_micro_batch(asked.sample, asked.micro_batches)
+    with as_in_training(device, asked.intra_op_threads):
+        return tuple(measure_backwards(layers, sample, device))
+
+
+def _find_whole(
+    layers: Mapping[str, nn.Module], cuts: Partition, bare: Program, backwards: Sequence[BackwardCost]
+) -> frozenset[int]:
+    """The stages whose backwards are not split: it would not pay, as far as that was measured, or nothing can wait."""
+    if backwards:
+        return stages_left_whole(bare, stage_costs(cuts, bare, backwards))
+    trains = [any(p.requires_grad for p in layer.parameters()) for layer in layers.values()]
+    return frozenset(stage for stage, (first, end) in enumerate(cuts.bounds) if not any(trains[first:end]))
 
 
 def _find_costs(

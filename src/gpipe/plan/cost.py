@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from gpipe.plan.action import Action, Kind
 
@@ -21,6 +21,8 @@ class StageCost:
 
     forward: float
     backward: float
+    backward_input: float | None = None  # None: half of backward
+    backward_weight: float | None = None  # likewise
     recompute: float | None = None  # None: as long as forward
     send: float = 0.0  # until the receiver has it; the sender does not wait
     tie: float = 0.0  # adding up the gradients of shared weights, when all stages that tie have theirs
@@ -31,6 +33,23 @@ class StageCost:
 
 
 Costs = Sequence[StageCost]
+
+
+class BackwardCost(NamedTuple):
+    """What the backward of one micro-batch costs, whole and in its two parts, which cost more together.
+
+    >>> BackwardCost(2.0, inputs=1.25, weights=0.75).share
+    0.375
+    """
+
+    whole: float
+    inputs: float
+    weights: float
+
+    @property
+    def share(self) -> float:
+        """The share of the weights in the parts."""
+        return self.weights / (self.inputs + self.weights) if self.weights else 0.0
 
 
 def unit_costs(stages: int) -> Costs:
@@ -52,8 +71,10 @@ def seconds(action: Action, costs: Costs) -> float:
             return cost.forward if cost.recompute is None else cost.recompute
         case Kind.BACKWARD:
             return cost.backward
-        case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT:
-            return cost.backward / 2
+        case Kind.BACKWARD_INPUT:
+            return cost.backward / 2 if cost.backward_input is None else cost.backward_input
+        case Kind.BACKWARD_WEIGHT:
+            return cost.backward / 2 if cost.backward_weight is None else cost.backward_weight
         case Kind.SEND:
             return cost.send
         case Kind.TIE:

@@ -8,17 +8,20 @@ Law 4. Two ranks list the messages between them in one order.
 Law 5. A legal total order exists; in it a closing action comes behind all that it closes.
 Law 6. The forwards of a stage stand in the order of the micro-batches, and so do its backwards, input and weight
        backwards each: gradients are added up as in the plain loop, whatever the schedule.
+Law 7. The REDUCEs of a rank stand from the last stage down, those of stages that tie behind the TIEs: replicas wait
+       for each other in them, and one of fewer micro-batches may have another table.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from gpipe.plan.action import CLOSING, TRANSFERS, Action, Kind, Route
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, ScheduleError
-from gpipe.plan.rules import needs, receiver_of, sender_of
+from gpipe.plan.rules import closing_order, needs, receiver_of, sender_of
 
 
 def check(program: Program) -> None:
@@ -42,6 +45,7 @@ def check(program: Program) -> None:
         *_disordered(usable),
         *_deadlocked(usable),
         *_out_of_turn(usable),
+        *_closed_out_of_turn(usable),
     ]
     if mistakes:
         raise ScheduleError("this program breaks the laws:\n" + "\n".join(f"- {text}" for text in mistakes))
@@ -152,6 +156,15 @@ def _out_of_turn(program: Program) -> Iterator[str]:
             if before is not None and (before.micro_batch or 0) > m:
                 yield f"{action} stands behind {before}; a stage takes the micro-batches in their order"
             last[action.kind, action.stage] = action
+
+
+def _closed_out_of_turn(program: Program) -> Iterator[str]:
+    for rank, row in enumerate(program.rows):
+        closing = list(dict.fromkeys(action for action in row if action.kind in (Kind.TIE, Kind.REDUCE)))
+        wanted = sorted(closing, key=partial(closing_order, program))
+        if closing != wanted:
+            listed, right = (" ".join(map(str, some)) for some in (closing, wanted))
+            yield f"rank {rank} closes its stages in the order {listed}; in all replicas it is {right}"
 
 
 _IN_TURN = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})

@@ -1,13 +1,15 @@
 """Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.plan.action import TRANSFERS, Action, Kind
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, Row
-from gpipe.plan.rules import BACKWARDS, feeds, receiver_of
+from gpipe.plan.rules import BACKWARDS, closing_order, feeds, receiver_of
 
 Remat: TypeAlias = Literal["always", "except_last", "never"]
 REMATS: tuple[str, ...] = get_args(Remat)
@@ -77,7 +79,15 @@ def place_commits(program: Program, stages: Collection[int]) -> Program:
     >>> print(*program.rows[0])
     0F0 0F1 0COMMIT 0B0 0B1
     """
-    return _place_behind_last(program, lambda action: action.kind is Kind.FORWARD, Kind.COMMIT, stages)
+
+    def closed(row: Row) -> Iterator[Action]:
+        last = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.FORWARD}
+        for at, action in enumerate(row):
+            yield action
+            if last.get(action.stage) == at and action.stage in stages:
+                yield Action(Kind.COMMIT, action.stage)
+
+    return program.with_rows(map(closed, program.rows))
 
 
 def place_ties(program: Program, stages: Collection[int]) -> Program:
@@ -101,7 +111,9 @@ def place_ties(program: Program, stages: Collection[int]) -> Program:
 def place_reduces(program: Program, stages: Collection[int]) -> Program:
     """Puts REDUCE behind the TIE of each of these stages, or else behind its last backward and what that sends.
 
-    So it overlaps the drain of the stages before, and keeps none of them waiting for its gradient.
+    So it overlaps what other ranks still do, and keeps none of them waiting for its gradient. A rank reduces its
+    stages from the last down, those that tie behind the others: in one order in all replicas, though one of fewer
+    micro-batches may have another table.
 
     >>> from gpipe.plan.schedules import fill_drain
     >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
@@ -112,25 +124,61 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
     def is_before(action: Action) -> bool:
         return action.kind in _BEFORE_REDUCE or (action.kind is Kind.SEND and action.carries_gradient)
 
-    return _place_behind_last(program, is_before, Kind.REDUCE, stages)
+    def closed(row: Row) -> Iterator[Action]:
+        last = {action.stage: at for at, action in enumerate(row) if is_before(action) and action.stage in stages}
+        ties = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.TIE}
+        last |= {stage: max(ties.values()) for stage in ties.keys() & last.keys()}
+        order = sorted((Action(Kind.REDUCE, stage) for stage in last), key=partial(closing_order, program))
+        places = accumulate((last[reduce.stage] for reduce in order), max)
+        behind: dict[int, list[Action]] = {}
+        for reduce, at in zip(order, places, strict=True):
+            behind.setdefault(at, []).append(reduce)
+        for at, action in enumerate(row):
+            yield action
+            yield from behind.get(at, ())
+
+    return program.with_rows(map(closed, program.rows))
 
 
 _BEFORE_REDUCE = frozenset({*BACKWARDS, Kind.BACKWARD_WEIGHT, Kind.TIE})
 
 
-def _place_behind_last(
-    program: Program, is_before: Callable[[Action], bool], closing: Kind, stages: Collection[int]
-) -> Program:
-    """Puts a closing action behind the last action of each of these stages that it must follow, if there is one."""
+def join_backwards(program: Program, whole: Collection[int] = ()) -> Program:
+    """Makes one B of I and W at the stages that are to have it whole, and where nobody waits between the two.
 
-    def closed(row: tuple[Action, ...]) -> Iterator[Action]:
-        last = {action.stage: at for at, action in enumerate(row) if is_before(action)}
-        for at, action in enumerate(row):
-            yield action
-            if last.get(action.stage) == at and action.stage in stages:
-                yield Action(closing, action.stage)
+    These are an I and its W that stand together, if what I gives goes to no other rank: it would be sent later.
 
-    return program.with_rows(map(closed, program.rows))
+    Args:
+        program: Bare rows.
+        whole: The stages whose backwards are not to be split.
+
+    >>> from gpipe.plan.action import parse_action
+    >>> row = [parse_action(text) for text in "0F0 0F1 0I0 0W0 0I1 0W1".split()]
+    >>> print(*join_backwards(Program.of([row], micro_batches=2)).rows[0])
+    0F0 0F1 0B0 0B1
+    """
+    pairs = {
+        first
+        for row in program.rows
+        for first, second in pairwise(row)
+        if second == replace(first, kind=Kind.BACKWARD_WEIGHT) and not _crosses(first, program)
+    }
+
+    def joined(row: Row) -> Iterator[Action]:
+        for action in row:
+            whole_here = action.stage in whole or replace(action, kind=Kind.BACKWARD_INPUT) in pairs
+            if whole_here and action.kind is Kind.BACKWARD_INPUT:
+                yield replace(action, kind=Kind.BACKWARD)
+            elif not (whole_here and action.kind is Kind.BACKWARD_WEIGHT):
+                yield action
+
+    return program.with_rows(map(joined, program.rows))
+
+
+def _crosses(action: Action, program: Program) -> bool:
+    """Whether what an action makes goes to another rank."""
+    sends = (Action(Kind.SEND, action.stage, action.micro_batch, route) for route in feeds(action, program))
+    return any(program.rank_of[receiver_of(send)] != program.rank_of[action.stage] for send in sends)
 
 
 def halves(program: Program) -> tuple[Program, Program]:

@@ -72,6 +72,14 @@ def _backwards(stage: int, program: Program) -> Iterator[Action]:
     return (Action(kind, stage, m) for kind in kinds for m in range(program.micro_batches))
 
 
+def closing_order(program: Program, closing: Action) -> tuple[int, int]:
+    """By what the REDUCE and TIE of a rank are ordered: alike in all replicas, whatever their tables."""
+    if closing.kind is Kind.TIE:
+        return 1, closing.stage
+    tied = Action(Kind.TIE, closing.stage) in program.actions
+    return 2 if tied else 0, -closing.stage
+
+
 def fed_by(action: Action, program: Program) -> tuple[Route, ...]:
     """The routes that bring an action what it needs of other stages: values a forward, gradients a backward."""
     if action.kind is Kind.FORWARD:

@@ -1,11 +1,11 @@
 """Predicts a mini-batch from a program and costs: its timeline, its bubble, and the peak bytes of each rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from gpipe.plan.action import TRANSFERS, Action, Kind
-from gpipe.plan.cost import Costs, StageCost, seconds
+from gpipe.plan.cost import BackwardCost, Costs, StageCost, seconds
 from gpipe.plan.order import linearize
 from gpipe.plan.partition import Partition
 from gpipe.plan.program import Program
@@ -136,7 +136,9 @@ def equal_bubble(program: Program) -> float:
     return simulate(bare, costs).timeline.idle_share()
 
 
-def predict(partition: Partition, program: Program, *, in_seconds: bool = False) -> Plan:
+def predict(
+    partition: Partition, program: Program, *, in_seconds: bool = False, backwards: Sequence[BackwardCost] = ()
+) -> Plan:
     """Predicts one mini-batch from what each stage costs.
 
     A cost is that of one micro-batch: a forward, a backward of twice its length, and a recompute as long as the
@@ -146,6 +148,7 @@ def predict(partition: Partition, program: Program, *, in_seconds: bool = False)
         partition: The layers of each stage.
         program: The table of as many stages.
         in_seconds: Whether the costs are seconds.
+        backwards: What of the cost of each layer its backward is, if that is known.
 
     Raises:
         ValueError: The program is of another number of stages.
@@ -158,17 +161,25 @@ def predict(partition: Partition, program: Program, *, in_seconds: bool = False)
     """
     if program.stages != len(partition.layers):
         raise ValueError(f"a program of {program.stages} stages for a partition into {len(partition.layers)}")
-    timeline = simulate(program, tuple(_stage_costs(partition, program))).timeline
+    timeline = simulate(program, stage_costs(partition, program, backwards)).timeline
     peak_bytes = partition.bytes if any(partition.bytes) else None
     return Plan(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)
 
 
-def _stage_costs(partition: Partition, program: Program) -> Iterator[StageCost]:
+def stage_costs(
+    partition: Partition, program: Program, backwards: Sequence[BackwardCost] = ()
+) -> tuple[StageCost, ...]:
+    """What the actions of each stage cost: as its layers' backwards do, if these are known, else as `predict` says."""
     everywhere = all(_recomputes(program, stage) for stage in range(program.stages))
-    forwards = 1 + BACKWARD_OVER_FORWARD + everywhere
     costs = partition.seconds if any(partition.seconds) else partition.layers  # costs of zero count as equal
-    for cost in costs:
-        yield StageCost(forward=cost / forwards, backward=BACKWARD_OVER_FORWARD * cost / forwards)
+    if not backwards:
+        forwards = 1 + BACKWARD_OVER_FORWARD + everywhere
+        return tuple(StageCost(cost / forwards, BACKWARD_OVER_FORWARD * cost / forwards) for cost in costs)
+    found = []
+    for cost, (first, end) in zip(costs, partition.bounds, strict=True):
+        whole, inputs, weights = (sum(parts) for parts in zip(*backwards[first:end], strict=True))
+        found.append(StageCost(max(0.0, cost - whole) / (1 + everywhere), whole, inputs, weights))
+    return tuple(found)
 
 
 def _recomputes(program: Program, stage: int) -> bool:

@@ -1,6 +1,6 @@
 """The engine of a pipe: has its stages, makes and compiles the program of a mini-batch, and the workers of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,7 +12,15 @@ from gpipe.layers.tied import Tied, find_shared
 from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Route
 from gpipe.plan.laws import check
-from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
+from gpipe.plan.lower import (
+    Remat,
+    join_backwards,
+    place_commits,
+    place_recompute,
+    place_reduces,
+    place_ties,
+    place_transfers,
+)
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, forward_only_rows, rows_in_training
 from gpipe.runtime.minibatch import MiniBatchRun
@@ -41,6 +49,7 @@ class Engine:
         placement: The rank of each.
         schedule: In which order ranks do what they do.
         remat: Of each stage.
+        whole: The stages whose backwards are never split.
         tied: Parameters that are one though the modules do not show it.
         threaded: Whether each rank has a thread.
         intra_op_threads: CPU threads of one operation.
@@ -56,6 +65,7 @@ class Engine:
         schedule: Schedule,
         remat: Sequence[Remat],
         *,
+        whole: Collection[int] = (),
         tied: Tied = (),
         threaded: bool,
         intra_op_threads: int,
@@ -67,6 +77,7 @@ class Engine:
         self.placement = placement
         self.schedule = schedule
         self.remat = tuple(remat)
+        self.whole = frozenset(whole)
         self.threaded = threaded
         self.intra_op_threads = intra_op_threads
         self.deferred_batch_norm = deferred_batch_norm
@@ -141,6 +152,7 @@ class Engine:
         )
         skips = self._skip_routes(wanted.loss_pops)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips)
+        program = join_backwards(program, self.whole)
         program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))
         if self.deferred_batch_norm:
             program = place_commits(program, range(len(self.stages)))

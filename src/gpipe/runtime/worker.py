@@ -289,7 +289,7 @@ class Worker:
     def share(self) -> None:
         """Has the statistics that `settle` will commit be those of all replicas."""
         with self.stream.enter():
-            self.others.share({stage: self.deferred[stage] for stage in self.commits})
+            self.others.share({stage: self.deferred[stage] for stage in sorted(self.commits)})
 
     def check_recomputes(self) -> None:
         """Looks whether recomputes on a GPU gave what their forwards did.
