@@ -182,13 +182,19 @@ def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
 
     A root whose gradient is None is left out; one whose gradient is undefined has its node run all the same.
     """
+    known, values = known_roots(roots, gradients)
+    if known:
+        accumulate_gradients(known, values)
+
+
+def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    """The roots from which a backward starts, and a gradient for each."""
     known = [
         _without_value(root) if gradient is UNDEFINED else (root, gradient)
         for root, gradient in zip(roots, gradients, strict=True)
         if gradient is not None
     ]
-    if known:
-        accumulate_gradients([root for root, _ in known], [gradient for _, gradient in known])
+    return [root for root, _ in known], [gradient for _, gradient in known]
 
 
 def _without_value(root: Tensor) -> tuple[Tensor, Tensor]:
