@@ -239,9 +239,9 @@ def test_the_summary_shows_partitions_bubble_and_findings() -> None:
     layers = [nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False), nn.Tanh()]
     pipe = gpipe.GPipe(layers, [1, 3], 2, costs=[1, 1, 1, 1], remat=["always", "never"], devices="cpu")
     lines = pipe.summary().splitlines()
-    assert lines[0].split() == ["stage", "rank", "layers", "device", "remat", "parameters", "MiB", "cost"]
-    assert lines[1].split() == ["0", "0", "0", "cpu", "always", "65,536", "0.2", "25.0%"]
-    assert lines[2].split() == ["1", "1", "1", "to", "3", "cpu", "never", "65,536", "0.2", "75.0%"]
+    assert lines[0].split() == ["stage", "rank", "layers", "device", "remat", "parameters", "MiB", "cost", "W"]
+    assert lines[1].split() == ["0", "0", "0", "cpu", "always", "65,536", "0.2", "25.0%", "-"]
+    assert lines[2].split() == ["1", "1", "1", "to", "3", "cpu", "never", "65,536", "0.2", "75.0%", "-"]
     assert (
         "K=2 partitions, M=2 micro-batches, schedule gpipe: bubble (K-1)/(M+K-1) = 33.3% if the stages are equal"
         in lines

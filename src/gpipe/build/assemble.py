@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,7 +101,7 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     drawn = agreement.greet(drawn=draw_seed() if asked.seed is None else None)[0]["drawn"]
     seed = drawn if asked.seed is None else asked.seed
     costs: Any = asked.costs
-    told: dict[str, Any] = {}
+    told: Mapping[str, Any] = {}
     if position.rank:
         told = agreement.tell(BUILDING)[0]
         costs = told["costs"]  # who measures by himself would cut elsewhere

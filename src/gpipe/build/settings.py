@@ -29,10 +29,10 @@ from gpipe.layers.sequence import build_layers
 from gpipe.layers.tied import Tied, tie
 from gpipe.plan.action import Kind
 from gpipe.plan.cost import BackwardCost
-from gpipe.plan.lower import Remat
+from gpipe.plan.lower import Remat, place_recompute
 from gpipe.plan.partition import Partition, given, partition
 from gpipe.plan.program import Program
-from gpipe.plan.schedules import Schedule, rows_in_training
+from gpipe.plan.schedules import Placement, Schedule, rows_in_training
 from gpipe.plan.simulate import stage_costs
 from gpipe.plan.splits import stages_left_whole
 from gpipe.values.input_checks import find_unsplittable
@@ -101,15 +101,14 @@ def settle(asked: Arguments, position: Position | None = None, outline: Outline 
     if position is None:
         tie(tied)
     found = _cut(asked, list(named.values()), len(placement), remats, devices[0])
-    rows = rows_in_training(schedule, placement, asked.micro_batches)
-    bare = Program.of(rows, asked.micro_batches, rank_of=placement)
-    backwards = _measure_backwards(asked, list(named.values()), bare, devices[0])
+    program = _to_weigh(schedule, placement, asked.micro_batches, remats)
+    backwards = _measure_backwards(asked, list(named.values()), program, devices[0])
     return Settings(
         layers=named,
         partition=found,
         placement=placement,
         backwards=backwards,
-        whole=_find_whole(named, found, bare, backwards),
+        whole=_find_whole(named, found, program, backwards),
         in_seconds=asked.in_seconds,
         micro_batches=asked.micro_batches,
         remat=remats,
@@ -135,11 +134,20 @@ def _cut(
     return given(asked.partitions, costs)
 
 
+def _to_weigh(schedule: Schedule, placement: Placement, micro_batches: int, remats: Sequence[Remat]) -> Program:
+    """The table by which it is decided which backwards are split: of no more than a fill, a middle and a drain."""
+    some = min(micro_batches, 2 * len(set(placement)))
+    rows = schedule.rows(placement, some)
+    if rows is None:
+        some, rows = micro_batches, rows_in_training(schedule, placement, micro_batches)
+    return place_recompute(Program.of(rows, some, rank_of=placement), remats)
+
+
 def _measure_backwards(
-    asked: Arguments, layers: Sequence[nn.Module], bare: Program, device: torch.device
+    asked: Arguments, layers: Sequence[nn.Module], program: Program, device: torch.device
 ) -> tuple[BackwardCost, ...]:
     """What the backwards of the layers cost whole and in two parts, where some are to be split and costs are time."""
-    if not asked.in_seconds or all(action.kind is not Kind.BACKWARD_WEIGHT for action in bare.actions):
+    if not asked.in_seconds or all(action.kind is not Kind.BACKWARD_WEIGHT for action in program.actions):
         return ()
     sample = _first_micro_batch(asked.sample, asked.micro_batches)
     with as_in_training(device, asked.intra_op_threads):
@@ -147,11 +155,11 @@ def _measure_backwards(
 
 
 def _find_whole(
-    layers: Mapping[str, nn.Module], cuts: Partition, bare: Program, backwards: Sequence[BackwardCost]
+    layers: Mapping[str, nn.Module], cuts: Partition, program: Program, backwards: Sequence[BackwardCost]
 ) -> frozenset[int]:
-    """The stages whose backwards are not split: it would not pay, as far as that was measured, or nothing can wait."""
+    """The stages whose backwards are not split: it would not pay, where that was measured, or nothing can wait."""
     if backwards:
-        return stages_left_whole(bare, stage_costs(cuts, bare, backwards))
+        return stages_left_whole(program, stage_costs(cuts, program, backwards))
     trains = [any(p.requires_grad for p in layer.parameters()) for layer in layers.values()]
     return frozenset(stage for stage, (first, end) in enumerate(cuts.bounds) if not any(trains[first:end]))
 

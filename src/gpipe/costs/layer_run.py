@@ -8,26 +8,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gpipe.layers.skips import skip_names, unpack_stashes
 from gpipe.rng.visit import visit
-from gpipe.values.boundary import cut, run_backward
+from gpipe.values.boundary import Gradients, cut, run_backward
 from gpipe.values.layout import copy_of
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
 
+T = TypeVar("T")
+
+LayerInput: TypeAlias = tuple[Tree, dict[str, Tensor | None]]
+"""What a layer takes of the main line, and what it pops."""
 LayerOutput: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
 """What a layer returns, and what it stashes."""
 
 
 def measure_each(
-    layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], float], where: str = ""
-) -> list[float]:
+    layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], T], where: str = ""
+) -> list[T]:
     """Measures each layer on what the layers before it make of the sample."""
-    numbers: list[float] = []
+    numbers: list[T] = []
     value: Tree = sample
     held: dict[str, Tensor | None] = {}
     for index, layer in enumerate(layers):
@@ -56,17 +60,28 @@ class LayerRun:
     def __post_init__(self) -> None:
         self.call: Callable[..., object] = self.layer
 
-    def given(self) -> tuple[Tree, dict[str, Tensor | None]]:
+    def given(self) -> LayerInput:
         """What the layer takes, for it to keep: it may work in place."""
-        return replace_tensors(self.value, _copy), {
-            name: None if tensor is None else _copy(tensor) for name, tensor in self.popped.items()
-        }
+        return self.given_with_leaves()[1]
+
+    def given_with_leaves(self) -> tuple[list[Tensor], LayerInput]:
+        """The same, behind the leaves to which its gradients come."""
+        leaves: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            """A tensor that wants a gradient if the other does; no leaf, so that it may be changed in place."""
+            leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
+            return copy_of(leaves[-1])
+
+        popped = {name: None if tensor is None else copy(tensor) for name, tensor in self.popped.items()}
+        value = replace_tensors(self.value, copy)
+        return [leaf for leaf in leaves if leaf.requires_grad], (value, popped)
 
     def keyed(self) -> visit:
         """The randomness of the layer, the same in every run."""
         return visit(0, 0, self.index, 0)
 
-    def forward(self, given: tuple[Tree, dict[str, Tensor | None]]) -> LayerOutput:
+    def forward(self, given: LayerInput) -> LayerOutput:
         """Runs the layer on what it is given; gives what it returns, and what it stashes."""
         result = self.call(given[0], **given[1])
         stash = skip_names(self.layer, "stash")
@@ -90,13 +105,13 @@ class LayerRun:
 
 def backward_of(output: LayerOutput) -> Callable[[], None]:
     """The backward of what a layer returned and stashed, to be called."""
+    return partial(run_backward, *roots_of(output))
+
+
+def roots_of(output: LayerOutput) -> tuple[list[Tensor], Gradients]:
+    """What of the output of a layer a backward starts at, and a gradient for each."""
     roots = [t for t in (*tensors_in(output[0]), *output[1].values()) if t is not None and t.requires_grad]
-    return partial(run_backward, roots, [torch.ones_like(root) for root in roots])
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A tensor that wants a gradient if the other does, and is no leaf, so that it may be changed in place."""
-    return copy_of(tensor.detach().requires_grad_(tensor.requires_grad))
+    return roots, [torch.ones_like(root) for root in roots]
 
 
 @contextmanager

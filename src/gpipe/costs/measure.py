@@ -7,9 +7,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gpipe.costs.layer_run import LayerRun, backward_of, measure_each
+from gpipe.costs.layer_run import LayerRun, backward_of, measure_each, roots_of
 from gpipe.intra_op import intra_op_threads
+from gpipe.plan.cost import BackwardCost
 from gpipe.values.layout import moved
+from gpipe.values.split_backward import backward_input, backward_weight
 from gpipe.values.tree import Tree, replace_tensors
 
 FEWEST, MOST, PATIENCE = 2, 7, 0.1
@@ -42,6 +44,43 @@ def measure_seconds(
         return sorted(rounds)[(len(rounds) - 1) // 2]
 
     return measure_each(layers, replace_tensors(sample, lambda tensor: moved(tensor, device)), seconds)
+
+
+def measure_backwards(layers: Sequence[nn.Module], sample: Tree, device: torch.device) -> list[BackwardCost]:
+    """Seconds of the backward of each layer on a sample micro-batch: whole, and in its two parts."""
+
+    def seconds(run: LayerRun) -> BackwardCost:
+        run.layer.to(device)
+        run.warm_up()
+        return BackwardCost(*(sorted(some)[len(some) // 2] for some in zip(*_rounds(run), strict=True)))
+
+    def _rounds(run: LayerRun) -> list[tuple[float, float, float]]:
+        end = time.perf_counter() + PATIENCE
+        rounds: list[tuple[float, float, float]] = []
+        while len(rounds) < FEWEST + 1 or (len(rounds) < MOST and time.perf_counter() < end):
+            rounds.append((_backward_seconds(run, device), *_parts_seconds(run, device)))
+        return rounds[1:]  # the first split warms up
+
+    return measure_each(layers, replace_tensors(sample, lambda tensor: moved(tensor, device)), seconds)
+
+
+def _backward_seconds(run: LayerRun, device: torch.device) -> float:
+    with run.keyed():
+        backward = backward_of(run.forward(run.given()))
+    start = _now(device)
+    backward()
+    return _now(device) - start
+
+
+def _parts_seconds(run: LayerRun, device: torch.device) -> tuple[float, float]:
+    leaves, given = run.given_with_leaves()
+    with run.keyed():
+        roots, gradients = roots_of(run.forward(given))
+    start = _now(device)
+    deferred = backward_input(roots, gradients, leaves)
+    between = _now(device)
+    backward_weight(deferred)
+    return between - start, _now(device) - between
 
 
 def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:

@@ -6,31 +6,46 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.build.settings import Settings
 from gpipe.findings.before_training import layers_of_stages
+from gpipe.plan.action import Kind
+from gpipe.plan.cost import BackwardCost
 from gpipe.plan.simulate import Plan, equal_bubble
 
 
 def summary(settings: Settings, plan: Plan, findings: Sequence[str]) -> str:
     """Describes the stages of a pipe, what a step will take, and what was found."""
-    lines = [*_table(settings), *_balance(settings), *_step(settings, plan)]
+    lines = [*_table(settings, plan), *_balance(settings), *_step(settings, plan)]
     return "\n".join([*lines, *(f"finding: {text}" for text in findings)])
 
 
-def _table(settings: Settings) -> Iterator[str]:
-    costs = settings.partition.seconds
+def _table(settings: Settings, plan: Plan) -> Iterator[str]:
+    costs, shares = settings.partition.seconds, _weight_shares(settings, plan)
     yield (
         f"{'stage':>5} {'rank':>4}  {'layers':<16} {'device':<8} {'remat':<12} "
-        f"{'parameters':>12} {'MiB':>8} {'cost':>6}"
+        f"{'parameters':>12} {'MiB':>8} {'cost':>6} {'W':>5}"
     )
     for stage, (names, rank) in enumerate(zip(layers_of_stages(settings), settings.placement, strict=True)):
         parameters = {
             id(p): p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)
         }.values()
+        share = costs[stage] / (sum(costs) or 1)
         mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         yield (
             f"{stage:>5} {rank:>4}  {span:<16} {settings.devices[rank]!s:<8} {settings.remat[stage]:<12} "
-            f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {costs[stage] / (sum(costs) or 1):>6.1%}"
+            f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {share:>6.1%} {shares[stage]:>5}"
         )
+
+
+def _weight_shares(settings: Settings, plan: Plan) -> list[str]:
+    """The share of W in the backward of each stage that is split: as measured, or half, as the plan takes it."""
+    split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
+    whole = [BackwardCost(0.0, 0.0, 0.0)] * len(settings.layers)
+    shares = []
+    for stage, (first, end) in enumerate(settings.partition.bounds):
+        _, inputs, weights = (sum(parts) for parts in zip(*(settings.backwards or whole)[first:end], strict=True))
+        measured = f"{weights / (inputs + weights):.0%}" if inputs + weights else "half"
+        shares.append(measured if stage in split else "-")
+    return shares
 
 
 def _balance(settings: Settings) -> Iterator[str]:

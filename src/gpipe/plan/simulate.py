@@ -169,7 +169,7 @@ def predict(
 def stage_costs(
     partition: Partition, program: Program, backwards: Sequence[BackwardCost] = ()
 ) -> tuple[StageCost, ...]:
-    """What the actions of each stage cost: as its layers' backwards do, if these are known, else as `predict` says."""
+    """What the actions of each stage cost: what its layers do, if that is known, else by `predict`'s rule."""
     everywhere = all(_recomputes(program, stage) for stage in range(program.stages))
     costs = partition.seconds if any(partition.seconds) else partition.layers  # costs of zero count as equal
     if not backwards:

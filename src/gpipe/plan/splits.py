@@ -7,9 +7,10 @@ from gpipe.plan.simulate import simulate
 
 
 def stages_left_whole(program: Program, costs: Costs) -> frozenset[int]:
-    """The stages of a bare program whose backwards had better not be split, by what they cost whole and in parts.
+    """The stages whose backwards had better not be split, by what they cost whole and in parts.
 
-    Stage after stage is left whole if the mini-batch then ends no later; from all split, and from the other end.
+    The program has no transfers. Stage after stage is left whole if the mini-batch then ends no later, from either
+    end.
 
     >>> from gpipe.plan.cost import StageCost
     >>> from gpipe.plan.schedules import SCHEDULES

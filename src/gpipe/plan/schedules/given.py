@@ -62,17 +62,23 @@ class MadeProgram:
 
     def placement(self, ranks: int, stages_per_rank: int) -> Placement | None:
         """That of the program for a whole mini-batch."""
-        program = self.make(ranks, self.micro_batches)
-        check_given(program)
+        program = _made(self.make, ranks, self.micro_batches)
         fits = (program.ranks, program.micro_batches) == (ranks, self.micro_batches)
         return program.rank_of if fits else None
 
     def rows(self, placement: Placement, micro_batches: int) -> Rows | None:
         """Those of the program for so many, if the function makes one with this placement."""
         try:
-            program = self.make(max(placement) + 1, micro_batches)
-            check_given(program)
-        except ValueError:
+            program = _made(self.make, max(placement) + 1, micro_batches)
+        except Exception:  # whatever it is that has no program of this size: a table of another will do
             return None
         same = (program.rank_of, program.micro_batches) == (placement, micro_batches)
         return program.rows if same else None
+
+
+def _made(make: Maker, ranks: int, micro_batches: int) -> Program:
+    program = make(ranks, micro_batches)
+    if not isinstance(program, Program):
+        raise ScheduleError(f"{make} gave {type(program).__name__}, which is no Program")
+    check_given(program)
+    return program
