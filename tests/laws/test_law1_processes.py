@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from gpipe.plan.schedules import SCHEDULES
 from tests.support.jobs import law1 as jobs
 from tests.support.jobs.law1 import Plain, case_of, locally, plain_case, task_of
 from tests.support.law1_stories import STORIES
@@ -71,6 +72,19 @@ def test_several_stages_on_each_rank(
     found = by_model(answers(crew.run(jobs.placed_mixed, MIXED, name, each, world=world)))
     assert sum(map(bool, found)) > CAN_BE_CUT / 2 * len(found)
     for ranks, (task, local, plain) in zip(found, mixed, strict=True):
+        if ranks:
+            assert not wrong(ranks, local), f"unlike the local run: {task.model.kinds}"
+            assert not wrong(ranks, plain, is_statistic(task)), f"unlike the plain loop: {task.model.kinds}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_schedule(name: str, world: int, mixed: list[tuple[Task, Digests, Digests]], crew: Crew) -> None:
+    some = MIXED[world - 2 :: 2]
+    found = by_model(answers(crew.run(jobs.scheduled_mixed, some, name, world=world)))
+    assert sum(map(bool, found)) > CAN_BE_CUT / 2 * len(found)
+    for ranks, seed in zip(found, some, strict=True):
+        task, local, plain = mixed[MIXED.index(seed)]
         if ranks:
             assert not wrong(ranks, local), f"unlike the local run: {task.model.kinds}"
             assert not wrong(ranks, plain, is_statistic(task)), f"unlike the plain loop: {task.model.kinds}"

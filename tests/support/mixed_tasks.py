@@ -113,6 +113,7 @@ class Way:
     cut: tuple[int, ...]
     remat: tuple[str, ...]
     driver: str
+    schedule: str = "gpipe"
 
 
 def generate_way(draw: Random, model: Model, partitions: int) -> Way | None:
@@ -149,6 +150,7 @@ def make(model: Model, task: Task, way: Way) -> gpipe.GPipe:
         task.micro_batches,
         remat=way.remat,
         driver=way.driver,
+        schedule=way.schedule,
         seed=task.seed,
         ties=model.ties,
         deferred_batch_norm=task.deferred,

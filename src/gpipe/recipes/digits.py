@@ -19,6 +19,7 @@ import gpipe
 from gpipe.datasets import Digits, Images, batches, jitter, load_digits
 from gpipe.datasets.digits import CLASSES
 from gpipe.models import amoebanet_d
+from gpipe.plan.simulate import equal_bubble
 from gpipe.plan.timeline import Timeline
 from gpipe.recipes.display import Display, Times
 from gpipe.recipes.loop import measure_accuracy, train_epoch
@@ -53,7 +54,7 @@ class Job:
         return (
             f"AmoebaNet-D ({o.layers}, {o.filters}), {self.pipe.partitions} partitions, "
             f"{f'{replicas} replicas, ' if replicas > 1 else ''}"
-            f"{o.micro_batches} micro-batches, remat {o.remat.replace('_', ' ')}"
+            f"{o.micro_batches} micro-batches, schedule {o.schedule}, remat {o.remat.replace('_', ' ')}"
         )
 
     @property
@@ -72,11 +73,12 @@ class Job:
         Only the first stage reads images; at the others they stay as they are.
         """
         seed, train = self.options.seed, self.digits.train
-        replica, stage = divmod(self.world.rank, self.pipe.partitions)
+        replica = self.world.rank // self.pipe.partitions
         for all_rows in batches(len(train), self.recipe.batch_size, seed=seed, epoch=epoch)[first:]:
             rows = all_rows.tensor_split(_replicas(self.pipe.partitions, self.world))[replica]
             batch = train[rows]
-            images = batch.images if stage else jitter(batch.images, rows, seed=seed, epoch=epoch)
+            reads = self.pipe.reads_inputs
+            images = jitter(batch.images, rows, seed=seed, epoch=epoch) if reads else batch.images
             yield replace(batch, images=images)
 
     def learning_rates(self, epoch: int, first: int = 0) -> list[float]:
@@ -244,4 +246,4 @@ def _report(job: Job, display: Display, timelines: Sequence[Timeline]) -> None:
     batch, device = job.digits.train[: job.recipe.batch_size], job.pipe.devices[0]
     make = partial(amoebanet_d, job.options.layers, job.options.filters, CLASSES)
     plain = measure_plain_step(make, batch, job.options.micro_batches, F.cross_entropy, device)
-    display.report(Times(timelines, plain, job.pipe.partitions, job.pipe.micro_batches), job.options.out)
+    display.report(Times(timelines, plain, equal_bubble(job.pipe.program)), job.options.out)

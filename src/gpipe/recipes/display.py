@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import gpipe
-from gpipe.plan.timeline import Timeline, bubble, merge
+from gpipe.plan.timeline import Timeline, merge
 from gpipe.report import breakdown_table
 
 
@@ -20,8 +20,7 @@ class Times:
 
     timelines: Sequence[Timeline]
     plain_seconds: float
-    partitions: int
-    micro_batches: int
+    bubble: float  # if stages were equal
 
 
 class Display:
@@ -65,11 +64,10 @@ class Display:
         """Says where the time of the recorded steps went, and how the plain loop compares."""
         whole = fmean(timeline.seconds + sum(timeline.other.values()) for timeline in times.timelines)
         own = median(timeline.seconds for timeline in times.timelines)
-        k, m = times.partitions, times.micro_batches
         ranks, steps = times.timelines[0].ranks, len(times.timelines)
         self.say(f"\nWhere a step's time went, on {ranks} ranks, mean of the {steps} steps of the last epoch:")
         self._console.print(breakdown_table(merge(times.timelines), whole))
-        self.say(f"bubble in theory, (K-1)/(M+K-1)    {bubble(k, m):.1%}")
+        self.say(f"bubble in theory, equal stages     {times.bubble:.1%}")
         self.say(f"forward and backward, pipelined    {own * 1000:.1f} ms")
         plain = f"{times.plain_seconds * 1000:.1f} ms: {times.plain_seconds / own:.2f} x"
         self.say(f"forward and backward, plain loop   {plain} (the same layers, one thread, no remat)")

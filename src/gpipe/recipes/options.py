@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from gpipe.plan.schedules import SCHEDULES
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -27,8 +29,11 @@ class TrainOptions:
     remat: Literal["always", "except_last", "never"] = "always"
     """Which micro-batches keep only what crosses partitions, and recompute the rest in the backward pass."""
 
-    schedule: Literal["gpipe"] = "gpipe"
-    """The order of the work: gpipe runs all forwards, then all backwards."""
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"
+    ] = "gpipe"
+    """The order of the work, and how many stages each partition is: see `gpipe schedule`. Losses do not depend on
+    it."""
 
     layers: int = 3
     """How many normal cells AmoebaNet-D has; 6 more layers (stem, reductions, head) stand around them."""
@@ -86,10 +91,12 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 yield f"--{name.replace('_', '-')} is {value}: choose {minimum} or more"
-        if self.layers >= 3 and (self.partitions or 1) > self.layers + 6:
+        each = SCHEDULES[self.schedule].stages_per_rank
+        if self.layers >= 3 and (self.partitions or 1) * each > self.layers + 6:
+            stages = f" of {each} stages each" if each > 1 else ""
             yield (
-                f"--partitions is {self.partitions}, but --layers {self.layers} makes {self.layers + 6} layers: "
-                f"choose {self.layers + 6} or fewer partitions, or more layers"
+                f"--partitions is {self.partitions}{stages}, but --layers {self.layers} makes {self.layers + 6} "
+                f"layers: choose {(self.layers + 6) // each} or fewer partitions, or more layers"
             )
         if self.out.exists() and not self.out.is_dir():
             yield f"--out is {self.out}, a file: choose a folder"

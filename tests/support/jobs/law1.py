@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.plan.schedules.placement import loop
 from tests.support import mixed_tasks
 from tests.support.addresses import twins
 from tests.support.law1_stories import MICRO_BATCHES, SEED, STORIES
@@ -31,11 +33,21 @@ def mixed(rank: int, world: int, seeds: list[int]) -> list[Digests | None]:
     return [run_task(task_of(seed), Random(f"{seed} {world}"), rank, world) for seed in seeds]
 
 
-def run_task(task: Task, draw: Random, rank: int, stages: int) -> Digests | None:
+def scheduled_mixed(rank: int, world: int, seeds: list[int], name: str) -> list[Digests | None]:
+    """Likewise, by a schedule of that name."""
+    stages = world * SCHEDULES[name].stages_per_rank
+    found = []
+    for task in map(task_of, seeds):
+        name = name if SCHEDULES[name].rows(loop(world, stages // world), task.micro_batches) else "zb_v"
+        found.append(run_task(task, Random(f"{task.seed} {world}"), rank, stages, schedule=name))
+    return found
+
+
+def run_task(task: Task, draw: Random, rank: int, stages: int, schedule: str = "gpipe") -> Digests | None:
     way = generate_way(draw, task.model, stages)
     if way is None:
         return None
-    with mixed_tasks.make(task.model, task, replace(way, driver="process")) as pipe:
+    with mixed_tasks.make(task.model, task, replace(way, driver="process", schedule=schedule)) as pipe:
         return digests(own_inputs(mixed_tasks.run(task, pipe), 0 if pipe.reads_inputs else rank or 1))
 
 

@@ -1,0 +1,114 @@
+"""Same bits, and the memory that the table states, for every schedule by name."""
+
+import weakref
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.plan.action import Kind
+from gpipe.plan.cost import StageCost
+from gpipe.plan.program import Program
+from gpipe.plan.schedules import SCHEDULES, rows_in_training
+from gpipe.plan.simulate import simulate
+from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
+from tests.support.outcomes import differences
+from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, plain_outputs, squares
+
+LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+each_schedule = pytest.mark.parametrize("name", SCHEDULES)
+each_driver = pytest.mark.parametrize("driver", ["threads", "lockstep"])
+
+
+@each_schedule
+@settings(LAW, max_examples=12)
+@given(st.randoms(use_true_random=False), st.integers(1, 3))
+@pytest.mark.slow
+def test_any_schedule_gives_the_bits_of_the_plain_loop(name: str, draw: Random, ranks: int) -> None:
+    task = generate_task(draw)
+    task = replace(task, micro_batches=max(task.micro_batches, 2 * ranks if name == "dualpipe_v" else 1))
+    way = generate_way(draw, task.model, ranks * SCHEDULES[name].stages_per_rank)
+    assume(way is not None)
+    assert way is not None
+    found = run_pipe(task, replace(way, schedule=name))
+    assert differences(found, run_pipe(task, whole(task.model))) == []
+    assert differences(found, run_plain(task), leave_out=is_statistic(task)) == []
+
+
+class Tracked(nn.Module):
+    """Keeps one tensor for its backward, or for the W of it, and knows how many are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = x * 1.5
+        self.made.append(weakref.ref(inner))
+        return F.relu(self.linear(inner))
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self.made)
+
+
+@each_schedule
+@each_driver
+@pytest.mark.parametrize("micro_batches", [3, 8])
+def test_what_a_rank_holds_is_what_the_table_states(name: str, driver: str, micro_batches: int) -> None:
+    ranks, each = 3, SCHEDULES[name].stages_per_rank
+    layers = [Tracked() for _ in range(ranks * each)]
+    x, y = torch.randn(micro_batches, 8), torch.randn(micro_batches, 8)
+    with gpipe.GPipe(layers, ranks, 8, schedule=name, remat="never", driver=driver, seed=0) as pipe:
+        rank_of = pipe.program.rank_of
+        held: list[list[int]] = [[] for _ in range(ranks)]
+
+        def watch(layer: nn.Module, *_: object) -> None:
+            rank = rank_of[layers.index(layer)]  # type: ignore[arg-type]  # it is one of them
+            held[rank].append(sum(layers[stage].alive for stage, its in enumerate(rank_of) if its == rank))
+
+        for layer in layers:
+            layer.register_forward_hook(watch)
+        pipe.step(x, y, squares)
+    rows = rows_in_training(SCHEDULES[name], rank_of, micro_batches)
+    program = Program.of(rows, micro_batches, rank_of=rank_of)
+    peaks = simulate(program, [StageCost(1.0, 2.0, inside=1)] * program.stages).peak_bytes
+    assert tuple(map(max, held)) == peaks
+    assert not sum(layer.alive for layer in layers)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("gpipe", "1f1b", "interleaved")])
+def test_split_backwards_are_split(name: str) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(2 * SCHEDULES[name].stages_per_rank)]
+    pipe = gpipe.GPipe(layers, 2, 8, schedule=name)
+    assert any(action.kind is Kind.BACKWARD_WEIGHT for action in pipe.program.actions)
+
+
+@each_schedule
+@each_driver
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+def test_each_schedule_trains_and_evaluates(name: str, driver: str, remat: str) -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))]
+    expected = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))]
+    nn.Sequential(*expected).load_state_dict(nn.Sequential(*layers).state_dict())
+    x, y = torch.randn(19, 8), torch.randn(19, 8)
+    with gpipe.GPipe(layers, 3, 8, schedule=name, remat=remat, driver=driver, seed=0) as pipe:
+        for step in range(2):
+            loss = pipe.step(x, y, squares)
+            assert torch.equal(loss, plain_loop(expected, x, y, squares, micro_batches=8, seed=0, step=step))
+        assert_same_bits(nn.Sequential(*layers), expected)
+        called = squares(pipe(x), y)
+        called.backward()
+        assert torch.equal(called, plain_call(expected, x, y, squares, micro_batches=8, seed=0, step=2))
+        assert_same_bits(nn.Sequential(*layers), expected)
+        outputs = plain_outputs(expected, x, micro_batches=8, seed=0, step=3)
+        with torch.no_grad():
+            assert torch.equal(pipe(x), outputs)  # type: ignore[arg-type]  # a tensor, as the input is
