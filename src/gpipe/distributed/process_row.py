@@ -24,10 +24,10 @@ from gpipe.layers.weight_aliases import WeightAliases
 from gpipe.plan.action import Action, Kind
 from gpipe.plan.program import Program
 from gpipe.runtime.engine import Engine
-from gpipe.runtime.minibatch import is_sharded
 from gpipe.runtime.notes import in_words
 from gpipe.runtime.others import Others
 from gpipe.runtime.steps import CompiledProgram, CompiledRows, Inbound
+from gpipe.values.dtensor import is_sharded
 from gpipe.values.messages import Control, Label, Message, ReadyEvent
 
 SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"

@@ -18,7 +18,7 @@ from gpipe.torch_private.modes import without_compiler
 from gpipe.torch_private.trees import tree_leaves
 from gpipe.values.layout import copy_of
 from gpipe.values.microbatch import Reduction
-from gpipe.values.tree import Tree
+from gpipe.values.tree import Tree, replace_tensors
 
 LossArguments: TypeAlias = Mapping[str, object]
 """The arguments of a loss of torch that say how it averages: `reduction`, `weight`, and for labels `ignore_index`."""
@@ -31,6 +31,10 @@ IGNORED_LABELS = (
     f"targets hold labels {IGNORED}, and loss_fn is none of torch's own, so it cannot be known whether it ignores "
     f"them; micro-batches are weighed by their rows. If it averages over the other labels, give "
     f"step(..., reduction=lambda target: (target != {IGNORED}).sum()), else reduction='mean'"
+)
+NO_GRADIENT = (
+    "the loss needs no gradient: it depends on no parameter that requires one; "
+    "return a loss computed from the output, or call step() under torch.no_grad()"
 )
 
 
@@ -186,7 +190,15 @@ def _sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
     return (found if counts is None else found.mul(counts)).sum()
 
 
-def read_loss(returned: object) -> tuple[Tensor, object]:
+def call_loss(
+    loss_fn: Callable[..., object], output: Tree, target: Tree, popped: Mapping[str, object]
+) -> tuple[Tensor, object]:
+    """The loss of a micro-batch, and metrics or `NO_METRICS`; the function may work in place on what it is given."""
+    target = replace_tensors(target, _with_own_version)
+    return _read_loss(loss_fn(replace_tensors(output, _clone_of_leaf_view), target, **popped))
+
+
+def _read_loss(returned: object) -> tuple[Tensor, object]:
     """What a loss function returned: a loss that is a scalar tensor, and metrics or `NO_METRICS`."""
     loss, metrics = returned, NO_METRICS
     if isinstance(returned, tuple) and len(returned) == 2 and not hasattr(returned, "loss"):
@@ -216,12 +228,12 @@ def _found_and_remedy(loss: object) -> str:
     return repr(loss)
 
 
-def with_own_version(target: Tensor) -> Tensor:
+def _with_own_version(target: Tensor) -> Tensor:
     """A target whose changes in place are counted apart from those of other micro-batches, views of one tensor."""
     return target if target.requires_grad else target.data
 
 
-def clone_of_leaf_view(output: Tensor) -> Tensor:
+def _clone_of_leaf_view(output: Tensor) -> Tensor:
     """An output for the loss to work on in place: one that a stage only passed on is a view of a leaf."""
     base = output._base
     return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output

@@ -18,6 +18,7 @@ from gpipe.torch_private.autograd import next_node_number
 from gpipe.values.autograd_graph import find_ancestors, leaves_of
 from gpipe.values.boundary import BoundaryValue, cut
 from gpipe.values.digest import differ, digest
+from gpipe.values.dtensor import is_sharded
 from gpipe.values.layout import copy_of, storage_address
 from gpipe.values.tree import Tree, replace_tensors, tensors_in, version
 
@@ -115,6 +116,7 @@ class Stage:
         """Begins a run: notes what its layers' modes are, for the whole of it."""
         self._memory: set[int] | None = None
         self._ancestors: dict[int, set[int]] = {}
+        self._is_sharded: bool | None = None
         self.modes = tuple([layer.module.training for layer in self.layers])
 
     def cut(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
@@ -148,6 +150,14 @@ class Stage:
             held = (t for layer in self.layers for t in (*layer.module.parameters(), *layer.module.buffers()))
             self._memory = {storage_address(t) for t in held} - {0}
         return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `fully_shard` was told of one of its modules."""
+        if self._is_sharded is None:
+            modules = (module for layer in self.layers for module in layer.module.modules())
+            self._is_sharded = any(map(is_sharded, modules))
+        return self._is_sharded
 
     def parameter_ids(self) -> set[int]:
         """The parameters of the layers, by identity."""

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 
-from torch import nn
-
 from gpipe.intra_op import intra_op_threads
 from gpipe.layers.buffers import Slot
 from gpipe.layers.recompute_check import RecomputeError
@@ -21,6 +19,7 @@ from gpipe.runtime.steps import CompiledProgram, CompiledRows
 from gpipe.runtime.threads import RankThreads
 from gpipe.runtime.walk import lockstep, walk
 from gpipe.runtime.worker import Worker
+from gpipe.values.dtensor import is_sharded
 from gpipe.values.tree import version
 
 
@@ -199,11 +198,6 @@ class MiniBatchRun:
 ABSENT = object()
 OF_PYTHON = {"decimal_context"}
 """What Python sets by itself."""
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was told of a module: it puts other parameters in their places while layers run."""
-    return hasattr(type(module), "set_gradient_divide_factor")
 
 
 def _row(worker: Worker, rows: CompiledRows, ambient: Ambient, recorder: Recorder | None) -> None:

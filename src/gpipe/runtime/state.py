@@ -11,6 +11,7 @@ from gpipe.layers.recompute_check import Fingerprint
 from gpipe.layers.skips import Pop
 from gpipe.layers.stage import LayerProgress
 from gpipe.values.boundary import BoundaryValue, Gradients, detached
+from gpipe.values.split_backward import Deferred
 from gpipe.values.tree import Tree, tensors_in
 
 
@@ -67,12 +68,13 @@ class Saved:
     `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots`,
     for each connection out of the stage (at the last one, for the loss or the output), the tensors of the graph
     whose gradients will come back. With rematerialization both are of the recompute: until then only `given` is
-    kept.
+    kept. Between the parts of a backward in two only `owed` is kept, what the second needs.
     """
 
     given: list[BoundaryValue]
     gradients: list[Gradients] = field(default_factory=list)
     roots: list[list[Tensor]] = field(default_factory=list)
+    owed: Deferred | None = None
     snapshot: SavedBuffers | None = None
     progress: LayerProgress = field(default_factory=LayerProgress)
     fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same

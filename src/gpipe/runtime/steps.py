@@ -15,7 +15,7 @@ from gpipe.plan.action import MAIN, TRANSFERS, Action, Kind, Route
 from gpipe.plan.lower import halves
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, ScheduleError
-from gpipe.plan.rules import fed_by, feeds, receiver_of, sender_of
+from gpipe.plan.rules import BACKWARDS, fed_by, feeds, receiver_of, sender_of
 from gpipe.values.messages import Label
 
 
@@ -170,7 +170,7 @@ class CompiledRows:
             if peer != self.program.rank_of[action.stage]:
                 raise ScheduleError(f"{action} needs {transfer}, which this program does not have")
             peer = None
-        return Transfer(peer, Label(one.number, action.micro_batch, action.kind is Kind.BACKWARD))
+        return Transfer(peer, Label(one.number, action.micro_batch, action.kind in BACKWARDS))
 
 
 @dataclass(frozen=True)

@@ -9,39 +9,30 @@ import torch
 from torch import Tensor
 
 from gpipe.layers.batchnorm import DeferredStatistics
-from gpipe.layers.buffers import SavedBuffers
 from gpipe.layers.inplace import SHARED_IN_PLACE
-from gpipe.layers.losses import clone_of_leaf_view, read_loss, with_own_version
+from gpipe.layers.losses import NO_GRADIENT, call_loss
 from gpipe.layers.recompute_check import Fingerprint, recompute_error
 from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
-from gpipe.layers.stage_isolation import HOOKED, WeightOwners, tensors_left_on
+from gpipe.layers.stage_isolation import (
+    BACKWARD_IN_FORWARD,
+    HOOKED,
+    WeightOwners,
+    tensors_left_on,
+    written_in_backward,
+)
 from gpipe.plan.action import Action, Kind
+from gpipe.plan.rules import BACKWARDS
 from gpipe.rng.visit import InBackward, PipeVisit
 from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch, Output, Saved
 from gpipe.runtime.steps import Connections, Step
 from gpipe.runtime.streams import RankStream
 from gpipe.values.autograd_graph import failed_node
-from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter, run_backward
+from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter
 from gpipe.values.messages import Label, Message, ReadyEvent
+from gpipe.values.split_backward import backward_input, backward_weight, run_whole_backward
 from gpipe.values.tree import replace_tensors, tensors_in
 
-NO_GRADIENT = (
-    "the loss needs no gradient: it depends on no parameter that requires one; "
-    "return a loss computed from the output, or call step() under torch.no_grad()"
-)
-
-
-BACKWARD_IN_FORWARD = (
-    "the forward of {stage} adds to gradients of its parameters: a layer calls backward() in it. A recompute would "
-    "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
-    "and have loss_fn.pop), or train these layers by themselves"
-)
-WRITES_IN_BACKWARD = (
-    "the backward of {stage} writes buffers of it ({names}). Where a later forward reads them, as scales of FP8 are "
-    "read, the plain loop has them one micro-batch sooner: forwards go ahead of backwards here, and how far depends "
-    "on the schedule"
-)
 _NOTHING = nullcontext()
 
 
@@ -221,27 +212,20 @@ class Worker:
 
     def _loss(self, made: StageOutput, m: int, progress: LayerProgress) -> Tensor:
         """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
-        batch = self.batch
+        batch, target = self.batch, self.batch.targets[m]
+        assert batch.loss_fn is not None
         progress.enter()
-        with self._around_layers():
-            loss, batch.metrics[m] = read_loss(self._call_loss_fn(made, m))
+        if not self.stream.alone:
+            target = replace_tensors(target, lambda tensor: self.stream.bring(tensor, None))
+        with self._around_layers(), PipeVisit(batch.seed, batch.step, batch.loss_index, batch.first + m):
+            loss, batch.metrics[m] = call_loss(batch.loss_fn, made.values[0], target, made.for_loss)
         if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         batch.losses[m] = loss.detach()
         return loss
 
-    def _call_loss_fn(self, made: StageOutput, m: int) -> object:
-        batch = self.batch
-        assert batch.loss_fn is not None
-        target = replace_tensors(batch.targets[m], with_own_version)
-        value = replace_tensors(made.values[0], clone_of_leaf_view)
-        if not self.stream.alone:
-            target = replace_tensors(target, lambda tensor: self.stream.bring(tensor, None))
-        with PipeVisit(batch.seed, batch.step, batch.loss_index, batch.first + m):
-            return batch.loss_fn(value, target, **made.for_loss)
-
     def backward(self, step: Step) -> None:
-        """Runs autograd through a stage, and hands on the gradients of what crossed its boundary."""
+        """Runs autograd through a stage, or its first part; hands on the gradients of what crossed its boundary."""
         saved = self.saved[step.stage, step.micro_batch]
         returned = self.taken if step.takes else [self._last_gradients(saved, step.micro_batch)]
         roots = [root for roots in saved.roots for root in roots]
@@ -249,24 +233,36 @@ class Worker:
         returned.clear()
         saved.roots = []
         stage = self.stages[step.stage][0]
+        leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
         if self.owners is not None:
-            self.owners.check(step.stage, roots, [leaf for crossing in saved.given for leaf in crossing.leaves])
+            self.owners.check(step.stage, roots, leaves)
         before = stage.buffers.before() if self.batch.examines else None
-        with InBackward(partial(saved.progress.maker_of, layers=stage.layers)):
-            run_backward(roots, gradients)
+        owed = [one.owed for (at, _), one in self.saved.items() if at == step.stage and one.owed is not None]
+        with self._in_backward(stage, saved):
+            if step.action.kind is Kind.BACKWARD or stage.is_sharded:
+                run_whole_backward(roots, gradients, owed)
+            else:
+                saved.owed = backward_input(roots, gradients, leaves, owed)
         if before is not None:
-            self._tell_of_writes(stage, before)
+            self.batch.findings += written_in_backward(stage, before)
         if step.stage:
             self._give(step, saved.gradients)
         else:
             self.batch.input_gradients[step.micro_batch] = saved.gradients[-1]
+        saved.given, saved.gradients = [], []
+        if step.action.kind is Kind.BACKWARD:
+            del self.saved[step.stage, step.micro_batch]
+
+    def backward_weight(self, step: Step) -> None:
+        """Runs the second part of a backward: adds up the gradients of weights that waited."""
+        saved = self.saved[step.stage, step.micro_batch]
+        if saved.owed is not None:
+            with self._in_backward(self.stages[step.stage][0], saved):
+                backward_weight(saved.owed)
         del self.saved[step.stage, step.micro_batch]
 
-    def _tell_of_writes(self, stage: Stage, before: SavedBuffers) -> None:
-        """Notes the buffers that a backward has written."""
-        written = {f"{type(module).__name__}.{name}": None for module, name in stage.buffers.after(before)}
-        if written:
-            self.batch.findings.append(WRITES_IN_BACKWARD.format(stage=stage, names=", ".join(written)))
+    def _in_backward(self, stage: Stage, saved: Saved) -> InBackward:
+        return InBackward(partial(saved.progress.maker_of, layers=stage.layers))
 
     def _last_gradients(self, saved: Saved, m: int) -> Gradients:
         if self.batch.loss_fn is None:
@@ -314,8 +310,10 @@ class Worker:
         saved = None if action.micro_batch is None else self.saved.get((action.stage, action.micro_batch))
         if saved is None:
             return None
-        if action.kind is Kind.BACKWARD:
+        if action.kind in BACKWARDS:
             layer = saved.progress.maker_of(failed_node(error), stage.layers)
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            layer = saved.progress.maker_of(saved.owed.next_node if saved.owed else None, stage.layers)
         else:
             layer = saved.progress.last_of(stage.layers)
         return layer or f"one of {', '.join(map(str, stage.layers))}"
@@ -331,13 +329,15 @@ def _work_of(kind: Kind) -> Callable[[Worker, Step], None]:
             return Worker.forward
         case Kind.RECOMPUTE:
             return Worker.recompute
-        case Kind.BACKWARD:
+        case Kind.BACKWARD | Kind.BACKWARD_INPUT:
             return Worker.backward
+        case Kind.BACKWARD_WEIGHT:
+            return Worker.backward_weight
         case Kind.COMMIT:
             return Worker.commit
         case Kind.TIE | Kind.REDUCE:
             return Worker.close
-        case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.SEND | Kind.RECEIVE:
+        case Kind.SEND | Kind.RECEIVE:
             return _not_done
         case _:
             assert_never(kind)

@@ -1,6 +1,6 @@
 """Tensors of which each process has a shard, as `fully_shard` makes them, beside those that are whole in each."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -31,3 +31,8 @@ def spread_like(tensor: Tensor, target: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor  # which takes long to load
 
     return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]  # a DTensor then
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was told of a module: it puts other parameters in their places while layers run."""
+    return hasattr(type(module), "set_gradient_divide_factor")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gpipe.torch_private.autograd import accumulate_gradients, has_gradient_hooks
+from gpipe.torch_private.autograd import accumulate_gradients, has_gradient_hooks, node_number
 from gpipe.torch_private.products import (
     LAYOUT_NODES,
     LEAF_NODE,
@@ -34,7 +34,7 @@ from gpipe.torch_private.products import (
     has_node_hooks,
     read_product,
 )
-from gpipe.values.boundary import Gradients, known_roots
+from gpipe.values.boundary import Gradients, known_roots, run_backward
 from gpipe.values.tree import version
 
 CHANGED = (
@@ -60,6 +60,7 @@ class OwedProduct(NamedTuple):
     product: Product
     slots: tuple[int, ...]
     ends: tuple[GradientEdge, ...]
+    number: int  # of its node
     dy: Tensor
     versions: tuple[int, int]  # of its input and of dy
 
@@ -70,6 +71,11 @@ class Deferred:
 
     products: deque[OwedProduct] = field(default_factory=deque)
     leaves: set[Node] = field(default_factory=set)
+
+    @property
+    def next_node(self) -> int | None:
+        """The sequence number of the product that is computed, or would be next."""
+        return self.products[0].number if self.products else None
 
 
 class Outlook(NamedTuple):
@@ -112,6 +118,12 @@ def backward_input(
     return deferred
 
 
+def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, owed: Iterable[Deferred]) -> None:
+    """Runs a backward in one, behind what earlier micro-batches left."""
+    _settle(None, owed)
+    run_backward(roots, gradients)
+
+
 def _settle(others: Collection[Node] | None, owed: Iterable[Deferred]) -> None:
     """Does what earlier micro-batches left for leaves that are about to be reached."""
     late = [at for at, one in enumerate(owed) if others is None or not one.leaves.isdisjoint(others)]
@@ -128,10 +140,11 @@ def backward_weight(deferred: Deferred) -> None:
         RuntimeError: What it needs has been changed in place since.
     """
     while deferred.products:
-        product, slots, ends, dy, versions = deferred.products.popleft()
+        product, slots, ends, _, dy, versions = deferred.products[0]
         if versions != (version(product.x), version(dy)):
             raise RuntimeError(CHANGED)
         accumulate_gradients(ends, product.gradients(dy, slots))
+        deferred.products.popleft()  # not before: it says which node failed
     deferred.leaves.clear()
 
 
@@ -145,11 +158,11 @@ class _Keep:
         self.deferred = deferred
 
     def __call__(self, came: tuple[Tensor | None, ...]) -> None:
-        _, product, slots, ends = self.one
+        node, product, slots, ends = self.one
         dy = came[0]
         if dy is not None:
             versions = version(product.x), version(dy)
-            self.deferred.products.append(OwedProduct(product, slots, ends, dy, versions))
+            self.deferred.products.append(OwedProduct(product, slots, ends, node_number(node), dy, versions))
 
 
 def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> Outlook:

@@ -1,0 +1,199 @@
+"""Same bits where backwards are in two parts, whenever the second comes."""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from gpipe.plan.action import Kind
+from gpipe.runtime.worker import Worker
+from tests.support import tied_layers
+from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
+from tests.support.outcomes import differences
+from tests.support.plain_loop import (
+    assert_same_bits,
+    mini_batch,
+    plain_call,
+    plain_loop,
+    same_bits,
+    squares,
+    train,
+    weights_of,
+)
+from tests.support.split_rows import SPLITS, split
+
+LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+each_split = pytest.mark.parametrize("name", SPLITS)
+each_driver = pytest.mark.parametrize("driver", ["threads", "lockstep"])
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, of a row as a sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.inner = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
+        return x + self.inner(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return made
+
+
+def network() -> list[nn.Module]:
+    with weights_of(5):
+        return [
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            Block(8),
+            nn.Dropout(0.2),
+            Checkpointed(nn.Linear(8, 8), reentrant=False),
+            nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 2), nn.Flatten()),
+            Checkpointed(nn.Linear(9, 8), reentrant=True),
+            nn.Linear(8, 4),
+        ]
+
+
+@each_split
+@each_driver
+@pytest.mark.parametrize("remat", ["always", "never", "except_last"])
+def test_backwards_in_two_parts_give_the_bits_of_the_plain_loop(name: str, driver: str, remat: str) -> None:
+    x, y = mini_batch(6, 4, rows=10)
+    with split(name), gpipe.GPipe(network(), [2, 3, 3], 4, seed=3, driver=driver, remat=remat) as pipe:
+        assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} <= {action.kind for action in pipe.program.actions}
+        plain = network()
+        for step in (0, 1):  # the second adds to gradients that are there
+            loss = pipe.step(x, y, squares)
+            assert same_bits(loss, plain_loop(plain, x, y, squares, micro_batches=4, seed=3, step=step))
+        assert_same_bits(pipe, plain)
+
+
+@settings(LAW, max_examples=40)
+@given(st.randoms(use_true_random=False), st.sampled_from(sorted(SPLITS)), st.integers(1, 3), st.integers(1, 2))
+@pytest.mark.slow
+def test_any_model_gives_the_bits_of_the_plain_loop(draw: Random, name: str, ranks: int, each: int) -> None:
+    task = generate_task(draw)
+    way = generate_way(draw, task.model, ranks * each)
+    assume(way is not None)
+    assert way is not None
+    with split(name, each):
+        found = run_pipe(task, way)
+    assert differences(found, run_pipe(task, whole(task.model))) == []
+    assert differences(found, run_plain(task), leave_out=is_statistic(task)) == []
+
+
+@each_split
+@tied_layers.every_build
+@pytest.mark.parametrize("way", ["step", "call"])
+def test_weights_that_stages_share(name: str, build: tied_layers.Build, way: str) -> None:
+    layers, plain = tied_layers.made(build), tied_layers.made(build)
+    with split(name), gpipe.GPipe(layers, 3, tied_layers.M, seed=5) as pipe:
+        loss = tied_layers.train(pipe, way)
+        assert same_bits(loss, tied_layers.train_plainly(plain, way))
+        assert_same_bits(pipe, plain)
+
+
+@each_split
+@each_driver
+def test_gradients_of_inputs_that_want_one(name: str, driver: str) -> None:
+    x, y = mini_batch(6, 4, rows=10)
+    other = x.clone().requires_grad_()
+    x.requires_grad_()
+    plain = network()
+    with split(name), gpipe.GPipe(network(), [2, 3, 3], 4, seed=3, driver=driver) as pipe:
+        loss = train(pipe, x, y, squares, "call")
+        assert same_bits(loss, plain_call(plain, other, y, squares, micro_batches=4, seed=3))
+        assert_same_bits(pipe, plain)
+    assert same_bits(x.grad, other.grad)
+
+
+@pytest.fixture
+def held() -> Iterator[list[tuple[int, int, int]]]:
+    """Notes what a worker keeps when the weights of a micro-batch are to come."""
+    found: list[tuple[int, int, int]] = []
+    own_do = Worker.do
+
+    def do(worker: Worker, step: Any) -> None:
+        if step.action.kind is Kind.BACKWARD_WEIGHT:
+            saved = worker.saved[step.stage, step.micro_batch]
+            found.append((len(saved.given), len(saved.gradients), len(saved.roots)))
+        own_do(worker, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "do", do)
+        yield found
+
+
+def test_nothing_else_is_kept_for_the_weights(held: list[tuple[int, int, int]]) -> None:
+    x, y = mini_batch(6, 4, rows=10)
+    with split("weights last"), gpipe.GPipe(network(), [2, 3, 3], 4, seed=3) as pipe:
+        pipe.step(x, y, squares)
+    assert held == [(0, 0, 0)] * 12
+
+
+def test_an_error_in_the_second_part_names_the_layer() -> None:
+    def fail(parameter: Tensor) -> None:
+        raise ValueError("no more")
+
+    x, y = mini_batch(6, 4, rows=10)
+    layers = network()
+    layers[2].get_parameter("out.weight").register_post_accumulate_grad_hook(fail)
+    with split("weights last"), gpipe.GPipe(layers, [2, 3, 3], 4, seed=3, driver="lockstep") as pipe:
+        with pytest.raises(ValueError, match="no more") as caught:
+            pipe.step(x, y, squares)
+        told = caught.value.__notes__[0]
+        assert "in the backward of weights of micro-batch 0, rank 1, stage 1, layer 2 (2: Block)" in told
+        assert ">1W0<" in told
+
+
+def test_stages_under_fully_shard_run_their_backwards_at_once(held: list[tuple[int, int, int]]) -> None:
+    class Spread(nn.Linear):
+        def set_gradient_divide_factor(self, factor: float) -> None:
+            """As a module has it that `fully_shard` was told of."""
+
+    x, y = mini_batch(6, 4)
+    early: list[bool] = []
+    with weights_of(1):
+        layers: list[nn.Module] = [Spread(6, 5), nn.Linear(5, 4)]
+    own_do = Worker.do
+
+    def do(worker: Worker, step: Any) -> None:
+        own_do(worker, step)
+        if step.action.kind is Kind.BACKWARD_INPUT:
+            early.append(layers[step.stage].weight.grad is not None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "do", do)
+        with split("weights last"), gpipe.GPipe(layers, 2, 1, driver="lockstep", remat="never") as pipe:
+            pipe.step(x, y, squares)
+    assert early == [False, True]
+
+
+def test_a_recorder_and_a_summary_know_both_parts() -> None:
+    x, y = mini_batch(6, 4, rows=10)
+    with split("weights last"), gpipe.GPipe(network(), [2, 3, 3], 4, seed=3) as pipe:
+        with gpipe.record(pipe) as recording:
+            pipe.step(x, y, squares)
+        kinds = {span.action.kind for span in recording.timelines[-1].spans}
+        assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} <= kinds
+        assert pipe.summary()
