@@ -42,16 +42,16 @@ def test_any_schedule_gives_the_bits_of_the_plain_loop(name: str, draw: Random, 
 
 
 class Tracked(nn.Module):
-    """Keeps one tensor for its backward, or for the W of it, and knows how many are alive."""
+    """Keeps the memory of one tensor until its backward, or the W of it, and knows of how many it is kept."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.made: list[weakref.ref[Tensor]] = []
+        self.made: list[weakref.ref[torch.UntypedStorage]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         inner = x * 1.5
-        self.made.append(weakref.ref(inner))
+        self.made.append(weakref.ref(inner.untyped_storage()))
         return F.relu(self.linear(inner))
 
     @property

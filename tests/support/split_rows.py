@@ -60,5 +60,5 @@ def split(name: str, stages_per_rank: int = 1) -> Iterator[None]:
     def rows(placement: Placement, micro_batches: int) -> Rows:
         return tuple(tuple(SPLITS[name](row)) for row in fill_drain_rows(placement, micro_batches))
 
-    with patch.dict(SCHEDULES, {"gpipe": Schedule(rows, loop, stages_per_rank)}):
+    with patch.dict(SCHEDULES, {"gpipe": Schedule("gpipe", rows, loop, stages_per_rank)}):
         yield
