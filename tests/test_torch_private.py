@@ -442,6 +442,18 @@ def test_hooks_on_tensors_are_seen() -> None:
         assert autograd.has_gradient_hooks(one)
 
 
+def test_tensors_of_one_memory_are_counted() -> None:
+    with relied_on(
+        "memory_users", "copies a gradient before it goes to another stage while a leaf has it for its own"
+    ):
+        one = torch.ones(4)
+        assert autograd.memory_users(one) == 1
+        view = one[1:]
+        assert autograd.memory_users(one) == autograd.memory_users(view) == 2
+        del one
+        assert autograd.memory_users(view) == 1
+
+
 def test_forward_mode_is_seen() -> None:
     with relied_on("is_differentiated_forward", "refuses tangents, and costs nothing where there are none"):
         assert not autograd.is_differentiated_forward()

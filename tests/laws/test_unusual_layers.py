@@ -1,5 +1,7 @@
 """What layers do that people write, and that a cut could change: each is as in the plain loop, or told."""
 
+import copy
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import same_bits
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares
 from tests.support.two_steps import DRIVERS, REMAT, Do, M, X, Y, network
 
 
@@ -177,3 +179,65 @@ def test_a_layer_that_calls_backward_in_its_forward_is_refused(remat: str, drive
 
     with pytest.raises(RuntimeError, match="a layer calls backward"):
         gpipe.GPipe([nn.Linear(4, 4), Greedy()], 2, M, driver=driver, remat=remat).step(X, Y, F.mse_loss)
+
+
+class FlatBias(nn.Module):
+    """Adds a parameter of another shape than the value: autograd makes its `.grad` a view of a gradient on its way."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias.view(x.shape)
+
+
+class Slow(nn.Module):
+    """A linear layer whose recompute takes its time, in which the next stage goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_gradient_on_its_way_is_nobody_elses(schedule: str) -> None:
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Slow(), FlatBias(8), nn.Linear(4, 4), FlatBias(8)]
+    expected = copy.deepcopy(layers)
+    with gpipe.GPipe(layers, [1, 3], 3, schedule=schedule, seed=0) as pipe:
+        for step in range(2):
+            loss = pipe.step(x, y, squares)
+            assert torch.equal(loss, plain_loop(expected, x, y, squares, micro_batches=3, seed=0, step=step))
+            assert_same_bits(nn.Sequential(*layers), expected)
+            pipe.zero_grad()
+            nn.Sequential(*expected).zero_grad()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_a_loss_that_is_a_parameter_leaves_later_losses_alone(schedule: str) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return squares(output[:, 1:], target) + output[0, 0]
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(1))
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.first.view(1, 1).expand(len(x), 1), self.linear(x)], 1)
+
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    layers: list[nn.Module] = [nn.Linear(4, 4), First()]
+    expected = copy.deepcopy(layers)
+    with gpipe.GPipe(layers, 2, 3, schedule=schedule, seed=0) as pipe:
+        loss = pipe.step(x, y, loss_fn)
+        assert torch.equal(loss, plain_loop(expected, x, y, loss_fn, micro_batches=3, seed=0, step=0))
+        assert_same_bits(nn.Sequential(*layers), expected)

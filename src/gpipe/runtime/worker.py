@@ -28,7 +28,7 @@ from gpipe.runtime.state import MiniBatch, Output, Saved
 from gpipe.runtime.steps import Connections, Step
 from gpipe.runtime.streams import RankStream
 from gpipe.values.autograd_graph import failed_node
-from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter
+from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter, set_apart
 from gpipe.values.messages import Label, Message, ReadyEvent
 from gpipe.values.split_backward import backward_input, backward_weight, run_whole_backward
 from gpipe.values.tree import replace_tensors, tensors_in
@@ -71,7 +71,6 @@ class Worker:
         self.deferred: dict[int, DeferredStatistics] = {}
         self.commits: list[int] = []
         self._doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
-        self._seeds: dict[float, Tensor] = {}
         for stage, ends in stages.values():
             stage.begin()
             if ends.recomputed or batch.examines:
@@ -245,6 +244,8 @@ class Worker:
                 saved.owed = backward_input(roots, gradients, leaves, owed)
         if before is not None:
             self.batch.findings += written_in_backward(stage, before)
+        del gradients
+        set_apart(saved.gradients, saved.owed.gradients if saved.owed else ())
         if step.stage:
             self._give(step, saved.gradients)
         else:
@@ -270,9 +271,7 @@ class Worker:
         seed = self.batch.seeds[m]
         if seed is None:
             return [None]
-        if seed not in self._seeds:
-            self._seeds[seed] = torch.full_like(saved.roots[0][0], seed)
-        return [self._seeds[seed]]
+        return [torch.full_like(saved.roots[0][0], seed)]  # one for each: a leaf's `.grad` may become a view of it
 
     def commit(self, step: Step) -> None:
         """Notes that a stage's statistics are whole: `settle` commits them once the run has ended well."""

@@ -62,6 +62,11 @@ def copy_each(into: list[Tensor], values: tuple[Tensor, ...]) -> None:
     torch._foreach_copy_(into, values)
 
 
+def memory_users(tensor: Tensor) -> int:
+    """How many tensors there are of the memory of one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # but for that of Python
+
+
 def negative_view(tensor: Tensor) -> Tensor:
     """A view with the other sign, as `torch.conj(x).imag` is one."""
     return torch._neg_view(tensor)

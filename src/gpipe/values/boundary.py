@@ -4,7 +4,7 @@ A boundary tensor is a leaf that shares the maker's memory. It is read-only to b
 on what it is given gets a copy (see `Stage`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.torch_private.autograd import accumulate_gradients, has_gradient_hooks
+from gpipe.torch_private.autograd import accumulate_gradients, has_gradient_hooks, memory_users
 from gpipe.torch_private.trees import tree_flatten, tree_unflatten
 from gpipe.values.hidden_tensors import hides_tensors, refuse_hidden_tensors
+from gpipe.values.layout import copy_of, storage_address
 from gpipe.values.tree import Tree, replace_tensors, tensors_in, version
 
 
@@ -195,6 +196,26 @@ def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[list[Ten
         if gradient is not None
     ]
     return [root for root, _ in known], [gradient for _, gradient in known]
+
+
+def set_apart(gradients: Iterable[Gradients], kept: Iterable[Tensor] = ()) -> None:
+    """Puts a copy in place of each gradient that shares memory: with another, with what is kept, with a `.grad`.
+
+    Autograd hands one gradient to several nodes, and has a leaf without `.grad` take a view of one for its own, to
+    which later micro-batches add. What goes to another stage must be its own alone.
+    """
+    known = set(map(id, kept))
+    for some in gradients:
+        for at, gradient in enumerate(some):
+            if isinstance(gradient, Tensor):
+                if id(gradient) in known or shares_memory(gradient):
+                    some[at] = copy_of(gradient)
+                known.add(id(gradient))
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether there is another tensor, a view say, of the memory of this one."""
+    return storage_address(tensor) != 0 and memory_users(tensor) > 1
 
 
 def _without_value(root: Tensor) -> tuple[Tensor, Tensor]:

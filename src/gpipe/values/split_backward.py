@@ -34,7 +34,8 @@ from gpipe.torch_private.products import (
     has_node_hooks,
     read_product,
 )
-from gpipe.values.boundary import Gradients, known_roots, run_backward
+from gpipe.values.boundary import Gradients, known_roots, run_backward, shares_memory
+from gpipe.values.layout import copy_of
 from gpipe.values.tree import version
 
 CHANGED = (
@@ -71,6 +72,11 @@ class Deferred:
 
     products: deque[OwedProduct] = field(default_factory=deque)
     leaves: set[Node] = field(default_factory=set)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """What came to the products."""
+        return [one.dy for one in self.products]
 
     @property
     def next_node(self) -> int | None:
@@ -115,7 +121,16 @@ def backward_input(
     finally:
         for handle in handles:  # each holds its node, which holds it
             handle.remove()
+    deferred.products = deque(map(_apart, deferred.products))
     return deferred
+
+
+def _apart(one: OwedProduct) -> OwedProduct:
+    """The product with a gradient to which nobody adds: a leaf's `.grad` may have become a view of it."""
+    if not shares_memory(one.dy):
+        return one
+    dy = copy_of(one.dy)
+    return one._replace(dy=dy, versions=(one.versions[0], version(dy)))
 
 
 def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, owed: Iterable[Deferred]) -> None:
