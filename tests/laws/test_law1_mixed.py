@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.runtime import others
+from gpipe.plan.action import Kind
+from gpipe.runtime import others, worker
 from gpipe.runtime.others import Mailbox
 from gpipe.runtime.steps import Step
 from gpipe.runtime.worker import Worker
@@ -101,11 +102,11 @@ def _copy_of(message: Message) -> Message:
 def poisoned_boundaries() -> Iterator[None]:
     """Fills what came from another rank with NaN, values and gradients, as soon as the backward has used it."""
 
-    def backward(worker: Worker, step: Step) -> None:
-        cell = worker.saved[step.stage, step.micro_batch]
+    def backward(one: Worker, step: Step) -> None:
+        cell = one.saved[step.stage, step.micro_batch]
         came = [tensor for crossing in cell.given for tensor in tensors_in(crossing.value)] if step.stage else []
-        came += [g for gradients in worker.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
-        own_backward(worker, step)
+        came += [g for gradients in one.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
+        own_backward(one, step)
         for tensor in came:
             with torch.no_grad():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
@@ -113,7 +114,7 @@ def poisoned_boundaries() -> Iterator[None]:
     own_backward = Worker.backward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(others, "Mailbox", Copies)
-        patch.setattr(Worker, "backward", backward)
+        patch.setitem(worker.WORK, Kind.BACKWARD, backward)
         yield
 
 
