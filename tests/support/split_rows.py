@@ -1,4 +1,4 @@
-"""Rows whose backwards are in two parts, from those of fill-drain: no schedule by name has such yet."""
+"""Rows whose backwards are in two parts, the second later than in any schedule by name, from those of fill-drain."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
