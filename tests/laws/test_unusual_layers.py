@@ -74,7 +74,7 @@ def test_a_weight_that_another_partition_uses_past_its_layers_is_refused(remat: 
 def test_a_weight_that_two_partitions_use_past_all_layers_is_refused(driver: str) -> None:
     weight = torch.ones(4, requires_grad=True)
     pipe = gpipe.GPipe(network(lambda x: x * weight, lambda x: x + weight), [2, 2], M, driver=driver)
-    with pytest.raises(RuntimeError, match=r"a weight of shape \(4,\), which partition \d uses too"):
+    with pytest.raises(RuntimeError, match=r"a weight of shape \(4,\), which stage \d uses too"):
         pipe.step(X, Y, F.mse_loss)
 
 
@@ -182,7 +182,7 @@ def test_a_layer_that_calls_backward_in_its_forward_is_refused(remat: str, drive
 
 
 class FlatBias(nn.Module):
-    """Adds a parameter of another shape than the value: autograd makes its `.grad` a view of a gradient on its way."""
+    """Adds a parameter of another shape: autograd makes its `.grad` a view of a gradient that is on its way."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

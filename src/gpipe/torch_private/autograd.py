@@ -63,8 +63,9 @@ def copy_each(into: list[Tensor], values: tuple[Tensor, ...]) -> None:
 
 
 def memory_users(tensor: Tensor) -> int:
-    """How many tensors there are of the memory of one."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # but for that of Python
+    """How many tensors there are of the memory of one, but for that which it is a view of and keeps alive."""
+    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is the storage's own, in Python
+    return users - tensor._is_view()
 
 
 def negative_view(tensor: Tensor) -> Tensor:

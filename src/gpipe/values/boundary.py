@@ -204,13 +204,14 @@ def set_apart(gradients: Iterable[Gradients], kept: Iterable[Tensor] = ()) -> No
     Autograd hands one gradient to several nodes, and has a leaf without `.grad` take a view of one for its own, to
     which later micro-batches add. What goes to another stage must be its own alone.
     """
-    known = set(map(id, kept))
+    known = set(map(storage_address, kept)) - {0}
     for some in gradients:
         for at, gradient in enumerate(some):
             if isinstance(gradient, Tensor):
-                if id(gradient) in known or shares_memory(gradient):
+                address = storage_address(gradient)
+                if address in known or shares_memory(gradient):
                     some[at] = copy_of(gradient)
-                known.add(id(gradient))
+                known |= {address} - {0}
 
 
 def shares_memory(tensor: Tensor) -> bool:
