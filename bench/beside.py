@@ -12,7 +12,6 @@ Where others load the machine, CPU time tells more.
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ import torch
 
 import gpipe
 from bench.machine import facts
-from bench.report import describe, spread, table, write
+from bench.report import describe, interval, spread, table, write
 from bench.workloads import WORKLOADS, sleeping
 
 HERE = Path(__file__).parents[1]
@@ -141,9 +140,8 @@ def measure(before: Path, row: Row, rounds: int, seconds: float) -> list[Pair]:
 
 def change(ratios: Sequence[float]) -> list[str]:
     """The median, and its interval by bootstrap."""
-    chance = random.Random(0)
-    medians = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return [f"{median(ratios) - 1:+.1%}", f"{medians[50] - 1:+.1%} to {medians[-51] - 1:+.1%}"]
+    low, high = interval(ratios)
+    return [f"{median(ratios) - 1:+.1%}", f"{low - 1:+.1%} to {high - 1:+.1%}"]
 
 
 def shown(row: Row, pairs: Sequence[Pair]) -> list[str]:

@@ -1,6 +1,7 @@
 """Results as they are kept: JSON with all that was measured, Markdown to read."""
 
 import json
+import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,17 @@ def spread(values: Sequence[float], scale: float = 1e3, digits: int = 4) -> str:
     """The median with the least and the greatest: `12.3 (11.9-13)`."""
     low, middle, high = (f"{scale * v:.{digits}g}" for v in (min(values), median(values), max(values)))
     return f"{middle} ({low}-{high})"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The interval of 95 % of the median, by bootstrap.
+
+    >>> interval([1.0, 1.0, 1.0])
+    (1.0, 1.0)
+    """
+    chance = random.Random(0)
+    medians = sorted(median(chance.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[-51]
 
 
 def describe(facts: Mapping[str, str]) -> str:
