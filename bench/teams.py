@@ -4,6 +4,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Self, TypeVar
@@ -69,7 +70,7 @@ class Team:
 
     def wait_until_ready(self) -> None:
         """Waits for the first steps to be done; decides how many make a turn."""
-        answers = [self._hear(at) for at in range(len(self.processes))]
+        answers = self._hear()
         self.peaks = [answer.peak_bytes for answer in answers]
         step = max(answer.seconds[-1] for answer in answers)
         self.steps = min(40, max(1, round(TURN_SECONDS / step)))
@@ -102,19 +103,31 @@ class Team:
     def _ask(self, order: object) -> list[Answer]:
         for orders in self.orders:
             orders.send(order)
-        return [self._hear(at) for at in range(len(self.processes))]
+        return self._hear()
 
-    def _hear(self, at: int) -> Answer:
-        if not self.orders[at].poll(PATIENCE_SECONDS):
-            raise RuntimeFailedError(f"no answer within {PATIENCE_SECONDS} s")
-        try:
-            answer = self.orders[at].recv()
-        except EOFError:
-            raise RuntimeFailedError("the process ended") from None
-        if answer.failure:
-            raise RuntimeFailedError(answer.failure)
-        assert isinstance(answer, Answer)
-        return answer
+    def _hear(self) -> list[Answer]:
+        """Takes answers as they come: where one process fails and others lose it, the first tells why."""
+        answers: dict[int, Answer] = {}
+        while len(answers) < len(self.processes):
+            waiting = {orders: at for at, orders in enumerate(self.orders) if at not in answers}
+            there = wait(list(waiting), PATIENCE_SECONDS)
+            if not there:
+                raise RuntimeFailedError(f"no answer within {PATIENCE_SECONDS} s")
+            for orders, at in waiting.items():
+                if orders in there:
+                    answers[at] = _answer(orders)
+        return [answer for _, answer in sorted(answers.items())]
+
+
+def _answer(orders: Connection) -> Answer:
+    try:
+        answer = orders.recv()
+    except EOFError:
+        raise RuntimeFailedError("the process ended") from None
+    if answer.failure:
+        raise RuntimeFailedError(answer.failure)
+    assert isinstance(answer, Answer)
+    return answer
 
 
 class Teams:
@@ -173,6 +186,16 @@ class Teams:
 
 def quietest(turns: Sequence[Turn], at_least: int, others: float) -> list[Turn]:
     """The turns in which others used no more than so many cores, or so many of the quietest."""
-    ordered = sorted(turns, key=lambda turn: turn.others)
-    quiet = [turn for turn in ordered if turn.others <= others]
+    return _quietest(turns, at_least, others, lambda turn: turn.others)
+
+
+def quietest_pairs(of: Sequence[Turn], over: Sequence[Turn], at_least: int, others: float) -> list[tuple[Turn, Turn]]:
+    """Turns of two in the same rounds, likewise: both are to have been quiet."""
+    pairs = list(zip(of, over, strict=False))  # what failed has fewer
+    return _quietest(pairs, at_least, others, lambda pair: max(turn.others for turn in pair))
+
+
+def _quietest(items: Sequence[T], at_least: int, others: float, used: Callable[[T], float]) -> list[T]:
+    ordered = sorted(items, key=used)
+    quiet = [item for item in ordered if used(item) <= others]
     return quiet if len(quiet) >= at_least else ordered[:at_least]
