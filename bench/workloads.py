@@ -77,33 +77,51 @@ class Embedding(nn.Module):
         return found
 
 
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a norm and beside a residual connection."""
+class Attention(nn.Module):
+    """Causal self-attention behind a norm and beside a residual connection."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width)
         self.packed = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.ffn = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Lets each position attend to those before it: (N, T, d) to (N, T, d)."""
         rows, length, width = x.shape
-        packed = self.packed(self.attention_norm(x)).view(rows, length, 3, self.heads, width // self.heads)
+        packed = self.packed(self.norm(x)).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        result: Tensor = x + self.ffn(x)
+        result: Tensor = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return result
 
 
-def _transformer(width: int, length: int) -> list[nn.Module]:
+class FeedForward(nn.Module):
+    """Two linear layers behind a norm and beside a residual connection: (N, T, d) to (N, T, d)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds what the layers make of each position."""
+        result: Tensor = x + self.body(x)
+        return result
+
+
+def _halves(width: int, length: int) -> list[nn.Module]:
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, _VOCABULARY, bias=False))
-    return [Embedding(width, length), *(Block(width) for _ in range(8)), head]
+    embedding = Embedding(width, length)
+    return [embedding, *(layer for _ in range(8) for layer in (Attention(width), FeedForward(width))), head]
+
+
+def _transformer(width: int, length: int) -> list[nn.Module]:
+    embedding, *halves, head = _halves(width, length)
+    blocks = [nn.Sequential(*pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
+    return [embedding, *blocks, head]
 
 
 def _tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -234,6 +252,10 @@ WORKLOADS = {
         Workload(
             "transformer", "Transformer: 8 blocks, d=256, sequence 128, 16 rows",
             partial(_transformer, 256, 128), partial(_tokens, 16, 128), token_loss, partitions=2, micro_batches=8,
+        ),
+        Workload(
+            "halves", "Transformer: 8 blocks as 16 layers, d=256, sequence 128, 16 rows",
+            partial(_halves, 256, 128), partial(_tokens, 16, 128), token_loss, partitions=2, micro_batches=8,
         ),
         Workload(
             "transformer-64", "Transformer: 8 blocks, d=256, sequence 128, 64 rows",
