@@ -95,6 +95,12 @@ class Whole(_InOneProcess):
         self.loss_fn(self.whole(self.inputs), self.targets).backward()
 
 
+class WholeOneThread(Whole):
+    """The whole mini-batch at once, one thread."""
+
+    threads = 1
+
+
 class Stages(_InOneProcess):
     """The stages one after another in one thread, to time them: what the ideal makespan is made of."""
 
@@ -136,12 +142,16 @@ class GPipe(_InOneProcess):
     remat = "always"
     micro_batches: int | None = None
 
+    def __init__(self, schedule: str = "gpipe") -> None:
+        self.schedule = schedule
+
     def build(self) -> None:
         """Builds the pipe."""
         self.pipe = gpipe.GPipe(
             self.layers,
             self.setup.cuts,
             self.micro_batches or self.setup.micro_batches,
+            schedule=self.schedule,
             remat=self.remat if self.setup.remat else "never",
             seed=0,
         )

@@ -1,7 +1,7 @@
 """Runtimes of several processes that talk through torch.distributed, and gloo below it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
@@ -33,8 +34,6 @@ class _Ranks:
         dist.init_process_group("gloo", f"file://{setup.meeting}", rank=setup.rank, world_size=setup.world)
         self.setup = setup
         self.inputs, self.targets = setup.work.data()
-        self.has_first = setup.rank == 0
-        self.has_last = setup.rank == setup.world - 1
         self.build(setup.work.layers())
 
     def build(self, layers: list[nn.Module]) -> None:
@@ -53,19 +52,25 @@ class _Ranks:
 class GPipeProcesses(_Ranks):
     """This library with a process for each partition, trained by `step`."""
 
+    def __init__(self, schedule: str = "gpipe") -> None:
+        self.schedule = schedule
+
     def build(self, layers: list[nn.Module]) -> None:
         """Builds the pipe."""
-        remat = "always" if self.setup.remat else "never"
         self.pipe = gpipe.GPipe(
-            layers, self.setup.cuts, self.setup.micro_batches, remat=remat, seed=0, driver="process"
+            layers,
+            self.setup.cuts,
+            self.setup.micro_batches,
+            schedule=self.schedule,
+            remat="always" if self.setup.remat else "never",
+            seed=0,
+            driver="process",
         )
         self.parts = [self.pipe]
 
     def step(self) -> None:
-        """Runs this process's part of one mini-batch."""
-        inputs = self.inputs if self.has_first else None
-        targets = self.targets if self.has_last else None
-        self.pipe.step(inputs, targets, self.setup.work.loss_fn)
+        """Runs this process's part of one mini-batch; where the pipe needs no inputs or targets, it leaves them."""
+        self.pipe.step(self.inputs, self.targets, self.setup.work.loss_fn)
 
 
 class GPipeProcessesCall(GPipeProcesses):
@@ -112,33 +117,45 @@ class _Part(nn.Module):
         return value
 
 
-class _Torch(_Ranks):
-    """torch.distributed.pipelining, a process for each partition."""
+Placement = Callable[[int, int], list[int]]
+"""The stages of a rank, of so many ranks."""
 
-    stages_per_rank = 1
+
+def one_each(rank: int, ranks: int) -> list[int]:
+    """One stage a rank."""
+    return [rank]
+
+
+def in_a_loop(rank: int, ranks: int) -> list[int]:
+    """Two stages a rank, the second half of them in the order of the first."""
+    return [rank, ranks + rank]
+
+
+def in_a_v(rank: int, ranks: int) -> list[int]:
+    """Two stages a rank, there and back: the first rank has the last stage too."""
+    return [rank, 2 * ranks - 1 - rank]
+
+
+class Torch(_Ranks):
+    """torch.distributed.pipelining by one of its schedules, a process for each rank."""
+
+    def __init__(self, schedule: Callable[..., Any], placement: Placement = one_each) -> None:
+        self.make_schedule = schedule
+        self.placement = placement
 
     def build(self, layers: list[nn.Module]) -> None:
         """Builds the own stages and their schedule."""
-        from torch.distributed.pipelining import PipelineStage
-
-        own, many = self._own_stages(), len(self.setup.cuts)
+        own, many = self.placement(self.setup.rank, self.setup.world), len(self.setup.cuts)
         self.parts = [self._part(layers, stage) for stage in own]
         self.has_first, self.has_last = 0 in own, many - 1 in own
         device = torch.device("cpu")
         stages = [PipelineStage(part, at, many, device) for at, part in zip(own, self.parts, strict=True)]
-        self.schedule = self.make_schedule(stages)
-
-    def make_schedule(self, stages: Sequence[Any]) -> Any:
-        """Makes the schedule of this rank."""
-        raise NotImplementedError
+        takes = stages[0] if self.placement is one_each else stages
+        self.schedule = self.make_schedule(takes, self.setup.micro_batches, self.loss_fn, scale_grads=False)
 
     def loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
         """What a micro-batch adds to the loss."""
         return self.setup.work.loss_fn(output, target) / self.setup.micro_batches
-
-    def _own_stages(self) -> list[int]:
-        rank, world = self.setup.rank, self.setup.world
-        return [rank] if self.stages_per_rank == 1 else [rank, 2 * world - 1 - rank]  # there and back: a V
 
     def _part(self, layers: Sequence[nn.Module], stage: int) -> _Part:
         first = sum(self.setup.cuts[:stage])
@@ -156,38 +173,6 @@ class _Torch(_Ranks):
     def gradients(self) -> Mapping[str, Tensor]:
         """The gradients of the own stages by name."""
         return {name.removeprefix("layers."): gradient for name, gradient in super().gradients().items()}
-
-
-class TorchFillDrain(_Torch):
-    """torch.distributed.pipelining, ScheduleGPipe."""
-
-    def make_schedule(self, stages: Sequence[Any]) -> Any:
-        """Makes the schedule of this rank."""
-        from torch.distributed.pipelining import ScheduleGPipe
-
-        return ScheduleGPipe(stages[0], self.setup.micro_batches, self.loss_fn, scale_grads=False)
-
-
-class Torch1F1B(_Torch):
-    """torch.distributed.pipelining, Schedule1F1B."""
-
-    def make_schedule(self, stages: Sequence[Any]) -> Any:
-        """Makes the schedule of this rank."""
-        from torch.distributed.pipelining import Schedule1F1B
-
-        return Schedule1F1B(stages[0], self.setup.micro_batches, self.loss_fn, scale_grads=False)
-
-
-class TorchZBV(_Torch):
-    """torch.distributed.pipelining, ScheduleZBVZeroBubble."""
-
-    stages_per_rank = 2
-
-    def make_schedule(self, stages: Sequence[Any]) -> Any:
-        """Makes the schedule of this rank."""
-        from torch.distributed.pipelining import ScheduleZBVZeroBubble
-
-        return ScheduleZBVZeroBubble(list(stages), self.setup.micro_batches, self.loss_fn, scale_grads=False)
 
 
 class _Keep(torch.optim.Optimizer):
