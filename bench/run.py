@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.ideal import makespan, share
 from bench.machine import facts
 from bench.report import describe, spread, table, write
-from bench.runtimes import RUNTIMES
+from bench.runtimes import COMPARED, RUNTIMES
 from bench.setup import Setup
 from bench.teams import Team, Teams, Turn, quietest
 from bench.workloads import WORKLOADS, Workload
@@ -130,11 +130,11 @@ def measure(
 ) -> Result:
     """Runs one workload through the runtimes for about so many seconds."""
     until = time.monotonic() + seconds
-    setups = {name: _setup(work, name, remat=remat) for name in ("plain", "stages", *names)}
+    setups = {name: setup_for(work, name, remat=remat) for name in ("plain", "stages", *names)}
     copies = min(work.partitions, os.cpu_count() or 1)
     with Teams(setups, copies=0 if work.sleeps else copies) as teams:
         gradients = teams.gradients()
-        gradients["newest"] = _gradients_newest_first(setups["plain"])
+        gradients["newest"] = gradients_newest_first(setups["plain"])
         teams.run(rounds, until, rest)
     quiet = {name: quietest(turns, rounds, QUIET) for name, turns in teams.turns.items() if turns}
     steps = {name: [median(turn.seconds) for turn in turns] for name, turns in quiet.items()}
@@ -142,7 +142,7 @@ def measure(
     slowdown = 1.0 if work.sleeps else median(steps["copies"]) / median(steps["plain"])
     machines = work.partitions if work.sleeps else copies
     ceiling = machines / slowdown * share(forward, backward, work.micro_batches, remat=remat)
-    same = {name: _compare(found, gradients["plain"], gradients["newest"]) for name, found in gradients.items()}
+    same = {name: compare(found, gradients["plain"], gradients["newest"]) for name, found in gradients.items()}
     there = [name for name in ("plain", *names) if name not in teams.failures]
     rows = [_row(name, quiet[name], teams.by_name[name].peaks, same[name]) for name in there]
     return Result(
@@ -162,14 +162,16 @@ def _row(name: str, turns: Sequence[Turn], peaks: list[int], gradients: str) -> 
 _CUTS: dict[tuple[str, int], tuple[int, ...]] = {}
 
 
-def _setup(work: Workload, name: str, *, remat: bool) -> Setup:
+def setup_for(work: Workload, name: str, *, remat: bool) -> Setup:
+    """What a runtime is asked to do: the cuts are the same for all with as many stages."""
     stages = work.partitions * RUNTIMES[name].stages_per_rank
     if (work.name, stages) not in _CUTS:
         _CUTS[work.name, stages] = choose_cuts(work, stages)
     return Setup(work.name, work.partitions, work.micro_batches, _CUTS[work.name, stages], remat=remat)
 
 
-def _gradients_newest_first(setup: Setup) -> dict[str, Tensor]:
+def gradients_newest_first(setup: Setup) -> dict[str, Tensor]:
+    """The gradients of the plain loop that takes the micro-batches in the other order."""
     team = Team("newest", setup)
     try:
         team.wait_until_ready()
@@ -178,7 +180,7 @@ def _gradients_newest_first(setup: Setup) -> dict[str, Tensor]:
         team.close()
 
 
-def _compare(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> str:
+def compare(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> str:
     """In words, how gradients relate to those of the plain loop in either order."""
     if found.keys() != plain.keys():
         return "MISSING"
@@ -192,12 +194,12 @@ def _compare(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], newest: M
 def runtimes_for(work: Workload, *, remat: bool) -> list[str]:
     """The runtimes that a table of this workload shows, besides the plain loop."""
     lacks = {"plain", "newest", "stages", "ddp"} | (NOT_WITH_REMAT if remat else ONLY_WITH_REMAT)
-    return [name for name in RUNTIMES if name not in lacks and (name in LONG or not work.long)]
+    return [name for name in COMPARED if name not in lacks and (name in LONG or not work.long)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
-    known = [name for name in WORKLOADS if name != "wide"]  # that is slow_link's
+    known = [name for name in WORKLOADS if name not in {"wide", "halves"}]  # those of slow_link and schedules
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(known)}; all by default")
     parser.add_argument("--remat", choices=("off", "on", "both"), default="both")
     parser.add_argument("--runtimes", help=f"separated by commas, of {', '.join(RUNTIMES)}")

@@ -1,0 +1,185 @@
+"""Each schedule, here and elsewhere by the same name, beside the plain loop: `python -m bench.schedules WORKLOAD`.
+
+Runtimes whose stages are placed alike take turns, with the plain loop and copies of it among them: one stage a rank,
+two in a loop, two in a V. Ratios are of turns of one round.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+from torch import Tensor
+
+from bench.machine import facts
+from bench.report import describe, interval, table, write
+from bench.run import QUIET, ROUNDS, compare, gradients_newest_first, setup_for, stage_times
+from bench.runtimes import FAMILIES, RUNTIMES, Family
+from bench.teams import Teams, Turn, quietest, quietest_pairs
+from bench.workloads import WORKLOADS, Workload
+
+WORKS = ("transformer", "halves", "conv", "amoebanet")
+LOOPS = ("plain", "whole-1", "copies")
+HEADER = (
+    "runtime", "step ms (95 %)", "speed (95 %)", "threads / it (95 %)", "processes / it (95 %)", "peak MiB of one",
+    "of all", "gradients",
+)  # fmt: skip
+
+
+@dataclass
+class Row:
+    """What came out for one runtime: a turn for each round, or why there is none."""
+
+    name: str
+    turns: list[Turn]
+    peak_bytes: list[int]
+    gradients: str
+    failure: str = ""
+
+    @property
+    def title(self) -> str:
+        """What a table calls it."""
+        return f"{len(self.peak_bytes)} plain loops at once" if self.name == "copies" else RUNTIMES[self.name].title
+
+    @property
+    def mini_batches(self) -> int:
+        """How many mini-batches a step is."""
+        return len(self.peak_bytes) if self.name == "copies" else 1
+
+
+@dataclass
+class Group:
+    """Runtimes that took turns: those of one family of schedules, and the loops.
+
+    Attributes:
+        rounds: The least number of turns whose quietest count.
+        forward: Seconds of each stage for a micro-batch, one after another in one thread.
+        backward: Likewise.
+    """
+
+    title: str
+    rounds: int
+    cuts: tuple[int, ...]
+    forward: list[float]
+    backward: list[float]
+    rows: list[Row] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """The table, with what it must be read beside."""
+        stages = " ".join(f"{f * 1e3:.3g}/{b * 1e3:.3g}" for f, b in zip(self.forward, self.backward, strict=True))
+        others = [median(turn.others for turn in self._quiet(row)) for row in self.rows if row.turns]
+        return (
+            f"**{self.title}**, layers {'+'.join(map(str, self.cuts))}; forward/backward of a micro-batch, ms, by "
+            f"stage: {stages}. Other processes used up to {max(others):.2f} cores.\n\n"
+            f"{table(HEADER, [self._line(row) for row in self.rows])}\n"
+        )
+
+    def _line(self, row: Row) -> list[str]:
+        if not row.turns:
+            why = row.failure.strip().splitlines()[-1].replace("|", "/")
+            return [row.title, f"failed: {why[:200]}", *["-"] * (len(HEADER) - 2)]
+        plain = self.rows[0]
+        return [
+            row.title,
+            _with_interval([1e3 * median(turn.seconds) for turn in self._quiet(row)]),
+            _with_interval([row.mini_batches * ratio for ratio in self._ratios(plain, row)]),
+            *(self._ours_over(row, where) for where in ("threads", "processes")),
+            f"{max(row.peak_bytes) / 2**20:.0f}",
+            f"{sum(row.peak_bytes) / 2**20:.0f}",
+            row.gradients,
+        ]
+
+    def _ours_over(self, peer: Row, where: str) -> str:
+        """The time of this library by the same schedule over that of a peer; nothing for what is no peer."""
+        if peer.name in LOOPS or RUNTIMES[peer.name].ours:
+            return ""
+        same = f"{where}-{RUNTIMES[peer.name].schedule}"
+        ours = next((row for row in self.rows if row.name == same and row.turns), None)
+        return _with_interval(self._ratios(ours, peer)) if ours else "-"
+
+    def _quiet(self, row: Row) -> list[Turn]:
+        return quietest(row.turns, self.rounds, QUIET)
+
+    def _ratios(self, of: Row, over: Row) -> list[float]:
+        pairs = quietest_pairs(of.turns, over.turns, self.rounds, QUIET)
+        return [median(a.seconds) / median(b.seconds) for a, b in pairs]
+
+
+def _with_interval(values: Sequence[float]) -> str:
+    low, high = interval(values)
+    return f"{median(values):.4g} ({low:.4g}-{high:.4g})"
+
+
+def runtimes_of(family: Family, only: Sequence[str]) -> list[str]:
+    """The runtimes of each schedule of a family, this library's first; only those of these names or schedules."""
+    return [
+        name
+        for schedule in family.schedules
+        for name, entry in sorted(RUNTIMES.items(), key=lambda item: not item[1].ours)
+        if entry.schedule == schedule and (not only or name in only or schedule in only)
+    ]
+
+
+def measure(
+    work: Workload, family: Family, names: Sequence[str], newest: dict[str, Tensor], *, remat: bool, rounds: int,
+    seconds: float, rest: float,
+) -> Group:  # fmt: skip
+    """Gives the runtimes of a family turns for about so many seconds."""
+    until = time.monotonic() + seconds
+    setups = {name: setup_for(work, name, remat=remat) for name in ("plain", "whole-1", *names)}
+    setups["stages"] = setups[names[0]]
+    with Teams(setups, copies=min(work.partitions, os.cpu_count() or 1)) as teams:
+        gradients = teams.gradients()
+        teams.run(rounds, until, rest)
+    forward, backward = stage_times(quietest(teams.turns["stages"], rounds, QUIET))
+    same = {name: compare(found, gradients["plain"], newest) for name, found in gradients.items()}
+    rows = [
+        Row(name, turns, teams.by_name[name].peaks, same.get(name, ""), teams.failures.get(name, ""))
+        for name in (*LOOPS, *names)
+        for turns in [[] if name in teams.failures else teams.turns[name]]
+    ]
+    return Group(family.title, rounds, setups["stages"].cuts, forward, backward, rows)
+
+
+def groups(work: Workload, options: argparse.Namespace) -> Iterator[Group]:
+    """Measures family after family; each takes its share of the time by how many runtimes it has."""
+    only = options.only.split(",") if options.only else []
+    names = {family: runtimes_of(family, only) for family in FAMILIES}
+    many = {family: len(LOOPS) + 1 + len(found) for family, found in names.items() if found}
+    newest = gradients_newest_first(setup_for(work, "newest", remat=False))
+    for family, turns in many.items():
+        seconds = 60 * options.minutes * turns / sum(many.values())
+        yield measure(
+            work, family, names[family], newest, remat=options.remat, rounds=options.rounds, seconds=seconds,
+            rest=options.rest,
+        )  # fmt: skip
+
+
+def main() -> None:
+    known = [name for family in FAMILIES for name in (*family.schedules, *runtimes_of(family, []))]
+    parser = argparse.ArgumentParser(prog="python -m bench.schedules", description=__doc__)
+    parser.add_argument("workload", choices=WORKS)
+    parser.add_argument("--remat", action="store_true", help="recompute every micro-batch, the loops excepted")
+    parser.add_argument("--only", default="", help=f"schedules or runtimes, by commas, of {', '.join(known)}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns for each runtime, at least")
+    parser.add_argument("--minutes", type=float, default=10, help="for all, about")
+    parser.add_argument("--rest", type=float, default=0, help="pause after a turn, in turns; for shared machines")
+    parser.add_argument("--keep", default="", help="write the result under another name")
+    options = parser.parse_args()
+    if unknown := set(filter(None, options.only.split(","))) - set(known):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    work, about, found = WORKLOADS[options.workload], facts(), list[Group]()
+    name = f"schedules-{work.name}" + ("-remat" if options.remat else "")
+    title = f"{work.title}: schedules, {'with' if options.remat else 'without'} remat"
+    heading = f"# {title}\n\n{describe(about)}\n\nK={work.partitions}, M={work.micro_batches}."
+    for group in groups(work, options):
+        found.append(group)
+        print(group.markdown(), flush=True)
+        text = "\n\n".join([heading, *(group.markdown() for group in found)])
+        write(options.keep or name, text, {"facts": about, "groups": [asdict(group) for group in found]}, aloud=False)
+
+
+if __name__ == "__main__":
+    main()
