@@ -15,7 +15,7 @@ from bench.machine import facts
 from bench.report import describe, spread, table, write
 from bench.runtimes import COMPARED, RUNTIMES
 from bench.setup import Setup
-from bench.teams import Team, Teams, Turn, quietest
+from bench.teams import Team, Teams, Turn, quietest, reason
 from bench.workloads import WORKLOADS, Workload
 from gpipe.plan.partition import partition
 
@@ -77,9 +77,7 @@ class Result:
                     f"{row.cpu:.2f}", _peak(row.peak_bytes), row.gradients,
                 ]
             )  # fmt: skip
-        failed = "".join(
-            f"\n{RUNTIMES[name].title} failed: {why.splitlines()[-1]}\n" for name, why in self.failures.items()
-        )
+        failed = "".join(f"\n{RUNTIMES[name].title} failed: {reason(why)}\n" for name, why in self.failures.items())
         return f"{self._heading()}\n\n{table(header, lines)}\n{failed}"
 
     def _heading(self) -> str:

@@ -17,7 +17,7 @@ from bench.machine import facts
 from bench.report import describe, interval, table, write
 from bench.run import QUIET, ROUNDS, compare, gradients_newest_first, setup_for, stage_times
 from bench.runtimes import FAMILIES, RUNTIMES, Family
-from bench.teams import Teams, Turn, quietest, quietest_pairs
+from bench.teams import Teams, Turn, quietest, quietest_pairs, reason
 from bench.workloads import WORKLOADS, Workload
 
 WORKS = ("transformer", "halves", "conv", "amoebanet")
@@ -78,7 +78,7 @@ class Group:
 
     def _line(self, row: Row) -> list[str]:
         if not row.turns:
-            why = row.failure.strip().splitlines()[-1].replace("|", "/")
+            why = reason(row.failure).replace("|", "/")
             return [row.title, f"failed: {why[:200]}", *["-"] * (len(HEADER) - 2)]
         plain = self.rows[0]
         return [

@@ -184,6 +184,16 @@ class Teams:
             return None
 
 
+def reason(failure: str) -> str:
+    r"""The line of a traceback that names the exception: notes may follow it.
+
+    >>> reason("Traceback (most recent call last):\n  File ...\nValueError: no\nin layer 3")
+    'ValueError: no'
+    """
+    last = failure.rpartition("Traceback (most recent call last):\n")[2]
+    return next(line for line in last.splitlines() if line and not line.startswith(" "))
+
+
 def quietest(turns: Sequence[Turn], at_least: int, others: float) -> list[Turn]:
     """The turns in which others used no more than so many cores, or so many of the quietest."""
     return _quietest(turns, at_least, others, lambda turn: turn.others)
