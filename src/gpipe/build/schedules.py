@@ -1,6 +1,6 @@
 """The arguments that say what each rank holds and in which order it works: partitions, schedule, stages_per_rank."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,23 +9,18 @@ from gpipe.build.arguments import Arguments, int_remedy, is_count
 from gpipe.build.mistakes import Mistakes
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES, Placement, Schedule
+from gpipe.plan.schedules.by_name import unknown, unplaced, without_table
 from gpipe.plan.schedules.given import GivenProgram, MadeProgram, check_given
-
-MOST_STAGES = 64
-"""The stages a rank among which the nearest number that a page can have is looked for."""
 
 
 def read_schedule(asked: Arguments, mistakes: Mistakes) -> Schedule:
     """The schedule, by its name, as a program, or as a function that makes one; GPipe's where it is a mistake."""
     wanted, gpipe = asked.schedule, SCHEDULES["gpipe"]
     if isinstance(wanted, str):
-        mistakes.check_known("schedule", wanted, SCHEDULES)
+        mistakes.check(wanted in SCHEDULES, unknown(wanted))
         return SCHEDULES.get(wanted, gpipe)
     if not isinstance(wanted, Program) and not callable(wanted):
-        known = ", ".join(map(repr, SCHEDULES))
-        mistakes.found.append(
-            f"schedule={wanted!r}; known are {known}, a Program, or a function of K and M that gives one"
-        )
+        mistakes.found.append(f"{unknown(wanted)}, a Program, or a function of K and M that gives one")
         return gpipe
     mistakes.check(
         asked.stages_per_rank is None,
@@ -93,7 +88,7 @@ def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: 
         mistakes.found.append(_unplaced(schedule, ranks, each))
         return ()
     if is_count(asked.micro_batches) and not schedule.rows(placement, asked.micro_batches):
-        mistakes.found.append(_without_table(schedule, placement, asked.micro_batches))
+        mistakes.found.append(without_table(schedule, placement, asked.micro_batches))
     fits = isinstance(asked.partitions, Sequence) or mistakes.check(
         not layers or len(placement) <= layers, _too_few_layers(asked, len(placement), layers)
     )
@@ -124,23 +119,8 @@ def _ints_remedy(partitions: object) -> str:
     )
 
 
-def _nearest(wanted: int, candidates: Iterable[int]) -> int | None:
-    return min(candidates, key=lambda number: abs(number - wanted), default=None)
-
-
 def _unplaced(schedule: Schedule, ranks: int, each: int) -> str:
-    if not each:
-        return f"schedule: {schedule.name} is not for K={ranks} ranks"
-    nearest = _nearest(each, (n for n in range(1, MOST_STAGES) if schedule.placement(ranks, n)))
-    return f"schedule={schedule.name!r} cannot place stages_per_rank={each}; the nearest that it can is {nearest}"
-
-
-def _without_table(schedule: Schedule, placement: Placement, micro_batches: int) -> str:
-    ranks = max(placement) + 1
-    around = range(1, 2 * (micro_batches + 2 * ranks))
-    nearest = _nearest(micro_batches, (m for m in around if schedule.rows(placement, m)))
-    remedy = "" if nearest is None else f"; the nearest that it can have is micro_batches={nearest}"
-    return f"schedule={schedule.name!r} has no table for micro_batches={micro_batches} over K={ranks} ranks{remedy}"
+    return unplaced(schedule, ranks, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks"
 
 
 def _too_few_layers(asked: Arguments, stages: int, layers: int) -> str:
