@@ -1,37 +1,28 @@
 """Timelines as pictures: an SVG with a lane for each rank, written by hand, readable on light and dark pages.
 
 A lane is as long as its step, and gray where its rank computes nothing; transfers are a thin line under the boxes.
+Where a rank holds several stages, the boxes of later ones are lighter.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, floor, log10
 from statistics import median
+from typing import Literal, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
 from gpipe.plan.action import NAMES, TRANSFERS, Kind
 from gpipe.plan.timeline import Span, Timeline
+from gpipe.report.colors import COLORS, is_bright, nth_stages, shade
 
 WIDTH = 960
 LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
 PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
-NOTE = 122  # the width of what numbers mean, right of the legend
 BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
 DIGIT, LETTER = 7, 6.5  # rough widths of type
 
-COLORS = {
-    Kind.FORWARD: "#4477aa",
-    Kind.RECOMPUTE: "#ccbb44",
-    Kind.BACKWARD: "#228833",
-    Kind.BACKWARD_INPUT: "#228833",
-    Kind.BACKWARD_WEIGHT: "#66ccee",
-    Kind.SEND: "#ee6677",
-    Kind.RECEIVE: "#aa3377",
-    Kind.REDUCE: "#ee7733",
-    Kind.TIE: "#cc3311",
-    Kind.COMMIT: "#009988",
-}
-DARK_LABEL = frozenset({Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT})
+Unit: TypeAlias = Literal["ms", ""]
+"""What times are written in: milliseconds, or units that have no name, of which one is a second of the timeline."""
 
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
@@ -77,8 +68,10 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
     return timelines_svg({title: timeline})
 
 
-def timelines_svg(timelines: Mapping[str, Timeline]) -> str:
+def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms") -> str:
     """Draws several steps, by title, one above the other on a common time axis, each with its utilization.
+
+    Of a table whose costs are in proportions alone, `unit=""` writes times as they are.
 
     >>> from gpipe.plan.action import parse_action
     >>> step = Timeline(1, (Span(0, parse_action("0F0"), 0.0, 0.1),), 0.2)
@@ -94,23 +87,23 @@ def timelines_svg(timelines: Mapping[str, Timeline]) -> str:
     panels: list[str] = []
     y = float(PAD)
     for title, timeline in timelines.items():
-        panels += _panel(title, timeline, scale, y)
+        panels += _panel(title, timeline, scale, unit, y)
         y += _height(timeline) + BETWEEN
     y -= BETWEEN
-    places = _legend_places(timelines.values())
+    places, note = _legend_places(timelines.values()), _note(timelines.values())
     return "\n".join(
         (
-            *_page(timelines, height=ceil(y + AXIS + LEGEND * (places[-1][2] + 1))),
+            *_page(timelines, unit, height=ceil(y + AXIS + LEGEND * (places[-1][2] + 1))),
             *panels,
-            *_axis(scale, y),
-            *_legend(places, y + AXIS),
+            *_axis(scale, unit, y),
+            *_legend(places, note, y + AXIS),
             "</svg>\n",
         )
     )
 
 
-def _page(timelines: Mapping[str, Timeline], height: int) -> Iterator[str]:
-    spoken = "; ".join(f"{title}: {_utilization(timeline)}" for title, timeline in timelines.items())
+def _page(timelines: Mapping[str, Timeline], unit: Unit, height: int) -> Iterator[str]:
+    spoken = "; ".join(f"{title}: {_utilization(timeline, unit)}" for title, timeline in timelines.items())
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(spoken)}>'
     yield f"<style>{STYLE}</style>"
@@ -121,16 +114,20 @@ def _height(timeline: Timeline) -> int:
     return TITLE + timeline.ranks * (LANE + GAP)
 
 
-def _axis(scale: Scale, y: float) -> Iterator[str]:
+def _axis(scale: Scale, unit: Unit, y: float) -> Iterator[str]:
     for tick in scale.ticks():
-        unit = " ms" if tick == 0 else ""
-        yield f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">{tick * 1000:g}{unit}</text>'
+        name = f" {unit}" if unit and tick == 0 else ""
+        yield f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">{_in(tick, unit):g}{name}</text>'
 
 
-def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
+def _in(seconds: float, unit: Unit) -> float:
+    return seconds * 1000 if unit == "ms" else seconds
+
+
+def _panel(title: str, timeline: Timeline, scale: Scale, unit: Unit, y: float) -> Iterator[str]:
     """A title, lines through the lanes at round times, and for each rank a lane with its boxes."""
     yield f'<text class="title" x="{PAD}" y="{y + 14:g}">{escape(title)}</text>'
-    yield f'<text class="right" x="{WIDTH - RIGHT}" y="{y + 14:g}">{_utilization(timeline)}</text>'
+    yield f'<text class="right" x="{WIDTH - RIGHT}" y="{y + 14:g}">{_utilization(timeline, unit)}</text>'
     for tick in scale.ticks():
         yield f'<path class="grid" d="M{scale(tick):.2f} {y + TITLE - GAP:g}V{y + _height(timeline):g}"/>'
     tops = [y + TITLE + rank * (LANE + GAP) for rank in range(timeline.ranks)]
@@ -140,9 +137,11 @@ def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[s
         yield f'<text class="soft" x="{PAD}" y="{top + 26:g}">{idle:.0%} idle</text>'
         width = scale(timeline.seconds) - LEFT
         yield f'<rect class="idle" x="{LEFT}" y="{top:g}" width="{width:.2f}" height="{LANE}"/>'
-    numbered = _numbered(timeline, scale)
+    numbered, nth = _numbered(timeline, scale), nth_stages(timeline)
+    stages = 1 + max(nth.values(), default=0)
     for span in timeline.spans:
-        yield from _box(span, scale, tops[span.rank], numbered)
+        color = shade(span.action.kind, nth[span.rank, span.action.stage], stages)
+        yield from _box(span, color, scale, unit, tops[span.rank], numbered)
 
 
 def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
@@ -155,48 +154,57 @@ def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
     return frozenset(kind for kind, all_ in widths.items() if median(all_) >= DIGIT * longest + 2)
 
 
-def _box(span: Span, scale: Scale, top: float, numbered: frozenset[Kind]) -> Iterator[str]:
+def _box(span: Span, color: str, scale: Scale, unit: Unit, top: float, numbered: frozenset[Kind]) -> Iterator[str]:
     kind, micro_batch = span.action.kind, span.action.micro_batch
     x, width = scale(span.start), scale(span.end) - scale(span.start)
     thin = kind in TRANSFERS
     y, height = (top + LANE - LINE, LINE) if thin else (top, BOX)
-    tip = f"{span.action}: {NAMES[kind]}, {span.seconds * 1000:.2f} ms from {span.start * 1000:.2f}"
+    lasts = f"{_in(span.seconds, unit):.2f} {unit}".rstrip()
+    tip = f"{span.action}: {NAMES[kind]}, {lasts} from {_in(span.start, unit):.2f}"
     yield (
         f'<rect class="{"line" if thin else "box"}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height}" '
-        f'fill="{COLORS[kind]}"><title>{escape(tip)}</title></rect>'
+        f'fill="{color}"><title>{escape(tip)}</title></rect>'
     )
     if kind in numbered and width >= DIGIT * len(str(micro_batch)):
-        ink = "label ink" if kind in DARK_LABEL else "label"
+        ink = "label ink" if is_bright(color) else "label"
         yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{y + 17:g}">{micro_batch}</text>'
 
 
-def _legend_places(timelines: Iterable[Timeline]) -> list[tuple[Kind | None, float, int]]:
+def _legend_places(timelines: Collection[Timeline]) -> list[tuple[Kind | None, float, int]]:
     """Returns the kinds that occur, and None for idle time, each with its x and its line of the legend."""
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
+    room = WIDTH - RIGHT - LETTER * len(_note(timelines))
     x, line = float(LEFT), 0
     places: list[tuple[Kind | None, float, int]] = []
     for kind in [*(kind for kind in Kind if kind in kinds), None]:
         width = 17 + LETTER * len(_word(kind)) + 22
-        if x + width > WIDTH - RIGHT - NOTE:
+        if x + width > room:
             x, line = float(LEFT), line + 1
         places.append((kind, x, line))
         x += width
     return places
 
 
+def _note(timelines: Iterable[Timeline]) -> str:
+    """What numbers and shades mean, right of the legend."""
+    several = any(nth for timeline in timelines for nth in nth_stages(timeline).values())
+    return "numbers: micro-batch" + ("; lighter: later stage" if several else "")
+
+
 def _word(kind: Kind | None) -> str:
     return "idle" if kind is None else NAMES[kind]
 
 
-def _legend(places: Iterable[tuple[Kind | None, float, int]], top: float) -> Iterator[str]:
-    """A patch and a word for each kind, and what numbers mean."""
+def _legend(places: Iterable[tuple[Kind | None, float, int]], note: str, top: float) -> Iterator[str]:
+    """A patch and a word for each kind, and the note."""
     for kind, x, line in places:
         y = top + line * LEGEND
         paint = 'class="idle"' if kind is None else f'fill="{COLORS[kind]}"'
         yield f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>'
         yield f'<text x="{x + 17:g}" y="{y + 10:g}">{_word(kind)}</text>'
-    yield f'<text class="right soft" x="{WIDTH - RIGHT}" y="{top + 10:g}">numbers: micro-batch</text>'
+    yield f'<text class="right soft" x="{WIDTH - RIGHT}" y="{top + 10:g}">{note}</text>'
 
 
-def _utilization(timeline: Timeline) -> str:
-    return f"{timeline.seconds * 1000:.0f} ms, utilization {1 - timeline.idle_share():.0%}"
+def _utilization(timeline: Timeline, unit: Unit) -> str:
+    lasts = f"{timeline.seconds * 1000:.0f} ms" if unit == "ms" else f"{timeline.seconds:g}"
+    return f"{lasts}, utilization {1 - timeline.idle_share():.0%}"
