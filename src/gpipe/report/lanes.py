@@ -1,0 +1,203 @@
+"""Timelines as lanes of characters, for terminals and docstrings: a lane for each rank, time from left to right.
+
+    rank 0  F0 .. .. B0---
+    rank 1  .. F0 B0--- ..
+
+Where there are no colours, a letter tells the kind: that of the table at a rank's first stage, small at its second,
+and with a mark from its third on. Where there are, the background does, lighter at later stages.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import floor
+from typing import TypeAlias
+
+from gpipe.plan.action import COMPUTE, Kind
+from gpipe.plan.cost import Costs
+from gpipe.plan.figures import figures
+from gpipe.plan.program import Program
+from gpipe.plan.timeline import Span, Timeline
+from gpipe.report.colors import nth_stages
+
+BETWEEN = 2
+"""Columns between the name of a rank and its lane."""
+TICK = 8
+"""Columns that a time on the axis has at least."""
+EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some columns of a lane: an action, or where there is no kind idle time.
+
+    >>> Piece("F0 ", Kind.FORWARD).text
+    'F0 '
+    """
+
+    text: str
+    kind: Kind | None = None
+    nth: int = 0  # which of its rank's stages it is, from 0
+
+
+Lane: TypeAlias = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler:
+    """From time to columns.
+
+    >>> Ruler(unit=3, seconds=1.0).column(2.0)
+    6
+    """
+
+    unit: int
+    """The columns of the shortest action."""
+    seconds: float
+    """How long that takes."""
+
+    def column(self, seconds: float) -> int:
+        """Where something begins that begins at this time."""
+        return floor(seconds / self.seconds * self.unit + 0.5 + EPSILON)
+
+    def axis(self, seconds: float) -> str:
+        """Round times under the columns where they are, up to the end.
+
+        >>> Ruler(unit=3, seconds=1.0).axis(12.0)
+        '0              5              10'
+        """
+        steps = (n * 10.0**decade for decade in range(-9, 12) for n in (1, 2, 5))
+        step = next(step for step in steps if self.column(step) >= TICK)
+        line = ""
+        for number in range(floor(seconds / step + EPSILON) + 1):
+            line = line.ljust(self.column(number * step)) + f"{number * step:g}"
+        return line
+
+
+def lanes_text(program: Program, costs: Costs | None = None) -> str:
+    """Draws a program of forwards and backwards as text; by default F, I and W take one unit each, and B two.
+
+    >>> from gpipe.plan.schedules.by_name import program_of
+    >>> print(lanes_text(program_of("1f1b", ranks=2, micro_batches=3)))
+    rank 0  F0 F1 .. .. B0--- F2 B1--- .. B2---
+    rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..
+    """
+    timeline = figures(program, costs).timeline
+    ruler = widest([timeline])
+    return "\n".join(text for text, _ in named(lanes(timeline, ruler)))
+
+
+def named(drawn: Iterable[Lane]) -> Iterator[tuple[str, Lane]]:
+    """Each lane as text, behind the name of its rank, and as pieces, of which the first is that name."""
+    drawn = tuple(drawn)
+    names = [f"rank {rank}" for rank in range(len(drawn))]
+    for name, lane in zip(names, drawn, strict=True):
+        pieces = (Piece(name.ljust(margin(len(drawn)))), *lane)
+        yield "".join(piece.text for piece in pieces).rstrip(), pieces
+
+
+def margin(ranks: int) -> int:
+    """The columns to the left of the lanes."""
+    return len(f"rank {ranks - 1}") + BETWEEN
+
+
+def widest(timelines: Collection[Timeline], *, colored: bool = False) -> Ruler:
+    """The ruler by which the shortest action has its whole label and a gap."""
+    labels = [_labels(span, nth, colored)[0] for timeline in timelines for span, nth in _drawn(timeline)]
+    shortest = min(span.seconds for timeline in timelines for span, _ in _drawn(timeline))
+    return Ruler(max(map(len, labels)) + 1, shortest)
+
+
+def find_ruler(timelines: Collection[Timeline], width: int, *, colored: bool = False) -> Ruler | None:
+    """The ruler by which timelines, one above the other, fill no more than so many columns; None if there is none.
+
+    >>> from gpipe.plan.schedules.by_name import program_of
+    >>> timeline = figures(program_of("1f1b", ranks=2, micro_batches=3)).timeline
+    >>> find_ruler([timeline], width=40).unit, find_ruler([timeline], width=19)
+    (2, None)
+    """
+    ruler = widest(timelines, colored=colored)
+    units = (Ruler(unit, ruler.seconds) for unit in range(ruler.unit, _narrowest(timelines, colored) - 1, -1))
+    return next((ruler for ruler in units if columns(timelines, ruler) <= width), None)
+
+
+def needed(timelines: Collection[Timeline], *, colored: bool = False) -> int:
+    """The columns that timelines fill at the least."""
+    shortest = widest(timelines, colored=colored).seconds
+    return columns(timelines, Ruler(_narrowest(timelines, colored), shortest))
+
+
+def columns(timelines: Collection[Timeline], ruler: Ruler) -> int:
+    """The columns that timelines fill, with the names of their ranks."""
+    return max(margin(timeline.ranks) + ruler.column(timeline.seconds) for timeline in timelines)
+
+
+def _narrowest(timelines: Collection[Timeline], colored: bool) -> int:
+    return max(len(_labels(span, nth, colored)[-1]) for timeline in timelines for span, nth in _drawn(timeline))
+
+
+def lanes(timeline: Timeline, ruler: Ruler, *, colored: bool = False) -> tuple[Lane, ...]:
+    """The lanes of a timeline, one a rank.
+
+    All actions of a kind have labels of one sort: the longest for which there is room.
+    """
+    drawn = list(_drawn(timeline))
+    sorts = _sorts(drawn, ruler, colored)
+    found: list[list[Piece]] = [[] for _ in range(timeline.ranks)]
+    ends = [0] * timeline.ranks
+    for span, nth in drawn:
+        start, end = ruler.column(span.start), ruler.column(span.end)
+        kind, lane = span.action.kind, found[span.rank]
+        lane.append(Piece(_idle(ends[span.rank], start, ruler.unit)))
+        filling = "-" if end - start > ruler.unit and not colored else " "
+        text = _filled(_labels(span, nth, colored)[sorts[kind]], end - start, filling)
+        lane.append(Piece(text, kind, nth))
+        ends[span.rank] = end
+    for end, lane in zip(ends, found, strict=True):
+        lane.append(Piece(_idle(end, ruler.column(timeline.seconds), ruler.unit)))
+    return tuple(tuple(piece for piece in lane if piece.text) for lane in found)
+
+
+def _drawn(timeline: Timeline) -> Iterator[tuple[Span, int]]:
+    """What is computed, in the order of time, and at which of its rank's stages."""
+    nth = nth_stages(timeline)
+    for span in sorted(timeline.spans, key=lambda span: span.start):
+        if span.action.kind in COMPUTE and span.seconds > 0:
+            yield span, nth[span.rank, span.action.stage]
+
+
+def _labels(span: Span, nth: int, colored: bool) -> tuple[str, ...]:
+    """What may be written on an action, the longest first."""
+    number = str(span.action.micro_batch)
+    if colored:
+        return number, number[-1]
+    letter = letter_of(span.action.kind, nth)
+    return letter[0] + number + letter[1:], letter
+
+
+def letter_of(kind: Kind, nth: int) -> str:
+    """The letter of a kind at the n-th stage of a rank.
+
+    >>> [letter_of(Kind.FORWARD, nth) for nth in range(4)]
+    ['F', 'f', "F'", "f'"]
+    """
+    return (kind.value.lower() if nth % 2 else kind.value) + "'" * (nth // 2)
+
+
+def _sorts(drawn: Iterable[tuple[Span, int]], ruler: Ruler, colored: bool) -> Mapping[Kind, int]:
+    """By kind, which of its labels there is room for at each of its actions."""
+    found: dict[Kind, int] = {}
+    for span, nth in drawn:
+        labels, room = _labels(span, nth, colored), ruler.column(span.end) - ruler.column(span.start)
+        sort = next((sort for sort, label in enumerate(labels) if len(label) <= room), len(labels) - 1)
+        found[span.action.kind] = max(found.get(span.action.kind, 0), sort)
+    return found
+
+
+def _filled(label: str, room: int, filling: str) -> str:
+    """A label in so many columns, the last of which is a gap if it can be spared."""
+    return label if len(label) >= room else label.ljust(room - 1, filling) + " "
+
+
+def _idle(start: int, end: int, unit: int) -> str:
+    """Dots, with gaps where shortest actions, one after another, would have them."""
+    return "".join(" " if unit > 1 and column % unit == unit - 1 else "." for column in range(start, end))
