@@ -38,7 +38,7 @@ ONLY = {
     "report": {"plan"},
     "comm": {"values", "errors", "torch_private"},
     "recipes": {FACE, "plan", "report", "models", "datasets"},  # what a user has
-    "cli": {FACE, "plan", "recipes"},
+    "cli": {FACE, "plan", "report", "recipes"},
 }
 """Rooms that use less than all that is below."""
 NO_TORCH = {"plan"}

@@ -1,0 +1,184 @@
+"""The command `gpipe schedule`: draws a schedule, or two of them to compare."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from gpipe.cli.ending import ending_by_mistakes
+from gpipe.plan.cost import StageCost
+from gpipe.plan.figures import Figures, figures
+from gpipe.plan.program import Program
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.plan.schedules.by_name import program_of
+from gpipe.report import timelines_svg
+from gpipe.report.lanes import find_ruler, needed
+from gpipe.report.terminal import legend, panel
+
+COLORFUL = ("256", "truecolor")
+"""What rich calls terminals with colours enough to tell kinds and stages apart; others are given letters."""
+
+KNOWN = f"The schedule: {', '.join(SCHEDULES)}."
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """What is drawn."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=KNOWN, metavar="NAME")]
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME2")] = ""
+    """Another, to compare it with."""
+
+    partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4
+    """K: how many ranks there are."""
+
+    micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"])] = 8
+    """M: how many micro-batches a mini-batch is split into."""
+
+    stages_per_rank: tuple[int, ...] = ()
+    """How many stages each rank holds, one number for all schedules or one for each; by default what each has."""
+
+    forward: float = 1.0
+    """How long F of a stage takes, in any unit. Of two schedules, stages of the one with fewer take longer."""
+
+    backward_input: float = 1.0
+    """How long I takes, the gradients of inputs."""
+
+    backward_weight: float = 1.0
+    """How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W."""
+
+    svg: Path | None = None
+    """A file for the picture."""
+
+    csv: Path | None = None
+    """A file for the table of one schedule, as `Program.from_csv` reads it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One schedule, or two."""
+        return (self.name, self.other) if self.other else (self.name,)
+
+    def problems(self) -> Iterator[str]:
+        """A line for each option that cannot be, whatever the schedule is."""
+        if len(self.stages_per_rank) not in (0, 1, len(self.names)):
+            yield f"--stages-per-rank has {len(self.stages_per_rank)} numbers: give one, or one for each schedule"
+        if self.csv is not None and len(self.names) > 1:
+            yield "--csv is for one schedule"
+        for name in ("forward", "backward_input", "backward_weight"):
+            if not 0 < getattr(self, name) < float("inf"):
+                yield f"--{name.replace('_', '-')} is {getattr(self, name):g}: choose more than 0"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A schedule, timed."""
+
+    name: str
+    program: Program
+    figures: Figures
+
+    @property
+    def title(self) -> str:
+        """Its name and its size."""
+        each = self.program.stages // self.program.ranks
+        ranks, micro_batches = _count(self.program.ranks, "rank"), _count(self.program.micro_batches, "micro-batch")
+        return f"{self.name}: {ranks}{f' of {each} stages' if each > 1 else ''}, {micro_batches}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def schedule(options: Annotated[ScheduleOptions, tyro.conf.arg(name="")]) -> None:
+    """Draws a schedule by its name, with its bubble and what each rank holds, or two of them to compare."""
+    console = Console(highlight=False)
+    with ending_by_mistakes():
+        if problems := list(options.problems()):
+            raise ValueError("\n".join(problems))
+        drawn = _timed(options)
+        _write(drawn, options)
+        _show(drawn, console, has_picture=options.svg is not None)
+
+
+def _timed(options: ScheduleOptions) -> list[Drawn]:
+    """The schedules, each with the same work for a rank."""
+    each = options.stages_per_rank or (None,)
+    asked = zip(options.names, each * len(options.names), strict=False)
+    programs = [program_of(name, options.partitions, options.micro_batches, stages) for name, stages in asked]
+    most = max(program.stages for program in programs)
+    cost = StageCost(
+        options.forward,
+        options.backward_input + options.backward_weight,
+        options.backward_input,
+        options.backward_weight,
+    )
+    return [
+        Drawn(name, program, figures(program, [_times(cost, most / program.stages)] * program.stages))
+        for name, program in zip(options.names, programs, strict=True)
+    ]
+
+
+def _times(cost: StageCost, factor: float) -> StageCost:
+    assert cost.backward_input is not None
+    assert cost.backward_weight is not None
+    return replace(
+        cost,
+        forward=cost.forward * factor,
+        backward=cost.backward * factor,
+        backward_input=cost.backward_input * factor,
+        backward_weight=cost.backward_weight * factor,
+    )
+
+
+def _write(drawn: Sequence[Drawn], options: ScheduleOptions) -> None:
+    if options.svg is not None:
+        picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
+        options.svg.write_text(picture, encoding="utf-8")
+    if options.csv is not None:
+        options.csv.write_text(drawn[0].program.to_csv(), encoding="utf-8")
+
+
+def _show(drawn: Sequence[Drawn], console: Console, *, has_picture: bool) -> None:
+    """Prints the lanes, if there is room for them, and what can be said of them."""
+    colored = console.color_system in COLORFUL and not console.no_color
+    timelines = [one.figures.timeline for one in drawn]
+    ruler = find_ruler(timelines, console.width, colored=colored)
+    if ruler is None and not has_picture:
+        least = needed(timelines, colored=colored)
+        raise ValueError(
+            f"a lane has at least {least} columns, and there are {console.width}: give fewer micro-batches, or "
+            f"--svg FILE for a picture"
+        )
+    for one in drawn:
+        console.print(one.title, style="bold" if colored else "")
+        if ruler is not None:
+            for line in panel(one.figures.timeline, ruler, colored=colored):
+                console.print(line, soft_wrap=True)
+        for said in _words(one.figures):
+            console.print(said)
+        console.print()
+    if len(drawn) > 1:
+        console.print(_comparison(*drawn))
+    if ruler is not None:
+        console.print(*legend(timelines, colored=colored), sep="\n")
+
+
+def _words(found: Figures) -> Iterator[str]:
+    yield f"bubble {found.bubble:.1%}: {found.seconds:g} from beginning to end, of which a rank works {found.work:g}"
+    peaks = [f"{peak:.3g}" for peak in found.peaks]
+    each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{', '.join(peaks)}, by rank"
+    yield f"micro-batches held at most: {each}"
+    few = "" if found.split == 1 else f", {found.split:.0%} of them"
+    yield f"backwards: split into I and W{few}" if found.split else "backwards: whole"
+
+
+def _comparison(first: Drawn, second: Drawn) -> str:
+    names = ("the first", "the second") if first.name == second.name else (first.name, second.name)
+    before, after = first.figures, second.figures
+    sooner = 1 - after.seconds / before.seconds
+    ends = f"{abs(sooner):.1%} {'sooner' if sooner > 0 else 'later'} than" if abs(sooner) > 1e-9 else "as soon as"
+    held = f"{max(after.peaks):.3g} micro-batches, {names[0]} {max(before.peaks):.3g}"
+    return f"{names[1]} ends {ends} {names[0]}; at most it holds {held}"

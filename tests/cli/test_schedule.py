@@ -1,0 +1,145 @@
+"""`gpipe schedule`, which draws a schedule in the terminal, into a file, or beside another."""
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from gpipe.cli.main import main
+from gpipe.plan.program import Program
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.plan.schedules.by_name import program_of
+
+ONE_F_ONE_B = """\
+1f1b: 2 ranks, 3 micro-batches
+rank 0  F0 F1 .. .. B0--- F2 B1--- .. B2---
+rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..
+time    0              5              10
+bubble 25.0%: 12 from beginning to end, of which a rank works 9
+micro-batches held at most: 2, 1, by rank
+backwards: whole
+
+F forward   B backward   . idle
+"""
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["schedule", *arguments])
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["schedule", *arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_schedule_is_drawn_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "1f1b", "-k", "2", "-m", "3")
+    assert [line.rstrip() for line in text.splitlines()] == ONE_F_ONE_B.splitlines()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("color", [False, True])
+def test_every_schedule_fits_a_terminal_of_80_columns(
+    name: str, color: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if color:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLORTERM", "truecolor")
+    text = said(capsys, name)
+    assert ("\x1b[" in text) == color
+    assert color or all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_no_color_is_heeded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = said(capsys, "zb_v")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    assert said(capsys, "zb_v") != plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert said(capsys, "zb_v") == plain
+
+
+def test_two_schedules_share_an_axis_and_the_work_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "1f1b", "zb_v").splitlines()
+    assert lines[-3] == "zb_v ends 22.7% sooner than 1f1b; at most it holds 4 micro-batches, 1f1b 4"
+    assert [line.split("rank works ")[1] for line in lines if "rank works" in line] == ["48", "48"]
+    first, second = (line for line in lines if line.startswith("rank 0"))
+    assert len(first.rstrip()) == 8 + 66 - 1  # the gap behind the last
+    assert len(second.rstrip()) == 8 + 51
+    assert "ends as soon as the first" in said(capsys, "gpipe", "gpipe")
+    assert "gpipe ends 22.2% later than zb_h1; " in said(capsys, "zb_h1", "gpipe")
+    with_three = said(capsys, "1f1b", "interleaved", "--stages-per-rank", "1", "3", "-k", "2", "-m", "2")
+    assert "interleaved: 2 ranks of 3 stages, 2 micro-batches" in with_three
+
+
+def test_costs_stretch_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "zb_h1", "-k", "2", "-m", "2", "--forward", "2", "--backward-weight", ".5")
+    assert "9.5 from beginning to end, of which a rank works 7" in text
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg, csv = tmp_path / "zb_v.svg", tmp_path / "zb_v.csv"
+    said(capsys, "zb_v", "--svg", str(svg), "--csv", str(csv))
+    assert Program.from_csv(csv.read_text()) == program_of("zb_v", 4, 8)
+    boxes = [r for r in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}rect") if r.get("class") == "box"]
+    assert len(boxes) == 3 * 8 * 8
+    assert len({box.get("fill") for box in boxes}) == 6
+    said(capsys, "gpipe", "v_min", "--svg", str(svg))
+    assert "v_min: 4 ranks of 2 stages, 8 micro-batches" in svg.read_text()
+
+
+def test_what_does_not_fit_is_refused_or_put_into_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(capsys, "gpipe", "-m", "64")
+    assert "a lane has at least 209 columns, and there are 80" in error
+    assert "--svg FILE" in error
+    text = said(capsys, "gpipe", "-m", "64", "--svg", str(tmp_path / "wide.svg"))
+    assert "bubble 4.5%" in text
+    assert "rank 0" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["zbv"], "schedule='zbv'; known are 'gpipe'"),
+        (["1f1b", "--stages-per-rank", "2"], "schedule='1f1b' cannot place stages_per_rank=2; the nearest"),
+        (["dualpipe_v", "-m", "7"], "no table for micro_batches=7 over K=4 ranks; the nearest that it can have is"),
+        (["gpipe", "-k", "0", "-m", "0"], "partitions=0; give a whole number of at least 1\n       micro_batches=0"),
+        (["gpipe", "--forward", "0"], "--forward is 0: choose more than 0"),
+        (["gpipe", "--backward-weight", "nan"], "--backward-weight is nan: choose more than 0"),
+        (["gpipe", "--stages-per-rank", "1", "2"], "--stages-per-rank has 2 numbers: give one, or one for each"),
+        (["gpipe", "1f1b", "--csv", "both.csv"], "--csv is for one schedule"),
+        (["gpipe", "--svg", "nowhere/at/all.svg"], "nowhere/at/all.svg"),
+    ],
+)
+def test_what_cannot_be_ends_with_status_2_and_what_to_do(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(capsys, *arguments)
+    assert error.startswith("gpipe: ")
+    assert words in error
+
+
+def test_help_lists_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["schedule", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert ", ".join(SCHEDULES) in text
+
+
+def test_it_starts_without_torch() -> None:
+    code = (
+        "import sys; from gpipe.cli.main import main; main(['schedule', 'gpipe']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
