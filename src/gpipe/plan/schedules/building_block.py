@@ -16,6 +16,11 @@ PERIOD = 6
 def v_half(placement: Placement, micro_batches: int) -> Rows:
     """The rows of V-Half: half the memory of 1F1B, (K+2)//2 micro-batches held (appendix).
 
+    ```text
+    rank 0  F0 .. .. f0 F1 i0 w0 f1 F2 .. I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2 .. I2 i3 W2 w3 .. I3 W3
+    rank 1  .. F0 f0 .. .. F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2 .. i3 w3 I3 W3 ..
+    ```
+
     7/2 K - 2 slots beside the work where K is even, 7/2 (K-1) where it is odd, a slot being F, I or W of a stage.
     """
     ranks = len(placement) // 2
@@ -29,6 +34,11 @@ def v_half(placement: Placement, micro_batches: int) -> Rows:
 
 def v_min(placement: Placement, micro_batches: int) -> Rows:
     """The rows of V-Min: a third of the memory of 1F1B, (K+4)//3 micro-batches held (appendix).
+
+    ```text
+    rank 0  F0 .. .. f0 i0 w0 F1 I0 W0 f1 i1 w1 F2 I1 W1 f2 i2 w2 F3 I2 W2 f3 i3 w3 .. I3 W3
+    rank 1  .. F0 f0 .. .. i0 I0 F1 f1 w0 W0 i1 I1 F2 f2 w1 W1 i2 I2 F3 f3 w2 W2 i3 I3 w3 W3
+    ```
 
     4K-3 slots beside the work where 3 divides K, else 4K-5, a slot being F, I or W of a stage.
     """

@@ -8,6 +8,11 @@ from gpipe.plan.schedules.placement import Placement
 def dualpipe_v(placement: Placement, micro_batches: int) -> Rows | None:
     """The rows of DualPipeV, in its eight steps; None for fewer than 2K micro-batches.
 
+    ```text
+    rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1--- f2 B0--- b2--- f3 .. B1--- b3--- I2 W2 I3 W3
+    rank 1  .. F0 f0 F1 f1 F2 b0--- f2 B0--- F3 b1--- f3 B1--- b2--- B2--- i3 I3 w3 W3
+    ```
+
     (K-1)F/2 beside the work, F being a rank's forward, for K + 1/2 micro-batches held; few backwards are split.
     """
     ranks = len(placement) // 2

@@ -10,8 +10,9 @@ def forward_only(stages: int, micro_batches: int) -> Rows:
     """The rows of forwards alone for one stage a rank.
 
     ```text
-    stage 0  F0 F1 F2 ..
-    stage 1  .. F0 F1 F2
+    rank 0  F0 F1 F2 F3 .. ..
+    rank 1  .. F0 F1 F2 F3 ..
+    rank 2  .. .. F0 F1 F2 F3
     ```
 
     >>> print(*forward_only(stages=2, micro_batches=3)[1])

@@ -10,9 +10,9 @@ def fill_drain(stages: int, micro_batches: int) -> Rows:
     """The rows of fill-drain for one stage a rank; forwards and backwards are in the order of the plain loop.
 
     ```text
-    stage 0  F0 F1 F2 .. .. .. .. B0 B1 B2
-    stage 1  .. F0 F1 F2 .. .. B0 B1 B2 ..
-    stage 2  .. .. F0 F1 F2 B0 B1 B2 .. ..
+    rank 0  F0 F1 F2 F3 .. .. .. .. .. .. B0--- B1--- B2--- B3---
+    rank 1  .. F0 F1 F2 F3 .. .. .. B0--- B1--- B2--- B3--- .. ..
+    rank 2  .. .. F0 F1 F2 F3 B0--- B1--- B2--- B3--- .. .. .. ..
     ```
 
     >>> for row in fill_drain(stages=2, micro_batches=2):
@@ -24,11 +24,11 @@ def fill_drain(stages: int, micro_batches: int) -> Rows:
 
 
 def fill_drain_rows(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of fill-drain where a rank may hold several stages; here rank 0 holds stages 0 and 2.
+    """The rows of fill-drain where a rank may hold several stages; here each of two ranks holds two.
 
     ```text
-    rank 0  0F0 0F1 2F0 2F1 ... ... 2B0 2B1 0B0 0B1
-    rank 1  ... 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ...
+    rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .. .. .. b0--- b1--- B0--- B1--- b2--- b3--- B2--- B3---
+    rank 1  .. F0 F1 f0 f1 F2 F3 f2 f3 b0--- b1--- B0--- B1--- b2--- b3--- B2--- B3--- .. ..
     ```
     """
     path = range(len(placement))

@@ -8,6 +8,11 @@ from gpipe.plan.schedules.placement import Placement
 def interleaved(placement: Placement, micro_batches: int) -> Rows:
     """The rows of interleaved 1F1B: rounds of K micro-batches go through the v stages of a rank in turn.
 
+    ```text
+    rank 0  F0 F1 f0 f1 F2 .. b0--- F3 b1--- f2 B0--- f3 B1--- .. b2--- .. b3--- B2--- B3---
+    rank 1  .. F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .. ..
+    ```
+
     (K-1)(F+B) of one stage beside the work, which is 1/v of fill-drain's, for K + (K-1)/v of a rank's activations
     (Narayanan et al., 2021, section 2.2). Where K does not divide M, rounds
     are longer, as long as fill and drain, and hold more.

@@ -8,6 +8,11 @@ from gpipe.plan.schedules.placement import Placement
 def zb_v(placement: Placement, micro_batches: int) -> Rows:
     """The rows of ZB-V: the first rank holds the first and the last stage, and no rank is idle once it has begun.
 
+    ```text
+    rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 ..
+    rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
+    ```
+
     (K-1)F/2 beside the work, F being a rank's forward, for K micro-batches held (section 4.2).
     """
     ranks = len(placement) // 2
