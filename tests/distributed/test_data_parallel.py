@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed.reduce import BUCKET, _buckets, _pieces
+from gpipe.plan.schedules import SCHEDULES
 from tests.support.jobs import data_parallel as jobs
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import assert_same_bits
@@ -55,6 +56,12 @@ def test_replicas_train_as_one_with_the_whole_mini_batch(
 def test_so_do_replicas_with_several_stages_on_each_rank(placement: str, ranks: int, crew: Crew) -> None:
     rows = [7, 3] if ranks == 2 else [4, 1, 6, 2]
     check_replicas(answers(crew.run(jobs.train_placed, placement, ranks, rows)), ranks, rows)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_so_do_replicas_by_every_schedule_though_their_tables_differ(schedule: str, crew: Crew) -> None:
+    rows = [7, 3]
+    check_replicas(answers(crew.run(jobs.train, 2, rows, 100, schedule)), 2, rows)
 
 
 def check_replicas(found: Sequence[Json], stages: int, rows: list[int]) -> None:

@@ -1,8 +1,10 @@
 """Same bits, and the memory that the table states, for every schedule by name."""
 
+import copy
 import weakref
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.plan.action import Kind
+from gpipe.plan.action import COMPUTE, Kind
 from gpipe.plan.cost import StageCost
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES, rows_in_training
@@ -112,3 +114,59 @@ def test_each_schedule_trains_and_evaluates(name: str, driver: str, remat: str) 
         outputs = plain_outputs(expected, x, micro_batches=8, seed=0, step=3)
         with torch.no_grad():
             assert torch.equal(pipe(x), outputs)  # type: ignore[arg-type]  # a tensor, as the input is
+
+
+@each_schedule
+@each_driver
+def test_casts_of_autocast_are_those_of_each_stage(name: str, driver: str) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())]
+    layers[3] = layers[0]  # a weight that two stages use, cast in each
+    expected = copy.deepcopy(layers)
+    x, y = torch.randn(12, 8), torch.randn(12, 8)
+    with gpipe.GPipe(layers, 3, 6, schedule=name, driver=driver, seed=0) as pipe:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pipe.step(x, y, squares)
+        pipes = nn.Sequential(*layers)
+    one = gpipe.GPipe(expected, 1, 6, driver="lockstep", seed=0, remat="never")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loss, one.step(x, y, squares))
+    assert_same_bits(pipes, expected)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zb_v"])
+@each_driver
+def test_a_recorder_has_every_action_on_its_rank(name: str, driver: str) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    with gpipe.GPipe(layers, 3, 6, schedule=name, driver=driver) as pipe, gpipe.record(pipe) as recording:
+        pipe.step(torch.randn(6, 8), torch.randn(6, 8), squares)
+        program = pipe.program
+    spans = [span for span in recording.timelines[-1].spans if span.action.kind in COMPUTE]
+    for rank, row in enumerate(program.rows):
+        assert [span.action for span in spans if span.rank == rank] == [a for a in row if a.kind in COMPUTE]
+
+
+@each_schedule
+def test_an_error_says_which_stage_and_part_it_came_from(name: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise KeyError("no more")
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = Fails.apply(x)
+            return made
+
+    each = SCHEDULES[name].stages_per_rank
+    layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(2 * each)]
+    layers[-1] = nn.Sequential(nn.Linear(8, 8), Failing())
+    with gpipe.GPipe(layers, 2, 4, schedule=name) as pipe:
+        with pytest.raises(KeyError, match="no more") as caught:
+            pipe.step(torch.randn(4, 8), torch.randn(4, 8), squares)
+        assert f"stage {2 * each - 1}, layer {2 * each - 1}" in caught.value.__notes__[0]
+        assert "in the backward" in caught.value.__notes__[0]

@@ -93,10 +93,17 @@ def train_placed(rank: int, world: int, placement: str, ranks: int, rows: Sequen
         return train(rank, world, ranks, rows)
 
 
-def train(rank: int, world: int, stages: int, rows: Sequence[int], bucket: int = collectives.BUCKET) -> Json:
+def train(
+    rank: int,
+    world: int,
+    stages: int,
+    rows: Sequence[int],
+    bucket: int = collectives.BUCKET,
+    schedule: str = "gpipe",
+) -> Json:
     """Steps of two mini-batches each; the second adds to the gradients of the first."""
     vars(collectives)["BUCKET"] = bucket
-    pipe = gpipe.GPipe(network(), stages, 4, seed=0, driver="process")
+    pipe = gpipe.GPipe(network(), stages, 4, schedule=schedule, seed=0, driver="process")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     losses = []
     first: dict[str, Any] = {}

@@ -1,0 +1,201 @@
+"""Where a step's time goes that its table does not foretell, cell by cell: `python -m bench.gap WORKLOAD`.
+
+The table's durations are those of the same actions run alone, one after another. A second run has all ranks at once,
+each cell with the clock, the CPU time and the page faults of its thread.
+"""
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+import gpipe
+from bench.machine import facts
+from bench.report import describe, table, write
+from bench.run import setup_for
+from bench.setup import Setup
+from bench.workloads import WORKLOADS
+from gpipe.plan.action import COMPUTE, Action
+from gpipe.plan.cost import StageCost
+from gpipe.plan.simulate import simulate
+from gpipe.runtime.recorder import Recorder
+from gpipe.runtime.steps import Step
+from gpipe.runtime.worker import Worker
+
+Cells = Mapping[Action, tuple[float, ...]]
+"""Of each action: seconds by the clock, of the user's and of the system's CPU time, and page faults."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One step: seconds by the clock, of the step and of its timeline, and its cells."""
+
+    step: float
+    timeline: float
+    cells: Cells
+
+
+class Watch(Recorder):
+    """A recorder that also reads what the thread used in each action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: dict[Action, tuple[float, ...]] = {}
+
+    def do(self, worker: Worker, step: Step) -> None:
+        """Does a step of a worker between two readings; waiting is not the cell's."""
+        if step.takes:
+            worker.take(step)
+        before, start = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
+        super().do(worker, step._replace(takes=()))
+        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_THREAD)
+        self.cells[step.action] = (
+            seconds,
+            after.ru_utime - before.ru_utime,
+            after.ru_stime - before.ru_stime,
+            after.ru_minflt - before.ru_minflt,
+        )
+
+
+def watched(pipe: gpipe.GPipe, setup: Setup, rounds: int, meet: Callable[[], object] = int) -> list[Run]:
+    """Steps of a pipe, watched; the first two settle."""
+    inputs, targets = setup.work.data()
+    found = []
+    for _ in range(rounds + 2):
+        pipe.zero_grad()
+        pipe.recorder = watch = Watch()
+        meet()
+        start = time.perf_counter()
+        pipe.step(inputs, targets, setup.work.loss_fn)
+        step = time.perf_counter() - start
+        found.append(Run(step, watch.timelines[-1].seconds, watch.cells))
+    return found[2:]
+
+
+def make(setup: Setup, schedule: str, driver: str) -> gpipe.GPipe:
+    """The pipe of a workload."""
+    remat = "always" if setup.remat else "never"
+    return gpipe.GPipe(
+        setup.work.layers(), setup.cuts, setup.micro_batches, remat=remat, seed=0, driver=driver, schedule=schedule
+    )
+
+
+def typical(runs: Sequence[Run]) -> Cells:
+    """The median of each reading of each action."""
+    return {
+        action: tuple(median(run.cells[action][at] for run in runs) for at in range(4)) for action in runs[0].cells
+    }
+
+
+def foretold(pipe: gpipe.GPipe, alone: Cells) -> float:
+    """Seconds of a step by the table, if each action takes as long as alone."""
+    costs = [StageCost(0.0, 0.0)] * pipe.program.stages
+    timeline = simulate(pipe.program, costs, lambda action: alone[action][0] if action in alone else 0.0).timeline
+    return timeline.seconds
+
+
+def shares(pipe: gpipe.GPipe, alone: Cells, runs: Sequence[Run]) -> dict[str, float]:
+    """Where the time of all ranks went in a typical step, as shares of it."""
+    ranks, plan = pipe.partitions, foretold(pipe, alone)
+    middle = sorted(runs, key=lambda run: run.step)[len(runs) // 2]
+    step, together = middle.step, middle.cells
+
+    def more(reading: Callable[[tuple[float, ...]], float]) -> float:
+        return sum(reading(together[action]) - reading(alone[action]) for action in alone if action.kind in COMPUTE)
+
+    work = sum(cell[0] for action, cell in alone.items() if action.kind in COMPUTE)
+    seconds = {
+        "the actions, as long as alone": work,
+        "idle by the table": ranks * plan - work,
+        "in cells: off the core (interpreter's lock, other processes)": more(lambda c: c[0] - c[1] - c[2]),
+        "in cells: more CPU time, the system's (page faults)": more(lambda c: c[2]),
+        "in cells: more CPU time, the user's (memory, caches)": more(lambda c: c[1]),
+        "before the first action and behind the last": ranks * (step - middle.timeline),
+    }
+    seconds["between cells: hand-over, and waiting for what is late"] = ranks * step - sum(seconds.values())
+    return {name: value / (ranks * step) for name, value in seconds.items()} | {
+        "plan / step": plan / step,
+        "step, ms": step * 1e3,
+        "page faults": sum(cell[3] for cell in together.values()),
+        "page faults, alone": sum(cell[3] for cell in alone.values()),
+    }
+
+
+def in_threads(setup: Setup, schedule: str, alone: Cells, rounds: int) -> dict[str, float]:
+    """With a thread for each rank."""
+    with make(setup, schedule, "threads") as pipe:
+        return shares(pipe, alone, watched(pipe, setup, rounds))
+
+
+def _rank(rank: int, answers: Connection, setup: Setup, schedule: str, rounds: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.partitions))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=setup.partitions)
+    with make(setup, schedule, "process") as pipe:
+        answers.send(watched(pipe, setup, rounds, dist.barrier))
+
+
+def over_processes(setup: Setup, schedule: str, alone: Cells, rounds: int) -> dict[str, float]:
+    """With a process for each rank."""
+    context, ours = get_context("spawn"), []
+    with TemporaryDirectory() as folder:
+        for rank in range(setup.partitions):
+            own, theirs = context.Pipe()
+            job = partial(_rank, rank, theirs, setup, schedule, rounds, f"{folder}/meeting")
+            context.Process(target=job, daemon=True).start()
+            ours.append(own)
+        found: list[list[Run]] = [connection.recv() for connection in ours]
+    runs = [
+        Run(
+            max(run.step for run in every),
+            max(run.timeline for run in every),
+            {action: cell for run in every for action, cell in run.cells.items()},
+        )
+        for every in zip(*found, strict=True)
+    ]
+    return shares(make(setup, schedule, "lockstep"), alone, runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gap", description=__doc__)
+    parser.add_argument("workload", choices=sorted(WORKLOADS), nargs="?", default="transformer")
+    parser.add_argument("--schedules", default="gpipe,zb_v")
+    parser.add_argument("--remat", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    work, about, found = WORKLOADS[options.workload], facts(), {}
+    torch.set_num_threads(1)
+    for schedule in options.schedules.split(","):
+        setup = setup_for(work, f"threads-{schedule}", remat=options.remat)
+        with make(setup, schedule, "lockstep") as pipe:
+            alone = typical(watched(pipe, setup, options.rounds))
+        found[f"{schedule}, threads"] = in_threads(setup, schedule, alone, options.rounds)
+        found[f"{schedule}, processes"] = over_processes(setup, schedule, alone, options.rounds)
+    names = list(next(iter(found.values())))
+    lines = [[name, *(_shown(name, column[name]) for column in found.values())] for name in names]
+    text = table(["share of the ranks' time", *found], lines)
+    title = f"# {work.title}: from the table to the clock{', with remat' if options.remat else ''}"
+    write(
+        f"gap-{work.name}{'-remat' * options.remat}",
+        f"{title}\n\n{describe(about)}\n\n{text}",
+        {"facts": about, "found": found},
+    )
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{value:.0f}" if name.startswith(("step", "page")) else f"{value:.1%}"
+
+
+if __name__ == "__main__":
+    main()
