@@ -29,6 +29,5 @@ def test_the_picture_of_a_page_is_what_it_does(name: str) -> None:
 
 
 def test_the_pictures_of_one_stage_a_rank_are_what_is_done() -> None:
-    assert SCHEDULES["gpipe"].rows is fill_drain_rows
     assert picture(fill_drain) == lanes_text(Program.of(fill_drain(3, 4), 4))
     assert picture(forward_only) == lanes_text(Program.of(forward_only(3, 4), 4))

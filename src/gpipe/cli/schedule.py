@@ -16,7 +16,7 @@ from gpipe.plan.schedules import SCHEDULES
 from gpipe.plan.schedules.by_name import program_of
 from gpipe.report import timelines_svg
 from gpipe.report.lanes import find_ruler, needed
-from gpipe.report.terminal import legend, panel
+from gpipe.report.terminal import legend, panel, words
 
 COLORFUL = ("256", "truecolor")
 """What rich calls terminals with colours enough to tell kinds and stages apart; others are given letters."""
@@ -157,22 +157,13 @@ def _show(drawn: Sequence[Drawn], console: Console, *, has_picture: bool) -> Non
         if ruler is not None:
             for line in panel(one.figures.timeline, ruler, colored=colored):
                 console.print(line, soft_wrap=True)
-        for said in _words(one.figures):
+        for said in words(one.figures):
             console.print(said)
         console.print()
     if len(drawn) > 1:
         console.print(_comparison(*drawn))
     if ruler is not None:
         console.print(*legend(timelines, colored=colored), sep="\n")
-
-
-def _words(found: Figures) -> Iterator[str]:
-    yield f"bubble {found.bubble:.1%}: {found.seconds:g} from beginning to end, of which a rank works {found.work:g}"
-    peaks = [f"{peak:.3g}" for peak in found.peaks]
-    each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{', '.join(peaks)}, by rank"
-    yield f"micro-batches held at most: {each}"
-    few = "" if found.split == 1 else f", {found.split:.0%} of them"
-    yield f"backwards: split into I and W{few}" if found.split else "backwards: whole"
 
 
 def _comparison(first: Drawn, second: Drawn) -> str:

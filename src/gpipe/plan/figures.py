@@ -47,7 +47,12 @@ class Figures:
 
 
 def figures(program: Program, costs: Costs | None = None) -> Figures:
-    """Times a program of forwards and backwards, and counts what is held; by default a stage costs `UNIT_COST`."""
+    """Times a program of forwards and backwards, and counts what is held; by default a stage costs `UNIT_COST`.
+
+    >>> from gpipe.plan.schedules.by_name import program_of
+    >>> figures(program_of("1f1b", ranks=2, micro_batches=4)).peaks
+    (2.0, 1.0)
+    """
     each = [UNIT_COST] * program.stages if costs is None else costs
     held = [replace(cost, boundary=0, inside=1, state=0) for cost in each]
     simulation = simulate(program, held)

@@ -1,10 +1,11 @@
-"""Lanes on a terminal: their colours, where it has them, and what colours and letters mean."""
+"""Lanes on a terminal: their colours, where it has them, what colours and letters mean, and what is said of them."""
 
 from collections.abc import Collection, Iterator
 
 from rich.text import Text
 
 from gpipe.plan.action import COMPUTE, NAMES, Kind
+from gpipe.plan.figures import Figures
 from gpipe.plan.timeline import Timeline
 from gpipe.report.colors import is_bright, nth_stages, shade
 from gpipe.report.lanes import Lane, Ruler, lanes, letter_of, margin, named
@@ -64,3 +65,21 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
         later = [", ".join(letter_of(kind, nth) for kind in kinds) for nth in range(1, stages)]
         names = (f"at a rank's {name} stage" for name in ORDINALS[1:])
         yield Text("; ".join(f"{some} {name}" for some, name in zip(later, names, strict=False)))
+
+
+def words(found: Figures) -> Iterator[str]:
+    r"""What a schedule costs, in a few lines.
+
+    >>> from gpipe.plan.figures import figures
+    >>> from gpipe.plan.schedules.by_name import program_of
+    >>> print(*words(figures(program_of("1f1b", ranks=4, micro_batches=8))), sep="\n")
+    bubble 27.3%: 33 from beginning to end, of which a rank works 24
+    micro-batches held at most: 4, 3, 2, 1, by rank
+    backwards: whole
+    """
+    yield f"bubble {found.bubble:.1%}: {found.seconds:g} from beginning to end, of which a rank works {found.work:g}"
+    peaks = [f"{peak:.3g}" for peak in found.peaks]
+    each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{', '.join(peaks)}, by rank"
+    yield f"micro-batches held at most: {each}"
+    few = "" if found.split == 1 else f", {found.split:.0%} of them"
+    yield f"backwards: split into I and W{few}" if found.split else "backwards: whole"
