@@ -2,15 +2,17 @@
 
     {rows} gpipe                the rows of a schedule, as text
     {timeline} gpipe            what the simulator makes of them, as a picture
+    {schedule} zb_v             forwards and backwards alone, in units, with bubble and peak below
     {needs} 1F0 1B0             what the rules say that these actions need
     {module-docstring} gpipe.plan.rules
     {reading-order}             modules, one a line, each with its length and its first line
 
-The first three take the options `ranks`, `stages-per-rank`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and
+The first four take the options `ranks`, `stages-per-rank`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and
 the flags `transfers`, `commits`, `ties` and `reduces`, which place these actions.
 """
 
 import re
+from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
 from inspect import cleandoc
@@ -25,13 +27,15 @@ from sphinx.util.docutils import SphinxDirective
 
 from gpipe.plan.action import Route, parse_action
 from gpipe.plan.cost import StageCost
+from gpipe.plan.figures import figures
 from gpipe.plan.laws import check
 from gpipe.plan.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.plan.program import Program
 from gpipe.plan.rules import needs
-from gpipe.plan.schedules import SCHEDULES
+from gpipe.plan.schedules.by_name import program_of
 from gpipe.plan.simulate import simulate
-from gpipe.report import timeline_svg
+from gpipe.report import timeline_svg, timelines_svg
+from gpipe.report.terminal import words
 
 FORWARD = 0.010  # seconds; a backward takes two of them
 
@@ -60,11 +64,9 @@ class Table(SphinxDirective):
 
     def program(self, schedule: str) -> Program:
         """Makes the program by the same passes as a pipe does."""
-        found, micro_batches = SCHEDULES[schedule], self.options.get("micro-batches", 4)
-        placement = found.placement(self.options.get("ranks", 4), self.options.get("stages-per-rank", 1))
-        stages = len(placement)
-        rows = found.rows(placement, micro_batches)
-        program = Program.of(rows, micro_batches, rank_of=placement, skips=self.options.get("skip", ()))
+        size = self.options.get("ranks", 4), self.options.get("micro-batches", 4), self.options.get("stages-per-rank")
+        program = program_of(schedule, *size)
+        program, stages = replace(program, routes=(*program.routes, *self.options.get("skip", ()))), program.stages
         program = place_recompute(program, [self.options.get("remat", "never")] * stages)
         if "transfers" in self.options:
             program = place_transfers(program)
@@ -93,13 +95,34 @@ class TimelinePicture(Table):
         program = self.program(self.arguments[0])
         costs = [StageCost(forward=FORWARD, backward=2 * FORWARD)] * program.stages
         title = self.options.get("title", "")
-        svg = timeline_svg(simulate(program, costs).timeline, title)
+        return [self.picture(timeline_svg(simulate(program, costs).timeline, title), title)]
+
+    def picture(self, svg: str, title: str) -> nodes.Node:
+        """Writes a picture, and shows it."""
         folder = Path(self.env.srcdir) / "_generated"
         folder.mkdir(exist_ok=True)
         file = folder / f"{sha256(svg.encode()).hexdigest()[:16]}.svg"
         file.write_text(svg, encoding="utf-8")
         image = nodes.image(uri=f"/_generated/{file.name}", alt=title)
-        return [nodes.container("", image, classes=["picture"])]
+        return nodes.container("", image, classes=["picture"])
+
+
+class SchedulePicture(TimelinePicture):
+    """A schedule as `gpipe schedule` draws it."""
+
+    def run(self) -> list[nodes.Node]:
+        """Returns it as a picture, and what it costs."""
+        (name,) = self.arguments
+        program = self.program(name)
+        each = program.stages // program.ranks
+        stages = f" of {each} stages" if each > 1 else ""
+        title = self.options.get(
+            "title", f"{name}: {program.ranks} ranks{stages}, {program.micro_batches} micro-batches"
+        )
+        found = figures(program)
+        said = "; ".join(words(found))
+        svg = timelines_svg({title: found.timeline}, unit="")
+        return [self.picture(svg, title), nodes.paragraph(text=f"{said[0].upper()}{said[1:]}.")]
 
 
 class Needs(Table):
@@ -210,6 +233,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Tells Sphinx of the directives."""
     app.add_directive("rows", ProgramText)
     app.add_directive("timeline", TimelinePicture)
+    app.add_directive("schedule", SchedulePicture)
     app.add_directive("needs", Needs)
     app.add_directive("module-docstring", ModuleDocstring)
     app.add_directive("reading-order", ReadingOrder)
