@@ -69,7 +69,9 @@ class Watch(Recorder):
 
 def watched(pipe: gpipe.GPipe, setup: Setup, rounds: int, meet: Callable[[], object] = int) -> list[Run]:
     """Steps of a pipe, watched; the first two settle."""
-    inputs, targets = setup.work.data()
+    both = setup.work.data()
+    inputs = both[0] if pipe.reads_inputs else None
+    targets = both[1] if pipe.reads_targets else None
     found = []
     for _ in range(rounds + 2):
         pipe.zero_grad()

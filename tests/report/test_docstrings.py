@@ -8,7 +8,6 @@ import pytest
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES, fill_drain, forward_only
 from gpipe.plan.schedules.by_name import program_of
-from gpipe.plan.schedules.gpipe import fill_drain_rows
 from gpipe.report import lanes_text
 
 PICTURE = re.compile(r"^( *)```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

@@ -1,0 +1,59 @@
+"""What a backward costs whole, and as I and W, layer by layer: `python -m bench.split`."""
+
+import argparse
+from statistics import median
+
+import torch
+
+from bench.machine import facts
+from bench.report import describe, interval, table, write
+from bench.workloads import WORKLOADS
+from gpipe.costs.measure import as_in_training, measure_backwards
+from gpipe.plan.cost import BackwardCost
+
+WORKS = ("transformer", "halves", "conv", "amoebanet")
+
+
+def rounds(name: str, count: int) -> list[BackwardCost]:
+    """The backward of one micro-batch through all layers but those without weights to wait for, once a round."""
+    work, device = WORKLOADS[name], torch.device("cpu")
+    layers, (inputs, _) = work.layers(), work.data()
+    sample = inputs.tensor_split(work.micro_batches)[0]
+    found = []
+    with as_in_training(device, 1):
+        for _ in range(count):
+            each = [cost for cost in measure_backwards(layers, sample, device) if cost.weights > SOME * cost.inputs]
+            found.append(BackwardCost(*(sum(parts) for parts in zip(*each, strict=True))))
+    return found
+
+
+SOME = 0.05
+"""W's share of I below which a layer has no products with weights: an embedding, a norm."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.split", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    about, lines = facts(), []
+    for name in WORKS:
+        found = rounds(name, options.rounds)
+        ratios = [(cost.inputs + cost.weights) / cost.whole for cost in found]
+        low, high = interval(ratios)
+        parts = [1e3 * median(part) for part in zip(*found, strict=True)]
+        shares = median(cost.share for cost in found)
+        lines.append(
+            [
+                name,
+                *(f"{part:.2f}" for part in parts),
+                f"{median(ratios):.3f} ({low:.3f}-{high:.3f})",
+                f"{shares:.0%}",
+            ]
+        )
+    header = ["layers of", "B, ms", "I, ms", "W, ms", "(I + W) / B (95 %)", "W's share"]
+    text = f"# A backward whole and in two parts\n\n{describe(about)}\n\n{table(header, lines)}"
+    write("split", text, {"facts": about, "lines": lines})
+
+
+if __name__ == "__main__":
+    main()
