@@ -52,12 +52,10 @@ class Watch(Recorder):
         super().__init__()
         self.cells: dict[Action, tuple[float, ...]] = {}
 
-    def do(self, worker: Worker, step: Step) -> None:
-        """Does a step of a worker between two readings; waiting is not the cell's."""
-        if step.takes:
-            worker.take(step)
+    def work(self, worker: Worker, step: Step) -> None:
+        """Does a step of a worker between two readings."""
         before, start = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
-        super().do(worker, step._replace(takes=()))
+        super().work(worker, step)
         seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_THREAD)
         self.cells[step.action] = (
             seconds,

@@ -35,20 +35,24 @@ class Recorder:
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
     def do(self, worker: Worker, step: Step) -> None:
-        """Does one step of a worker, and records it from when its rank has what it needs until it is done.
-
-        What the rank waited for while it was already on its way counts as a RECEIVE.
-        """
-        stream, action = worker.stream, step.action
+        """Does one step of a worker, and records it from when its rank has what it needs until it is done."""
         if step.takes:
-            asked = stream.stamp()
-            sent = worker.take(step)
-            if isinstance(sent, float) and isinstance(asked, float):
-                received = replace(action, kind=Kind.RECEIVE)
-                self._stamps.append((step.rank, received, max(asked, sent), stream.stamp()))
-        start = stream.stamp()
+            self.take(worker, step)
+        self.work(worker, step)
+
+    def take(self, worker: Worker, step: Step) -> None:
+        """Waits for what a step takes; what of it was already on its way counts as a RECEIVE."""
+        asked = worker.stream.stamp()
+        sent = worker.take(step)
+        if isinstance(sent, float) and isinstance(asked, float):
+            received = replace(step.action, kind=Kind.RECEIVE)
+            self._stamps.append((step.rank, received, max(asked, sent), worker.stream.stamp()))
+
+    def work(self, worker: Worker, step: Step) -> None:
+        """Does what a step does once it has what it takes."""
+        start = worker.stream.stamp()
         worker.do(step)
-        self._stamps.append((step.rank, action, start, stream.stamp()))
+        self._stamps.append((step.rank, step.action, start, worker.stream.stamp()))
 
     def join(self, others: Sequence[tuple[float, Timeline]]) -> None:
         """Makes one of the last timeline and those of all other processes, each with the time when it began.
