@@ -137,25 +137,39 @@ def in_threads(setup: Setup, schedule: str, alone: Cells, rounds: int) -> dict[s
         return shares(pipe, alone, watched(pipe, setup, rounds))
 
 
-def _rank(rank: int, answers: Connection, setup: Setup, schedule: str, rounds: int, meeting: str) -> None:
+def _rank(
+    rank: int, answers: Connection, setup: Setup, schedule: str, driver: str, rounds: int, meeting: str
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.partitions))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=setup.partitions)
-    with make(setup, schedule, "process") as pipe:
+    with make(setup, schedule, driver) as pipe:
         answers.send(watched(pipe, setup, rounds, dist.barrier))
 
 
-def over_processes(setup: Setup, schedule: str, alone: Cells, rounds: int) -> dict[str, float]:
-    """With a process for each rank."""
+def at_once(setup: Setup, schedule: str, driver: str, rounds: int) -> list[list[Run]]:
+    """The runs of as many processes as there are ranks, each beginning its steps when all do."""
     context, ours = get_context("spawn"), []
     with TemporaryDirectory() as folder:
         for rank in range(setup.partitions):
             own, theirs = context.Pipe()
-            job = partial(_rank, rank, theirs, setup, schedule, rounds, f"{folder}/meeting")
+            job = partial(_rank, rank, theirs, setup, schedule, driver, rounds, f"{folder}/meeting")
             context.Process(target=job, daemon=True).start()
             ours.append(own)
-        found: list[list[Run]] = [connection.recv() for connection in ours]
+        return [connection.recv() for connection in ours]
+
+
+def slowdown(setup: Setup, schedule: str, alone: Cells, rounds: int) -> float:
+    """By how much the actions take longer where each process does all of them for itself, all at once."""
+    every = [typical(runs) for runs in at_once(setup, schedule, "lockstep", rounds)]
+    took = median(sum(cell[0] for cell in cells.values()) for cells in every)
+    return took / sum(cell[0] for cell in alone.values()) - 1
+
+
+def over_processes(setup: Setup, schedule: str, alone: Cells, rounds: int) -> dict[str, float]:
+    """With a process for each rank."""
+    found = at_once(setup, schedule, "process", rounds)
     runs = [
         Run(
             max(run.step for run in every),
@@ -180,8 +194,13 @@ def main() -> None:
         setup = setup_for(work, f"threads-{schedule}", remat=options.remat)
         with make(setup, schedule, "lockstep") as pipe:
             alone = typical(watched(pipe, setup, options.rounds))
-        found[f"{schedule}, threads"] = in_threads(setup, schedule, alone, options.rounds)
-        found[f"{schedule}, processes"] = over_processes(setup, schedule, alone, options.rounds)
+        apart = {
+            "actions slower where processes that share nothing do all at once": slowdown(
+                setup, schedule, alone, options.rounds
+            )
+        }
+        found[f"{schedule}, threads"] = in_threads(setup, schedule, alone, options.rounds) | apart
+        found[f"{schedule}, processes"] = over_processes(setup, schedule, alone, options.rounds) | apart
     names = list(next(iter(found.values())))
     lines = [[name, *(_shown(name, column[name]) for column in found.values())] for name in names]
     text = table(["share of the ranks' time", *found], lines)

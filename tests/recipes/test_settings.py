@@ -1,10 +1,12 @@
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.plan.schedules import SCHEDULES
 from gpipe.recipes.options import TrainOptions
 from gpipe.recipes.recipe import Recipe
 
@@ -40,3 +42,12 @@ def test_all_options_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
         "--partitions is 10, but --layers 3 makes 9 layers: choose 9 or fewer partitions, or more layers",
         f"--out is {file}, a file: choose a folder",
     ]
+
+
+def test_every_schedule_can_be_trained_by() -> None:
+    assert get_args(get_type_hints(TrainOptions)["schedule"]) == tuple(SCHEDULES)
+
+
+def test_stages_of_each_partition_count_as_layers() -> None:
+    with pytest.raises(ValueError, match="--partitions is 5 of 2 stages each, .* choose 4 or fewer partitions"):
+        TrainOptions(partitions=5, schedule="zb_v").check()
