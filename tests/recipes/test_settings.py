@@ -49,5 +49,5 @@ def test_every_schedule_can_be_trained_by() -> None:
 
 
 def test_stages_of_each_partition_count_as_layers() -> None:
-    with pytest.raises(ValueError, match="--partitions is 5 of 2 stages each, .* choose 4 or fewer partitions"):
+    with pytest.raises(ValueError, match=r"--partitions is 5 of 2 stages each, .* choose 4 or fewer partitions"):
         TrainOptions(partitions=5, schedule="zb_v").check()
