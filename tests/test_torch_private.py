@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 import gpipe
-from gpipe.torch_private import autograd, dispatcher, modes, modules, products, trees
+from gpipe.torch_private import autograd, casts, dispatcher, modes, modules, products, trees
 from gpipe.torch_private import checkpoint as checkpoints
 from gpipe.torch_private.checkpoint import CheckpointFrame
 
@@ -479,6 +480,41 @@ def test_tensors() -> None:
 
 class Listens(TorchFunctionMode):
     """A mode that does nothing."""
+
+
+def test_a_rank_that_leaves_an_autocast_is_heard_of() -> None:
+    with relied_on("casts_apart", "keeps a rank's casts of weights while another rank leaves its autocast"):
+        with casts.casts_apart():
+            assert torch.clear_autocast_cache is not casts._forget
+            own = relied_on("as_rank", "says whose casts are kept apart")
+            with own, casts.as_rank(), torch.autocast("cpu", torch.bfloat16):
+                assert casts._rounds._inside == {threading.get_ident()}
+            assert not casts._rounds._inside | casts._rounds._left
+            with torch.autocast("cpu", torch.bfloat16):  # no rank
+                assert not casts._rounds._inside
+        assert torch.clear_autocast_cache is casts._forget
+        assert torch.autocast_increment_nesting is casts._enter
+
+
+def test_a_rank_enters_again_when_the_casts_of_before_are_forgotten() -> None:
+    forgot: list[str] = []
+    rounds = casts._Rounds(lambda: forgot.append(threading.current_thread().name))
+    went_on = threading.Event()
+
+    def other() -> None:
+        for _ in range(2):
+            rounds.enter()
+            rounds.leave()
+        went_on.set()
+
+    rounds.enter()
+    thread = threading.Thread(target=other, name="other")
+    thread.start()
+    assert not went_on.wait(0.2)
+    assert not forgot
+    rounds.leave()
+    thread.join(60)
+    assert forgot[0] == threading.current_thread().name
 
 
 def test_what_is_set_in_a_thread_is_seen() -> None:

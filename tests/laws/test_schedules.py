@@ -1,6 +1,7 @@
 """Same bits, and the memory that the table states, for every schedule by name."""
 
 import copy
+import time
 import weakref
 from dataclasses import replace
 from random import Random
@@ -170,3 +171,30 @@ def test_an_error_says_which_stage_and_part_it_came_from(name: str) -> None:
             pipe.step(torch.randn(4, 8), torch.randn(4, 8), squares)
         assert f"stage {2 * each - 1}, layer {2 * each - 1}" in caught.value.__notes__[0]
         assert "in the backward" in caught.value.__notes__[0]
+
+
+class Shared(nn.Module):
+    """A module that is two layers, on two ranks, each at work while the other is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.003)
+        made: Tensor = self.linear(x).tanh()
+        return made
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zb_v"])
+def test_a_module_that_is_two_layers_is_not_taken_for_one_that_calls_backward(name: str) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Shared() for _ in range(4)]
+    layers[3].linear = layers[0].linear
+    expected = copy.deepcopy(layers)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    one = gpipe.GPipe(expected, 1, 8, seed=0, driver="lockstep")
+    with gpipe.GPipe(layers, 2, 8, schedule=name, seed=0) as pipe:
+        for _ in range(2):
+            assert torch.equal(pipe.step(x, y, squares), one.step(x, y, squares))
+            assert_same_bits(nn.Sequential(*layers), expected)

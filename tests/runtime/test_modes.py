@@ -1,6 +1,7 @@
 """What surrounds a call, surrounds its layers too, whichever thread they run in; what cannot is refused."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -188,6 +189,32 @@ def test_autocast_keeps_the_casts_of_weights_though_another_rank_ends_its_own(dr
     with piped(driver, remat, [first, twice]) as pipe:
         assert same_bits(run(pipe, "step", bfloat16), expected)
         assert_same_bits(pipe, reference)
+
+
+class Casting(nn.Linear):
+    """Has an autocast of its own, in which it uses its weight twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bfloat16():
+            once = linear(x, self.weight, self.bias)
+            time.sleep(0.003)  # in which another rank leaves its own
+            return linear(once.tanh(), self.weight, self.bias).float()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_v"])
+def test_autocasts_of_layers_keep_their_casts_though_another_rank_ends_its_own(
+    schedule: str, driver: str, remat: str
+) -> None:
+    def layers() -> list[nn.Module]:
+        with weights_of(1):
+            return [Casting(9, 9) for _ in range(8)]
+
+    reference, own = layers(), layers()
+    expected = plain_loop(reference, X, Y, squares, micro_batches=7, seed=0, step=0)
+    with gpipe.GPipe(own, 4, 7, schedule=schedule, driver=driver, remat=remat, seed=0) as pipe:
+        assert torch.equal(pipe.step(X, Y, squares), expected)
+        assert_same_bits(nn.Sequential(*own), reference)
+    assert torch.clear_autocast_cache.__module__ != "gpipe.torch_private.casts"
 
 
 def test_autocast_sees_what_the_optimizer_did_to_weights(driver: str, remat: str) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe.layers.buffers import Buffers
+from gpipe.layers.buffers import Buffers, Slot
 from gpipe.layers.inplace import InPlaceCheck
 from gpipe.layers.skips import Pop, Stashed, alias, unpack_stashes
 from gpipe.rng.visit import PipeVisit
@@ -110,6 +110,7 @@ class Stage:
         self.buffers = Buffers([layer.module for layer in layers])
         self.in_place = InPlaceCheck()
         self.first = self.layers[0].index
+        self.shared: frozenset[Slot] = frozenset()  # where parameters stand that several layers use
         self.begin()
 
     def begin(self) -> None:
@@ -164,8 +165,17 @@ class Stage:
         return {id(weight) for layer in self.layers for weight in layer.module.parameters()}
 
     def gradients(self) -> list[tuple[int, int]]:
-        """What gradients the parameters have, and how often these were added to."""
-        grads = [p.grad for layer in self.layers for p in layer.module.parameters()]
+        """What gradients the parameters have, and how often these were added to, but for what other layers share.
+
+        A module that is several layers has the parameters of whichever of them runs.
+        """
+        grads = [
+            parameter.grad
+            for layer in self.layers
+            for module in layer.module.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and (module, name) not in self.shared
+        ]
         return [(id(grad), version(grad)) for grad in grads]
 
     def forward(

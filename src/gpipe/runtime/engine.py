@@ -84,6 +84,8 @@ class Engine:
         self.row, self.replicas = row, replicas
         self.own = tuple(stage for stage in stages if row in (None, placement[stage.index]))  # what runs here
         self.shared = find_shared(self.layers, tied)
+        for stage in self.stages:
+            stage.shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
         self.shared_buffers = find_shared_buffers(self.stages)
         if race := find_shared_norm(self.stages):
             raise ValueError(race)

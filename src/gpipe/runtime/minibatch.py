@@ -19,6 +19,7 @@ from gpipe.runtime.steps import CompiledProgram, CompiledRows
 from gpipe.runtime.threads import RankThreads
 from gpipe.runtime.walk import lockstep, walk
 from gpipe.runtime.worker import Worker
+from gpipe.torch_private.casts import as_rank, casts_apart
 from gpipe.values.dtensor import is_sharded
 from gpipe.values.tree import version
 
@@ -168,7 +169,8 @@ class MiniBatchRun:
                     partial(context.run, _row, worker, rows, ambient, recorder)
                     for context, worker in zip(contexts, self.workers, strict=True)
                 ]
-                threads.run(jobs, self.others.transport.cancel)
+                with casts_apart():
+                    threads.run(jobs, self.others.transport.cancel)
                 self._tell_of_variables(contexts)
             elif len(self.workers) == rows.program.ranks:
                 with ambient.rank_thread():
@@ -201,5 +203,5 @@ OF_PYTHON = {"decimal_context"}
 
 
 def _row(worker: Worker, rows: CompiledRows, ambient: Ambient, recorder: Recorder | None) -> None:
-    with ambient.rank_thread():
+    with ambient.rank_thread(), as_rank():
         walk(worker, rows, recorder)

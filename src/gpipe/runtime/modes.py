@@ -3,7 +3,7 @@
 Note "Casts". Autocast keeps the casts of weights, for all threads together, and forgets them all when any thread
 leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
 up in another precision. So a row is run as if inside an autocast, and a run forgets before and after, lest a cast
-outlive its weight's value.
+outlive its weight's value. Autocasts of the layers' own are kept apart by `gpipe.torch_private.casts`.
 """
 
 from collections.abc import Callable, Iterator
