@@ -12,6 +12,7 @@ import gpipe
 from gpipe.plan.action import Kind, parse_action
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES
+from gpipe.plan.schedules.by_name import program_of
 from tests.support.plain_loop import assert_same_bits, plain_loop, squares
 
 
@@ -69,10 +70,30 @@ def test_an_unknown_name_is_refused_with_all_names() -> None:
         ({"schedule": three_stages, "stages_per_rank": 2}, "stages_per_rank=2 is for schedules by name"),
         ({"schedule": three_stages, "micro_batches": 1}, "no such program"),
         ({"schedule": lambda ranks, micro_batches: None}, "gave NoneType, which is no Program"),
+        (
+            {"schedule": lambda ranks, m: three_stages(2, m + 1)},
+            "asked for K=2 .* M=3 .* gave a program of K=2 and M=4",
+        ),
     ],
 )
 def test_a_size_that_a_page_cannot_have_is_refused(options: dict[str, object], said: str) -> None:
     assert re.search(said, refused(**options))
+
+
+def test_a_function_that_raises_keeps_its_exception_and_is_named() -> None:
+    def own(ranks: int) -> Program:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        gpipe.GPipe(layers(), 2, 3, schedule=own)  # type: ignore[arg-type]  # of one argument
+    assert "own, asked for K=2 ranks and M=3 micro-batches" in caught.value.__notes__[0]
+
+
+def test_a_program_for_one_size_is_told_of_no_other() -> None:
+    program = program_of("v_min", 4, 12)
+    findings = gpipe.GPipe(layers(8), 4, 12, schedule=program).findings
+    assert not [text for text in findings if "bubble" in text]
+    assert "20%" in gpipe.GPipe(layers(8), 4, 8, schedule="v_half").findings[0]
 
 
 def test_a_program_that_breaks_the_laws_is_refused_with_what_it_breaks() -> None:

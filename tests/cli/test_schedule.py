@@ -98,15 +98,16 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "v_min: 4 ranks of 2 stages, 8 micro-batches" in svg.read_text()
 
 
-def test_what_does_not_fit_is_refused_or_put_into_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("file", [(), ("--svg", "wide.svg"), ("--csv", "wide.csv")])
+def test_what_does_not_fit_is_said_in_figures_and_files(
+    file: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = refused(capsys, "gpipe", "-m", "64")
-    assert "a lane has at least 209 columns, and there are 80" in error
-    assert "--svg FILE" in error
-    text = said(capsys, "gpipe", "-m", "64", "--svg", str(tmp_path / "wide.svg"))
+    monkeypatch.chdir(tmp_path)
+    text = said(capsys, "gpipe", "-m", "64", *file)
+    assert "no lanes: they have at least 209 columns, and there are 80; widen" in text
     assert "bubble 4.5%" in text
-    assert "rank 0" not in text
+    assert "rank 0 " not in text
+    assert [path.name for path in tmp_path.iterdir()] == list(file[1:])
 
 
 @pytest.mark.parametrize(

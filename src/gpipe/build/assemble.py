@@ -116,7 +116,7 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
         backwards = tuple(BackwardCost(*backward) for backward in told["backwards"])
         settings = replace(settings, backwards=backwards, whole=frozenset(told["whole"]))
     settings = _with_own_layers(settings, position, sketch, asked.ties)
-    _compare(agreement, settings, asked.ties)
+    _compare(agreement, settings, asked)
     if position.replicas > 1:
         _compare_weights(agreement, settings, position)
     return settings
@@ -139,7 +139,7 @@ def _with_own_layers(
     return replace(settings, layers=named, tied=_tie(named, ties, sketch, own))
 
 
-def _compare(agreement: Agreement, settings: Settings, ties: Sequence[Sequence[str]]) -> None:
+def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None:
     """Checks that all processes have settled for the same."""
     mistakes = Mistakes()
     mistakes.found = agreement.compare(
@@ -148,12 +148,13 @@ def _compare(agreement: Agreement, settings: Settings, ties: Sequence[Sequence[s
         micro_batches=settings.micro_batches,
         remat=settings.remat,
         schedule=settings.schedule.name,
+        stages_per_rank=asked.stages_per_rank,
         placement=settings.placement,
         seed=settings.seed,
         intra_op_threads=settings.intra_op_threads,
         deferred_batch_norm=settings.deferred_batch_norm,
         sync_batch_norm=settings.sync_batch_norm,
-        ties=[list(group) for group in ties],
+        ties=[list(group) for group in asked.ties],
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
     mistakes.raise_all()

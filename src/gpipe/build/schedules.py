@@ -67,7 +67,7 @@ def _place(schedule: Schedule, ranks: int, each: int) -> Placement:
     """The placement, or nothing where there is none."""
     try:
         return schedule.placement(ranks, each) or ()
-    except ValueError:
+    except Exception:  # of the user's function, which need not have a program for every K
         return ()
 
 

@@ -29,7 +29,7 @@ class ScheduleOptions:
     """What is drawn."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=KNOWN, metavar="NAME")]
-    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME2")] = ""
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME2]")] = ""
     """Another, to compare it with."""
 
     partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4
@@ -100,7 +100,7 @@ def schedule(options: Annotated[ScheduleOptions, tyro.conf.arg(name="")]) -> Non
             raise ValueError("\n".join(problems))
         drawn = _timed(options)
         _write(drawn, options)
-        _show(drawn, console, has_picture=options.svg is not None)
+        _show(drawn, console)
 
 
 def _timed(options: ScheduleOptions) -> list[Drawn]:
@@ -141,16 +141,17 @@ def _write(drawn: Sequence[Drawn], options: ScheduleOptions) -> None:
         options.csv.write_text(drawn[0].program.to_csv(), encoding="utf-8")
 
 
-def _show(drawn: Sequence[Drawn], console: Console, *, has_picture: bool) -> None:
+def _show(drawn: Sequence[Drawn], console: Console) -> None:
     """Prints the lanes, if there is room for them, and what can be said of them."""
     colored = console.color_system in COLORFUL and not console.no_color
     timelines = [one.figures.timeline for one in drawn]
     ruler = find_ruler(timelines, console.width, colored=colored)
-    if ruler is None and not has_picture:
+    if ruler is None:
         least = needed(timelines, colored=colored)
-        raise ValueError(
-            f"a lane has at least {least} columns, and there are {console.width}: give fewer micro-batches, or "
-            f"--svg FILE for a picture"
+        console.print(
+            f"no lanes: they have at least {least} columns, and there are {console.width}; widen the terminal, set "
+            f"COLUMNS={least}, or have a picture by --svg FILE\n",
+            soft_wrap=True,
         )
     for one in drawn:
         console.print(one.title, style="bold" if colored else "")

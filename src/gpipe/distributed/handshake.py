@@ -47,7 +47,7 @@ WORDS = {
     "in_training": "whether the pipe is in training mode",
     "gathers": "gather",
     "call": "the call that backward belongs to",
-    "checksum": "the checksum of the program",
+    "checksum": "the checksum of the program (of schedule=, if that is a function, remat, and what layers share)",
 }
 
 
@@ -69,7 +69,7 @@ def hear(net: Net, first: int) -> Header:
 def compare(told: Header, first: int, own: Header, rank: int) -> None:
     """Checks that this process does what that of the first stage does."""
     mistakes = [
-        f"{words} is {getattr(told, name)} on rank {first} and {getattr(own, name)} on rank {rank}"
+        f"{words} is {getattr(told, name)} on rank {first} and {int(getattr(own, name))} on rank {rank}"
         for name, words in WORDS.items()
         if getattr(told, name) != getattr(own, name)
     ]

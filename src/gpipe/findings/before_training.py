@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from gpipe.build.settings import Settings
 from gpipe.findings.randomness import find_own_generators
 from gpipe.plan.program import Program
-from gpipe.plan.schedules import rows_in_training
 from gpipe.plan.simulate import equal_bubble
 
 DWARFS = 1.5  # a stage this many times the mean sets the pace for all
@@ -25,16 +24,20 @@ def examine_settings(settings: Settings) -> list[str]:
 
 def _bubble(settings: Settings) -> Iterator[str]:
     k, m = len(settings.devices), settings.micro_batches
-    if k > 1 and m < 4 * k and (now := _equal_bubble(settings, m)) > SMALL:
+    if k == 1 or m >= 4 * k:
+        return
+    now, then = _equal_bubble(settings, m), _equal_bubble(settings, 4 * k)
+    if now is not None and then is not None and now > SMALL:
         yield (
             f"M={m} micro-batches for K={k} partitions leave a bubble of {now:.0%}; with M={4 * k}, four times K, it "
-            f"would be {_equal_bubble(settings, 4 * k):.0%}"
+            f"would be {then:.0%}"
         )
 
 
-def _equal_bubble(settings: Settings, micro_batches: int) -> float:
-    rows = rows_in_training(settings.schedule, settings.placement, micro_batches)
-    return equal_bubble(Program.of(rows, micro_batches, rank_of=settings.placement))
+def _equal_bubble(settings: Settings, micro_batches: int) -> float | None:
+    """The bubble of the schedule's table for so many micro-batches; None where it has none."""
+    rows = settings.schedule.rows(settings.placement, micro_batches)
+    return None if rows is None else equal_bubble(Program.of(rows, micro_batches, rank_of=settings.placement))
 
 
 def _empty_stages(settings: Settings) -> Iterator[str]:

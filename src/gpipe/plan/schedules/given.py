@@ -63,8 +63,12 @@ class MadeProgram:
     def placement(self, ranks: int, stages_per_rank: int) -> Placement | None:
         """That of the program for a whole mini-batch."""
         program = _made(self.make, ranks, self.micro_batches)
-        fits = (program.ranks, program.micro_batches) == (ranks, self.micro_batches)
-        return program.rank_of if fits else None
+        if (program.ranks, program.micro_batches) != (ranks, self.micro_batches):
+            raise ScheduleError(
+                f"{_name(self.make)} was asked for K={ranks} ranks and M={self.micro_batches} micro-batches, and "
+                f"gave a program of K={program.ranks} and M={program.micro_batches}"
+            )
+        return program.rank_of
 
     def rows(self, placement: Placement, micro_batches: int) -> Rows | None:
         """Those of the program for so many, if the function makes one with this placement."""
@@ -77,8 +81,16 @@ class MadeProgram:
 
 
 def _made(make: Maker, ranks: int, micro_batches: int) -> Program:
-    program = make(ranks, micro_batches)
+    try:
+        program = make(ranks, micro_batches)
+    except Exception as error:
+        error.add_note(f"in schedule={_name(make)}, asked for K={ranks} ranks and M={micro_batches} micro-batches")
+        raise
     if not isinstance(program, Program):
-        raise ScheduleError(f"{make} gave {type(program).__name__}, which is no Program")
+        raise ScheduleError(f"{_name(make)} gave {type(program).__name__}, which is no Program")
     check_given(program)
     return program
+
+
+def _name(make: Maker) -> str:
+    return getattr(make, "__qualname__", type(make).__name__)
