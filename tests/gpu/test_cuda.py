@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import models
 from gpipe.comm.codec import decode, encode
+from gpipe.plan.schedules import SCHEDULES
 from gpipe.values.boundary import BoundaryValue
 from gpipe.values.layout import copy_of
 
@@ -116,6 +117,26 @@ def test_bits_are_those_of_the_plain_loop_on_the_gpu(
             optimizer.step()
             optimizer.zero_grad()
     assert_same(pipe, nn.Sequential(*plain))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_every_schedule_has_the_bits_of_the_plain_loop_on_the_gpu(
+    case: str, schedule: str, remat: str, driver: str
+) -> None:
+    """Several stages on each rank, all ranks on one GPU; backwards whole or in two parts."""
+    make, data, loss_fn = CASES[case]
+    torch.manual_seed(0)
+    ours = make()
+    plain = [layer.cuda() for layer in copy.deepcopy(ours)]
+    x, y = (tensor.cuda() for tensor in data())
+    with gpipe.GPipe(ours, 2, 4, schedule=schedule, remat=remat, driver=driver, devices="cuda", seed=3) as pipe:
+        for step in range(2):
+            reference = plain_loop(plain, x, y, loss_fn, 4, 3, step)
+            assert torch.allclose(pipe.step(x, y, loss_fn), reference)
+            assert_same(pipe, nn.Sequential(*plain))
 
 
 def assert_same(pipe: nn.Module, plain: nn.Module) -> None:
