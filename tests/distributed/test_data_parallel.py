@@ -61,7 +61,7 @@ def test_so_do_replicas_with_several_stages_on_each_rank(placement: str, ranks: 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_so_do_replicas_by_every_schedule_though_their_tables_differ(schedule: str, crew: Crew) -> None:
     rows = [7, 3]
-    check_replicas(answers(crew.run(jobs.train, 2, rows, 100, schedule)), 2, rows)
+    check_replicas(answers(crew.run(jobs.train, 2, rows, BUCKET, schedule)), 2, rows)
 
 
 def check_replicas(found: Sequence[Json], stages: int, rows: list[int]) -> None:
