@@ -65,21 +65,23 @@ class Watch(Recorder):
         )
 
 
-def watched(pipe: gpipe.GPipe, setup: Setup, rounds: int, meet: Callable[[], object] = int) -> list[Run]:
-    """Steps of a pipe, watched; the first two settle."""
-    both = setup.work.data()
-    inputs = both[0] if pipe.reads_inputs else None
-    targets = both[1] if pipe.reads_targets else None
-    found = []
+def watched(
+    pipes: Sequence[gpipe.GPipe], setup: Setup, rounds: int, meet: Callable[[], object] = int
+) -> list[list[Run]]:
+    """Steps of pipes in turns, watched; the first two of each settle."""
+    inputs, targets = setup.work.data()
+    found: list[list[Run]] = [[] for _ in pipes]
     for _ in range(rounds + 2):
-        pipe.zero_grad()
-        pipe.recorder = watch = Watch()
-        meet()
-        start = time.perf_counter()
-        pipe.step(inputs, targets, setup.work.loss_fn)
-        step = time.perf_counter() - start
-        found.append(Run(step, watch.timelines[-1].seconds, watch.cells))
-    return found[2:]
+        for pipe, runs in zip(pipes, found, strict=True):
+            given = inputs if pipe.reads_inputs else None, targets if pipe.reads_targets else None
+            pipe.zero_grad()
+            pipe.recorder = watch = Watch()
+            meet()
+            start = time.perf_counter()
+            pipe.step(*given, setup.work.loss_fn)
+            step = time.perf_counter() - start
+            runs.append(Run(step, watch.timelines[-1].seconds, watch.cells))
+    return [runs[2:] for runs in found]
 
 
 def make(setup: Setup, schedule: str, driver: str) -> gpipe.GPipe:
@@ -131,10 +133,11 @@ def shares(pipe: gpipe.GPipe, alone: Cells, runs: Sequence[Run]) -> dict[str, fl
     }
 
 
-def in_threads(setup: Setup, schedule: str, alone: Cells, rounds: int) -> dict[str, float]:
-    """With a thread for each rank."""
-    with make(setup, schedule, "threads") as pipe:
-        return shares(pipe, alone, watched(pipe, setup, rounds))
+def in_threads(setup: Setup, schedule: str, rounds: int) -> tuple[Cells, dict[str, float]]:
+    """The actions alone, and in turns with that the shares with a thread for each rank."""
+    with make(setup, schedule, "lockstep") as one, make(setup, schedule, "threads") as pipe:
+        first, runs = watched([one, pipe], setup, rounds)
+        return typical(first), shares(pipe, typical(first), runs)
 
 
 def _rank(
@@ -145,7 +148,7 @@ def _rank(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=setup.partitions)
     with make(setup, schedule, driver) as pipe:
-        answers.send(watched(pipe, setup, rounds, dist.barrier))
+        answers.send(watched([pipe], setup, rounds, dist.barrier)[0])
 
 
 def at_once(setup: Setup, schedule: str, driver: str, rounds: int) -> list[list[Run]]:
@@ -192,14 +195,13 @@ def main() -> None:
     torch.set_num_threads(1)
     for schedule in options.schedules.split(","):
         setup = setup_for(work, f"threads-{schedule}", remat=options.remat)
-        with make(setup, schedule, "lockstep") as pipe:
-            alone = typical(watched(pipe, setup, options.rounds))
+        alone, threads = in_threads(setup, schedule, options.rounds)
         apart = {
             "actions slower where processes that share nothing do all at once": slowdown(
                 setup, schedule, alone, options.rounds
             )
         }
-        found[f"{schedule}, threads"] = in_threads(setup, schedule, alone, options.rounds) | apart
+        found[f"{schedule}, threads"] = threads | apart
         found[f"{schedule}, processes"] = over_processes(setup, schedule, alone, options.rounds) | apart
     names = list(next(iter(found.values())))
     lines = [[name, *(_shown(name, column[name]) for column in found.values())] for name in names]
