@@ -13,8 +13,7 @@ from gpipe.plan.schedules.building_block import v_half, v_min
 from gpipe.plan.schedules.dualpipe_v import dualpipe_v
 from gpipe.plan.schedules.forward_only import forward_only, forward_only_rows
 from gpipe.plan.schedules.gpipe import fill_drain, fill_drain_rows
-from gpipe.plan.schedules.interleaved import interleaved
-from gpipe.plan.schedules.interleaved_zb import interleaved_zb
+from gpipe.plan.schedules.interleaved import interleaved, interleaved_zb
 from gpipe.plan.schedules.one_forward_one_backward import one_forward_one_backward
 from gpipe.plan.schedules.placement import Placement, line, loop, loops, vee
 from gpipe.plan.schedules.zb_v import zb_v
