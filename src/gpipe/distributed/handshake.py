@@ -1,7 +1,7 @@
-"""What the first stage tells the others before a run: one message of fixed layout."""
+"""What the first stage tells the others before a run: one message of whole numbers."""
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from enum import IntEnum
 
 import torch
@@ -24,9 +24,11 @@ class Asked(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """One run, in whole numbers. All but `rows` and `micro_batches` every process knows for itself, too.
+    """One run, in whole numbers. All but `rows` every process knows for itself, too.
 
-    `call` is the number of the call whose backward it is.
+    Attributes:
+        call: The number of the call whose backward it is.
+        rows: Of each micro-batch.
     """
 
     asked: int
@@ -36,8 +38,15 @@ class Header:
     gathers: int = 0
     call: int = 0
     checksum: int = 0
-    rows: int = 0
-    micro_batches: int = 0
+    rows: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many there are."""
+        return len(self.rows)
+
+
+BEFORE_ROWS = len(fields(Header)) - 1
 
 
 WORDS = {
@@ -53,7 +62,7 @@ WORDS = {
 
 def tell(net: Net, peers: Iterable[int], header: Header) -> None:
     """Tells the other processes of this replica."""
-    numbers = torch.tensor(astuple(header), dtype=torch.int64)
+    numbers = torch.tensor([*astuple(header)[:BEFORE_ROWS], *header.rows], dtype=torch.int64)
     for peer in peers:
         net.send_value(peer, Label(Control.HEADER, 0, gradient=False), numbers)
 
@@ -61,9 +70,14 @@ def tell(net: Net, peers: Iterable[int], header: Header) -> None:
 def hear(net: Net, first: int) -> Header:
     """Waits for what the process of the first stage tells."""
     numbers = net.receive_value(first, Label(Control.HEADER, 0, gradient=False))
-    if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.shape != (len(fields(Header)),):
+    if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or not _fits(numbers):
         raise damaged(first, "a header that is none")
-    return Header(*numbers.tolist())
+    told = numbers.tolist()
+    return Header(*told[:BEFORE_ROWS], rows=tuple(told[BEFORE_ROWS:]))
+
+
+def _fits(numbers: Tensor) -> bool:
+    return numbers.dim() == 1 and len(numbers) >= BEFORE_ROWS
 
 
 def compare(told: Header, first: int, own: Header, rank: int) -> None:

@@ -42,7 +42,7 @@ from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import MiniBatch
 from gpipe.values.boundary import BoundaryValue, cut
 from gpipe.values.messages import Control
-from gpipe.values.microbatch import merge, rows_of_parts, split
+from gpipe.values.microbatch import merge, split
 from gpipe.values.tree import Tree
 
 NEEDS_GATHER = (
@@ -169,11 +169,11 @@ class Session:
     def step(
         self, given: StepInputs, batch: MiniBatch, header: Header, recorder: Recorder | None
     ) -> tuple[int, Any, list[object]]:
-        """Runs a step; gives the rows of the last micro-batch, the loss and the metrics of all replicas."""
+        """Runs a step; gives the least rows of a micro-batch, the loss and the metrics of all replicas."""
         with self.run() as peers:
             given = given.scaled(self.engine.stages[-1].device, processes=self.size)
             rows, targets = self._read(given, batch)
-            header = replace(header, asked=Asked.STEP, rows=rows, micro_batches=len(batch.inputs))
+            header = replace(header, asked=Asked.STEP, rows=tuple(rows))
             told = peers.head(header, partial(self._checksum, batch))
             shares = self._weigh(peers, told, given, batch, targets)
             run = self._start(peers, told, batch)
@@ -181,12 +181,12 @@ class Session:
             every = self._finish(peers, run, recorder, shares)
         losses = [loss for loss, _ in every if loss is not None]
         metrics = [metric for _, some in every if some is not None for metric in some]
-        return _last(told), sum(losses[1:], start=losses[0]), metrics
+        return min(told.rows), sum(losses[1:], start=losses[0]), metrics
 
-    def _read(self, given: StepInputs, batch: MiniBatch) -> tuple[int, list[Tree]]:
+    def _read(self, given: StepInputs, batch: MiniBatch) -> tuple[list[int], list[Tree]]:
         """Has a mini-batch be one of a step, with the inputs if they are read here.
 
-        Gives their rows, and the targets, if these are read here as well.
+        Gives the rows of each micro-batch, and the targets, if these are read here as well.
         """
         if self.reads_targets:
             check_loss_fn(given.loss_fn)
@@ -204,7 +204,7 @@ class Session:
         layers, popped = self.engine.layers, skip_names(given.loss_fn, "pop")
         refuse_unused_stashes(layers, popped)
         batch.loss_pops = find_loss_pops(layers, popped)
-        return sum(rows), targets[0] if targets else []
+        return rows, targets[0] if targets else []
 
     def _weigh(
         self, peers: Peers, told: Header, given: StepInputs, batch: MiniBatch, targets: list[Tree]
@@ -215,10 +215,9 @@ class Session:
         self._compare(peers, given)
         if not targets:
             check_values(targets=given.targets)
-            targets = split(given.targets, told.rows, told.micro_batches, "targets")
+            targets = split(given.targets, sum(told.rows), told.micro_batches, "targets")
         batch.targets = targets
-        rows = rows_of_parts(told.rows, told.micro_batches)
-        shares = given.shares(rows, targets, lambda own: sum(peers.tell_replicas(Control.WEIGHT, own)))
+        shares = given.shares(told.rows, targets, lambda own: sum(peers.tell_replicas(Control.WEIGHT, own)))
         always = self.sync_batch_norm and self.replicas > 1  # then the other replicas wait for this one's backward
         batch.seeds = [share * given.scale if share or always else None for share in shares]
         return shares
@@ -264,7 +263,7 @@ class Session:
         *,
         gather: bool,
     ) -> tuple[int, Any]:
-        """Runs the pipelined forward; gives the rows of the last micro-batch, and the output where it is wanted."""
+        """Runs the pipelined forward; gives the least rows of a micro-batch, and the output where it is wanted."""
         with self.run() as peers:
             if ambient.grad and not gather and self.position is not None:
                 raise ValueError(NEEDS_GATHER)
@@ -272,8 +271,7 @@ class Session:
             cuts = [cut(value) for value in values[0]]
             batch.inputs = [crossing for crossing, _ in cuts]
             self.calls += 1
-            header = replace(header, asked=Asked.CALL, call=self.calls, gathers=gather, rows=sum(rows))
-            header = replace(header, micro_batches=len(cuts))
+            header = replace(header, asked=Asked.CALL, call=self.calls, gathers=gather, rows=tuple(rows))
             told = peers.head(header, partial(self._checksum, batch))
             if not self.reads_inputs:
                 batch.inputs = [BoundaryValue(None, [])] * told.micro_batches
@@ -282,13 +280,13 @@ class Session:
             if ambient.grad:
                 call = PipelinedCall(self.run, peers, run, told, ambient, recorder)
                 leaves = [leaves for _, leaves in cuts] or [[]] * told.micro_batches
-                return _last(told), merge(pipelined(call, leaves))
+                return min(told.rows), merge(pipelined(call, leaves))
             run.go(ambient, recorder)
             outputs = run.take_outputs() if self.reads_targets else []
             if gather:
                 outputs = peers.gather(outputs, told.micro_batches)
             peers.finish(run, recorder, None)
-            return _last(told), merge([output.value for output in outputs]) if outputs else None
+            return min(told.rows), merge([output.value for output in outputs]) if outputs else None
 
     def _start(self, peers: Peers, told: Header, batch: MiniBatch) -> MiniBatchRun:
         batch.first = self.replica * self.micro_batches
@@ -296,11 +294,6 @@ class Session:
 
     def _checksum(self, batch: MiniBatch, micro_batches: int) -> int:
         return self.engine.compiled(self.engine.wanted(micro_batches, batch)).checksum
-
-
-def _last(told: Header) -> int:
-    """The rows of the last micro-batch."""
-    return rows_of_parts(told.rows, told.micro_batches)[-1]
 
 
 def _stragglers(placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> Stragglers:

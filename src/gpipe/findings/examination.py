@@ -76,7 +76,7 @@ class Examination:
 
         Args:
             before: What there was.
-            rows: Of its last micro-batch.
+            rows: Of its smallest micro-batch.
             seen: What the ranks found.
             whole: The pipe, if its gradients are there.
             loss_fn: The loss, if there was one.
