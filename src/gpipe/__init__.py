@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from gpipe.pipeline import GPipe as GPipe
     from gpipe.rng.visit import visit as visit
     from gpipe.runtime.recorder import record as record
+    from gpipe.values.microbatch import MicroBatches as MicroBatches
     from gpipe.values.microbatch import Whole as Whole
 
 _HOME = {
     "CheckpointError": "gpipe.checkpoint.manifest",
     "GPipe": "gpipe.pipeline",
     "GradScaler": "gpipe.amp",
+    "MicroBatches": "gpipe.values.microbatch",
     "RemoteError": "gpipe.errors",
     "Sequential": "gpipe.layers.skips",
     "Whole": "gpipe.values.microbatch",

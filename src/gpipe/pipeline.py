@@ -54,7 +54,8 @@ class GPipe(Partitioned):
     Args:
         layers: The network: an `nn.Sequential`, or a sequence of modules or of callables that build one.
         partitions: K, the number of ranks, or the number of layers of each stage.
-        micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows.
+        micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows. Of ready-made ones,
+            `gpipe.MicroBatches`, at most so many are taken.
         costs: What each layer costs: one number a layer; a function of a layer and its sample input; `"time"`,
             seconds of forward, recompute and backward; `"flops"`; or `"params"`. By default time if there is a
             sample, else parameters, at least 1. `pipe.costs` can be saved and given again, so that the cuts stay.
@@ -215,8 +216,10 @@ class GPipe(Partitioned):
         Under `torch.no_grad` it runs the forward alone: validation through the pipeline.
 
         Args:
-            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each.
-            targets: What `loss_fn` takes beside the output, N rows each.
+            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each. Or
+                `gpipe.MicroBatches`, which are taken as they are.
+            targets: What `loss_fn` takes beside the output, N rows each. Or `gpipe.MicroBatches`, as many as there
+                are of the inputs.
             loss_fn: `(output, target)` of a micro-batch to its loss l_i, or to `(l_i, metrics)`.
             reduction: How the losses make one: `"mean"` over rows, `"sum"`, or a function of a micro-batch's target
                 that gives its weight (say, its number of tokens). A micro-batch of weight 0 has no say at all. By
@@ -231,8 +234,9 @@ class GPipe(Partitioned):
             The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
 
         Raises:
-            ValueError: The rows of inputs and targets differ, or there are none. Or replicas were given another
-                `reduction` or `scale` than others.
+            ValueError: The rows of inputs and targets differ, or there are none. Or ready-made micro-batches are
+                more than M, or not as many of both. Or replicas were given another `reduction` or `scale` than
+                others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
         given = StepInputs(inputs, targets, loss_fn, reduction, scale, Ambient.here(), scaler)
@@ -251,16 +255,17 @@ class GPipe(Partitioned):
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
 
         Args:
-            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each.
+            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each. Or
+                `gpipe.MicroBatches`, which are taken as they are.
             gather: Over processes: gives the output in every one. Under grad it must, and every process calls
                 `backward()` of a loss of it; what the last stage's loss gives counts.
 
         Returns:
-            What the last layer returns, the rows of all micro-batches together; over processes without `gather`
-            None but at the last stage.
+            What the last layer returns, the rows of all micro-batches together, or a list with what it returns for
+            each of `gpipe.MicroBatches`; over processes without `gather` None but at the last stage.
 
         Raises:
-            ValueError: The rows of the inputs differ, or there are none.
+            ValueError: The rows of the inputs differ, or there are none. Or ready-made micro-batches are more than M.
         """
         refuse_tangents(inputs)
         refuse_tracing()

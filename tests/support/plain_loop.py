@@ -105,7 +105,7 @@ def plain_call(
     outputs = [run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts]
     roots = [[t for t in tensors_in(output) if t.requires_grad] for output in outputs]
     lent = [[root.detach().requires_grad_().view_as(root) for root in some] for some in roots]
-    loss = loss_fn(joined(map(replaced, outputs, roots, lent)), targets)
+    loss = loss_fn(as_given(inputs, map(replaced, outputs, roots, lent)), targets)
     gradients = iter(torch.autograd.grad(loss, [tensor for some in lent for tensor in some], allow_unused=True))
     seeds = [[next(gradients) for _ in some] for some in roots]
     for some, seed_of in zip(roots, seeds, strict=True):
@@ -118,7 +118,7 @@ def plain_outputs(layers: Sequence[nn.Module], inputs: Tree, *, micro_batches: i
     """What `pipe(inputs)` gives without grad."""
     with torch.no_grad(), one_thread():
         parts = enumerate(parts_of(inputs, micro_batches))
-        return joined(run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts)
+        return as_given(inputs, (run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts))
 
 
 def train(
@@ -172,7 +172,12 @@ def tensors_in(tree: Tree) -> list[Tensor]:
 
 
 def parts_of(tree: Tree, micro_batches: int) -> list[Tree]:
-    """The micro-batches of a mini-batch: the first ones one row larger, none empty, in memory of their own."""
+    """The micro-batches of a mini-batch: the first ones one row larger, none empty, in memory of their own.
+
+    Those that are ready-made are as they are.
+    """
+    if isinstance(tree, gpipe.MicroBatches):
+        return [pytree.tree_map(part_taken, part) for part in tree]
     leaves, spec = pytree.tree_flatten(tree)
     parts = min(micro_batches, next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()))
     columns = [
@@ -182,6 +187,17 @@ def parts_of(tree: Tree, micro_batches: int) -> list[Tree]:
         for leaf in leaves
     ]
     return [pytree.tree_unflatten([column[m] for column in columns], spec) for m in range(parts)]
+
+
+def part_taken(leaf: object) -> object:
+    """What is in a ready-made micro-batch, in memory of its own."""
+    leaf = leaf.tensor if isinstance(leaf, gpipe.Whole) else leaf
+    return copied(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else leaf
+
+
+def as_given(inputs: Tree, outputs: Iterable[Tree]) -> Tree:
+    """The outputs of all micro-batches as one, or those of each that was ready-made."""
+    return list(outputs) if isinstance(inputs, gpipe.MicroBatches) else joined(outputs)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from gpipe.plan.schedules import Placement, Schedule, rows_in_training
 from gpipe.plan.simulate import stage_costs
 from gpipe.plan.splits import stages_left_whole
 from gpipe.values.input_checks import find_unsplittable
-from gpipe.values.microbatch import count_rows, split
+from gpipe.values.microbatch import MicroBatches, count_rows, split, take_parts
 from gpipe.values.tree import Tree
 
 
@@ -183,5 +183,7 @@ def _find_costs(
 def _first_micro_batch(sample: Tree, micro_batches: int) -> Tree:
     if sample is None:
         return None
+    if isinstance(sample, MicroBatches):
+        return take_parts(sample)[0]
     rows = count_rows(sample)
     return split(sample, rows, min(micro_batches, rows), "sample")[0]

@@ -32,6 +32,7 @@ class PipelinedCall:
         head: What was said of it.
         ambient: The caller's modes.
         recorder: Records both, if there is one.
+        awaited: Whether other replicas wait for the backward of each micro-batch.
     """
 
     meet: Callable[[], AbstractContextManager[Peers]]
@@ -40,6 +41,7 @@ class PipelinedCall:
     head: Header
     ambient: Ambient
     recorder: Recorder | None
+    awaited: bool = False
     _wants: list[tuple[bool, ...]] = field(default_factory=list)
 
     def forward(self) -> list[Output]:
@@ -63,10 +65,7 @@ class PipelinedCall:
             if run is None:
                 raise RuntimeError(SECOND_BACKWARD)
             peers.head(replace(self.head, asked=Asked.BACKWARD), lambda _: run.compiled.checksum)
-            if all(gradient is None for gradient in gradients):  # autograd came here, and so they are undefined
-                run.batch.output_gradients = [[UNDEFINED] * sum(wants) for wants in self._wants]
-            else:
-                run.batch.output_gradients = self._parted(gradients)
+            run.batch.output_gradients = self._parted(gradients)
             run.go_backward(self.ambient, self.recorder)
             run.batch.tell(run.batch.findings)
             found: Gradients = [
@@ -78,8 +77,17 @@ class PipelinedCall:
         return found
 
     def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """The gradients of those tensors of each output that want one."""
+        """The gradients of those tensors of each output that want one.
+
+        Where there are none at all, autograd came here all the same, and so they are undefined.
+        """
         remaining = iter(gradients)
-        return [
+        parted: list[Gradients] = [
             [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
+        ]
+        unused = [all(gradient is None for gradient in some) for some in parted]
+        runs_all = self.awaited or all(unused)
+        return [
+            [UNDEFINED] * len(some) if runs_all and without else some
+            for some, without in zip(parted, unused, strict=True)
         ]

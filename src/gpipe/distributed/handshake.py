@@ -24,10 +24,11 @@ class Asked(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """One run, in whole numbers. All but `rows` every process knows for itself, too.
+    """One run, in whole numbers. All but `ready_made` and `rows` every process knows for itself, too.
 
     Attributes:
         call: The number of the call whose backward it is.
+        ready_made: Whether the micro-batches were given as such.
         rows: Of each micro-batch.
     """
 
@@ -38,6 +39,7 @@ class Header:
     gathers: int = 0
     call: int = 0
     checksum: int = 0
+    ready_made: int = 0
     rows: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property

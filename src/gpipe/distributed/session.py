@@ -32,9 +32,9 @@ from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import (
     StepInputs,
     check_loss_fn,
-    check_values,
     refuse_gradients_of_inputs,
     split_alike,
+    split_targets,
 )
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.modes import Ambient
@@ -42,7 +42,7 @@ from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import MiniBatch
 from gpipe.values.boundary import BoundaryValue, cut
 from gpipe.values.messages import Control
-from gpipe.values.microbatch import merge, split
+from gpipe.values.microbatch import MicroBatches, merge
 from gpipe.values.tree import Tree
 
 NEEDS_GATHER = (
@@ -173,7 +173,8 @@ class Session:
         with self.run() as peers:
             given = given.scaled(self.engine.stages[-1].device, processes=self.size)
             rows, targets = self._read(given, batch)
-            header = replace(header, asked=Asked.STEP, rows=tuple(rows))
+            ready_made = isinstance(given.inputs, MicroBatches)
+            header = replace(header, asked=Asked.STEP, ready_made=ready_made, rows=tuple(rows))
             told = peers.head(header, partial(self._checksum, batch))
             shares = self._weigh(peers, told, given, batch, targets)
             run = self._start(peers, told, batch)
@@ -214,13 +215,16 @@ class Session:
             return []
         self._compare(peers, given)
         if not targets:
-            check_values(targets=given.targets)
-            targets = split(given.targets, sum(told.rows), told.micro_batches, "targets")
+            targets = split_targets(given.targets, told.rows, ready_made=bool(told.ready_made))
         batch.targets = targets
         shares = given.shares(told.rows, targets, lambda own: sum(peers.tell_replicas(Control.WEIGHT, own)))
-        always = self.sync_batch_norm and self.replicas > 1  # then the other replicas wait for this one's backward
-        batch.seeds = [share * given.scale if share or always else None for share in shares]
+        batch.seeds = [share * given.scale if share or self._awaited else None for share in shares]
         return shares
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether other replicas wait for each backward of this one, also of what has no say."""
+        return self.sync_batch_norm and self.replicas > 1
 
     def _compare(self, peers: Peers, given: StepInputs) -> None:
         """Checks that all replicas were given the same to average and to scale by."""
@@ -271,22 +275,23 @@ class Session:
             cuts = [cut(value) for value in values[0]]
             batch.inputs = [crossing for crossing, _ in cuts]
             self.calls += 1
-            header = replace(header, asked=Asked.CALL, call=self.calls, gathers=gather, rows=tuple(rows))
+            header = replace(header, asked=Asked.CALL, call=self.calls, gathers=gather)
+            header = replace(header, ready_made=isinstance(inputs, MicroBatches), rows=tuple(rows))
             told = peers.head(header, partial(self._checksum, batch))
             if not self.reads_inputs:
                 batch.inputs = [BoundaryValue(None, [])] * told.micro_batches
                 batch.input_gradients = {m: [] for m in range(told.micro_batches)}
             run = self._start(peers, told, batch)
             if ambient.grad:
-                call = PipelinedCall(self.run, peers, run, told, ambient, recorder)
+                call = PipelinedCall(self.run, peers, run, told, ambient, recorder, awaited=self._awaited)
                 leaves = [leaves for _, leaves in cuts] or [[]] * told.micro_batches
-                return min(told.rows), merge(pipelined(call, leaves))
+                return min(told.rows), _as_given(told, pipelined(call, leaves))
             run.go(ambient, recorder)
             outputs = run.take_outputs() if self.reads_targets else []
             if gather:
                 outputs = peers.gather(outputs, told.micro_batches)
             peers.finish(run, recorder, None)
-            return min(told.rows), merge([output.value for output in outputs]) if outputs else None
+            return min(told.rows), _as_given(told, [output.value for output in outputs])
 
     def _start(self, peers: Peers, told: Header, batch: MiniBatch) -> MiniBatchRun:
         batch.first = self.replica * self.micro_batches
@@ -294,6 +299,13 @@ class Session:
 
     def _checksum(self, batch: MiniBatch, micro_batches: int) -> int:
         return self.engine.compiled(self.engine.wanted(micro_batches, batch)).checksum
+
+
+def _as_given(told: Header, outputs: list[Tree]) -> Tree:
+    """Outputs as the inputs were given: together, or of each ready-made micro-batch; None where there are none."""
+    if not outputs:
+        return None
+    return outputs if told.ready_made else merge(outputs)
 
 
 def _stragglers(placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> Stragglers:

@@ -1,7 +1,7 @@
 """What one call of a pipe is given, checked and cut into micro-batches."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -20,7 +20,17 @@ from gpipe.layers.losses import (
 from gpipe.runtime.modes import Ambient
 from gpipe.torch_private.autograd import is_differentiated_forward
 from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
-from gpipe.values.microbatch import Reduction, count_rows, loss_weights, rows_of_parts, split
+from gpipe.values.microbatch import (
+    MicroBatches,
+    Reduction,
+    as_tree,
+    count_rows,
+    count_rows_of_parts,
+    loss_weights,
+    rows_of_parts,
+    split,
+    take_parts,
+)
 from gpipe.values.tree import Tree, tensors_in
 
 NO_GRAPH = (
@@ -73,7 +83,7 @@ class StepInputs(NamedTuple):
         if self.reduction is not None:
             return find_contradiction(self.loss_fn, self.reduction)
         unread = find_reduction(self.loss_fn) is None
-        return [IGNORED_LABELS] if unread and holds_ignored_labels(self.targets) else []
+        return [IGNORED_LABELS] if unread and holds_ignored_labels(as_tree(self.targets)) else []
 
 
 def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:
@@ -126,10 +136,11 @@ def check_loss_fn(loss_fn: object) -> None:
 def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
     """Cuts trees of as many rows as the `inputs` among them, by name; gives the rows of each part, and the parts.
 
-    There are at most `micro_batches` parts, and none is empty.
+    There are at most `micro_batches` parts, and none is empty. Ready-made ones are taken as they are.
 
     Raises:
-        ValueError: There are no rows, or not as many everywhere; names all that is wrong.
+        ValueError: There are no rows, or not as many everywhere; or ready-made parts are too many, or not as many
+            everywhere; names all that is wrong.
         TypeError: Something in them cannot be split; names all that is.
 
     >>> import torch
@@ -138,6 +149,9 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     ([3, 2], torch.Size([3, 4]), 2)
     """
     check_values(**trees)
+    check_ready_made(**{what: count_ready_made(tree) for what, tree in trees.items()})
+    if isinstance(trees["inputs"], MicroBatches):
+        return _take_alike(micro_batches, trees)
     rows = count_rows(trees["inputs"])
     parts = min(micro_batches, rows)
     found = []
@@ -153,8 +167,61 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     return rows_of_parts(rows, parts), found
 
 
+def _take_alike(most: int, trees: Mapping[str, Tree]) -> tuple[list[int], list[list[Tree]]]:
+    """Takes ready-made parts, at most so many; gives the rows of each part of the inputs, and the parts."""
+    given = {what: tree for what, tree in trees.items() if isinstance(tree, MicroBatches)}
+    parts = len(given["inputs"])
+    if parts > most:
+        raise ValueError(
+            f"{parts} ready-made micro-batches were given to a pipe with micro_batches={most}; make the pipe with "
+            f"micro_batches={parts}, or put several of them together"
+        )
+    return count_rows_of_parts(given["inputs"]), [take_parts(tree) for tree in given.values()]
+
+
+def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> list[Tree]:
+    """Cuts targets as the inputs were cut, of which others have the rows of each part, and whether it was ready-made.
+
+    Raises:
+        ValueError: The targets have other rows, or parts.
+        TypeError: Something in them cannot be split.
+
+    >>> import torch
+    >>> first, second = split_targets(torch.zeros(5), [3, 2], ready_made=False)
+    >>> first.shape, second.shape
+    (torch.Size([3]), torch.Size([2]))
+    """
+    check_values(targets=targets)
+    check_ready_made(inputs=len(rows) if ready_made else None, targets=count_ready_made(targets))
+    return (
+        take_parts(targets) if isinstance(targets, MicroBatches) else split(targets, sum(rows), len(rows), "targets")
+    )
+
+
+def count_ready_made(tree: Tree) -> int | None:
+    """How many ready-made micro-batches these are; None of a mini-batch that is to be split."""
+    return len(tree) if isinstance(tree, MicroBatches) else None
+
+
+def check_ready_made(**counts: int | None) -> None:
+    """Checks that all or none of these are ready-made, and as many parts."""
+    if len(set(counts.values())) == 1:
+        return
+    plain = [what for what, count in counts.items() if count is None]
+    if plain:
+        ready = [what for what, count in counts.items() if count is not None]
+        raise ValueError(
+            f"{' and '.join(ready)} are gpipe.MicroBatches and {' and '.join(plain)} are not; give both as "
+            f"gpipe.MicroBatches, an element for each micro-batch, or neither"
+        )
+    raise ValueError(
+        f"{' and '.join(f'{what} are {count} micro-batches' for what, count in counts.items())}; give a target for "
+        f"each micro-batch of the inputs"
+    )
+
+
 def check_values(**trees: Tree) -> None:
-    """Checks that all in these trees can be split."""
+    """Checks that all in these trees can be split, or taken as it is."""
     strange = [text for what, tree in trees.items() for text in find_unsplittable(what, tree)]
     if strange:
         raise TypeError("\n".join(strange))
@@ -164,7 +231,7 @@ def refuse_tangents(inputs: Tree) -> None:
     """Refuses inputs of forward-mode differentiation, whose tangents would be lost at the first cut."""
     if not is_differentiated_forward():
         return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(inputs)):
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(as_tree(inputs))):
         raise ValueError(
             "an input has a tangent (torch.autograd.forward_ad), and a pipeline carries none: use the plain layers "
             "for forward-mode derivatives"

@@ -11,27 +11,37 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpipe.torch_private.trees import keystr, tree_flatten_with_path
 from gpipe.values.hidden_tensors import hides_tensors
-from gpipe.values.microbatch import Whole
+from gpipe.values.microbatch import MicroBatches, Whole, as_tree
 from gpipe.values.tree import Tree
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator)
 
 
+INSIDE = (
+    "gpipe.MicroBatches, which stand for all inputs or all targets and in no other value; put the other values into "
+    "each micro-batch: gpipe.MicroBatches([(x, mask), ...])"
+)
+
+
 def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
-    """What is in a tree that cannot be split into micro-batches, each with what to do.
+    """What is in a tree that cannot be split into micro-batches, or be one of them, each with what to do.
 
     >>> list(find_unsplittable("inputs", {"mask": np.ones(3)}))
     ["inputs['mask'] is a numpy array; give a tensor: torch.from_numpy(...)"]
     """
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
-    for path, leaf in tree_flatten_with_path(tree, is_leaf=_is_packed)[0]:
+    for path, leaf in tree_flatten_with_path(as_tree(tree), is_leaf=_is_packed)[0]:
         name = f"{what}{keystr(path)}"
         if isinstance(leaf, Tensor):
-            yield from _find_strange_layout(name, leaf)
+            yield from _find_strange_layout(name, leaf, ready_made=isinstance(tree, MicroBatches))
+        elif isinstance(leaf, MicroBatches):
+            yield f"{name} is {INSIDE}"
         elif isinstance(leaf, Whole):
             if isinstance(leaf.tensor, np.ndarray):
                 yield f"{name} is a numpy array in gpipe.Whole; give a tensor: torch.from_numpy(...)"
+            elif isinstance(leaf.tensor, MicroBatches):
+                yield f"{name} is gpipe.Whole with {INSIDE}"
         elif not isinstance(leaf, SIMPLE):
             yield from _find_strange_kind(name, leaf)
 
@@ -57,13 +67,13 @@ def _is_packed(value: object) -> bool:
     return isinstance(value, PackedSequence)
 
 
-def _find_strange_layout(name: str, tensor: Tensor) -> Iterator[str]:
+def _find_strange_layout(name: str, tensor: Tensor, *, ready_made: bool) -> Iterator[str]:
     if tensor.is_nested:
         yield (
             f"{name} is a nested tensor, which has no rows to split; pad it, as in "
             f"torch.nested.to_padded_tensor(t, 0.0), and give a mask beside it"
         )
-    elif tensor.layout is not torch.strided:
+    elif tensor.layout is not torch.strided and not ready_made:
         yield f"{name} is sparse ({tensor.layout}), which cannot be split into micro-batches; give t.to_dense()"
 
 

@@ -1,13 +1,20 @@
 """Splits a mini-batch into micro-batches, merges their outputs, and weighs uneven ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
-from gpipe.torch_private.trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from gpipe.torch_private.trees import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from gpipe.values.tree import Tree
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
@@ -28,32 +35,115 @@ class Whole:
     tensor: Tensor
 
 
+@dataclass(frozen=True, eq=False, init=False)
+class MicroBatches(Sequence[Tree]):
+    """Ready-made micro-batches, in place of a mini-batch: nothing is split, and each has rows and lengths of its own.
+
+    An element is one micro-batch: all that the first layer takes of it or, as a target, all that the loss takes.
+
+    Args:
+        parts: The micro-batches, at least one and at most M.
+
+    Raises:
+        ValueError: There are none, or one is ready-made micro-batches itself.
+        TypeError: It is one value and no sequence of micro-batches.
+
+    >>> import gpipe, torch
+    >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=4)
+    >>> sentences = gpipe.MicroBatches([torch.ones(3, 5), torch.ones(2, 9)])  # each padded by itself
+    >>> [output.shape for output in pipe(sentences)]
+    [torch.Size([3, 5]), torch.Size([2, 9])]
+    """
+
+    parts: tuple[Tree, ...]
+
+    def __init__(self, parts: Iterable[Tree]) -> None:
+        if isinstance(parts, (Tensor, Mapping, str, bytes)) or not isinstance(parts, Iterable):
+            raise TypeError(
+                f"gpipe.MicroBatches takes a list with an element for each micro-batch, "
+                f"gpipe.MicroBatches([first, second, ...]), and not a {type(parts).__name__}"
+            )
+        object.__setattr__(self, "parts", tuple(parts))
+        if not self.parts:
+            raise ValueError("gpipe.MicroBatches of nothing: give at least one micro-batch, or skip this step")
+        if any(isinstance(part, MicroBatches) for part in self.parts):
+            raise ValueError(
+                "a micro-batch is gpipe.MicroBatches itself; give all micro-batches in one list: "
+                "gpipe.MicroBatches([*some, *others])"
+            )
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, at: int) -> Tree: ...
+    @overload
+    def __getitem__(self, at: slice) -> "MicroBatches": ...
+    def __getitem__(self, at: int | slice) -> Tree:
+        return MicroBatches(self.parts[at]) if isinstance(at, slice) else self.parts[at]
+
+
+def as_tree(given: Tree) -> Tree:
+    """What was given as a tree: of ready-made micro-batches, all of them."""
+    return given.parts if isinstance(given, MicroBatches) else given
+
+
+def take_parts(given: MicroBatches) -> list[Tree]:
+    """Ready-made micro-batches as the layers take them, with what is wrapped in `Whole` as it is."""
+    return [
+        part
+        if type(part) is Tensor
+        else tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Whole) else leaf, part)
+        for part in given.parts
+    ]
+
+
 def count_rows(inputs: Tree) -> int:
     """N, the rows of a mini-batch: the first dimension of its first tensor that has one.
 
     Raises:
         ValueError: There is no such tensor, or it has no rows.
     """
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            if leaf.shape[0] == 0:
-                raise ValueError(
-                    f"the mini-batch is empty: its first tensor has shape {tuple(leaf.shape)}; skip this batch"
-                )
-            return int(leaf.shape[0])
-    raise ValueError(
-        f"the inputs hold no tensor with rows; give at least one tensor whose first dimension is the batch, "
-        f"{_no_rows_in(inputs)}"
-    )
+    first = _first_with_rows(inputs)
+    if first is None:
+        raise ValueError(f"the inputs hold no tensor with rows; {_no_rows_in(inputs)}")
+    if not len(first):
+        raise ValueError(f"the mini-batch is empty: its first tensor has shape {tuple(first.shape)}; skip this batch")
+    return len(first)
+
+
+def count_rows_of_parts(inputs: MicroBatches) -> list[int]:
+    """The rows of each ready-made micro-batch of inputs, by what is not wrapped in `Whole`.
+
+    Raises:
+        ValueError: Some hold no tensor with rows, or no rows; all of them named.
+    """
+    found = [_first_with_rows(part) for part in inputs]
+    mistakes = [
+        f"inputs[{m}] holds no tensor with rows; {_no_rows_in(inputs[m])}"
+        if first is None
+        else f"inputs[{m}] is empty: its first tensor has shape {tuple(first.shape)}; leave this micro-batch out"
+        for m, first in enumerate(found)
+        if first is None or not len(first)
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return [len(first) for first in found if first is not None]
+
+
+def _first_with_rows(inputs: Tree) -> Tensor | None:
+    return next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
 
 
 def _no_rows_in(inputs: Tree) -> str:
     leaves = tree_leaves(inputs)
     if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
-        return f"not numbers in a {type(inputs).__name__}: torch.tensor(...) makes one of them"
-    if isinstance(inputs, (dict, list, tuple)) and not leaves:
-        return f"not an empty {type(inputs).__name__}"
-    return f"not {'None' if inputs is None else 'a ' + type(inputs).__name__} without one"
+        instead = f"not numbers in a {type(inputs).__name__}: torch.tensor(...) makes one of them"
+    elif isinstance(inputs, (dict, list, tuple)) and not leaves:
+        instead = f"not an empty {type(inputs).__name__}"
+    else:
+        instead = f"not {'None' if inputs is None else 'a ' + type(inputs).__name__} without one"
+    return f"give at least one tensor whose first dimension is the batch, {instead}"
 
 
 def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:

@@ -1,0 +1,337 @@
+"""Ready-made micro-batches: the bits of the plain loop over them, however many rows and whatever length each has."""
+
+import copy
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import gpipe
+from gpipe.plan.schedules import SCHEDULES
+from tests.support.networks import WIDTH, WORDS, network, normed
+from tests.support.plain_loop import (
+    REMATS,
+    Tree,
+    assert_same_bits,
+    plain_call,
+    plain_loop,
+    plain_outputs,
+    same_bits,
+    squares,
+    tensors_in,
+    weights_of,
+)
+
+LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+SEED, MOST = 7, 5
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+sizes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=MOST)
+"""The rows and the length of each micro-batch."""
+
+
+def parts(sizes: Sequence[tuple[int, int]], seed: int = 0) -> gpipe.MicroBatches:
+    generator = torch.Generator().manual_seed(seed)
+    return gpipe.MicroBatches([torch.randn(*size, WIDTH, generator=generator) for size in sizes])
+
+
+def draw_pipe(draw: st.DataObject, schedule: str, layers: list[nn.Module], most: int = MOST) -> gpipe.GPipe:
+    """The layers as a pipe by this schedule, of any number of partitions that it can have."""
+    ranks, each = draw.draw(st.integers(1, 4)), SCHEDULES[schedule].stages_per_rank
+    assume(ranks * each <= len(layers))
+    return gpipe.GPipe(
+        layers,
+        ranks,
+        max(most, 2 * ranks if schedule == "dualpipe_v" else 1),
+        schedule=schedule,
+        remat=draw.draw(st.sampled_from(REMATS)),
+        driver=draw.draw(st.sampled_from(["threads", "lockstep"])),
+        seed=SEED,
+    )
+
+
+@each_schedule
+@settings(LAW, max_examples=12)
+@given(st.data(), sizes)
+def test_a_step_gives_the_bits_of_the_plain_loop_over_the_parts(
+    schedule: str, draw: st.DataObject, sizes: list[tuple[int, int]]
+) -> None:
+    reference, inputs, targets = network(), parts(sizes), parts(sizes, 1)
+    how: Any = {"reduction": draw.draw(st.sampled_from(["mean", "sum", of_rows])), "scale": 0.3}
+    with draw_pipe(draw, schedule, network()) as pipe:
+        for step in (0, 1):
+            loss = pipe.step(inputs, targets, F.mse_loss, **how)
+            expected = plain_loop(
+                reference, inputs, targets, F.mse_loss, micro_batches=MOST, seed=SEED, step=step, **how
+            )
+            assert same_bits(loss, expected)
+        assert_same_bits(pipe, reference)
+
+
+def of_rows(target: Tree) -> float:
+    assert isinstance(target, Tensor)
+    return float(len(target) ** 2)
+
+
+@each_schedule
+@settings(LAW, max_examples=12)
+@given(st.data(), sizes)
+def test_a_call_gives_the_output_of_each_and_any_of_them_may_be_in_the_loss(
+    schedule: str, draw: st.DataObject, sizes: list[tuple[int, int]]
+) -> None:
+    reference, inputs, theirs = network(), parts(sizes), parts(sizes)
+    used = draw.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=MOST))  # in any order, also twice
+    for own, other in zip(tensors_in(inputs.parts), tensors_in(theirs.parts), strict=True):
+        wants = draw.draw(st.booleans())
+        own.requires_grad_(wants)
+        other.requires_grad_(wants)
+
+    def loss_of(outputs: Any, weights: Any) -> Tensor:
+        return torch.stack([(outputs[at] * weights[at]).sum() for at in used]).prod()
+
+    weights = parts(sizes, 1)
+    with draw_pipe(draw, schedule, network()) as pipe:
+        outputs = pipe(inputs)
+        assert type(outputs) is list
+        loss = loss_of(outputs, weights)
+        loss.backward()
+        assert same_bits(loss, plain_call(reference, theirs, weights, loss_of, micro_batches=MOST, seed=SEED))
+        assert_same_bits(pipe, reference)
+    for own, other in zip(tensors_in(inputs.parts), tensors_in(theirs.parts), strict=True):
+        assert same_bits(own.grad, other.grad)
+
+
+def make(layers: list[nn.Module], partitions: int = 2, micro_batches: int = MOST, **how: Any) -> gpipe.GPipe:
+    return gpipe.GPipe(layers, partitions, micro_batches, seed=SEED, **how)
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_without_grad_a_step_gives_the_loss_and_a_call_the_outputs(driver: str) -> None:
+    sizes = [(3, 2), (1, 4), (4, 1)]
+    pipe, layers, inputs, targets = make(network(), 3, driver=driver).eval(), network(), parts(sizes), parts(sizes, 1)
+    plain = list(nn.Sequential(*layers).eval())
+    with torch.no_grad():
+        loss = pipe.step(inputs, targets, squares)
+        assert same_bits(loss, plain_loop(plain, inputs, targets, squares, micro_batches=MOST, seed=SEED))
+        found, expected = pipe(inputs), plain_outputs(plain, inputs, micro_batches=MOST, seed=SEED)
+    assert isinstance(expected, list)
+    assert type(found) is list
+    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_statistics_of_batch_norm(deferred: bool) -> None:
+    inputs, targets = (gpipe.MicroBatches([x.flatten(0, 1) for x in tensors_in(p.parts)]) for p in (
+        parts([(3, 2), (2, 1), (5, 1)]), parts([(3, 2), (2, 1), (5, 1)], 1)
+    ))  # fmt: skip
+    pipe, plain = make(normed(), deferred_batch_norm=deferred), normed()
+    loss = pipe.step(inputs, targets, squares)
+    assert same_bits(loss, plain_loop(plain, inputs, targets, squares, micro_batches=MOST, seed=SEED))
+    if not deferred:
+        assert_same_bits(pipe, plain)
+        return
+    first = pipe[0](torch.cat(tensors_in(inputs.parts)))
+    whole = nn.BatchNorm1d(8)
+    whole(first)
+    torch.testing.assert_close(pipe[1].running_mean, whole.running_mean)
+    torch.testing.assert_close(pipe[1].running_var, whole.running_var)
+
+
+class Masked(nn.Module):
+    """Takes words and how many of them count; an embedding of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with weights_of(1):
+            self.embed = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, value: dict[str, Any]) -> Tensor:
+        mask = torch.arange(value["words"].shape[1]) < value["lengths"][:, None]
+        made: Tensor = self.embed(value["words"]) * mask[..., None] * value["factors"][:, None] * value["twice"]
+        return made
+
+
+def sentences(seed: int) -> tuple[gpipe.MicroBatches, gpipe.MicroBatches]:
+    """Words of any length, padded micro-batch by micro-batch, and those behind them, the padding ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = [], []
+    for rows, longest in [(3, 6), (2, 2), (4, 3)]:
+        lengths = torch.randint(1, longest + 1, (rows,), generator=generator)
+        lengths[0] = longest
+        words = torch.randint(WORDS, (rows, longest), generator=generator)
+        factors = gpipe.Whole(torch.linspace(1, 2, WIDTH)[None])
+        inputs.append({"factors": factors, "words": words, "lengths": lengths, "twice": 2.0})  # rows: those of words
+        targets.append(words.roll(-1, 1).masked_fill(torch.arange(longest) >= lengths[:, None], -100).flatten())
+    return gpipe.MicroBatches(inputs), gpipe.MicroBatches(targets)
+
+
+def of_words(target: Tree) -> float:
+    assert isinstance(target, Tensor)
+    return float((target != -100).sum())
+
+
+class Words(nn.Module):
+    """What a loss of torch takes: a row for each word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with weights_of(2):
+            self.linear = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x).flatten(0, 1)
+        return made
+
+
+def test_trees_wholes_and_targets_of_other_rows_weighed_as_the_loss_averages() -> None:
+    inputs, targets = sentences(0)
+    pipe, plain = make([Masked(), *network(), Words()], 3), [Masked(), *network(), Words()]
+    loss = pipe.step(inputs, targets, F.cross_entropy)
+    how: Any = {"micro_batches": MOST, "seed": SEED, "reduction": of_words}
+    assert same_bits(loss, plain_loop(plain, inputs, targets, F.cross_entropy, **how))
+    assert_same_bits(pipe, plain)
+
+
+def test_a_mean_is_over_the_rows_of_the_inputs() -> None:
+    inputs, targets = sentences(0)
+    pipe, plain = make([Masked(), *network(), Words()], 3), [Masked(), *network(), Words()]
+    loss = pipe.step(inputs, targets, F.cross_entropy, reduction="mean")
+    rows_of = {len(target): len(given["words"]) for target, given in zip(targets, inputs, strict=True)}  # type: ignore[arg-type, index]
+    how: Any = {"micro_batches": MOST, "seed": SEED, "reduction": lambda target: rows_of[len(target)]}
+    assert same_bits(loss, plain_loop(plain, inputs, targets, F.cross_entropy, **how))
+    assert_same_bits(pipe, plain)
+
+
+def test_ignored_labels_are_told_of_as_in_a_mini_batch() -> None:
+    inputs, targets = sentences(0)
+    pipe = make([Masked(), *network(), Words()])
+    pipe.step(inputs, targets, lambda output, target: F.cross_entropy(output, target))
+    assert any("targets hold labels -100" in finding for finding in pipe.findings)
+
+
+def test_a_sparse_tensor_is_taken_as_it_is() -> None:
+    class Neighbours(nn.Module):
+        def forward(self, graph: tuple[Tensor, Tensor]) -> Tensor:
+            return torch.sparse.mm(*graph)
+
+    def graph(nodes: int) -> tuple[Tensor, Tensor]:
+        edges = torch.arange(nodes * nodes).reshape(nodes, nodes) % 3 == 0
+        return edges.float().to_sparse(), torch.linspace(-1, 1, nodes * WIDTH).reshape(nodes, WIDTH)
+
+    graphs = gpipe.MicroBatches([graph(nodes) for nodes in (4, 2, 7)])
+    targets = parts([(4, 1), (2, 1), (7, 1)])
+    targets = gpipe.MicroBatches([target.flatten(0, 1) for target in tensors_in(targets.parts)])
+    pipe, plain = make([Neighbours(), *network()]), [Neighbours(), *network()]
+    loss = pipe.step(graphs, targets, squares)
+    assert same_bits(loss, plain_loop(plain, graphs, targets, squares, micro_batches=MOST, seed=SEED))
+    assert_same_bits(pipe, plain)
+
+
+def test_outputs_without_rows_and_metrics_come_for_each() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    inputs = parts([(3, 2), (1, 4)])
+    pipe, plain = make([*network(), Mean()]), nn.Sequential(*network(), Mean())
+    outputs = pipe.eval()(inputs)
+    assert [output.item() for output in outputs] == [plain.eval()(part).item() for part in inputs]
+    _, metrics = pipe.step(inputs, gpipe.MicroBatches([1.0, 2.0]), lambda output, target: (output * target, target))
+    assert metrics == [1.0, 2.0]
+
+
+def test_a_sample_may_be_ready_made() -> None:
+    pipe = make(network(), sample=parts([(2, 3), (4, 1)]), costs="flops")
+    assert pipe.costs == make(network(), sample=parts([(2, 3)])[0], micro_batches=1, costs="flops").costs
+
+
+def test_it_is_a_frozen_sequence_equal_to_itself_alone() -> None:
+    made = gpipe.MicroBatches(part for part in [torch.ones(1), {"x": 2}, "three"])
+    assert len(made) == 3
+    assert made[2] == list(made)[2] == made[-1] == "three"
+    assert isinstance(made, Sequence)
+    assert type(made[:2]) is gpipe.MicroBatches
+    assert made[1:].parts == ({"x": 2}, "three")
+    assert {made: 1}[made] == 1
+    assert made != gpipe.MicroBatches(made)
+    with pytest.raises(AttributeError, match="parts"):
+        made.parts = ()  # type: ignore[misc]
+    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(*tensors_in((twin[0], made[0])))
+        assert twin.parts[1:] == made.parts[1:]
+
+
+# Refusals.
+
+X, Y = torch.ones(4, WIDTH), torch.ones(4, WIDTH)
+two, three = gpipe.MicroBatches([X] * 2), gpipe.MicroBatches([X] * 3)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "text"),
+    [
+        (two, Y, "inputs are gpipe.MicroBatches and targets are not; give both as gpipe.MicroBatches"),
+        (two, None, "inputs are gpipe.MicroBatches and targets are not"),
+        (X, two, "targets are gpipe.MicroBatches and inputs are not"),
+        (three, two, "inputs are 3 micro-batches and targets are 2 micro-batches; give a target for each"),
+        (gpipe.MicroBatches([X] * 6), gpipe.MicroBatches([Y] * 6), "micro_batches=5; make the pipe with"),
+        (gpipe.MicroBatches([X, None]), two, "inputs[1] holds no tensor with rows; give at least one tensor"),
+        (gpipe.MicroBatches([torch.tensor(1.0), X]), two, "inputs[0] holds no tensor with rows"),
+        (gpipe.MicroBatches([[1, 2], X]), two, "inputs[0] holds no tensor with rows; .* not numbers in a list"),
+        (gpipe.MicroBatches([X, gpipe.Whole(X)]), two, "inputs[1] holds no tensor with rows"),
+        (gpipe.MicroBatches([X, X[:0]]), two, "inputs[1] is empty: .* leave this micro-batch out"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(inputs: Tree, targets: Tree, text: str) -> None:
+    pipe = make(network())
+    with pytest.raises(ValueError, match=text.replace("[", r"\[")):
+        pipe.step(inputs, targets, squares)
+    pipe.step(two, two, squares)
+    assert pipe.step_number == 1
+
+
+@pytest.mark.parametrize("given", [(two, X), [X, {"x": two}], gpipe.Whole(two), gpipe.MicroBatches([X, (X, two)])])  # type: ignore[arg-type]  # that is what is refused
+def test_none_is_inside_of_another_value(given: Any) -> None:
+    pipe = make(network())
+    for call in (lambda: pipe.step(given, Y, squares), lambda: pipe.step(X, given, squares), lambda: pipe(given)):
+        with pytest.raises(TypeError, match=r"in no other value; .*gpipe\.MicroBatches\(\[\(x, mask\)"):
+            call()
+
+
+def test_all_that_is_no_value_for_a_layer_is_named() -> None:
+    given = gpipe.MicroBatches([X.numpy(), {"x": [X, torch.nested.nested_tensor([X], layout=torch.jagged)]}])
+    with pytest.raises(TypeError, match=r"inputs\[0\] is a numpy array(.|\n)*inputs\[1\]\['x'\]\[1\] is a nested"):
+        make(network())(given)
+
+
+@pytest.mark.parametrize("parts", [X, {"x": X}, "words", 3, None])
+def test_one_value_is_no_list_of_micro_batches(parts: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a list with an element for each micro-batch.* and not a"):
+        gpipe.MicroBatches(parts)
+
+
+def test_there_is_at_least_one_and_none_is_made_of_others() -> None:
+    nothings: list[Iterable[Tree]] = [[], (), iter([])]
+    for nothing in nothings:
+        with pytest.raises(ValueError, match="give at least one micro-batch, or skip this step"):
+            gpipe.MicroBatches(nothing)
+    with pytest.raises(ValueError, match=r"give all micro-batches in one list: gpipe\.MicroBatches\(\[\*some"):
+        gpipe.MicroBatches([X, two])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning"
+)  # torch itself
+def test_an_input_that_wants_a_gradient_or_has_a_tangent() -> None:
+    pipe = make(network())
+    with pytest.raises(ValueError, match=r"step\(\) gives none to its inputs"):
+        pipe.step(gpipe.MicroBatches([X, X.clone().requires_grad_()]), two, squares)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="an input has a tangent"):
+        pipe(gpipe.MicroBatches([X, {"x": forward_ad.make_dual(X, X)}]))

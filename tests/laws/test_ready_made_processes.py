@@ -1,0 +1,104 @@
+"""Ready-made micro-batches over processes: the same bits, whoever reads them, and whatever each replica has."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.jobs import ready_made as jobs
+from tests.support.jobs.data_parallel import normalized
+from tests.support.jobs.ready_made import MOST, SEED, SIZES, data, loss_of
+from tests.support.networks import network
+from tests.support.plain_loop import one_thread, run_layers, squares
+from tests.support.processes.launch import Crew
+from tests.support.processes.outcome import answers
+
+
+def forwards(layers: Sequence[nn.Module], replica: int, step: int) -> list[Any]:
+    """The output of each micro-batch of a replica, keyed behind those of the replicas before it."""
+    first = replica * MOST
+    parts = enumerate(data(SIZES[replica], replica))
+    return [run_layers(layers, x, seed=SEED, step=step, micro_batch=first + m) for m, x in parts]
+
+
+def losses(layers: Sequence[nn.Module], replica: int, step: int) -> Tensor:
+    """The losses of a replica, each with its share in the loss of both, after all backwards if there is grad."""
+    rows = [[n for n, _ in sizes] for sizes in SIZES]
+    shares = [n / sum(map(sum, rows)) for n in rows[replica]]
+    outputs, targets = forwards(layers, replica, step), data(SIZES[replica], 2 + replica)
+    found = [squares(output, target) for output, target in zip(outputs, targets, strict=True)]
+    for loss, share in zip(found, shares, strict=True):
+        if torch.is_grad_enabled():
+            loss.backward(torch.full_like(loss, share))
+    return torch.stack([loss.detach() * share for loss, share in zip(found, shares, strict=True)])
+
+
+def sums(replicas: Sequence[Sequence[nn.Module]]) -> dict[str, Any]:
+    """The gradients of all replicas, added up in their order."""
+    both = [dict(nn.Sequential(*layers).named_parameters()) for layers in replicas]
+    return {name: (p.grad + both[1][name].grad).tolist() for name, p in both[0].items()}  # type: ignore[operator]  # there are
+
+
+def added(found: Tensor) -> Tensor:
+    """The sum of a few numbers, in their order."""
+    first, *others = found
+    return sum(others, start=first)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "how", [{}, {"schedule": "1f1b", "remat": "never"}, {"schedule": "zb_h1", "remat": "except_last"}]
+)
+def test_replicas_of_other_rows_and_lengths_have_the_bits_of_the_plain_loop(how: dict[str, Any], crew: Crew) -> None:
+    found = answers(crew.run(jobs.train, how, world=4))
+    with one_thread():
+        trained, called = ([network(), network()] for _ in range(2))
+        loss = sum(added(losses(layers, replica, 0)) for replica, layers in enumerate(trained))
+        with torch.no_grad():
+            validated = sum(added(losses(layers, replica, 1)) for replica, layers in enumerate(trained))
+        made = [forwards(layers, replica, 3) for replica, layers in enumerate(called)]
+        for replica, outputs in enumerate(made):
+            loss_of(replica, outputs).backward()
+        evaluated = [[out.tolist() for out in forwards(trained[0], replica, 2)] for replica in (0, 1)]
+    for rank, answer in enumerate(found):
+        assert answer["loss"] == loss.item()  # type: ignore[union-attr]  # a tensor
+        assert answer["validated"] == validated.item()  # type: ignore[union-attr]
+        assert answer["evaluated"] == (evaluated[rank // 2] if rank % 2 else None)
+        assert answer["outputs"] == [out.tolist() for out in made[rank // 2]]
+    for key, replicas in {"gradients": trained, "later": called}.items():
+        for replica in (0, 1):
+            held = {name: g for answer in found[2 * replica :][:2] for name, g in answer[key].items()}
+            assert held == sums(replicas)
+
+
+def test_a_replica_that_leaves_out_an_output_does_not_keep_the_others_waiting_for_their_norms(crew: Crew) -> None:
+    rows = [[3, 2], [2, 4]]
+    found = answers(crew.run(jobs.normalize, rows, world=4))
+    inputs = [data([[n] for n in some], replica) for replica, some in enumerate(rows)]
+    whole = nn.Sequential(*normalized())
+    outputs = [
+        whole(torch.cat(both)).split([rows[0][m], rows[1][m]]) for m, both in enumerate(zip(*inputs, strict=True))
+    ]
+    sum((loss_of(replica, [out[replica] for out in outputs]) for replica in (0, 1)), torch.zeros(())).backward()
+    held = {name: g for answer in found[:2] for name, g in answer.items()}
+    right = dict(whole.named_parameters())
+    assert held.keys() == right.keys()
+    for name, p in right.items():
+        torch.testing.assert_close(torch.tensor(held[name]), p.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert found[2:] == found[:2]
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ([2, None], "inputs are gpipe.MicroBatches and targets are not; give both"),
+        ([None, 3], "targets are gpipe.MicroBatches and inputs are not; give both"),
+        ([3, 2], "inputs are 3 micro-batches and targets are 2 micro-batches"),
+    ],
+)
+def test_targets_that_do_not_fit_are_named_on_every_rank(counts: list[int | None], text: str, crew: Crew) -> None:
+    found: list[Any] = answers(crew.run(jobs.mistake, counts, world=2))
+    assert [kind for (kind, _), _ in found] == ["RemoteError", "ValueError"]
+    assert all(text in told and next_one for (_, told), next_one in found)
