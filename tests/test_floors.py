@@ -22,7 +22,7 @@ FLOORS = (
     {"build"},
     {"distributed"},
     {"runtime"},
-    {"costs"},
+    {"replay", "costs"},
     {"layers", "comm", "report"},
     {"values", "rng", "plan", "models", "datasets", "errors", "torch_private", "intra_op"},
 )

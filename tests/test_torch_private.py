@@ -49,6 +49,7 @@ ALLOWED = {
     "_version": "how often a tensor was changed in place: torch's notes on autograd name it",
     "_base": "what a tensor is a view of",
     "_getframe": "of sys",
+    "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
     "_fields": "of a namedtuple",
     "_replace": "likewise",
 }
@@ -441,6 +442,13 @@ def test_hooks_on_tensors_are_seen() -> None:
         assert not autograd.has_gradient_hooks(one)
         one.register_hook(lambda gradient: None)
         assert autograd.has_gradient_hooks(one)
+    with relied_on("has_hooks", "refuses to give values to what has hooks, which would not come along"):
+        put = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+        leaves = [torch.ones(1, requires_grad=True) for _ in put]
+        assert [autograd.has_hooks(leaf) for leaf in leaves] == [False, False]
+        for register, leaf in zip(put, leaves, strict=True):
+            register(leaf, lambda gradient: None)
+        assert [autograd.has_hooks(leaf) for leaf in leaves] == [True, True]
 
 
 def test_tensors_of_one_memory_are_counted() -> None:
@@ -642,6 +650,19 @@ def test_an_rnn_uses_the_weights_that_are_put_into_it(kind: Any) -> None:
         modules.refresh_weights_of_rnn(rnn)
         assert not torch.equal(rnn(x)[0], before)
         modules.refresh_weights_of_rnn(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.Linear])
+def test_what_resets_a_module_is_found(kind: Any) -> None:
+    with relied_on("reset_of", "gives values to a module that was built without them"):
+        module = kind(8, 2)
+        before = [tensor.detach().clone() for tensor in module.parameters() if tensor.std() > 0]
+        reset = modules.reset_of(module)
+        assert reset is not None
+        reset()
+        after = [tensor for tensor in module.parameters() if tensor.std() > 0]
+        assert not torch.equal(before[0], after[0])
+        assert modules.reset_of(nn.ReLU()) is None
 
 
 def test_hooks_of_modules_are_seen() -> None:

@@ -53,7 +53,7 @@ def build(maker: Callable[[], object], seed: int, index: int) -> object:
 
     Torch's own generators, numpy's and Python's stay untouched.
     """
-    with _seeded(visit_key(seed, -1, index, 0)):
+    with seeded(visit_key(seed, -1, index, 0)):
         try:
             return maker()
         except Exception as error:
@@ -62,7 +62,8 @@ def build(maker: Callable[[], object], seed: int, index: int) -> object:
 
 
 @contextmanager
-def _seeded(key: int) -> Iterator[None]:
+def seeded(key: int) -> Iterator[None]:
+    """Seeds torch's generators, numpy's and Python's; they are as they were when it is left."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -52,6 +52,11 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody put a hook on a tensor, or on what accumulates its gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def is_differentiated_forward() -> bool:
     """Whether this thread is within `torch.autograd.forward_ad.dual_level()`, so that tensors may have tangents."""
     return forward_ad._current_level >= 0

@@ -1,6 +1,6 @@
 """What modules, process groups and gradient scalers keep to themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -19,6 +19,12 @@ def refresh_weights_of_rnn(module: nn.Module) -> None:
     """Has an RNN use the parameters that it has now; other modules do so by themselves."""
     if isinstance(module, nn.RNNBase):  # keeps a list of its weights beside its parameters
         module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """What gives a module's parameters and buffers their initial values anew, where it has that by torch's names."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
 
 
 def hooks_before_forward(module: nn.Module) -> list[object]:
