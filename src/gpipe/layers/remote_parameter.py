@@ -1,17 +1,33 @@
-"""Stands in for a parameter that another process holds: no values, and a `.grad` that is refused instead of None."""
+"""Stands in for a parameter that another process holds: no values, and what needs them or a gradient is refused."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe.torch_private.trees import tree_leaves
+
 READERS = (nn.Module._apply.__code__,)  # moves gradients along with their parameters, if there are any
+TRAIN = "use pipe.parameters(), pipe.zero_grad(), pipe.clip_grad_norm_"
+COMPUTE = (
+    "compute by pipe(inputs) or pipe.step(...), which all processes call, or have the whole model in one process: "
+    "gpipe.save_weights(folder, pipe), and load it there"
+)
+WITHOUT_VALUES = frozenset({
+    "data", "detach", "detach_", "clone", "contiguous", "copy_", "requires_grad_", "share_memory_", "pin_memory",
+    "to", "type", "type_as", "cpu", "cuda", "double", "float", "half", "bfloat16",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor",
+})  # fmt: skip
+"""What gives a tensor and needs no values: copies and moves, which have none either, and what is shaped alike."""
 
 
 class RemoteParameter(nn.Parameter):
-    """Stands for a parameter of another process in a module of the user's; whoever asks for its gradient is told so.
+    """Stands for a parameter of another process in a module of the user's; whoever computes with it is told so.
 
-    A copy of it is one too. In another process, where a pickle may come to, it is a plain parameter without values.
+    So is whoever asks for its gradient. A copy of it is one too. In another process, where a pickle may come to, it
+    is a plain parameter without values.
 
     >>> import torch
     >>> weight = stand_in(nn.Parameter(torch.empty(2, device="meta")), 3)
@@ -21,6 +37,10 @@ class RemoteParameter(nn.Parameter):
     Traceback (most recent call last):
       ...
     RuntimeError: this parameter is held by another process (layer 3); use pipe.parameters(), pipe.zero_grad(), ...
+    >>> torch.ones(1, 2) @ weight  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+      ...
+    RuntimeError: this parameter is held by another process (layer 3); compute by pipe(inputs) or pipe.step(...), ...
     """
 
     layer: int
@@ -37,11 +57,26 @@ class RemoteParameter(nn.Parameter):
         if gradient is not None:
             raise self._refused()
 
-    def _refused(self) -> RuntimeError:
-        return RuntimeError(
-            f"this parameter is held by another process (layer {self.layer}); use pipe.parameters(), "
-            f"pipe.zero_grad(), pipe.clip_grad_norm_"
-        )
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuses what needs values; attributes, sizes, copies and moves are as of any tensor on the meta device."""
+        named = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if named == "__get__" else named
+        try:
+            # of the class above, since torch has it handle a function as if there were no subclass
+            result = nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if name in WITHOUT_VALUES and not isinstance(error, NotImplementedError):
+                raise
+            raise _among(args, kwargs)._refused(COMPUTE) from error  # "no data", or not of the meta device
+        if name not in WITHOUT_VALUES and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            raise _among(args, kwargs)._refused(COMPUTE)
+        return result
+
+    def _refused(self, instead: str = TRAIN) -> RuntimeError:
+        return RuntimeError(f"this parameter is held by another process (layer {self.layer}); {instead}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -60,3 +95,7 @@ def stand_in(empty: Tensor, layer: int) -> Tensor:
     made = RemoteParameter(empty.detach(), empty.requires_grad)
     made.layer = layer
     return made
+
+
+def _among(args: object, kwargs: object) -> RemoteParameter:
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))
