@@ -22,7 +22,8 @@ FLOORS = (
     {"build"},
     {"distributed"},
     {"runtime"},
-    {"replay", "costs"},
+    {"replay"},
+    {"costs"},
     {"layers", "comm", "report"},
     {"values", "rng", "plan", "models", "datasets", "errors", "torch_private", "intra_op"},
 )

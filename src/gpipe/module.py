@@ -2,7 +2,7 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -27,6 +27,7 @@ class Partitioned(nn.Module):
         super().__init__()
         self._settings = settings
         self._session = session
+        self._foreign: frozenset[str] = frozenset()  # what other processes hold of a model
         self._tied_names = {} if session.position is None else find_tied_names(session.engine)
 
     @property
@@ -35,10 +36,31 @@ class Partitioned(nn.Module):
 
     def _hold_layers(self) -> None:
         """Takes the layers of this process for modules: at last, and not by add_module, whatever they are named."""
-        self._modules.update(self._own_layers())
+        replayed = self._settings.replayed
+        if replayed is None:
+            self._modules.update(self._own_layers())
+            return
+        model = replayed.model
+        held = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+        self.__dict__.update({name: vars(model)[name] for name in held})  # the same: what is put there, stands here
+        self.__dict__["training"] = model.training
+        if self._session.position is not None:
+            self._foreign = replayed.names_of_others([layer for stage in self._engine.own for layer in stage.layers])
 
     def _own_layers(self) -> dict[str, nn.Module]:
         return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
+
+    @property
+    def is_model(self) -> bool:
+        """Whether this is a model that is replayed, and no sequence of layers."""
+        return self._settings.replayed is not None
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of all modules, as on the model itself."""
+        super().train(mode)
+        if self._settings.replayed is not None:
+            self._settings.replayed.model.training = mode
+        return self
 
     def __len__(self) -> int:
         """The number of layers, of all partitions."""
@@ -136,7 +158,30 @@ class Partitioned(nn.Module):
             refuse_norms_of_a_part()
         first = self._tied_names if remove_duplicate else {}
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            if name in self._foreign:
+                continue
             yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this process by name."""
+        for name, buffer in super().named_buffers("", recurse, remove_duplicate):
+            if name not in self._foreign:
+                yield f"{prefix}{'.' if prefix else ''}{name}", buffer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of this process, by name; in one process that of all layers."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        for name in self._foreign:
+            found.pop(f"{prefix}{name}", None)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the state of this process; of a model what others hold may be there, too."""
+        others = {name: value for name, value in super().state_dict().items() if name in self._foreign}
+        return super().load_state_dict({**others, **state_dict}, strict, assign)
 
     def close(self) -> None:
         """Ends the rank threads, and the links to other processes; the next step makes new ones."""

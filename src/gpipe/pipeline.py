@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe.build.arguments import Arguments, Costs
 from gpipe.build.assemble import assemble
@@ -31,6 +31,8 @@ from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
 from gpipe.plan.simulate import Plan, predict
+from gpipe.replay.own_loss import own_loss
+from gpipe.replay.reading import plain
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
 from gpipe.runtime.modes import Ambient
@@ -52,14 +54,18 @@ class GPipe(Partitioned):
     `nn.Sequential(*layers)`.
 
     Args:
-        layers: The network: an `nn.Sequential`, or a sequence of modules or of callables that build one.
+        model: The network: any module, with a `sample`; or an `nn.Sequential`, or a sequence of modules or of
+            callables that build one.
         partitions: K, the number of ranks, or the number of layers of each stage.
         micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows. Of ready-made ones,
             `gpipe.MicroBatches`, at most so many are taken.
         costs: What each layer costs: one number a layer; a function of a layer and its sample input; `"time"`,
             seconds of forward, recompute and backward; `"flops"`; or `"params"`. By default time if there is a
             sample, else parameters, at least 1. `pipe.costs` can be saved and given again, so that the cuts stay.
-        sample: An example mini-batch of inputs, for costs that must be measured; nothing of it remains.
+        sample: An example mini-batch of inputs, for costs that must be measured; nothing of it remains. On it the
+            forward of a model is recorded, to be cut into layers; other mini-batches may have other sizes.
+        blocks: The names of the modules between which a model is cut; by default those that it says are not to be
+            split, else the members of its lists of modules.
         balance: `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
             slowest partition. Both exact.
         devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
@@ -109,12 +115,13 @@ class GPipe(Partitioned):
     @refuse_unknown(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
     def __init__(
         self,
-        layers: Layers,
+        model: Layers | nn.Module,
         partitions: int | Sequence[int],
         micro_batches: int,
         *,
         costs: Costs = None,
         sample: Tree = None,
+        blocks: Sequence[str] | None = None,
         balance: Balance = "variance",
         devices: object = None,
         schedule: str | Program | Maker = "gpipe",
@@ -130,11 +137,12 @@ class GPipe(Partitioned):
     ) -> None:
         settings, session = assemble(
             Arguments(
-                layers,
+                model,
                 partitions,
                 micro_batches,
                 costs=costs,
-                sample=sample,
+                sample=plain(sample),
+                blocks=blocks,
                 balance=balance,
                 devices=devices,
                 schedule=schedule,
@@ -204,8 +212,8 @@ class GPipe(Partitioned):
     def step(
         self,
         inputs: Tree,
-        targets: Tree,
-        loss_fn: Callable[..., object],
+        targets: Tree = None,
+        loss_fn: Callable[..., object] | None = None,
         *,
         reduction: Reduction | None = None,
         scale: float = 1.0,
@@ -239,19 +247,23 @@ class GPipe(Partitioned):
                 others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
-        given = StepInputs(inputs, targets, loss_fn, reduction, scale, Ambient.here(), scaler)
+        is_own = self._settings.replayed is not None and targets is None and loss_fn is None
+        if is_own and reduction is not None:
+            raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
+        loss = own_loss if is_own else loss_fn
+        given = StepInputs(plain(inputs), targets, loss, reduction, scale, Ambient.here(), scaler)
         batch = self._batch(given.ambient)
         before = self._look(batch)
         rows, loss, metrics = self._session.step(given, batch, self._header(given.ambient), self.recorder)
         self._count_step()
         if before is not None:
-            self._examination.compare(before, rows, batch.findings, self, loss_fn)
+            self._examination.compare(before, rows, batch.findings, self, given.loss_fn)
         return (loss, metrics) if metrics else loss
 
     @entrance
-    @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS)
+    @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)
     @untraced
-    def forward(self, inputs: Tree, *, gather: bool = False) -> Any:
+    def forward(self, inputs: Tree = None, *, gather: bool = False, **batch: Tree) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
 
         Args:
@@ -259,6 +271,7 @@ class GPipe(Partitioned):
                 `gpipe.MicroBatches`, which are taken as they are.
             gather: Over processes: gives the output in every one. Under grad it must, and every process calls
                 `backward()` of a loss of it; what the last stage's loss gives counts.
+            **batch: In place of `inputs`, the arguments of a model's forward by name.
 
         Returns:
             What the last layer returns, the rows of all micro-batches together, or a list with what it returns for
@@ -267,16 +280,19 @@ class GPipe(Partitioned):
         Raises:
             ValueError: The rows of the inputs differ, or there are none. Or ready-made micro-batches are more than M.
         """
+        inputs = plain(inputs)
+        if batch:
+            inputs = batch if inputs is None else {"inputs": inputs, **batch}
         refuse_tangents(inputs)
         refuse_tracing()
         ambient = Ambient.here()
-        batch = self._batch(ambient)
-        before = self._look(batch)
+        mini_batch = self._batch(ambient)
+        before = self._look(mini_batch)
         header = self._header(ambient)
-        rows, output = self._session.call(inputs, batch, header, ambient, self.recorder, gather=gather)
+        rows, output = self._session.call(inputs, mini_batch, header, ambient, self.recorder, gather=gather)
         self._count_step()
         if before is not None:
-            self._examination.compare(before, rows, batch.findings)
+            self._examination.compare(before, rows, mini_batch.findings)
         return output
 
     def _look(self, batch: MiniBatch) -> Before | None:

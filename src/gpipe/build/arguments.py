@@ -18,6 +18,7 @@ from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
+from gpipe.replay.model import ReplayedModel
 from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:
@@ -31,11 +32,12 @@ Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callab
 class Arguments:
     """What the user gave to `GPipe`, as it was given; see there."""
 
-    layers: Layers
+    model: Layers | nn.Module | ReplayedModel
     partitions: int | Sequence[int]
     micro_batches: int
     costs: Costs
     sample: Tree
+    blocks: Sequence[str] | None
     balance: Balance
     devices: object
     schedule: str | Program | Maker

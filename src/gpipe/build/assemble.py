@@ -2,18 +2,19 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.build.arguments import Arguments, draw_seed
+from gpipe.build.arguments import Arguments, draw_seed, is_count
 from gpipe.build.mistakes import Mistakes
 from gpipe.build.schedules import count_ranks, read_schedule
-from gpipe.build.settings import Settings, settle
+from gpipe.build.settings import Settings, first_micro_batch, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
 from gpipe.distributed.construction import BUILDING, LINKING, Agreement
@@ -23,8 +24,12 @@ from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.layers.buffers import Slot
 from gpipe.layers.outline import Outline, outline, realize, release
 from gpipe.layers.sequence import cut_into_stages
+from gpipe.layers.stage import Layer, Stage
 from gpipe.layers.tied import find_ties, tie
 from gpipe.plan.cost import BackwardCost
+from gpipe.replay.model import ReplayedModel
+from gpipe.replay.reading import is_model, read_model
+from gpipe.replay.stage import ReplayedStage
 from gpipe.runtime.engine import Engine
 from gpipe.values.digest import digest
 from gpipe.values.dtensor import local
@@ -38,7 +43,7 @@ def assemble(asked: Arguments) -> tuple[Settings, Session]:
         RemoteError: Another process failed, or is gone.
     """
     if asked.driver != "process" and asked.mesh is None:
-        settings = settle(asked)
+        settings = settle(asked, replayed=_replayed(asked))
         return settings, _session(settings, None)
     end_with_launcher()
     if not is_joined():
@@ -48,15 +53,27 @@ def assemble(asked: Arguments) -> tuple[Settings, Session]:
         settings = _settle_together(asked, position, agreement)
         session = _session(settings, position)
         session.link(agreement)
-        release(session.engine.stages, session.engine.own)
+        if settings.replayed is None:
+            release(session.engine.stages, session.engine.own)
+        else:
+            release(session.engine.stages, session.engine.own, settings.replayed.buffers_between())
+            settings.replayed.let_go()
         return settings, session
+
+
+def _replayed(asked: Arguments) -> ReplayedModel | None:
+    """The model, recorded on the first micro-batch of the sample; None of a sequence of layers."""
+    sample = asked.sample
+    if sample is not None and is_model(asked.model) and is_count(asked.micro_batches):
+        sample = first_micro_batch(sample, asked.micro_batches)
+    return read_model(asked.model, sample, asked.blocks)
 
 
 def _session(settings: Settings, position: Position | None) -> Session:
     row = None if position is None else position.row
     own = [stage for stage, rank in enumerate(settings.placement) if row in (None, rank)]
     devices = [settings.devices[rank] for rank in settings.placement]
-    stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own)
+    stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own, _maker_of_stages(settings))
     if settings.sync_batch_norm:
         find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike
     engine = Engine(
@@ -65,6 +82,7 @@ def _session(settings: Settings, position: Position | None) -> Session:
         settings.schedule,
         settings.remat,
         whole=settings.whole,
+        replayed=settings.replayed,
         tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
         intra_op_threads=settings.intra_op_threads,
@@ -80,6 +98,14 @@ def _session(settings: Settings, position: Position | None) -> Session:
         costs=settings.partition.seconds,
         measured=settings.in_seconds,
     )
+
+
+def _maker_of_stages(settings: Settings) -> Callable[[int, Sequence[Layer], torch.device], Stage]:
+    if settings.replayed is None:
+        return Stage
+    stage_of = [stage for stage, count in enumerate(settings.layers_per_partition) for _ in range(count)]
+    parts, paths = settings.replayed.parts, settings.replayed.paths
+    return partial(ReplayedStage, parts=parts, paths=paths, stage_of=stage_of)
 
 
 def _find_position(asked: Arguments) -> Position:
@@ -105,10 +131,14 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     if position.rank:
         told = agreement.tell(BUILDING)[0]
         costs = told["costs"]  # who measures by himself would cut elsewhere
-    sketch = outline(asked.layers, seed if isinstance(seed, int) else 0)
+    replayed = _replayed(asked)
+    if replayed is None:
+        sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
+    else:
+        sketch = Outline(dict(replayed.segments), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
-    settings = settle(replace(asked, seed=seed, costs=costs), position, sketch)
+    settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, replayed)
     if not position.rank:
         parts = [list(backward) for backward in settings.backwards]
         agreement.tell(BUILDING, costs=list(settings.costs), backwards=parts, whole=sorted(settings.whole))
@@ -155,6 +185,7 @@ def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None
         deferred_batch_norm=settings.deferred_batch_norm,
         sync_batch_norm=settings.sync_batch_norm,
         ties=[list(group) for group in asked.ties],
+        path=[] if settings.replayed is None else settings.replayed.outlines(),
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
     mistakes.raise_all()

@@ -35,6 +35,7 @@ from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, rows_in_training
 from gpipe.plan.simulate import stage_costs
 from gpipe.plan.splits import stages_left_whole
+from gpipe.replay.model import ReplayedModel
 from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import MicroBatches, count_rows, split, take_parts
 from gpipe.values.tree import Tree
@@ -59,6 +60,7 @@ class Settings:
     intra_op_threads: int
     deferred_batch_norm: bool
     sync_batch_norm: bool
+    replayed: ReplayedModel | None = None  # if the layers are parts of a model
     tied: Tied = ()  # over processes: where identity cannot show it
 
     @property
@@ -72,20 +74,37 @@ class Settings:
         return self.partition.chain.costs
 
 
-def settle(asked: Arguments, position: Position | None = None, outline: Outline | None = None) -> Settings:
+def settle(
+    asked: Arguments,
+    position: Position | None = None,
+    outline: Outline | None = None,
+    replayed: ReplayedModel | None = None,
+) -> Settings:
     """Checks all arguments and fills in the defaults.
 
     With the outline of one of several processes, layers that are given as callables stay on the meta device.
+
+    Args:
+        asked: What the user gave.
+        position: Where this process stands among several.
+        outline: All layers, if there are several processes.
+        replayed: The model, if it is one.
 
     Raises:
         ValueError: Lists every mistake, each with what to do.
     """
     mistakes = Mistakes()
     seed = read_seed(asked.seed, mistakes)
-    named, wrong = build_layers(asked.layers, seed) if outline is None else (outline.layers, outline.mistakes)
+    named: dict[str, nn.Module]
+    wrong: list[str]
+    if replayed is not None:
+        named, wrong = dict(replayed.segments), []
+        mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")
+    else:
+        named, wrong = build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
     known = 0 if wrong else len(named)
     check_measurable(asked, outline, mistakes)
-    tied = check_layers(named, wrong, asked.ties, mistakes)
+    tied = check_layers(named, wrong, asked.ties, mistakes) if replayed is None else ()
     check_numbers_and_names(asked, mistakes)
     check_costs(asked.costs, asked.sample, known, mistakes)
     mistakes.found += find_unsplittable("sample", asked.sample)
@@ -100,9 +119,10 @@ def settle(asked: Arguments, position: Position | None = None, outline: Outline 
     mistakes.raise_all()
     if position is None:
         tie(tied)
-    found = _cut(asked, list(named.values()), len(placement), remats, devices[0])
+    layers, sample = _to_measure(asked, list(named.values()), replayed)
+    found = _cut(asked, layers, sample, len(placement), remats, devices[0])
     program = _to_weigh(schedule, placement, asked.micro_batches, remats)
-    backwards = _measure_backwards(asked, list(named.values()), program, devices[0])
+    backwards = _measure_backwards(asked, layers, sample, program, devices[0])
     return Settings(
         layers=named,
         partition=found,
@@ -119,14 +139,29 @@ def settle(asked: Arguments, position: Position | None = None, outline: Outline 
         intra_op_threads=asked.intra_op_threads,
         deferred_batch_norm=asked.deferred_batch_norm,
         sync_batch_norm=asked.sync_batch_norm,
+        replayed=replayed,
     )
 
 
+def _to_measure(
+    asked: Arguments, layers: Sequence[nn.Module], replayed: ReplayedModel | None
+) -> tuple[Sequence[nn.Module], Tree]:
+    """The layers as they run one by one, and what the first takes of the sample's first micro-batch."""
+    sample = first_micro_batch(asked.sample, asked.micro_batches)
+    if replayed is None:
+        return layers, sample
+    return replayed.alone(), sample if sample is None else replayed.begin([sample]).states[0]
+
+
 def _cut(
-    asked: Arguments, layers: Sequence[nn.Module], stages: int, remats: Sequence[Remat], device: torch.device
+    asked: Arguments,
+    layers: Sequence[nn.Module],
+    sample: Tree,
+    stages: int,
+    remats: Sequence[Remat],
+    device: torch.device,
 ) -> Partition:
     """Cuts the layers into stages: as the user says, or by what they cost."""
-    sample = _first_micro_batch(asked.sample, asked.micro_batches)
     with as_in_training(device, asked.intra_op_threads):
         costs = _find_costs("time" if asked.in_seconds else asked.costs, layers, sample, device, remats)
     if isinstance(asked.partitions, int):
@@ -144,12 +179,11 @@ def _to_weigh(schedule: Schedule, placement: Placement, micro_batches: int, rema
 
 
 def _measure_backwards(
-    asked: Arguments, layers: Sequence[nn.Module], program: Program, device: torch.device
+    asked: Arguments, layers: Sequence[nn.Module], sample: Tree, program: Program, device: torch.device
 ) -> tuple[BackwardCost, ...]:
     """What the backwards of the layers cost whole and in two parts, where some are to be split and costs are time."""
     if not asked.in_seconds or all(action.kind is not Kind.BACKWARD_WEIGHT for action in program.actions):
         return ()
-    sample = _first_micro_batch(asked.sample, asked.micro_batches)
     with as_in_training(device, asked.intra_op_threads):
         return tuple(measure_backwards(layers, sample, device))
 
@@ -180,7 +214,8 @@ def _find_costs(
             return costs
 
 
-def _first_micro_batch(sample: Tree, micro_batches: int) -> Tree:
+def first_micro_batch(sample: Tree, micro_batches: int) -> Tree:
+    """The first micro-batch of a sample."""
     if sample is None:
         return None
     if isinstance(sample, MicroBatches):

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +27,7 @@ WORDS_OF_PIPES: Mapping[str, str] = {
     **dict.fromkeys(("split_spec", "split_points", "partition_method", "cuts"), K),
     **dict.fromkeys(("checkpoint", "checkpointing", "activation_checkpointing", "recompute"), REMAT),
     **dict.fromkeys(("gradient_checkpointing", "rematerialization", "rematerialize", "use_checkpoint"), REMAT),
-    **dict.fromkeys(("module", "modules", "model", "net", "network", "layer"), "layers="),
+    **dict.fromkeys(("module", "modules", "layers", "net", "network", "layer"), "model="),
     **dict.fromkeys(("device", "device_ids", "gpus"), "devices=, one for each partition, or one for all"),
     **dict.fromkeys(("example_input", "example_inputs", "sample_input", "sample_inputs", "input_sample"), "sample="),
     **dict.fromkeys(("group", "process_group", "pg", "device_mesh"), "mesh=, a DeviceMesh with a dimension 'pp'"),
@@ -67,8 +67,13 @@ TOO_MANY_FOR_CALLS = (
 )
 
 
-def refuse_unknown(words: Mapping[str, str], too_many: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Has a function refuse unknown keywords, all at once, each with our word for it, and too many values."""
+def refuse_unknown(
+    words: Mapping[str, str], too_many: str, unless: Callable[[Any], bool] = lambda pipe: False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Has a method refuse unknown keywords, all at once, each with our word for it, and too many values.
+
+    It takes any of those pipes that `unless` says it of.
+    """
 
     def read(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
@@ -76,8 +81,17 @@ def refuse_unknown(words: Mapping[str, str], too_many: str) -> Callable[[Callabl
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not kwargs.keys() <= parameters.keys() or _is_counts(kwargs.get("balance")):
-                raise TypeError("\n".join(_mistakes(kwargs, list(parameters), words)))
+            known = kwargs.keys() <= parameters.keys() or unless(args[0])
+            if not known or _is_counts(kwargs.get("balance")):
+                raise TypeError(
+                    "\n".join(
+                        _mistakes(
+                            kwargs,
+                            [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD],
+                            words,
+                        )
+                    )
+                )
             if len(args) > positional:
                 raise TypeError(too_many)
             return function(*args, **kwargs)

@@ -37,7 +37,7 @@ def measure_each(
     for index, layer in enumerate(layers):
         run = LayerRun(index, layer, value, {name: held[name] for name in skip_names(layer, "pop")})
         try:
-            with _untouched(layer):
+            with untouched(layer):
                 numbers.append(measure(run))
                 value, stashed = run.output()
         except Exception as error:
@@ -115,7 +115,7 @@ def roots_of(output: LayerOutput) -> tuple[list[Tensor], Gradients]:
 
 
 @contextmanager
-def _untouched(layer: nn.Module) -> Iterator[None]:
+def untouched(layer: nn.Module) -> Iterator[None]:
     """Puts back what running a layer may change: attributes of its modules, gradients, buffers, and its device."""
     attributes = [(module, dict(vars(module))) for module in layer.modules()]
     insides = [(inside, dict(inside)) for _, own in attributes for inside in own.values() if isinstance(inside, dict)]

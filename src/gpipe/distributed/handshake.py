@@ -24,12 +24,15 @@ class Asked(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """One run, in whole numbers. All but `ready_made` and `rows` every process knows for itself, too.
+    """One run, in whole numbers. What stands before `ready_made` every process knows for itself.
 
     Attributes:
         call: The number of the call whose backward it is.
+        own_loss: Whether the loss is the model's own.
         ready_made: Whether the micro-batches were given as such.
+        path: The number of the path that a model takes that is replayed.
         rows: Of each micro-batch.
+        shares: Of each micro-batch in the model's own loss, if it gives one.
     """
 
     asked: int
@@ -39,8 +42,11 @@ class Header:
     gathers: int = 0
     call: int = 0
     checksum: int = 0
+    own_loss: int = 0
     ready_made: int = 0
+    path: int = 0
     rows: tuple[int, ...] = field(default=(), kw_only=True)
+    shares: tuple[float, ...] = field(default=(), kw_only=True)
 
     @property
     def micro_batches(self) -> int:
@@ -48,7 +54,7 @@ class Header:
         return len(self.rows)
 
 
-BEFORE_ROWS = len(fields(Header)) - 1
+NUMBERS = len(fields(Header)) - 2  # before those of each micro-batch
 
 
 WORDS = {
@@ -58,13 +64,16 @@ WORDS = {
     "in_training": "whether the pipe is in training mode",
     "gathers": "gather",
     "call": "the call that backward belongs to",
+    "own_loss": "whether the loss is the model's own",
     "checksum": "the checksum of the program (of schedule=, if that is a function, remat, and what layers share)",
 }
 
 
 def tell(net: Net, peers: Iterable[int], header: Header) -> None:
     """Tells the other processes of this replica."""
-    numbers = torch.tensor([*astuple(header)[:BEFORE_ROWS], *header.rows], dtype=torch.int64)
+    shares = torch.tensor(header.shares, dtype=torch.float64).view(torch.int64)
+    numbers = torch.tensor([*astuple(header)[:NUMBERS], len(header.rows), *header.rows], dtype=torch.int64)
+    numbers = torch.cat([numbers, shares])
     for peer in peers:
         net.send_value(peer, Label(Control.HEADER, 0, gradient=False), numbers)
 
@@ -74,12 +83,16 @@ def hear(net: Net, first: int) -> Header:
     numbers = net.receive_value(first, Label(Control.HEADER, 0, gradient=False))
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or not _fits(numbers):
         raise damaged(first, "a header that is none")
-    told = numbers.tolist()
-    return Header(*told[:BEFORE_ROWS], rows=tuple(told[BEFORE_ROWS:]))
+    *told, count = numbers[: NUMBERS + 1].tolist()
+    rows, shares = numbers[NUMBERS + 1 :].split([count, len(numbers) - NUMBERS - 1 - count])
+    return Header(*told, rows=tuple(rows.tolist()), shares=tuple(shares.view(torch.float64).tolist()))
 
 
 def _fits(numbers: Tensor) -> bool:
-    return numbers.dim() == 1 and len(numbers) >= BEFORE_ROWS
+    if numbers.dim() != 1 or len(numbers) <= NUMBERS:
+        return False
+    count = int(numbers[NUMBERS])
+    return count >= 0 and len(numbers) - NUMBERS - 1 in (count, 2 * count)
 
 
 def compare(told: Header, first: int, own: Header, rank: int) -> None:

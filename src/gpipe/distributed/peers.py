@@ -33,10 +33,10 @@ logger = logging.getLogger("gpipe")
 class Peers:
     """Those who run a mini-batch together: none but this process, if there are no others."""
 
-    def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
+    def head(self, own: Header, checksum: Callable[[Header], int]) -> Header:
         """What the process of the first stage says of the run, which knows the rows and the micro-batches.
 
-        `checksum` is that of the program for so many micro-batches. Whoever does something else is refused.
+        `checksum` is that of the program for what is said. Whoever does something else is refused.
         """
         return own
 
@@ -73,15 +73,15 @@ class LinkedPeers(Peers):
         self.first, self.last = (position.rank_of(engine.placement[stage]) for stage in (0, -1))
         self._began, self._waited = time.perf_counter(), net.waited
 
-    def head(self, own: Header, checksum: Callable[[int], int]) -> Header:
+    def head(self, own: Header, checksum: Callable[[Header], int]) -> Header:
         """What the process of the first stage says of the run, compared with what is done here."""
         if self.net.rank == self.first:
-            told = replace(own, checksum=checksum(own.micro_batches))
+            told = replace(own, checksum=checksum(own))
             tell(self.net, [peer for peer in self.position.ranks_of_replica if peer != self.first], told)
             return told
         told = hear(self.net, self.first)
         if told.asked == own.asked and told.trains == own.trains:
-            own = replace(own, checksum=checksum(told.micro_batches))
+            own = replace(own, checksum=checksum(told))
         compare(told, self.first, own, self.net.rank)
         return told
 
@@ -121,7 +121,7 @@ class LinkedPeers(Peers):
 
     def exchange(self, asked: Asked, told: Tree) -> list[Any]:
         """Tells all processes something between runs; gives what each told, by rank."""
-        self.head(Header(asked), lambda micro_batches: 0)
+        self.head(Header(asked), lambda told: 0)
         return self.net.agree(told)
 
 

@@ -4,7 +4,7 @@ A step is one path. In one process there are no peers, and nothing to tell; over
 need, hears the rest from that of the first stage, and fails where another fails.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from gpipe.layers.batchnorm import find_replica_drift
 from gpipe.layers.losses import NO_METRICS
 from gpipe.layers.skips import find_loss_pops, refuse_unused_stashes, skip_names
 from gpipe.plan.schedules import Placement
+from gpipe.replay.outputs import join
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import (
@@ -172,9 +173,7 @@ class Session:
         """Runs a step; gives the least rows of a micro-batch, the loss and the metrics of all replicas."""
         with self.run() as peers:
             given = given.scaled(self.engine.stages[-1].device, processes=self.size)
-            rows, targets = self._read(given, batch)
-            ready_made = isinstance(given.inputs, MicroBatches)
-            header = replace(header, asked=Asked.STEP, ready_made=ready_made, rows=tuple(rows))
+            header, targets = self._read(peers, given, batch, replace(header, asked=Asked.STEP))
             told = peers.head(header, partial(self._checksum, batch))
             shares = self._weigh(peers, told, given, batch, targets)
             run = self._start(peers, told, batch)
@@ -184,20 +183,23 @@ class Session:
         metrics = [metric for _, some in every if some is not None for metric in some]
         return min(told.rows), sum(losses[1:], start=losses[0]), metrics
 
-    def _read(self, given: StepInputs, batch: MiniBatch) -> tuple[list[int], list[Tree]]:
+    def _read(self, peers: Peers, given: StepInputs, batch: MiniBatch, header: Header) -> tuple[Header, list[Tree]]:
         """Has a mini-batch be one of a step, with the inputs if they are read here.
 
-        Gives the rows of each micro-batch, and the targets, if these are read here as well.
+        Gives what is said of the run, and the targets, if these are read here as well.
         """
         if self.reads_targets:
             check_loss_fn(given.loss_fn)
             batch.tell(given.findings())
-        rows: list[int] = []
         values: list[Tree] = []
         targets: list[list[Tree]] = []
+        header = replace(header, own_loss=given.is_own)
         if self.reads_inputs:
-            targets_too = {"targets": given.targets} if self.reads_targets else {}
+            targets_too = {"targets": given.targets} if self.reads_targets and not given.is_own else {}
             rows, (values, *targets) = split_alike(self.micro_batches, inputs=given.inputs, **targets_too)
+            header = replace(header, ready_made=isinstance(given.inputs, MicroBatches), rows=tuple(rows))
+            over_replicas = partial(self._sum_over_replicas, peers) if given.is_own else None
+            header, values = self._enter(header, batch, values, over_replicas)
         if given.ambient.grad:
             refuse_gradients_of_inputs(values)
         batch.inputs = [BoundaryValue(value, []) for value in values]
@@ -205,7 +207,29 @@ class Session:
         layers, popped = self.engine.layers, skip_names(given.loss_fn, "pop")
         refuse_unused_stashes(layers, popped)
         batch.loss_pops = find_loss_pops(layers, popped)
-        return rows, targets[0] if targets else []
+        return header, targets[0] if targets else []
+
+    def _sum_over_replicas(self, peers: Peers, own: float) -> float:
+        return float(sum(peers.tell_replicas(Control.WEIGHT, own)))
+
+    def _enter(
+        self,
+        header: Header,
+        batch: MiniBatch,
+        values: list[Tree],
+        over_replicas: Callable[[float], float] | None = None,
+    ) -> tuple[Header, list[Tree]]:
+        """What the first stage takes of some micro-batches, and what is said of them; a model is told its path.
+
+        With `over_replicas` its own loss is wanted.
+        """
+        replayed = self.engine.replayed
+        if replayed is None or not values:
+            return header, values
+        begun = replayed.begin(values, over_replicas)
+        batch.path = begun.path
+        batch.tell(begun.findings)
+        return replace(header, path=begun.path, shares=tuple(begun.shares)), begun.states
 
     def _weigh(
         self, peers: Peers, told: Header, given: StepInputs, batch: MiniBatch, targets: list[Tree]
@@ -214,12 +238,20 @@ class Session:
         if not self.reads_targets:
             return []
         self._compare(peers, given)
+        if given.is_own:
+            batch.targets = [None] * told.micro_batches
+            batch.seeds = self._seeds(given, told.shares)
+            return list(told.shares)
         if not targets:
             targets = split_targets(given.targets, told.rows, ready_made=bool(told.ready_made))
         batch.targets = targets
-        shares = given.shares(told.rows, targets, lambda own: sum(peers.tell_replicas(Control.WEIGHT, own)))
-        batch.seeds = [share * given.scale if share or self._awaited else None for share in shares]
+        shares = given.shares(told.rows, targets, partial(self._sum_over_replicas, peers))
+        batch.seeds = self._seeds(given, shares)
         return shares
+
+    def _seeds(self, given: StepInputs, shares: Sequence[float]) -> list[float | None]:
+        """The gradient of each micro-batch's loss; None where it has no say."""
+        return [share * given.scale if share or self._awaited else None for share in shares]
 
     @property
     def _awaited(self) -> bool:
@@ -272,11 +304,12 @@ class Session:
             if ambient.grad and not gather and self.position is not None:
                 raise ValueError(NEEDS_GATHER)
             rows, values = split_alike(self.micro_batches, inputs=inputs) if self.reads_inputs else ([], [[]])
-            cuts = [cut(value) for value in values[0]]
-            batch.inputs = [crossing for crossing, _ in cuts]
             self.calls += 1
             header = replace(header, asked=Asked.CALL, call=self.calls, gathers=gather)
             header = replace(header, ready_made=isinstance(inputs, MicroBatches), rows=tuple(rows))
+            header, states = self._enter(header, batch, values[0])
+            cuts = [cut(value) for value in states]
+            batch.inputs = [crossing for crossing, _ in cuts]
             told = peers.head(header, partial(self._checksum, batch))
             if not self.reads_inputs:
                 batch.inputs = [BoundaryValue(None, [])] * told.micro_batches
@@ -285,27 +318,29 @@ class Session:
             if ambient.grad:
                 call = PipelinedCall(self.run, peers, run, told, ambient, recorder, awaited=self._awaited)
                 leaves = [leaves for _, leaves in cuts] or [[]] * told.micro_batches
-                return min(told.rows), _as_given(told, pipelined(call, leaves))
+                return min(told.rows), self._as_given(told, pipelined(call, leaves))
             run.go(ambient, recorder)
             outputs = run.take_outputs() if self.reads_targets else []
             if gather:
                 outputs = peers.gather(outputs, told.micro_batches)
             peers.finish(run, recorder, None)
-            return min(told.rows), _as_given(told, [output.value for output in outputs])
+            return min(told.rows), self._as_given(told, [output.value for output in outputs])
+
+    def _as_given(self, told: Header, outputs: list[Tree]) -> Tree:
+        """Outputs as inputs were given: together, or of each ready-made micro-batch; None where there are none."""
+        if not outputs:
+            return None
+        if told.ready_made:
+            return outputs
+        return merge(outputs) if self.engine.replayed is None else join(outputs, told.rows, told.shares)
 
     def _start(self, peers: Peers, told: Header, batch: MiniBatch) -> MiniBatchRun:
         batch.first = self.replica * self.micro_batches
         return self.engine.start(told.micro_batches, batch, peers.join)
 
-    def _checksum(self, batch: MiniBatch, micro_batches: int) -> int:
-        return self.engine.compiled(self.engine.wanted(micro_batches, batch)).checksum
-
-
-def _as_given(told: Header, outputs: list[Tree]) -> Tree:
-    """Outputs as the inputs were given: together, or of each ready-made micro-batch; None where there are none."""
-    if not outputs:
-        return None
-    return outputs if told.ready_made else merge(outputs)
+    def _checksum(self, batch: MiniBatch, told: Header) -> int:
+        batch.path = told.path
+        return self.engine.compiled(self.engine.wanted(told.micro_batches, batch)).checksum
 
 
 def _stragglers(placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> Stragglers:

@@ -80,7 +80,7 @@ def find_reduction(loss_fn: object) -> Reduction | None:
         case "sum":
             return "sum"
         case "mean" if "ignore_index" in arguments:
-            return partial(_sum_of_weights, ignored=arguments["ignore_index"], weight=arguments["weight"])
+            return partial(sum_of_weights, ignored=arguments["ignore_index"], weight=arguments["weight"])
     return "mean"
 
 
@@ -176,7 +176,7 @@ def _reduction(arguments: LossArguments) -> object:
     return "sum" if average is False else "mean"
 
 
-def _sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
+def sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
     """The labels that count, each times the weight of its class; probabilities count by rows."""
     if not isinstance(target, Tensor):
         return 1.0  # the loss itself will say that it takes none

@@ -90,13 +90,14 @@ def realize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module],
     return named, mistakes
 
 
-def release(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
-    """Leaves the layers of other stages without values, but for what a layer of one's own has too.
+def release(stages: Sequence[Stage], own: Sequence[Stage], others: Iterable[Tensor] = ()) -> None:
+    """Leaves the layers of other stages without values, but for what a layer of one's own has too, and `others`.
 
     They would keep the weights that they began with, and a model of the user's that holds them would be half trained.
     """
     mine = [part for stage in own for layer in stage.layers for part in layer.module.modules()]
     kept = {id(tensor) for part in mine for tensor in (*part._parameters.values(), *part._buffers.values())}
+    kept |= set(map(id, others))
     known = WeakIdKeyDictionary()
     layers = [layer for stage in stages for layer in stage.layers]
     for part, index in {part: layer.index for layer in layers for part in layer.module.modules()}.items():

@@ -79,11 +79,17 @@ def seeded(key: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def kind_of(layer: nn.Module) -> str:
+    """What a layer is, in words: its class, or what it stands for."""
+    return str(vars(layer).get("stands_for", type(layer).__name__))
+
+
 def cut_into_stages(
     named: dict[str, nn.Module],
     counts: Sequence[int],
     devices: Sequence[torch.device],
     own: Collection[int] | None = None,
+    make: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage,
 ) -> list[Stage]:
     """The stages of so many layers each; the modules of stages that are `own`, or all, are moved to their devices."""
     own = range(len(counts)) if own is None else own
@@ -95,6 +101,7 @@ def cut_into_stages(
             module,
             stash=skip_names(module, "stash"),
             pop=tuple(pop for pop in pops if pop.target == index),
+            kind=kind_of(module),
         )
         for index, (name, module) in enumerate(named.items())
     ]
@@ -106,7 +113,7 @@ def cut_into_stages(
             if device.type != "cpu":
                 layer.module._apply(partial(moved, device=device))  # as `to` does, and tensors lie as they did
             layer.module.to(device)
-        stages.append(Stage(index, held, device))
+        stages.append(make(index, held, device))
         first += count
     for shared in find_shared(list(named.values())):  # each lives where it is first used
         home = stage_of_layers(stages)[min(shared.slots)]

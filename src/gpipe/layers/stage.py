@@ -48,10 +48,11 @@ class Layer:
     module: nn.Module
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
+    kind: str = ""  # what it is, in words; by default its class
     aliased: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see weight_aliases)
 
     def __str__(self) -> str:
-        return f"layer {self.index} ({self.name}: {type(self.module).__name__})"
+        return f"layer {self.index} ({self.name}: {self.kind or type(self.module).__name__})"
 
     def run(self, value: Tree, popped: Mapping[str, Tensor | None], rng_key: RngKey) -> object:
         """Runs the module, its randomness keyed."""

@@ -45,8 +45,8 @@ WITHOUT = (
     "torch.device('meta'), or give those modules a reset_parameters() that fills them"
 )
 UNKNOWN = (
-    "{names} are on the meta device and neither parameters nor buffers, so nothing can give them values; let their "
-    "modules have them by register_buffer(name, value, persistent=False)"
+    "{names} are on the meta device and neither parameters nor buffers, so nothing can give them values; let "
+    "their modules have them by register_buffer(name, value, persistent=False)"
 )
 HOOKED = "{names} have hooks, which would not come along; register them when the pipe is built"
 

@@ -23,6 +23,7 @@ from gpipe.plan.lower import (
 )
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, forward_only_rows, rows_in_training
+from gpipe.replay.model import ReplayedModel
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch
@@ -39,6 +40,7 @@ class Wanted(NamedTuple):
     trains: bool
     halved: bool = False
     loss_pops: tuple[Pop, ...] = ()
+    path: int = 0  # of a model that is replayed
 
 
 class Engine:
@@ -50,6 +52,7 @@ class Engine:
         schedule: In which order ranks do what they do.
         remat: Of each stage.
         whole: The stages whose backwards are never split.
+        replayed: The model, if the stages are parts of one that is replayed.
         tied: Parameters that are one though the modules do not show it.
         threaded: Whether each rank has a thread.
         intra_op_threads: CPU threads of one operation.
@@ -66,6 +69,7 @@ class Engine:
         remat: Sequence[Remat],
         *,
         whole: Collection[int] = (),
+        replayed: ReplayedModel | None = None,
         tied: Tied = (),
         threaded: bool,
         intra_op_threads: int,
@@ -78,6 +82,7 @@ class Engine:
         self.schedule = schedule
         self.remat = tuple(remat)
         self.whole = frozenset(whole)
+        self.replayed = replayed
         self.threaded = threaded
         self.intra_op_threads = intra_op_threads
         self.deferred_batch_norm = deferred_batch_norm
@@ -143,7 +148,7 @@ class Engine:
 
     def wanted(self, micro_batches: int, batch: MiniBatch) -> Wanted:
         """What is asked for the run of a mini-batch."""
-        return Wanted(micro_batches, batch.trains, batch.loss_fn is None, tuple(batch.loss_pops))
+        return Wanted(micro_batches, batch.trains, batch.loss_fn is None, tuple(batch.loss_pops), batch.path)
 
     def _make_program(self, wanted: Wanted) -> Program:
         micro_batches, trains = wanted.micro_batches, wanted.trains
@@ -152,7 +157,7 @@ class Engine:
             if trains
             else forward_only_rows(self.placement, micro_batches)
         )
-        skips = self._skip_routes(wanted.loss_pops)
+        skips = self._skip_routes(wanted.loss_pops, wanted.path)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips)
         program = join_backwards(program, self.whole)
         program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))
@@ -168,18 +173,23 @@ class Engine:
         """The pairs of ranks that send each other values, or gradients of what they share, the lower one first."""
         every = find_loss_pops(self.layers, self.stashes)  # a loss may pop any of them
         sharing = self._stages_that_share()
+        paths = 1 if self.replayed is None else len(self.replayed.paths)
         pairs = [
             *((stage - 1, stage) for stage in range(1, len(self.stages))),
-            *((route.source, route.target) for route in self._skip_routes(every)),
+            *((route.source, route.target) for path in range(paths) for route in self._skip_routes(every, path)),
             *((one, other) for one in sharing for other in sharing),
         ]
         ranks = [sorted((self.placement[one], self.placement[other])) for one, other in pairs]
         return {(low, high) for low, high in ranks if low != high}
 
-    def _skip_routes(self, loss_pops: Sequence[Pop]) -> list[Route]:
+    def _skip_routes(self, loss_pops: Sequence[Pop], path: int) -> list[Route]:
         """The routes of stashes between stages; the loss is behind the last layer, and in its stage."""
         stage_of = self.stage_of
-        pops = [*(pop for stage in self.stages for layer in stage.layers for pop in layer.pop), *loss_pops]
+        if self.replayed is None:
+            own = [pop for stage in self.stages for layer in stage.layers for pop in layer.pop]
+        else:
+            own = self.replayed.pops(path, stage_of)
+        pops = [*own, *loss_pops]
         return [
             Route(stage_of[pop.source], stage_of[pop.target], pop.route_name)
             for pop in pops

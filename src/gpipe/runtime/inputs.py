@@ -17,6 +17,7 @@ from gpipe.layers.losses import (
     for_targets,
     holds_ignored_labels,
 )
+from gpipe.replay.own_loss import own_loss
 from gpipe.runtime.modes import Ambient
 from gpipe.torch_private.autograd import is_differentiated_forward
 from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
@@ -44,11 +45,16 @@ class StepInputs(NamedTuple):
 
     inputs: Tree
     targets: Tree
-    loss_fn: Callable[..., object]
+    loss_fn: Any  # a function of (output, target); anything else is refused
     reduction: Reduction | None
     scale: float
     ambient: Ambient
     scaler: Any = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is the model's own."""
+        return self.loss_fn is own_loss
 
     def scaled(self, device: torch.device, *, processes: int = 1) -> "StepInputs":
         """The same with the scale that the scaler says, which learns that it is in use."""
@@ -59,6 +65,8 @@ class StepInputs(NamedTuple):
     def kind(self) -> str:
         """How the losses make one, in words that are the same for all replicas."""
         reduction = self.reduction
+        if self.is_own:
+            return "the model's own"
         if reduction is None:
             reduction = find_reduction(self.loss_fn) or "mean"
         return "weights of the targets" if callable(reduction) else str(reduction)

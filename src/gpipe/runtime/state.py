@@ -44,6 +44,7 @@ class MiniBatch:
     step: int
     trains: bool
     first: int = 0
+    path: int = 0  # of a model that is replayed
     deferred_batch_norm: bool = False
     around_layers: Callable[[], AbstractContextManager[object]] | None = None
     loss_fn: Callable[[Tree, Tree], object] | None = None

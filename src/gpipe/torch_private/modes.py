@@ -2,7 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,6 +30,19 @@ def modes_here() -> tuple[torch.device | None, list[object]]:
     others = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]
     others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return devices[-1] if devices else None, others
+
+
+@contextmanager
+def paused(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
+    """Inside, a mode of this thread sees nothing, unless another one was entered since."""
+    if torch.overrides._get_current_function_mode() is not mode:
+        yield
+        return
+    torch.overrides._pop_mode()
+    try:
+        yield
+    finally:
+        torch.overrides._push_mode(mode)
 
 
 def is_vmapped() -> bool:

@@ -1,0 +1,273 @@
+"""A model as layers: recorded on a sample, and proven on it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.layers.skips import Pop
+from gpipe.layers.stage import Layer, RngKey
+from gpipe.replay.alone import AloneLayer
+from gpipe.replay.arguments import arguments, takes
+from gpipe.replay.blocks import check_blocks, find_blocks, open_names
+from gpipe.replay.errors import CannotSplitError
+from gpipe.replay.own_loss import COUNT, NO_LABELS, Counting, own_loss
+from gpipe.replay.path import Path
+from gpipe.replay.record import Recorded, record, trace
+from gpipe.replay.recorder import is_carried
+from gpipe.replay.segment import Places, Segment, places_of
+from gpipe.replay.skeleton import Parts
+from gpipe.replay.stage import pops_between, state_of
+from gpipe.replay.structure import Leaves, Structure, take_apart
+from gpipe.replay.visits import visiting
+from gpipe.values.tree import Tree
+
+PathKey: TypeAlias = tuple[object, ...]
+"""What says which path a forward takes, as far as it can be known before."""
+
+OTHER_LAYER = (
+    "with these inputs, or in this mode, {what} in layer {layer} ({name}) of the {model}, and with the sample it "
+    "did not; make the pipe with a sample that uses all of the model, or name other blocks"
+)
+DIFFERENT = "micro-batches of one mini-batch have inputs of different kinds ({one} and {other}): "
+    "give all of them the same keys"
+
+
+class Begun(NamedTuple):
+    """Micro-batches that are to be replayed.
+
+    Attributes:
+        path: The number of their path.
+        states: What the main line brings to the first stage, of each.
+        shares: Of each in the model's own loss, where it was asked for.
+        findings: What is to be told.
+    """
+
+    path: int
+    states: list[Tree]
+    shares: Sequence[float] = ()
+    findings: Sequence[str] = ()
+
+
+class ReplayedModel:
+    """A model that is replayed in layers.
+
+    Args:
+        model: The user's; stays as it is.
+        sample: What a call of it is given.
+        blocks: The names of the modules between which it may be cut; by default those that it declares, or finds.
+
+    Attributes:
+        parts: The model, and which of its modules are what.
+        paths: Those that it is known to take; the first is the sample's.
+        segments: The layers, by name.
+        seconds: What the forward of each took on the sample.
+
+    Raises:
+        CannotSplitError: It cannot be replayed to the same bits; says why, and what to do.
+    """
+
+    def __init__(self, model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> None:
+        named = find_blocks(model) if blocks is None else check_blocks(model, blocks)
+        self.parts = Parts(model, tuple(named), open_names(named))
+        self.paths: list[Path] = []
+        self._countings: list[Counting] = []
+        self._numbers: dict[PathKey, int] = {}
+        self._counts = False
+        self._counts = self._may_count(sample) and self._uses_count(sample)
+        sample = self._with_count(sample, 1) if self._counts else sample
+        found = record(self.parts, arguments(model, sample))
+        self.parts, self.seconds = found.parts, found.seconds
+        self._keep(self._key(*self._apart(sample)), found, sample)
+        self.segments = segments_of(self.parts, found.path)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.parts.model
+
+    def _may_count(self, value: Tree) -> bool:
+        """Whether a forward might be told how many labels of the mini-batch count."""
+        given = isinstance(value, Mapping) and COUNT not in value
+        return given and "labels" in value and takes(self.model, COUNT)  # type: ignore[operator]  # it is a mapping
+
+    def _uses_count(self, sample: Tree) -> bool:
+        """Whether the forward uses the number that it is told, which many only pass on."""
+        losses = [
+            own_loss(trace(self.parts, arguments(self.model, self._with_count(sample, count))).output)
+            for count in (1, 2)
+        ]
+        return not torch.equal(*losses)
+
+    @staticmethod
+    def _with_count(value: Tree, count: float) -> Tree:
+        assert isinstance(value, Mapping)
+        return {**value, COUNT: torch.tensor(int(count))}
+
+    def _keep(self, key: PathKey, found: Recorded, value: Tree) -> None:
+        given = value if isinstance(value, Mapping) else {}
+        self._numbers[key] = len(self.paths)
+        self.paths.append(found.path)
+        self._countings.append(Counting.of(found.losses, given, counts=self._counts))
+
+    def begin(self, values: Sequence[Tree], over_replicas: Callable[[float], float] | None = None) -> Begun:
+        """Has micro-batches take their path, which is recorded if it is not known yet.
+
+        Args:
+            values: What the user gave of each.
+            over_replicas: Adds what the model's loss averages over to that of the other replicas, if the loss is
+                wanted.
+        """
+        labelled = self._counts and self._may_count(values[0])
+        if labelled:
+            values = [self._with_count(value, 1) for value in values]
+        begun = self._begin(values)
+        counting = self._countings[begun.path]
+        if over_replicas is None and not labelled:
+            return begun
+        counts = [counting.count(value) for value in values]
+        total = (over_replicas or float)(sum(counts))
+        if labelled and not total:
+            raise ValueError(NO_LABELS.format(ignored=counting.ignored))
+        if labelled:
+            states = [self._begin([self._with_count(value, total)]).states[0] for value in values]
+            return Begun(begun.path, states, [1.0] * len(states), begun.findings)
+        findings = [] if counting.finding is None else [counting.finding]
+        return Begun(begun.path, begun.states, counting.shares(counts, total), findings)
+
+    def _begin(self, values: Sequence[Tree]) -> Begun:
+        apart = [self._apart(value) for value in values]
+        keys = [self._key(*one) for one in apart]
+        if different := [key for key in keys if key != keys[0]]:
+            raise ValueError(DIFFERENT.format(one=keys[0][1], other=different[0][1]))
+        if keys[0] not in self._numbers:
+            self._learn(keys[0], values[0])
+        number = self._numbers[keys[0]]
+        return Begun(number, [state_of(number, leaves) for leaves, _ in apart])
+
+    def alone(self) -> list[nn.Module]:
+        """The layers as they run one by one, from one state to the next."""
+        return [AloneLayer(at, segment, self.parts, self.paths) for at, segment in enumerate(self.segments.values())]
+
+    def visit(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Around one forward of the model itself: it draws random numbers as a pipe with this seed does."""
+        return visiting(self.parts, self.paths[0], RngKey(seed, step, micro_batch))
+
+    def outlines(self) -> list[list[tuple[str, int]]]:
+        """The paths in short: their events, each with its layer; the same in all processes."""
+        return [[(event.name, path.layer_of(at)) for at, event in enumerate(path.events)] for path in self.paths]
+
+    def buffers_between(self) -> list[Tensor]:
+        """The buffers that are read between units, by every layer."""
+        return [self.model.get_buffer(name) for path in self.paths for name in sorted(path.buffers)]
+
+    def names_of_others(self, own: Sequence[Layer]) -> frozenset[str]:
+        """The names of the parameters and buffers that are none of these layers, nor of all."""
+        mine = {module for layer in own for module in layer.module.modules()}
+        slots = {
+            slot
+            for layer in own
+            if isinstance(layer.module, Segment)
+            for _, places in layer.module.raw.values()
+            for slot in places
+        }
+        units = {module for unit in self.parts.skeleton().units.values() for module in unit.modules()}
+        return frozenset(
+            f"{path}.{leaf}" if path else leaf
+            for path, module in self.model.named_modules(remove_duplicate=False)
+            if module not in mine
+            for leaf in (*module._parameters, *(module._buffers if module in units else ()))
+            if (module, leaf) not in slots
+        )
+
+    def let_go(self) -> None:
+        """Has the model have what the layers have in place of parameters that other processes hold."""
+        for segment in self.segments.values():
+            segment.lead()
+
+    def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
+        """The uses of tensors that have routes of their own."""
+        return pops_between(self.paths[number], stage_of)
+
+    def _apart(self, value: Tree) -> tuple[Leaves, Structure]:
+        given = arguments(self.model, value)
+        return take_apart((given.args, given.kwargs))
+
+    def _key(self, leaves: Leaves, structure: Structure) -> PathKey:
+        modes = [self.model.get_submodule(name).training for name in sorted(self.parts.opened)]
+        return str(structure.spec), tuple(map(_kind, leaves)), tuple(modes)
+
+    def _learn(self, key: PathKey, value: Tree) -> None:
+        found = record(self.parts, arguments(self.model, value))
+        segments = list(self.segments.items())
+        units, raw = layers_of_path(found.path)
+        if len(units) != len(segments):
+            raise CannotSplitError(
+                f"with these inputs, or in this mode, the {type(self.model).__name__} has {len(units)} layers, and "
+                f"{len(segments)} with the sample; make a pipe of its own for them"
+            )
+        for at, (name, segment) in enumerate(segments):
+            new = [f"{one} runs" for one in units[at] if one not in segment.units]
+            new += [f"{one} is used" for one in raw[at] if one not in segment.raw]
+            if new:
+                raise CannotSplitError(
+                    OTHER_LAYER.format(what=new[0], layer=at, name=name, model=type(self.model).__name__)
+                )
+        self._keep(key, found, value)
+
+
+def _kind(leaf: Any) -> object:
+    """What of an input a path depends on: not its size, nor what a number is."""
+    if isinstance(leaf, Tensor):
+        return "tensor", is_carried(leaf), leaf.dim()
+    return type(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else repr(leaf)
+
+
+def layers_of_path(path: Path) -> tuple[list[list[str]], list[list[str]]]:
+    """The units of each layer, and the parameters that are used as they are."""
+    units: list[dict[str, None]] = [{} for _ in path.starts]
+    raw: list[dict[str, None]] = [{} for _ in path.starts]
+    for at, event in enumerate(path.events):
+        layer = path.layer_of(at)
+        if event.is_unit:
+            units[layer][event.name] = None
+        raw[layer] |= dict.fromkeys(event.raw)
+    return list(map(list, units)), list(map(list, raw))
+
+
+def segments_of(parts: Parts, path: Path) -> dict[str, Segment]:
+    """The layers by name; what no event uses goes with the last."""
+    places = places_of(parts.model)
+    units, raw = layers_of_path(path)
+    _add_unused(parts, places, units, raw)
+    named: dict[str, Segment] = {}
+    blocks = set(parts.blocks)
+    for at, (some, parameters) in enumerate(zip(units, raw, strict=True)):
+        main = next((name for name in some if name in blocks), None) or next(iter(some[-1:] if at else some), "")
+        label = type(parts.model.get_submodule(main)).__name__ if main else type(parts.model).__name__
+        name = main or (parameters[0] if parameters else f"operations_{at}")
+        count = sum(other.partition("#")[0] == name for other in named)
+        segment = Segment(parts.model, label, some, parameters, places)
+        named[f"{name}#{count + 1}" if count else name] = segment
+    return named
+
+
+def _add_unused(parts: Parts, places: Places, units: list[list[str]], raw: list[list[str]]) -> None:
+    used = {name for some in units for name in some}
+    known = parts.skeleton().units
+    inside = {
+        id(module): name for name, unit in known.items() for module in unit.modules()
+    }  # the unit that each module stands in
+    raw_used = {name for some in raw for name in some}
+    for name, slots in places.items():
+        homes = {inside.get(id(module)) for module, _ in slots}
+        if homes & used or name in raw_used:
+            continue
+        unit = next((home for home in homes if home is not None), None)
+        if unit is None:
+            raw[-1].append(name)
+        elif unit not in units[-1]:
+            units[-1].append(unit)
+            used.add(unit)

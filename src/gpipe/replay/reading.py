@@ -1,0 +1,57 @@
+"""Tells a model from a sequence of layers, and records it."""
+
+from collections import UserDict
+from collections.abc import Sequence
+
+from torch import nn
+
+from gpipe.layers.skips import Sequential
+from gpipe.replay.model import ReplayedModel
+from gpipe.values.microbatch import MicroBatches
+from gpipe.values.tree import Tree
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_model(given: object) -> bool:
+    """Whether what is given as layers is a model with a forward of its own.
+
+    >>> class Net(nn.Sequential):
+    ...     def forward(self, x): return super().forward(x) + x
+    >>> is_model(nn.Sequential()), is_model(Net()), is_model(nn.Linear(2, 2)), is_model([nn.Linear(2, 2)])
+    (False, True, True, False)
+    """
+    if isinstance(given, ReplayedModel):
+        return True
+    own = (nn.Sequential.forward, Sequential.forward)
+    return isinstance(given, nn.Module) and type(given).forward not in own and not isinstance(given, LISTS)
+
+
+def plain(value: Tree) -> Tree:
+    """A mapping of a class that torch's trees do not know, such as what a tokenizer gives, as a dict."""
+    if isinstance(value, MicroBatches):
+        return MicroBatches([plain(part) for part in value])
+    return dict(value) if isinstance(value, UserDict) else value
+
+
+def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> ReplayedModel | None:
+    """The model as layers; None if these are layers already.
+
+    Raises:
+        ValueError: There is no sample to record it on, or it cannot be cut.
+    """
+    if isinstance(given, ReplayedModel):
+        return given
+    if not is_model(given):
+        if blocks is not None:
+            raise ValueError(
+                "blocks= names the modules between which a model is cut; a sequence of layers needs none"
+            )
+        return None
+    assert isinstance(given, nn.Module)
+    if sample is None:
+        raise ValueError(
+            f"a {type(given).__name__} is no sequence of layers; give sample=, an example mini-batch, on which its "
+            f"forward is recorded to be cut into layers, or give an nn.Sequential of its layers"
+        )
+    return ReplayedModel(given, sample, blocks)

@@ -1,0 +1,225 @@
+"""Records a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpipe.costs.layer_run import untouched
+from gpipe.layers.stage import Layer, LayerProgress, RngKey
+from gpipe.replay.arguments import Given
+from gpipe.replay.errors import CannotSplitError
+from gpipe.replay.layout_log import describe
+from gpipe.replay.own_loss import LossCall
+from gpipe.replay.path import Path, Tag
+from gpipe.replay.recorder import Recorder
+from gpipe.replay.replay import Replay
+from gpipe.replay.skeleton import Parts
+from gpipe.replay.structure import Leaves, Structure, take_apart
+from gpipe.replay.visits import visiting
+from gpipe.rng.visit import visit
+from gpipe.values.digest import differ, digest
+from gpipe.values.hidden_tensors import hides_tensors
+from gpipe.values.layout import copy_of
+from gpipe.values.tree import replace_tensors
+
+T = TypeVar("T")
+
+KEY = RngKey(0, 0, 0)
+"""When a sample is, for its random numbers."""
+
+DRAWS = (
+    "the forward of the {model} draws from {whose} generator between blocks, as layers do that are dropped at "
+    "random: every layer would draw anew. Set what drops layers (layerdrop, layer_drop) to 0, or let a block "
+    "draw, by torch"
+)
+WRITES_BUFFER = (
+    "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
+    "module inside of a block have it, or one of its own that is called"
+)
+LEAVES_TENSORS = (
+    "the forward of the {model} leaves tensors in {places}, where nobody would find them: layers walk through "
+    "copies of the modules that blocks stand in. Return them as part of the output"
+)
+OTHER_STRUCTURE = (
+    "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
+    "on the way from inside of blocks (output_hidden_states, output_attentions, output_router_logits, caches by "
+    "use_cache) is not seen by a replay; turn it off, in model.config or in what the model is given"
+)
+OTHER_BITS = (
+    "replayed in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
+    "on what is not seen there (a cache, a tensor left on a module, a random number); let it be part of what "
+    "blocks are given and return, or name other blocks"
+)
+
+
+class Traced(NamedTuple):
+    """What one run of a forward has shown."""
+
+    output: Any
+    path: Path
+    parts: Parts
+    losses: list[LossCall]
+
+
+class Recorded(NamedTuple):
+    """What was learnt of a model."""
+
+    parts: Parts
+    path: Path
+    seconds: list[float]
+    losses: list[LossCall]
+
+
+def record(parts: Parts, given: Given) -> Recorded:
+    """Records the path of a model's forward, in the mode that it is in, and proves it.
+
+    Nothing of the model is changed by it.
+
+    Raises:
+        CannotSplitError: It cannot be replayed to the same bits.
+    """
+    _, path, parts, losses = trace(parts, given)
+    with untouched(parts.model), torch.random.fork_rng(devices=[]):
+        own, expected = _watched(parts.model, lambda: _called(parts, path, given))
+        (leaves, structure, seconds), found = _watched(parts.model, lambda: _replayed(parts, path, given))
+        _compare(parts.model, take_apart(own), (leaves, structure), expected, found)
+    return Recorded(parts, path, seconds, losses)
+
+
+def trace(parts: Parts, given: Given) -> Traced:
+    """The path, the parts with modules known that keep state without parameters, and the losses that were called."""
+    with untouched(parts.model), torch.random.fork_rng(devices=[]):
+        found, stateful = _traced(parts, given)
+    return trace(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
+
+
+def _traced(parts: Parts, given: Given) -> tuple[Traced, set[str]]:
+    visits: dict[int, visit] = {}
+
+    def around(layer: int) -> visit:
+        if layer not in visits:
+            visits[layer] = visit(KEY.seed, KEY.step, layer, KEY.micro_batch)
+        return visits[layer]
+
+    skeleton = parts.skeleton()
+    skeleton.refresh()
+    recorder = Recorder(skeleton, parts.model, parts.blocks, around)
+    before = _generators()
+    (output, path), changed = _watched(parts.model, lambda: recorder.record(*given))
+    for whose, state in _generators().items():
+        if not _same(before[whose], state):
+            raise CannotSplitError(DRAWS.format(model=type(parts.model).__name__, whose=whose))
+    apart = {part for unit in skeleton.units.values() for part in unit.modules()}
+    stateful = set()
+    for name, module in parts.model.named_modules():
+        for leaf in module._buffers if module not in apart else ():
+            buffer = f"{name}.{leaf}" if name else leaf
+            if changed.get(buffer):
+                if name in parts.opened:
+                    raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
+                stateful.add(name)
+    return Traced(output, path, parts, recorder.losses), stateful
+
+
+def _generators() -> dict[str, Any]:
+    return {
+        "Python's": random.getstate(),
+        "numpy's": np.random.get_state(),
+        "torch's": torch.default_generator.get_state(),
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple):
+        return all(map(_same, one, other))
+    return bool(np.all(one == other))
+
+
+def _watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor | None]]:
+    """What a run gives, and the buffers that it changed, with their new values; they are put back."""
+    before = {name: (buffer, copy_of(buffer)) for name, buffer in model.named_buffers()}
+    made = run()
+    changed: dict[str, Tensor | None] = {}
+    with torch.no_grad():
+        for name, (buffer, copy) in before.items():
+            if not buffer.is_meta and not torch.equal(buffer, copy):
+                changed[name] = copy_of(buffer)
+                buffer.copy_(copy)
+    return made, changed
+
+
+def _called(parts: Parts, path: Path, given: Given) -> Any:
+    """What the model itself gives."""
+    opened = [parts.model.get_submodule(name) for name in sorted(parts.opened)]
+    before = [dict(vars(module)) for module in opened]
+    with visiting(parts, path, KEY):
+        output = parts.model(*copied(given.args), **copied(given.kwargs))
+    places = [
+        f"{type(module).__name__}.{key}"
+        for module, was in zip(opened, before, strict=True)
+        for key, value in vars(module).items()
+        if value is not was.get(key, parts) and hides_tensors(value)
+    ]
+    if places:
+        raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(places)))
+    return output
+
+
+def copied(value: Any) -> Any:
+    """Inputs for a forward to keep: it may work on them in place."""
+    return replace_tensors(value, copy_of)
+
+
+def _replayed(parts: Parts, path: Path, given: Given) -> tuple[Leaves, Structure, list[float]]:
+    """What the model gives when each layer is replayed by itself, and the seconds that each takes."""
+    leaves, _ = take_apart(copied((given.args, given.kwargs)))
+    values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
+    inputs = [None if Tag(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
+    log = [describe(leaves)]
+    skeleton = parts.skeleton()
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    seconds, output = [], None
+    for index in range(len(path.starts)):
+        start = time.perf_counter()
+        arrived = {tag: values[tag] for tag in path.live_before(index)} if index else values
+        wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
+        layer = Layer(index, str(index), parts.model)
+        skeleton.refresh()
+        walk = Replay(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress())
+        output = walk.go(inputs)
+        values = dict(walk.made)
+        values |= dict.fromkeys(wanted - values.keys())
+        seconds.append(time.perf_counter() - start)
+    return *take_apart(output), seconds
+
+
+def _compare(
+    model: nn.Module,
+    own: tuple[Leaves, Structure],
+    found: tuple[Leaves, Structure],
+    buffers: dict[str, Tensor | None],
+    changed: dict[str, Tensor | None],
+) -> None:
+    """Compares structure and bits of the outputs, and the buffers behind them."""
+    name = type(model).__name__
+    if own[1] != found[1] or len(own[0]) != len(found[0]):
+        raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=_in_words(own[1], found[1])))
+    for at, (one, other) in enumerate(zip(own[0], found[0], strict=True)):
+        if differ(digest([one]), digest([other])) is not False:
+            what = f"leaf {at} of the output, {describe([one])[0]} and {describe([other])[0]}"
+            raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
+    for buffer in {*buffers, *changed}:
+        if differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)])) is not False:
+            raise CannotSplitError(OTHER_BITS.format(model=name, what=f"the buffer {buffer}"))
+
+
+def _in_words(one: Structure, other: Structure) -> str:
+    return f"{str(other.spec)[:200]} where it gives {str(one.spec)[:200]}"

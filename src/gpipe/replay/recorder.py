@@ -1,0 +1,194 @@
+"""Records the path that a model's forward takes: it runs once, whole, and every event is written down."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpipe.replay.errors import CannotSplitError
+from gpipe.replay.own_loss import LossCall, read_loss_call
+from gpipe.replay.path import Event, Path, Tag
+from gpipe.replay.skeleton import Skeleton
+from gpipe.replay.structure import Leaves, take_apart
+from gpipe.replay.walk import Walk
+from gpipe.values.layout import copy_of, storage_address
+from gpipe.values.tree import version
+
+UNSEEN = (
+    "{name} is given a tensor that was computed between blocks by what torch does not show (a "
+    "torch.autograd.Function, a scripted function): it cannot be known which layer is to compute it. Put that "
+    "code into a module with parameters, or name other blocks"
+)
+PARTLY_CHANGED = (
+    "{name} changes in place a tensor that shares its memory with another, which an earlier layer made and a "
+    "later operation uses: behind a cut the other would not change with it. Work on a copy there"
+)
+CHANGES_INPUT = (
+    "the forward changes an input of shape {shape}, {dtype}, in place between blocks, and every layer would do "
+    "so again; let it work on a clone"
+)
+
+
+class Recorder(Walk):
+    """A walk that does every event and writes it down.
+
+    Args:
+        skeleton: What is walked through.
+        model: The model that it was made of.
+        blocks: The names of its blocks.
+        around: What is entered around the events of a layer, by its number.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        model: nn.Module,
+        blocks: Sequence[str],
+        around: Callable[[int], AbstractContextManager[object]] = lambda layer: nullcontext(),
+    ) -> None:
+        super().__init__(skeleton)
+        self.events: list[Event] = []
+        self.starts: list[int] = []
+        self.losses: list[LossCall] = []
+        self.layouts: dict[Tag, tuple[tuple[int, ...], Any]] = {}
+        self._around = around
+        self._blocks = frozenset(blocks)
+        self._begins_layer = True
+        self._blocks_seen = False
+        self._raw = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._held = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._buffers: set[str] = set()
+        self._taken: set[int] = set()
+        self._inputs: dict[int, int] = {}
+        self._memory: dict[Tag, int] = {}
+        self._changed: list[tuple[int, Tag]] = []  # the events that changed a tensor in place, and which
+
+    def record(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Path]:
+        """Runs the forward; gives its output, and the path that it took.
+
+        Raises:
+            CannotSplitError: It does what cannot be done in parts.
+        """
+        leaves, inputs = take_apart((tuple(args), dict(kwargs)))
+        leaves = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # each known for itself
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._inputs[id(leaf)] = at
+                if is_carried(leaf):
+                    self._note(leaf, Tag(-1, at))
+        again, named = inputs.filled(leaves)
+        versions = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        output = self.run(again, named)
+        self._refuse_changed_inputs(leaves, versions)
+        flat, structure = take_apart(output)
+        results = frozenset(
+            tag for leaf in flat if isinstance(leaf, Tensor) and (tag := self.tag_of(leaf)) is not None
+        )
+        path = Path(
+            inputs,
+            tuple(Tag(-1, at) for at, leaf in enumerate(leaves) if is_carried(leaf)),
+            tuple(self.events),
+            tuple(self.starts),
+            results,
+            structure,
+            frozenset(self._buffers),
+            frozenset(self._taken),
+        )
+        self._refuse_changes_of_views(path)
+        return output, path
+
+    def free(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        """Does an operation that every layer does for itself."""
+        self._look(tensors)
+        made = func(*args, **kwargs)
+        for leaf in take_apart(made)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise CannotSplitError(UNSEEN.format(name=getattr(func, "__name__", str(func))))
+        return made
+
+    def _look(self, tensors: Sequence[Tensor]) -> None:
+        """Notes which buffers and inputs are used."""
+        self._buffers.update(self._held[id(tensor)] for tensor in tensors if id(tensor) in self._held)
+        self._taken.update(self._inputs[id(tensor)] for tensor in tensors if id(tensor) in self._inputs)
+
+    def event(
+        self,
+        name: str,
+        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        *,
+        is_unit: bool,
+    ) -> Any:
+        """Does an event and writes it down."""
+        self._look(tensors)
+        tags = {tag for tensor in tensors if (tag := self.tag_of(tensor)) is not None}
+        raw = tuple(dict.fromkeys(self._raw[id(t)] for t in tensors if id(t) in self._raw))
+        for tensor in tensors:
+            if tensor.requires_grad and self.tag_of(tensor) is None and id(tensor) not in self._raw:
+                raise CannotSplitError(UNSEEN.format(name=name))
+        is_block = is_unit and name in self._blocks
+        if self._begins_layer or (is_block and not self._blocks_seen):
+            self.starts.append(self.at)
+        self._begins_layer = is_block
+        self._blocks_seen = self._blocks_seen or is_block
+        if not is_unit and (loss := read_loss_call(name, args, kwargs)) is not None:
+            self.losses.append(loss)
+        before = [version(tensor) for tensor in tensors]
+        with self._around(len(self.starts) - 1):
+            made = call(args, kwargs)
+        self._changed += [
+            (self.at, tag)
+            for tensor, was in zip(tensors, before, strict=True)
+            if version(tensor) != was and (tag := self.tag_of(tensor)) is not None
+        ]
+        leaves, returns = take_apart(made)
+        given = set(map(id, tensors))
+        leaves = [self._known_apart(leaf, given) for leaf in leaves]
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, Tag(self.at, at))
+        self.events.append(Event(name, is_unit, frozenset(tags), raw, returns))
+        self.at += 1
+        return returns.filled(leaves)
+
+    def _known_apart(self, leaf: Any, given: Collection[int]) -> Any:
+        """A tensor that has no name yet: what comes back as it was given need not be that with other inputs."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        is_known = id(leaf) in given or id(leaf) in self._held or id(leaf) in self._raw
+        return leaf.expand_as(leaf) if is_known or self.tag_of(leaf) is not None else leaf
+
+    def _refuse_changed_inputs(self, leaves: Leaves, versions: Sequence[int]) -> None:
+        """Refuses changes in place of what every layer is given."""
+        for leaf, before in zip(leaves, versions, strict=True):
+            if isinstance(leaf, Tensor) and not is_carried(leaf) and version(leaf) != before:
+                raise CannotSplitError(CHANGES_INPUT.format(shape=tuple(leaf.shape), dtype=leaf.dtype))
+
+    def _note(self, tensor: Tensor, tag: Tag) -> None:
+        self.name_as(tensor, tag)
+        self.layouts[tag] = tuple(tensor.shape), tensor.dtype
+        self._memory[tag] = storage_address(tensor)
+
+    def _refuse_changes_of_views(self, path: Path) -> None:
+        """Refuses changes in place of what another tensor of an earlier layer shares, and a later event uses."""
+        last_use = dict.fromkeys(path.results, len(path.events))
+        for at, event in enumerate(path.events):
+            for tag in event.uses:
+                last_use[tag] = max(at, last_use.get(tag, -1))
+        for at, changed in self._changed:
+            layer = path.layer_of(at)
+            memory = self._memory[changed]
+            for tag, other in self._memory.items():
+                shares = tag != changed and memory and other == memory and tag.event < at < last_use.get(tag, -1)
+                if shares and min(path.layer_of(tag.event), path.layer_of(changed.event)) < layer:
+                    raise CannotSplitError(PARTLY_CHANGED.format(name=path.events[at].name))
+
+
+def is_carried(leaf: object) -> bool:
+    """Whether an input is carried only to those layers that use it: all but whole numbers, which every layer has."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

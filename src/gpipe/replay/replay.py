@@ -1,0 +1,219 @@
+"""Replays some layers of a model: its forward runs from the top, but only their events are done.
+
+What events before brought is taken from what crossed the cut; behind the last event of its own the walk stops.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Never, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gpipe.layers.buffers import Slot
+from gpipe.layers.stage import Layer, LayerProgress, RngKey
+from gpipe.replay.absent import Absent
+from gpipe.replay.errors import CannotSplitError
+from gpipe.replay.layout_log import Unknown, describe, stand_in
+from gpipe.replay.path import Path, Tag
+from gpipe.replay.segment import Segment
+from gpipe.replay.skeleton import Skeleton
+from gpipe.replay.structure import take_apart
+from gpipe.replay.walk import Walk
+from gpipe.rng.visit import PipeVisit
+from gpipe.torch_private.trees import tree_map_only
+
+OTHER_PATH = (
+    "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
+    "layer or a changed setting leads elsewhere; give a sample that takes the path of training, and one path "
+    "alone"
+)
+OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
+NOT_THERE = (
+    "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
+    "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
+    "dicts or dataclasses, or name other blocks"
+)
+
+Values: TypeAlias = Mapping[Tag, Tensor | None]
+
+
+class _Enough(BaseException):
+    """Ends a walk behind its last event."""
+
+
+class Replay(Walk):
+    """One walk that does the events of some layers.
+
+    Args:
+        skeleton: What is walked through.
+        path: The way to go.
+        layers: Those whose events are done, consecutive.
+        values: What crossed the cut.
+        log: What the events before returned, inputs first; it grows.
+        wanted: What is asked of these layers.
+        device: Where tensors are.
+        rng_key: When this is.
+        progress: Is told how far the walk got.
+
+    Attributes:
+        made: What was wanted, as far as there is a tensor.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        path: Path,
+        layers: Sequence[Layer],
+        values: Values,
+        log: list[list[Any]],
+        wanted: frozenset[Tag],
+        device: torch.device,
+        rng_key: RngKey,
+        progress: LayerProgress,
+    ) -> None:
+        super().__init__(skeleton)
+        self.path, self.layers, self.log, self.device = path, layers, log, device
+        self.begin, self.end = path.events_of(layers[0].index, layers[-1].index)
+        self.is_last = layers[-1].index == len(path.starts) - 1
+        self.made = {tag: value for tag, value in values.items() if tag in wanted and value is not None}
+        self._values, self._wanted, self._key, self._progress = values, wanted, rng_key, progress
+        self._raw = {
+            id(module._parameters[leaf]): name
+            for layer in layers
+            if isinstance(layer.module, Segment)
+            for name, (_, places) in layer.module.raw.items()
+            for module, leaf in places
+        }
+        self._entered = -1
+        self._visit: PipeVisit | None = None
+        self._slots: Mapping[str, tuple[Slot, Sequence[Slot]]] = {}
+
+    def go(self, inputs: Sequence[Any]) -> Any:
+        """Walks; gives the output of the model, if the last layer is among those done."""
+        leaves = [
+            self._leaf(Tag(-1, at), described, leaf)
+            for at, (described, leaf) in enumerate(zip(self.log[0], inputs, strict=True))
+        ]
+        args, kwargs = self.path.inputs.filled(leaves)
+        try:
+            output = self.run(args, kwargs)
+        except _Enough:
+            output = None
+        else:
+            self._check(output)
+        self._enter(self.layers[-1].index)
+        return output
+
+    def _leaf(self, tag: Tag, described: Sequence[Any], found: Any = None) -> Any:
+        """What comes of a leaf of an event before, or of an input."""
+        if found is None:
+            found = self._values.get(tag)
+            if found is None:
+                found = stand_in(described, self.device)
+            if isinstance(found, Tensor):
+                self.name_as(found, tag)
+        return found
+
+    def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.at < self.begin and not self._in_unit:
+            return self._pass(name)
+        return super()._unit(name, args, kwargs)
+
+    def event(
+        self,
+        name: str,
+        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        *,
+        is_unit: bool,
+    ) -> Any:
+        """Does an event, or gives what it brought before."""
+        if self.at < self.begin:
+            return self._pass(name)
+        at = self._next(name)
+        self._enter(self.path.layer_of(at))
+        self._refuse_absent(name, args, kwargs, tensors)
+        layer = self.layers[self._entered - self.layers[0].index]
+        assert self._visit is not None
+        with layer.aliased, self._visit:
+            if any(id(tensor) in self._raw for tensor in tensors):
+                args, kwargs = self._with_own_parameters(args, kwargs)
+            made = call(args, kwargs)
+        leaves, structure = take_apart(made)
+        if structure != self.path.events[at].returns:
+            raise CannotSplitError(OTHER_VALUE.format(name=name))
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                tag = Tag(at, place)
+                self.name_as(leaf, tag)
+                if tag in self._wanted:
+                    self.made[tag] = leaf
+        self.log.append(describe(leaves))
+        if self.at == self.end and not self.is_last:
+            raise _Enough
+        return made
+
+    def _pass(self, name: str) -> Any:
+        at = self._next(name)
+        leaves = [self._leaf(Tag(at, place), found) for place, found in enumerate(self.log[at + 1])]
+        return self.path.events[at].returns.filled(leaves)
+
+    def _next(self, name: str) -> int:
+        """The number of the event that begins, which must be the recorded one."""
+        at, self.at = self.at, self.at + 1
+        then = self.path.events[at].name if at < len(self.path.events) else "the end"
+        if then != name:
+            raise CannotSplitError(OTHER_PATH.format(now=name, then=then))
+        return at
+
+    def _enter(self, index: int) -> None:
+        """Enters the layers up to this one."""
+        for layer in self.layers:
+            if self._entered < layer.index <= index:
+                self._progress.enter()
+                self._entered = layer.index
+                key = self._key
+                self._visit = PipeVisit(key.seed, key.step, layer.index, key.micro_batch)
+                self._slots = layer.module.raw if isinstance(layer.module, Segment) else {}
+
+    def _with_own_parameters(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments with parameters as the layer has them: in place of one that others use too, its alias."""
+
+        def own(tensor: Tensor) -> Tensor:
+            name = self._raw.get(id(tensor))
+            if name is None or name not in self._slots:
+                return tensor
+            (holder, leaf), _ = self._slots[name]
+            found = holder._parameters[leaf]
+            assert found is not None
+            return found
+
+        changed: tuple[Sequence[Any], Mapping[str, Any]] = tree_map_only(Tensor, own, (args, dict(kwargs)))
+        return changed
+
+    def _refuse_absent(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> None:
+        if any(type(tensor) is Absent for tensor in tensors):
+            _refuse(name, "a tensor")
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Unknown):
+                _refuse(name, "an object that holds more than tensors")
+
+    def _check(self, output: Any) -> None:
+        """Checks that the walk came to the end of the path, and that the output is whole."""
+        if self.at != len(self.path.events):
+            raise CannotSplitError(OTHER_PATH.format(now="the end", then=self.path.events[self.at].name))
+        leaves, structure = take_apart(output)
+        if structure != self.path.output:
+            raise CannotSplitError(OTHER_VALUE.format(name="the model"))
+        if any(isinstance(leaf, (Absent, Unknown)) for leaf in leaves):
+            _refuse("the output", "a tensor, or an object that holds some")
+
+
+def _refuse(name: str, kind: str) -> Never:
+    raise CannotSplitError(NOT_THERE.format(name=name, kind=kind))

@@ -1,0 +1,148 @@
+"""A model's own modules, to be walked through without being touched.
+
+Open modules, those that blocks stand in, and those without parameters are shallow copies, whose code runs as it is.
+Units, closed modules that have parameters or keep state, are stubs of classes derived from their own: they share all
+attributes with the unit, and a call of one is told to the walk that is under way. The user's modules see none of it.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe.replay.errors import CannotSplitError
+
+UnitCall = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+"""Is told of the call of a unit: its name and arguments; gives what it returns."""
+
+REPLACED = "a part of {name} was replaced since the model was cut; make a new pipe of it"
+HOOKED = (
+    "{name} has a forward hook, and blocks stand in it: every layer walks through it, so the hook would run once "
+    "for each, and see few values. Put the hook on a block or on a module inside of one"
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model, and which of its modules are what.
+
+    Attributes:
+        model: The user's.
+        blocks: The names of the modules between which it may be cut.
+        opened: The names of those that blocks stand in.
+        stateful: The names of modules without parameters that change buffers.
+    """
+
+    model: nn.Module
+    blocks: tuple[str, ...]
+    opened: frozenset[str]
+    stateful: frozenset[str] = frozenset()
+
+    def skeleton(self) -> "Skeleton":
+        """A walkable copy."""
+        return Skeleton(self.model, self.opened, self.stateful)
+
+
+class Skeleton:
+    """A walkable copy of a model.
+
+    Args:
+        model: Stays as it is.
+        opened: The names of its open modules.
+        stateful: The names of modules that have no parameters, but change buffers.
+
+    Attributes:
+        root: What to call in place of the model.
+        on_call: Is told of calls of units, while it is set.
+        units: The units by name.
+    """
+
+    def __init__(self, model: nn.Module, opened: Collection[str], stateful: Collection[str] = ()) -> None:
+        self.on_call: UnitCall | None = None
+        self.units: dict[str, nn.Module] = {}
+        self._opened, self._stateful = opened, stateful
+        self._copies: list[_Copy] = []
+        self._known: dict[int, nn.Module] = {}
+        self.root = self._mirror("", model)
+
+    def _mirror(self, name: str, module: nn.Module) -> nn.Module:
+        found = self._known.get(id(module))
+        if found is None:
+            keeps = name in self._stateful or next(module.parameters(), None) is not None
+            is_unit = keeps and name not in self._opened
+            found = self._stub(name, module) if is_unit else self._copy(name, module)
+            self._known[id(module)] = found
+        return found
+
+    def _stub(self, name: str, unit: nn.Module) -> nn.Module:
+        self.units[name] = unit
+
+        def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return unit(*args, **kwargs) if self.on_call is None else self.on_call(name, args, kwargs)
+
+        kind = type(unit)
+        own = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        metaclass: Any = type(kind)
+        stub: nn.Module = object.__new__(metaclass(kind.__name__, (kind,), own))
+        object.__setattr__(stub, "__dict__", vars(unit))
+        return stub
+
+    def _copy(self, name: str, module: nn.Module) -> nn.Module:
+        parts = {
+            key: None if part is None else self._mirror(f"{name}.{key}" if name else key, part)
+            for key, part in module._modules.items()
+        }
+        copy = _Copy(name or type(module).__name__, module, parts, is_open=name in self._opened)
+        self._copies.append(copy)
+        return copy.made
+
+    def refresh(self) -> None:
+        """Takes over what has changed in the user's modules: attributes, modes, buffers.
+
+        Raises:
+            CannotSplitError: A module was replaced, or a hook was put where it would run too often.
+        """
+        for copy in self._copies:
+            copy.refresh()
+
+    def put_on(self, device: torch.device) -> None:
+        """Moves the copies' buffers, which every layer reads."""
+        for copy in self._copies:
+            copy.put_on(device)
+
+
+class _Copy:
+    """A shallow copy of a module, with other parts."""
+
+    def __init__(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module | None], *, is_open: bool) -> None:
+        self.name, self.module, self.is_open = name, module, is_open
+        self.made: nn.Module = object.__new__(type(module))
+        self._device: torch.device | None = None
+        self._parts = tuple(map(id, module._modules.values()))
+        self._seen = dict(vars(module))
+        self._buffers = dict(module._buffers)
+        object.__setattr__(
+            self.made, "__dict__", {**self._seen, "_modules": dict(parts), "_buffers": dict(self._buffers)}
+        )
+
+    def put_on(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers.clear()
+
+    def refresh(self) -> None:
+        if tuple(map(id, self.module._modules.values())) != self._parts:
+            raise CannotSplitError(REPLACED.format(name=self.name))
+        if self.is_open and (self.module._forward_hooks or self.module._forward_pre_hooks):
+            raise CannotSplitError(HOOKED.format(name=self.name))
+        own = vars(self.made)
+        for key, value in vars(self.module).items():
+            if self._seen.get(key, self) is not value:
+                self._seen[key] = own[key] = value
+        for key, buffer in self.module._buffers.items():
+            if self._buffers.get(key, self) is not buffer:
+                self._buffers[key] = buffer
+                if buffer is not None and self._device is not None:
+                    buffer = buffer.to(self._device)
+                own["_buffers"][key] = buffer

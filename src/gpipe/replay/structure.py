@@ -1,0 +1,66 @@
+"""What a part of a model returns, taken apart: its leaves, and what holds them, plain dataclasses among it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from gpipe.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What holds the leaves of a value; `inner` are the dataclasses among those of the tree, by their place."""
+
+    spec: TreeSpec
+    inner: tuple[tuple[int, type, "Structure"], ...] = ()
+
+    def filled(self, leaves: Sequence[Any]) -> Any:
+        """The value with these leaves."""
+        if not self.inner:
+            return tree_unflatten(list(leaves), self.spec)
+        rest = list(leaves)
+        outer: Leaves = []
+        held = {at: (kind, structure) for at, kind, structure in self.inner}
+        for at in range(self.spec.num_leaves):
+            if at not in held:
+                outer.append(rest.pop(0))
+                continue
+            kind, structure = held[at]
+            some, rest = rest[: structure.count], rest[structure.count :]
+            made: object = object.__new__(kind)
+            for name, value in structure.filled(some).items():
+                object.__setattr__(made, name, value)
+            outer.append(made)
+        return tree_unflatten(outer, self.spec)
+
+    @property
+    def count(self) -> int:
+        """The number of leaves."""
+        return self.spec.num_leaves - len(self.inner) + sum(structure.count for _, _, structure in self.inner)
+
+
+def take_apart(value: Any) -> tuple[Leaves, Structure]:
+    """The leaves of a value, and its structure.
+
+    >>> from types import SimpleNamespace
+    >>> @dataclass
+    ... class Made: one: int; more: list
+    >>> leaves, structure = take_apart((Made(1, [2, 3]), 4))
+    >>> leaves, structure.filled([5, 6, 7, 8])
+    ([1, 2, 3, 4], (Made(one=5, more=[6, 7]), 8))
+    """
+    flat, spec = tree_flatten(value)
+    if not any(is_dataclass(leaf) and not isinstance(leaf, type) for leaf in flat):
+        return flat, Structure(spec)
+    leaves: Leaves = []
+    inner = []
+    for at, leaf in enumerate(flat):
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            leaves.append(leaf)
+            continue
+        some, structure = take_apart({field.name: getattr(leaf, field.name) for field in fields(leaf)})
+        inner.append((at, type(leaf), structure))
+        leaves += some
+    return leaves, Structure(spec, tuple(inner))
