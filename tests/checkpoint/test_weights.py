@@ -218,3 +218,65 @@ def test_a_checkpoint_tells_how_it_is_loaded_instead(tmp_path: Path) -> None:
     gpipe.save_weights(tmp_path, make())
     with pytest.raises(gpipe.CheckpointError, match=r"these are weights alone; use gpipe.load_weights"):
         gpipe.load(tmp_path, make())
+
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("CausalLM", SIZES),
+    "gpt2": ("CausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
+    "gemma": ("CausalLM", SIZES | {"head_dim": 8, "num_key_value_heads": 2}),
+    "bert": ("MaskedLM", SIZES),
+    "t5": ("Seq2SeqLM", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 96}),
+    "resnet": ("ImageClassification", {"embedding_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1]}),
+    "mixtral": ("CausalLM", SIZES | {"num_local_experts": 4, "num_key_value_heads": 2}),
+}
+"""Models of transformers, their own heads tied to the embedding (gpt2, gemma, bert, t5) or not."""
+
+
+def of_transformers(family: str, seed: int) -> tuple[Any, Any]:
+    """A model, and the class that reads it."""
+    transformers: Any = pytest.importorskip("transformers")
+    transformers.logging.disable_progress_bar()
+    task, config = MODELS[family]
+    reader = getattr(transformers, f"AutoModelFor{task}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} if "vocab_size" in config else {}
+        return reader.from_config(transformers.AutoConfig.for_model(family, **config, **tokens)), reader
+
+
+@pytest.mark.parametrize("most", ["5GB", "20KB"])
+@pytest.mark.parametrize("family", MODELS)
+def test_what_transformers_saves_is_read(family: str, most: str, tmp_path: Path) -> None:
+    (saved, _), (model, _) = (of_transformers(family, seed) for seed in (0, 1))
+    saved.save_pretrained(tmp_path, max_shard_size=most, save_original_format=False)
+    assert (tmp_path / INDEX).exists() == (most == "20KB")
+    gpipe.load_weights(tmp_path, model)
+    assert differences(weights(model), weights(saved)) == []
+    if family in ("gpt2", "gemma"):
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("most", [10**9, 20_000])
+@pytest.mark.parametrize("family", MODELS)
+def test_what_is_saved_here_is_read_by_transformers(family: str, most: int, tmp_path: Path) -> None:
+    model, reader = of_transformers(family, 0)
+    gpipe.save_weights(tmp_path, model, max_shard_bytes=most)
+    model.config.save_pretrained(tmp_path)
+    assert (tmp_path / INDEX).exists() == (most == 20_000)
+    read, told = reader.from_pretrained(tmp_path, output_loading_info=True)
+    assert differences(weights(read), weights(model)) == []
+    assert not any(told.values()), told
+
+
+def test_names_that_transformers_saves_otherwise_are_told_with_the_way_round(tmp_path: Path) -> None:
+    (saved, reader), (model, _) = (of_transformers("mixtral", seed) for seed in (0, 1))
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(gpipe.CheckpointError, match=r"the files hold .*experts.*; if transformers wrote them under"):
+        gpipe.load_weights(tmp_path, model)
+    gpipe.save_weights(tmp_path / "own", reader.from_pretrained(tmp_path))
+    gpipe.load_weights(tmp_path / "own", model)
+    assert differences(weights(model), weights(saved)) == []

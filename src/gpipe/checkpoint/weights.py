@@ -36,6 +36,10 @@ def load_weights(
 
     Nothing changes unless all of it fits. These files tell no hashes: that bytes were flipped cannot be seen.
 
+    Names are the model's own. transformers saves some models under older ones, unless asked by
+    `save_pretrained(folder, save_original_format=False)`; those are read by its `from_pretrained`, and then saved by
+    `save_weights`.
+
     Args:
         folder: Which holds `model.safetensors`, or shards and `model.safetensors.index.json`.
         pipe: Or any module. In several processes every one calls it, and reads its own.
@@ -65,8 +69,11 @@ def load_weights(
     findings = list(dict.fromkeys(finding for each in told for finding in each[0]))
     known = {name for each in told for name in each[1]}
     odd = [name for name in there if name not in known]
-    if strict and odd and not findings:
-        findings.append(f"the files hold {listed(odd)}, which the model lacks; give rename=, or strict=False")
+    if odd and (strict or findings):
+        findings.append(
+            f"the files hold {listed(odd)}, which the model lacks; give rename=, or strict=False; if transformers "
+            f"wrote them under older names, read them by from_pretrained and gpipe.save_weights(folder, model)"
+        )
     if findings:
         raise CheckpointError(path, findings)
     put(ready, pipe, None)
