@@ -22,6 +22,7 @@ FLOORS = (
     {"build"},
     {"distributed"},
     {"runtime"},
+    {"recording"},
     {"replay"},
     {"costs"},
     {"layers", "comm", "report"},

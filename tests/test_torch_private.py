@@ -50,6 +50,7 @@ ALLOWED = {
     "_base": "what a tensor is a view of",
     "_getframe": "of sys",
     "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
+    "_no_split_modules": "what models of transformers say of themselves",
     "_fields": "of a namedtuple",
     "_replace": "likewise",
 }
@@ -542,6 +543,51 @@ def test_what_is_set_in_a_thread_is_seen() -> None:
         assert device == torch.device("meta")
         assert others[0] is listener
         assert len(others) == 2
+
+
+def test_a_mode_that_is_paused_sees_nothing() -> None:
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    with relied_on("paused", "has the modules of a model run as they are, while what is between them is seen"):
+        with Sees() as mode:
+            torch.ones(2)
+            with modes.paused(mode):
+                torch.ones(2)
+                with Listens(), modes.paused(mode):  # which stands below another now
+                    torch.ones(2)
+            torch.ones(2)
+        assert len(seen) == 2
+
+
+def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:
+    class Refuses(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise TypeError
+
+    refuses = torch.ones(2).as_subclass(Refuses)
+    with relied_on("as_plain_tensors", "answers what is asked of the layout of a tensor that is not there"):
+        with modes.as_plain_tensors():
+            assert refuses.shape == (2,)
+        with pytest.raises(TypeError):
+            _ = refuses.shape
+
+
+def test_a_module_holds_the_state_of_another() -> None:
+    one, other = nn.Module(), nn.BatchNorm1d(2)
+    with relied_on("hold_state_of", "has a pipe have the names of its model"):
+        modules.hold_state_of(one, other)
+        other.register_buffer("late", torch.ones(1), persistent=False)
+        assert one.state_dict().keys() == other.state_dict().keys()
+        assert one.late is other.late
+    with relied_on("hooks_around_forward", "refuses hooks that every layer would call"):
+        other.register_forward_hook(lambda *_: None)
+        other.register_forward_pre_hook(lambda *_: None)
+        assert len(modules.hooks_around_forward(other)) == 2
 
 
 def test_transforms_and_compilers_that_look_on_are_seen() -> None:

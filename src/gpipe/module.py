@@ -16,6 +16,7 @@ from gpipe.layers.skips import Sequential
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import NO_GRAPH
 from gpipe.runtime.recorder import Recorder
+from gpipe.torch_private.modules import hold_state_of
 
 
 class Partitioned(nn.Module):
@@ -41,8 +42,7 @@ class Partitioned(nn.Module):
             self._modules.update(self._own_layers())
             return
         model = replayed.model
-        held = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-        self.__dict__.update({name: vars(model)[name] for name in held})  # the same: what is put there, stands here
+        hold_state_of(self, model)
         self.__dict__["training"] = model.training
         if self._session.position is not None:
             self._foreign = replayed.names_of_others([layer for stage in self._engine.own for layer in stage.layers])

@@ -31,8 +31,8 @@ from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
 from gpipe.plan.simulate import Plan, predict
-from gpipe.replay.own_loss import own_loss
-from gpipe.replay.reading import plain
+from gpipe.recording.own_loss import own_loss
+from gpipe.recording.reading import plain
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
 from gpipe.runtime.modes import Ambient

@@ -27,8 +27,8 @@ from gpipe.layers.sequence import cut_into_stages
 from gpipe.layers.stage import Layer, Stage
 from gpipe.layers.tied import find_ties, tie
 from gpipe.plan.cost import BackwardCost
-from gpipe.replay.model import ReplayedModel
-from gpipe.replay.reading import is_model, read_model
+from gpipe.recording.model import ReplayedModel
+from gpipe.recording.reading import is_model, read_model
 from gpipe.replay.stage import ReplayedStage
 from gpipe.runtime.engine import Engine
 from gpipe.values.digest import digest
@@ -135,6 +135,7 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     if replayed is None:
         sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
     else:
+        replayed.learn_all(first_micro_batch(asked.sample, asked.micro_batches))
         sketch = Outline(dict(replayed.segments), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")

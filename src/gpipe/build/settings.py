@@ -35,7 +35,7 @@ from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, rows_in_training
 from gpipe.plan.simulate import stage_costs
 from gpipe.plan.splits import stages_left_whole
-from gpipe.replay.model import ReplayedModel
+from gpipe.recording.model import ReplayedModel
 from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import MicroBatches, count_rows, split, take_parts
 from gpipe.values.tree import Tree

@@ -22,12 +22,11 @@ from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.peers import LinkedPeers, Peers
 from gpipe.distributed.rendezvous import connect
-from gpipe.distributed.stragglers import Stragglers
+from gpipe.distributed.stragglers import stragglers_among
 from gpipe.layers.batchnorm import find_replica_drift
 from gpipe.layers.losses import NO_METRICS
 from gpipe.layers.skips import find_loss_pops, refuse_unused_stashes, skip_names
-from gpipe.plan.schedules import Placement
-from gpipe.replay.outputs import join
+from gpipe.recording.outputs import join
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import (
@@ -84,7 +83,7 @@ class Session:
         self.rank, self.size = (0, 1) if position is None else (position.rank, len(position.members))
         self.replica, self.replicas = (0, 1) if position is None else (position.replica, position.replicas)
         self.calls = 0
-        self._stragglers = _stragglers(engine.placement, costs, self.replicas, measured=measured)
+        self._stragglers = stragglers_among(engine.placement, costs, self.replicas, measured=measured)
         self._net: Net | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,11 +340,3 @@ class Session:
     def _checksum(self, batch: MiniBatch, told: Header) -> int:
         batch.path = told.path
         return self.engine.compiled(self.engine.wanted(told.micro_batches, batch)).checksum
-
-
-def _stragglers(placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> Stragglers:
-    """What finds slow ranks, by what the stages of each cost."""
-    held = [[stage for stage, row in enumerate(placement) if row == rank] for rank in range(max(placement) + 1)]
-    names = [f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" for stages in held]
-    by_row = [sum(costs[stage] for stage in stages) for stages in held] if costs else [1.0] * len(held)
-    return Stragglers(by_row, replicas, measured=measured, stages=names)

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
+from gpipe.plan.schedules import Placement
+
 SLOW = 2.0  # times its share
 WINDOW, ENOUGH = 5, 3  # steps that are looked at, and how many of them must be there
 NOTICEABLE = 0.05  # seconds a step; below it, it does not matter who is slow
@@ -71,3 +73,11 @@ class Stragglers:
             f"rank {rank} ({self._stages[row]}, replica {replica}) is slow, and the others wait for it: it was busy "
             f"{ratio:.1f} times {share}, {seconds:.3g} s in the last step; something else may use its device"
         )
+
+
+def stragglers_among(placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> Stragglers:
+    """What finds slow ranks, by what the stages of each cost."""
+    held = [[stage for stage, row in enumerate(placement) if row == rank] for rank in range(max(placement) + 1)]
+    names = [f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" for stages in held]
+    by_row = [sum(costs[stage] for stage in stages) for stages in held] if costs else [1.0] * len(held)
+    return Stragglers(by_row, replicas, measured=measured, stages=names)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+from torch import Tensor
+
 from gpipe.layers.skips import Pop
 from gpipe.replay.structure import Structure
 
@@ -34,6 +36,11 @@ class Tag(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.event}.{self.leaf}"
+
+
+def is_carried(leaf: object) -> bool:
+    """Whether an input is carried only to those layers that use it: all but whole numbers, which every layer has."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe.replay.errors import CannotSplitError
+from gpipe.torch_private.modules import hooks_around_forward
 
 UnitCall = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Is told of the call of a unit: its name and arguments; gives what it returns."""
@@ -134,7 +135,7 @@ class _Copy:
     def refresh(self) -> None:
         if tuple(map(id, self.module._modules.values())) != self._parts:
             raise CannotSplitError(REPLACED.format(name=self.name))
-        if self.is_open and (self.module._forward_hooks or self.module._forward_pre_hooks):
+        if self.is_open and (hooks_around_forward(self.module)):
             raise CannotSplitError(HOOKED.format(name=self.name))
         own = vars(self.made)
         for key, value in vars(self.module).items():

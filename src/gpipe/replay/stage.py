@@ -10,8 +10,7 @@ from torch import Tensor
 from gpipe.layers.skips import Pop, Stashed
 from gpipe.layers.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.replay.layout_log import describe, read, written
-from gpipe.replay.path import Path, Tag
-from gpipe.replay.recorder import is_carried
+from gpipe.replay.path import Path, Tag, is_carried
 from gpipe.replay.replay import Replay
 from gpipe.replay.segment import Segment
 from gpipe.replay.skeleton import Parts, Skeleton

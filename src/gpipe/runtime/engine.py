@@ -23,7 +23,7 @@ from gpipe.plan.lower import (
 )
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, forward_only_rows, rows_in_training
-from gpipe.replay.model import ReplayedModel
+from gpipe.recording.model import ReplayedModel
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch

@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,6 +30,12 @@ def modes_here() -> tuple[torch.device | None, list[object]]:
     others = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]
     others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return devices[-1] if devices else None, others
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Inside, functions of torch take objects of a subclass of Tensor for plain tensors."""
+    found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from gpipe.layers.skips import Sequential
-from gpipe.replay.model import ReplayedModel
+from gpipe.recording.model import ReplayedModel
 from gpipe.values.microbatch import MicroBatches
 from gpipe.values.tree import Tree
 

@@ -1,7 +1,7 @@
 """A model as layers: recorded on a sample, and proven on it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from gpipe.layers.skips import Pop
 from gpipe.layers.stage import Layer, RngKey
+from gpipe.recording.arguments import arguments, takes
+from gpipe.recording.blocks import check_blocks, find_blocks, open_names
+from gpipe.recording.own_loss import COUNT, NO_LABELS, Counting, own_loss
+from gpipe.recording.record import Recorded, record, trace
 from gpipe.replay.alone import AloneLayer
-from gpipe.replay.arguments import arguments, takes
-from gpipe.replay.blocks import check_blocks, find_blocks, open_names
 from gpipe.replay.errors import CannotSplitError
-from gpipe.replay.own_loss import COUNT, NO_LABELS, Counting, own_loss
-from gpipe.replay.path import Path
-from gpipe.replay.record import Recorded, record, trace
-from gpipe.replay.recorder import is_carried
+from gpipe.replay.path import Path, is_carried
 from gpipe.replay.segment import Places, Segment, places_of
 from gpipe.replay.skeleton import Parts
 from gpipe.replay.stage import pops_between, state_of
@@ -31,8 +30,14 @@ OTHER_LAYER = (
     "with these inputs, or in this mode, {what} in layer {layer} ({name}) of the {model}, and with the sample it "
     "did not; make the pipe with a sample that uses all of the model, or name other blocks"
 )
-DIFFERENT = "micro-batches of one mini-batch have inputs of different kinds ({one} and {other}): "
-    "give all of them the same keys"
+DIFFERENT = (
+    "micro-batches of one mini-batch have inputs of different kinds ({one} and {other}); give all of them the same "
+    "keys"
+)
+NOT_LEARNT = (
+    "the model was not recorded with inputs of these keys and kinds, and over processes it cannot be any more, since "
+    "none has all of it; make the pipe with a sample of this kind"
+)
 
 
 class Begun(NamedTuple):
@@ -75,6 +80,7 @@ class ReplayedModel:
         self.paths: list[Path] = []
         self._countings: list[Counting] = []
         self._numbers: dict[PathKey, int] = {}
+        self._learns = True
         self._counts = False
         self._counts = self._may_count(sample) and self._uses_count(sample)
         sample = self._with_count(sample, 1) if self._counts else sample
@@ -143,9 +149,28 @@ class ReplayedModel:
         if different := [key for key in keys if key != keys[0]]:
             raise ValueError(DIFFERENT.format(one=keys[0][1], other=different[0][1]))
         if keys[0] not in self._numbers:
+            if not self._learns:
+                raise ValueError(NOT_LEARNT)
             self._learn(keys[0], values[0])
         number = self._numbers[keys[0]]
         return Begun(number, [state_of(number, leaves) for leaves, _ in apart])
+
+    def learn_all(self, value: Tree) -> None:
+        """Records all usual paths ahead, where no process will have the whole model: none can be recorded later on.
+
+        They are those of training and evaluation, with labels and without.
+        """
+        values = [value]
+        if isinstance(value, Mapping) and "labels" in value:
+            values.append({key: item for key, item in value.items() if key != "labels"})
+        for training in (True, False):
+            for one in values:
+                with (
+                    in_mode(self.model, training=training),
+                    suppress(Exception),
+                ):  # then it is refused when it is asked for
+                    self.begin([one])
+        self._learns = False
 
     def alone(self) -> list[nn.Module]:
         """The layers as they run one by one, from one state to the next."""
@@ -216,6 +241,19 @@ class ReplayedModel:
                     OTHER_LAYER.format(what=new[0], layer=at, name=name, model=type(self.model).__name__)
                 )
         self._keep(key, found, value)
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Has a model be in training mode or not, and puts back the mode of each module."""
+    before = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 def _kind(leaf: Any) -> object:

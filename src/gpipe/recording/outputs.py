@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe.replay.own_loss import own_loss
+from gpipe.recording.own_loss import own_loss
 from gpipe.torch_private.trees import keystr, tree_flatten_with_path, tree_unflatten
 from gpipe.values.tree import Tree
 

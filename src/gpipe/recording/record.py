@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from gpipe.costs.layer_run import untouched
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
-from gpipe.replay.arguments import Given
+from gpipe.recording.arguments import Given
+from gpipe.recording.own_loss import LossCall
+from gpipe.recording.recorder import Recorder
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.layout_log import describe
-from gpipe.replay.own_loss import LossCall
 from gpipe.replay.path import Path, Tag
-from gpipe.replay.recorder import Recorder
 from gpipe.replay.replay import Replay
 from gpipe.replay.skeleton import Parts
 from gpipe.replay.structure import Leaves, Structure, take_apart

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe.recording.own_loss import LossCall, read_loss_call
 from gpipe.replay.errors import CannotSplitError
-from gpipe.replay.own_loss import LossCall, read_loss_call
-from gpipe.replay.path import Event, Path, Tag
+from gpipe.replay.path import Event, Path, Tag, is_carried
 from gpipe.replay.skeleton import Skeleton
 from gpipe.replay.structure import Leaves, take_apart
 from gpipe.replay.walk import Walk
@@ -187,8 +187,3 @@ class Recorder(Walk):
                 shares = tag != changed and memory and other == memory and tag.event < at < last_use.get(tag, -1)
                 if shares and min(path.layer_of(tag.event), path.layer_of(changed.event)) < layer:
                     raise CannotSplitError(PARTLY_CHANGED.format(name=path.events[at].name))
-
-
-def is_carried(leaf: object) -> bool:
-    """Whether an input is carried only to those layers that use it: all but whole numbers, which every layer has."""
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
