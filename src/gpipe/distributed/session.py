@@ -217,6 +217,8 @@ class Session:
         batch: MiniBatch,
         values: list[Tree],
         over_replicas: Callable[[float], float] | None = None,
+        *,
+        for_output: bool = False,
     ) -> tuple[Header, list[Tree]]:
         """What the first stage takes of some micro-batches, and what is said of them; a model is told its path.
 
@@ -225,7 +227,7 @@ class Session:
         replayed = self.engine.replayed
         if replayed is None or not values:
             return header, values
-        begun = replayed.begin(values, over_replicas)
+        begun = replayed.begin(values, over_replicas, for_output=for_output)
         batch.path = begun.path
         batch.tell(begun.findings)
         return replace(header, path=begun.path, shares=tuple(begun.shares)), begun.states
@@ -306,7 +308,7 @@ class Session:
             self.calls += 1
             header = replace(header, asked=Asked.CALL, call=self.calls, gathers=gather)
             header = replace(header, ready_made=isinstance(inputs, MicroBatches), rows=tuple(rows))
-            header, states = self._enter(header, batch, values[0])
+            header, states = self._enter(header, batch, values[0], for_output=True)
             cuts = [cut(value) for value in states]
             batch.inputs = [crossing for crossing, _ in cuts]
             told = peers.head(header, partial(self._checksum, batch))

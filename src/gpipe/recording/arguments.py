@@ -19,9 +19,6 @@ class Given(NamedTuple):
 def arguments(model: nn.Module, value: Tree) -> Given:
     """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument.
 
-    A forward that keeps a cache for generation unless told otherwise (`use_cache`) is told otherwise: blocks in other
-    stages would fill theirs.
-
     >>> class Net(nn.Module):
     ...     def forward(self, x, mask=None): return x
     >>> arguments(Net(), {"x": 1}), arguments(Net(), {"y": 1})
@@ -32,14 +29,14 @@ def arguments(model: nn.Module, value: Tree) -> Given:
             inspect.signature(model.forward).bind(**value)
         except TypeError:
             return Given((dict(value),), {})
-        return Given((), without_cache(model, dict(value)))
-    return Given((value,), without_cache(model, {}))
+        return Given((), dict(value))
+    return Given((value,), {})
 
 
-def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords, and one that turns off a cache that the model would keep."""
+def without_cache(model: nn.Module, value: Tree) -> Tree:
+    """What has a model keep no cache for generation: each layer would have its own part of it alone."""
     keeps = getattr(getattr(model, "config", None), "use_cache", None) is not None and takes(model, "use_cache")
-    return {"use_cache": False, **kwargs} if keeps else kwargs
+    return {"use_cache": False, **value} if keeps and isinstance(value, Mapping) else value
 
 
 def takes(model: nn.Module, keyword: str) -> bool:

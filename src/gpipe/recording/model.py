@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from gpipe.layers.skips import Pop
 from gpipe.layers.stage import Layer, RngKey
-from gpipe.recording.arguments import arguments, takes
+from gpipe.recording.arguments import arguments, takes, without_cache
 from gpipe.recording.blocks import check_blocks, find_blocks, open_names
 from gpipe.recording.own_loss import COUNT, NO_LABELS, Counting, own_loss
 from gpipe.recording.record import Recorded, record, trace
@@ -118,20 +119,29 @@ class ReplayedModel:
         self.paths.append(found.path)
         self._countings.append(Counting.of(found.losses, given, counts=self._counts))
 
-    def begin(self, values: Sequence[Tree], over_replicas: Callable[[float], float] | None = None) -> Begun:
+    def begin(
+        self,
+        values: Sequence[Tree],
+        over_replicas: Callable[[float], float] | None = None,
+        *,
+        for_output: bool = False,
+    ) -> Begun:
         """Has micro-batches take their path, which is recorded if it is not known yet.
 
         Args:
             values: What the user gave of each.
             over_replicas: Adds what the model's loss averages over to that of the other replicas, if the loss is
                 wanted.
+            for_output: Whether the output is wanted: a cache for generation is left out of it, unless asked for.
         """
+        if for_output:
+            values = [without_cache(self.model, value) for value in values]
         labelled = self._counts and self._may_count(values[0])
         if labelled:
             values = [self._with_count(value, 1) for value in values]
         begun = self._begin(values)
         counting = self._countings[begun.path]
-        if over_replicas is None and not labelled:
+        if over_replicas is None and not labelled and counting.finding is not None:
             return begun
         counts = [counting.count(value) for value in values]
         total = (over_replicas or float)(sum(counts))
@@ -163,13 +173,9 @@ class ReplayedModel:
         values = [value]
         if isinstance(value, Mapping) and "labels" in value:
             values.append({key: item for key, item in value.items() if key != "labels"})
-        for training in (True, False):
-            for one in values:
-                with (
-                    in_mode(self.model, training=training),
-                    suppress(Exception),
-                ):  # then it is refused when it is asked for
-                    self.begin([one])
+        for training, one, for_output in product((True, False), values, (False, True)):
+            with in_mode(self.model, training=training), suppress(Exception):  # then it is refused when asked for
+                self.begin([one], for_output=for_output)
         self._learns = False
 
     def alone(self) -> list[nn.Module]:
@@ -293,19 +299,19 @@ def segments_of(parts: Parts, path: Path) -> dict[str, Segment]:
 
 
 def _add_unused(parts: Parts, places: Places, units: list[list[str]], raw: list[list[str]]) -> None:
-    used = {name for some in units for name in some}
+    """Adds what no event uses: to the first layer that uses the same parameters, if tied, else to the last."""
     known = parts.skeleton().units
-    inside = {
-        id(module): name for name, unit in known.items() for module in unit.modules()
-    }  # the unit that each module stands in
-    raw_used = {name for some in raw for name in some}
+    unit_of = {module: name for name, unit in known.items() for module in unit.modules()}
+    first: dict[str, int] = {}
+    for layer in reversed(range(len(units))):
+        held = {module for unit in units[layer] for module in known[unit].modules()}
+        used = [name for name, slots in places.items() if any(module in held for module, _ in slots)]
+        first |= dict.fromkeys([*used, *raw[layer]], layer)
+    called = {name for some in units for name in some}
     for name, slots in places.items():
-        homes = {inside.get(id(module)) for module, _ in slots}
-        if homes & used or name in raw_used:
-            continue
-        unit = next((home for home in homes if home is not None), None)
-        if unit is None:
+        homes = [unit_of.get(module) for module, _ in slots]
+        for unit in dict.fromkeys(home for home in homes if home is not None and home not in called):
+            units[first.get(name, -1)].insert(0, unit)
+            called.add(unit)
+        if homes[0] is None and name not in first:
             raw[-1].append(name)
-        elif unit not in units[-1]:
-            units[-1].append(unit)
-            used.add(unit)

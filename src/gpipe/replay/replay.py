@@ -13,7 +13,7 @@ from gpipe.layers.buffers import Slot
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.replay.absent import Absent
 from gpipe.replay.errors import CannotSplitError
-from gpipe.replay.layout_log import PLAIN, Unknown, describe, stand_in
+from gpipe.replay.layout_log import Unknown, describe, stand_in
 from gpipe.replay.path import Path, Tag
 from gpipe.replay.segment import Segment
 from gpipe.replay.skeleton import Skeleton
@@ -21,7 +21,6 @@ from gpipe.replay.structure import take_apart
 from gpipe.replay.walk import Walk
 from gpipe.rng.visit import PipeVisit
 from gpipe.torch_private.trees import tree_map_only
-from gpipe.values.hidden_tensors import hides_tensors
 
 OTHER_PATH = (
     "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
@@ -34,11 +33,6 @@ NOT_THERE = (
     "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
     "dicts or dataclasses, or name other blocks"
 )
-COLLECTED = (
-    "the model's output holds a {kind}, whose tensors are not seen: each layer would have those that it put there "
-    "itself. Turn it off, in model.config or in what the model is given (a cache for generation: use_cache=False)"
-)
-
 Values: TypeAlias = Mapping[Tag, Tensor | None]
 
 
@@ -218,18 +212,6 @@ class Replay(Walk):
             raise CannotSplitError(OTHER_VALUE.format(name="the model"))
         if any(isinstance(leaf, (Absent, Unknown)) for leaf in leaves):
             _refuse("the output", "a tensor, or an object that holds some")
-        check_kinds(leaves)
-
-
-def check_kinds(leaves: Sequence[Any]) -> None:
-    """Checks that an output holds no tensors where they are not seen.
-
-    Raises:
-        CannotSplitError: It does.
-    """
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *PLAIN)) and hides_tensors(leaf):
-            raise CannotSplitError(COLLECTED.format(kind=type(leaf).__name__))
 
 
 def _refuse(name: str, kind: str) -> Never:
