@@ -19,7 +19,7 @@ def layers() -> list[nn.Module]:
 
 
 def make(**changes: Any) -> gpipe.GPipe:
-    return gpipe.GPipe(**{"layers": layers(), "partitions": 2, "micro_batches": 2, "driver": "lockstep", **changes})
+    return gpipe.GPipe(**{"model": layers(), "partitions": 2, "micro_batches": 2, "driver": "lockstep", **changes})
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"seed": "7"}, "seed='7'; give a whole number of 64 bits"),
         ({"intra_op_threads": 0}, "intra_op_threads=0; give a whole number of at least 1"),
         ({"intra_op_threads": None}, "intra_op_threads=None; give a whole number of at least 1"),
-        ({"layers": []}, "layers is empty; give at least one layer"),
-        ({"layers": nn.Sequential()}, "layers is empty; give at least one layer"),
-        ({"layers": nn.Linear(1, 1)}, "layers is a Linear; give an nn.Sequential, or a list"),
-        ({"layers": 3}, "layers is a int; give an nn.Sequential, or a list"),
-        ({"layers": [nn.Tanh(), "relu", 3]}, "layer 1 is a str; give an nn.Module or a callable that builds one"),
-        ({"layers": [nn.Tanh(), "relu", 3]}, "layer 2 is a int; give an nn.Module or a callable that builds one"),
-        ({"layers": [nn.Tanh(), lambda: 3]}, "layer 1 is a int; give an nn.Module or a callable that builds one"),
+        ({"model": []}, "layers is empty; give at least one layer"),
+        ({"model": nn.Sequential()}, "layers is empty; give at least one layer"),
+        ({"model": nn.Linear(1, 1)}, "a Linear is no sequence of layers; give sample=, an example mini-batch"),
+        ({"model": 3}, "layers is a int; give an nn.Sequential, or a list"),
+        ({"model": [nn.Tanh(), "relu", 3]}, "layer 1 is a str; give an nn.Module or a callable that builds one"),
+        ({"model": [nn.Tanh(), "relu", 3]}, "layer 2 is a int; give an nn.Module or a callable that builds one"),
+        ({"model": [nn.Tanh(), lambda: 3]}, "layer 1 is a int; give an nn.Module or a callable that builds one"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_what_to_do(changes: dict[str, Any], text: str) -> None:
@@ -242,18 +242,18 @@ class Finds(nn.Linear):
 @pytest.mark.parametrize("remat", ["always", "never"])
 def test_tensors_hidden_in_an_object_cannot_cross_a_boundary_but_may_live_inside(driver: str, remat: str) -> None:
     hiding = [Hides(3, 4), Finds(4, 2)]
-    pipe = make(layers=hiding, driver=driver, remat=remat)
+    pipe = make(model=hiding, driver=driver, remat=remat)
     for call in both(pipe, X):
         with pytest.raises(
             TypeError, match=r"a Hidden holds tensors where torch cannot see them .* use tensors, tuples"
         ):
             call()
-    make(layers=hiding, partitions=1, driver=driver, remat=remat).step(X, Y, mse_loss)
+    make(model=hiding, partitions=1, driver=driver, remat=remat).step(X, Y, mse_loss)
 
 
 def test_an_output_that_hides_tensors_is_refused_by_a_call() -> None:
     with pytest.raises(TypeError, match="a Hidden holds tensors"):
-        make(layers=[nn.Linear(3, 4), Hides(4, 2)])(X)
+        make(model=[nn.Linear(3, 4), Hides(4, 2)])(X)
 
 
 def test_an_output_without_rows_cannot_be_merged() -> None:
@@ -261,7 +261,7 @@ def test_an_output_without_rows_cannot_be_merged() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.mean()
 
-    pipe = make(layers=[nn.Linear(3, 2), Mean()])
+    pipe = make(model=[nn.Linear(3, 2), Mean()])
     with pytest.raises(TypeError, match=r"cannot be merged; give it a row dimension, or use step\(\)"):
         pipe(X)
     pipe.step(X, Y, lambda out, target: out)

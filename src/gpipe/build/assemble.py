@@ -44,6 +44,8 @@ def assemble(asked: Arguments) -> tuple[Settings, Session]:
     """
     if asked.driver != "process" and asked.mesh is None:
         settings = settle(asked, replayed=_replayed(asked))
+        if settings.replayed is not None:
+            settings.replayed.realize(range(len(settings.layers)), settings.seed)
         return settings, _session(settings, None)
     end_with_launcher()
     if not is_joined():
@@ -164,6 +166,9 @@ def _with_own_layers(
     settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]
 ) -> Settings:
     own = _own(settings, position)
+    if settings.replayed is not None:
+        settings.replayed.realize(own, settings.seed)
+        return settings
     mistakes = Mistakes()
     named, mistakes.found = realize(sketch, own)
     mistakes.raise_all()

@@ -1,7 +1,7 @@
 """What a pipe is made of, once the arguments are checked, the defaults filled in and the layers cut."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -113,7 +113,13 @@ def settle(
     remats = read_remat(asked.remat, len(placement), mistakes)
     devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
     makers = {} if outline is None else outline.makers
-    if all(device.type != "meta" for device in devices):
+    if replayed is not None and replayed.lacks_values:
+        measured = callable(asked.costs) or asked.costs in ("time", "flops")
+        mistakes.check(
+            not measured, "costs cannot be measured of a model without values; give costs=[...] or 'params'"
+        )
+        asked = replace(asked, costs="params" if asked.costs is None else asked.costs)
+    elif all(device.type != "meta" for device in devices):
         modules = {name: layer for at, (name, layer) in enumerate(named.items()) if at not in makers}
         mistakes.found += find_without_values(modules)
     mistakes.raise_all()

@@ -1,7 +1,7 @@
 """A model as layers: recorded on a sample, and proven on it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,12 +12,15 @@ from gpipe.layers.skips import Pop
 from gpipe.layers.stage import Layer, RngKey
 from gpipe.recording.arguments import arguments, takes, without_cache
 from gpipe.recording.blocks import check_blocks, find_blocks, open_names
+from gpipe.recording.cutting import layers_of_path, segments_of
 from gpipe.recording.own_loss import COUNT, NO_LABELS, Counting, own_loss
-from gpipe.recording.record import Recorded, record, trace
+from gpipe.recording.record import Recorded, in_mode, record, trace
+from gpipe.recording.values import give_values
 from gpipe.replay.alone import AloneLayer
+from gpipe.replay.dry import lacks_values
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.path import Path, is_carried
-from gpipe.replay.segment import Places, Segment, places_of
+from gpipe.replay.segment import Segment
 from gpipe.replay.skeleton import Parts
 from gpipe.replay.stage import pops_between, state_of
 from gpipe.replay.structure import Leaves, Structure, take_apart
@@ -78,6 +81,9 @@ class ReplayedModel:
     def __init__(self, model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> None:
         named = find_blocks(model) if blocks is None else check_blocks(model, blocks)
         self.parts = Parts(model, tuple(named), open_names(named))
+        self.lacks_values = lacks_values(model)
+        if self.lacks_values:
+            give_values(model, [], [], 0, self._names_of_all())
         self.paths: list[Path] = []
         self._countings: list[Counting] = []
         self._numbers: dict[PathKey, int] = {}
@@ -102,6 +108,9 @@ class ReplayedModel:
 
     def _uses_count(self, sample: Tree) -> bool:
         """Whether the forward uses the number that it is told, which many only pass on."""
+        if lacks_values(self.model):
+            leaves, _ = self._apart(self._with_count(sample, 1))
+            return len(leaves) - 1 in trace(self.parts, arguments(self.model, self._with_count(sample, 1))).path.taken
         losses = [
             own_loss(trace(self.parts, arguments(self.model, self._with_count(sample, count))).output)
             for count in (1, 2)
@@ -213,6 +222,33 @@ class ReplayedModel:
             if (module, leaf) not in slots
         )
 
+    def _names_of_all(self) -> list[str]:
+        """The names of the buffers that every layer reads."""
+        inside = {part for unit in self.parts.skeleton().units.values() for part in unit.modules()}
+        named = self.model.named_modules(remove_duplicate=False)
+        return [
+            f"{path}.{leaf}" if path else leaf
+            for path, module in named
+            if module not in inside
+            for leaf in module._buffers
+        ]
+
+    def realize(self, own: Collection[int], seed: int) -> None:
+        """Gives values to those of these layers that have none yet; they depend on (seed, index) alone."""
+        if self.lacks_values:
+            names = [self._names_in(segment) for segment in self.segments.values()]
+            give_values(self.model, names, own, seed)
+
+    def _names_in(self, segment: Segment) -> list[str]:
+        inside = set(segment.modules())
+        slots = {slot for _, places in segment.raw.values() for slot in places}
+        return [
+            f"{path}.{leaf}" if path else leaf
+            for path, module in self.model.named_modules(remove_duplicate=False)
+            for leaf in (*module._parameters, *module._buffers)
+            if module in inside or (module, leaf) in slots
+        ]
+
     def let_go(self) -> None:
         """Has the model have what the layers have in place of parameters that other processes hold."""
         for segment in self.segments.values():
@@ -249,69 +285,8 @@ class ReplayedModel:
         self._keep(key, found, value)
 
 
-@contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Has a model be in training mode or not, and puts back the mode of each module."""
-    before = [(module, module.training) for module in model.modules()]
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
 def _kind(leaf: Any) -> object:
     """What of an input a path depends on: not its size, nor what a number is."""
     if isinstance(leaf, Tensor):
         return "tensor", is_carried(leaf), leaf.dim()
     return type(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else repr(leaf)
-
-
-def layers_of_path(path: Path) -> tuple[list[list[str]], list[list[str]]]:
-    """The units of each layer, and the parameters that are used as they are."""
-    units: list[dict[str, None]] = [{} for _ in path.starts]
-    raw: list[dict[str, None]] = [{} for _ in path.starts]
-    for at, event in enumerate(path.events):
-        layer = path.layer_of(at)
-        if event.is_unit:
-            units[layer][event.name] = None
-        raw[layer] |= dict.fromkeys(event.raw)
-    return list(map(list, units)), list(map(list, raw))
-
-
-def segments_of(parts: Parts, path: Path) -> dict[str, Segment]:
-    """The layers by name; what no event uses goes with the last."""
-    places = places_of(parts.model)
-    units, raw = layers_of_path(path)
-    _add_unused(parts, places, units, raw)
-    named: dict[str, Segment] = {}
-    blocks = set(parts.blocks)
-    for at, (some, parameters) in enumerate(zip(units, raw, strict=True)):
-        main = next((name for name in some if name in blocks), None) or next(iter(some[-1:] if at else some), "")
-        label = type(parts.model.get_submodule(main)).__name__ if main else type(parts.model).__name__
-        name = main or (parameters[0] if parameters else f"operations_{at}")
-        count = sum(other.partition("#")[0] == name for other in named)
-        segment = Segment(parts.model, label, some, parameters, places)
-        named[f"{name}#{count + 1}" if count else name] = segment
-    return named
-
-
-def _add_unused(parts: Parts, places: Places, units: list[list[str]], raw: list[list[str]]) -> None:
-    """Adds what no event uses: to the first layer that uses the same parameters, if tied, else to the last."""
-    known = parts.skeleton().units
-    unit_of = {module: name for name, unit in known.items() for module in unit.modules()}
-    first: dict[str, int] = {}
-    for layer in reversed(range(len(units))):
-        held = {module for unit in units[layer] for module in known[unit].modules()}
-        used = [name for name, slots in places.items() if any(module in held for module, _ in slots)]
-        first |= dict.fromkeys([*used, *raw[layer]], layer)
-    called = {name for some in units for name in some}
-    for name, slots in places.items():
-        homes = [unit_of.get(module) for module, _ in slots]
-        for unit in dict.fromkeys(home for home in homes if home is not None and home not in called):
-            units[first.get(name, -1)].insert(0, unit)
-            called.add(unit)
-        if homes[0] is None and name not in first:
-            raw[-1].append(name)

@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +16,7 @@ from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.recording.arguments import Given
 from gpipe.recording.own_loss import LossCall
 from gpipe.recording.recorder import Recorder
+from gpipe.replay.dry import Dry, lacks_values
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.layout_log import describe
 from gpipe.replay.path import Path, Tag
@@ -23,6 +25,7 @@ from gpipe.replay.skeleton import Parts
 from gpipe.replay.structure import Leaves, Structure, take_apart
 from gpipe.replay.visits import visiting
 from gpipe.rng.visit import visit
+from gpipe.torch_private.fakes import is_fake
 from gpipe.values.digest import differ, digest
 from gpipe.values.hidden_tensors import hides_tensors
 from gpipe.values.layout import copy_of
@@ -84,22 +87,40 @@ def record(parts: Parts, given: Given) -> Recorded:
     Raises:
         CannotSplitError: It cannot be replayed to the same bits.
     """
-    _, path, parts, losses = trace(parts, given)
+    found = trace(parts, given)
+    _, path, parts, losses = found
+    if lacks_values(parts.model):
+        return _proven_without_values(parts, given, found)
     with untouched(parts.model), torch.random.fork_rng(devices=[]):
         own, expected = _watched(parts.model, lambda: _called(parts, path, given))
-        (leaves, structure, seconds), found = _watched(parts.model, lambda: _replayed(parts, path, given))
-        _compare(parts.model, take_apart(own), (leaves, structure), expected, found)
+        (leaves, structure, seconds), buffers = _watched(parts.model, lambda: _replayed(parts, path, given))
+        _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
     return Recorded(parts, path, seconds, losses)
+
+
+def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorded:
+    """Compares what can be without values: the layouts of what the replayed layers give."""
+    dry = Dry()
+    with untouched(parts.model), dry.faking(parts.model):
+        leaves, structure, seconds = _replayed(found.parts, found.path, given, dry)
+    expected, own = take_apart(found.output)
+    if structure != own or describe(leaves) != describe(expected):
+        raise CannotSplitError(
+            OTHER_STRUCTURE.format(model=type(parts.model).__name__, parts=_in_words(own, structure))
+        )
+    return Recorded(found.parts, found.path, seconds, found.losses)
 
 
 def trace(parts: Parts, given: Given) -> Traced:
     """The path, the parts with modules known that keep state without parameters, and the losses that were called."""
-    with untouched(parts.model), torch.random.fork_rng(devices=[]):
-        found, stateful = _traced(parts, given)
+    dry = Dry() if lacks_values(parts.model) else None
+    faking = nullcontext() if dry is None else dry.faking(parts.model)
+    with untouched(parts.model), torch.random.fork_rng(devices=[]), faking:
+        found, stateful = _traced(parts, given, dry)
     return trace(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
 
 
-def _traced(parts: Parts, given: Given) -> tuple[Traced, set[str]]:
+def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[str]]:
     visits: dict[int, visit] = {}
 
     def around(layer: int) -> visit:
@@ -109,7 +130,7 @@ def _traced(parts: Parts, given: Given) -> tuple[Traced, set[str]]:
 
     skeleton = parts.skeleton()
     skeleton.refresh()
-    recorder = Recorder(skeleton, parts.model, parts.blocks, around)
+    recorder = Recorder(skeleton, parts.model, parts.blocks, around, dry)
     before = _generators()
     (output, path), changed = _watched(parts.model, lambda: recorder.record(*given))
     for whose, state in _generators().items():
@@ -120,11 +141,24 @@ def _traced(parts: Parts, given: Given) -> tuple[Traced, set[str]]:
     for name, module in parts.model.named_modules():
         for leaf in module._buffers if module not in apart else ():
             buffer = f"{name}.{leaf}" if name else leaf
-            if changed.get(buffer):
+            if buffer in changed:
                 if name in parts.opened:
                     raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
                 stateful.add(name)
     return Traced(output, path, parts, recorder.losses), stateful
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Has a model be in training mode or not, and puts back the mode of each module."""
+    before = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 def _generators() -> dict[str, Any]:
@@ -150,7 +184,7 @@ def _watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tenso
     changed: dict[str, Tensor | None] = {}
     with torch.no_grad():
         for name, (buffer, copy) in before.items():
-            if not buffer.is_meta and not torch.equal(buffer, copy):
+            if not buffer.is_meta and not is_fake(buffer) and not torch.equal(buffer, copy):
                 changed[name] = copy_of(buffer)
                 buffer.copy_(copy)
     return made, changed
@@ -178,7 +212,9 @@ def copied(value: Any) -> Any:
     return replace_tensors(value, copy_of)
 
 
-def _replayed(parts: Parts, path: Path, given: Given) -> tuple[Leaves, Structure, list[float]]:
+def _replayed(
+    parts: Parts, path: Path, given: Given, dry: Dry | None = None
+) -> tuple[Leaves, Structure, list[float]]:
     """What the model gives when each layer is replayed by itself, and the seconds that each takes."""
     leaves, _ = take_apart(copied((given.args, given.kwargs)))
     values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
@@ -193,7 +229,7 @@ def _replayed(parts: Parts, path: Path, given: Given) -> tuple[Leaves, Structure
         wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
         layer = Layer(index, str(index), parts.model)
         skeleton.refresh()
-        walk = Replay(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress())
+        walk = Replay(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
         output = walk.go(inputs)
         values = dict(walk.made)
         values |= dict.fromkeys(wanted - values.keys())

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe.recording.own_loss import LossCall, read_loss_call
+from gpipe.replay.dry import Dry
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.path import Event, Path, Tag, is_carried
 from gpipe.replay.skeleton import Skeleton
@@ -38,6 +39,7 @@ class Recorder(Walk):
         model: The model that it was made of.
         blocks: The names of its blocks.
         around: What is entered around the events of a layer, by its number.
+        dry: Does the events of a model without values.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class Recorder(Walk):
         model: nn.Module,
         blocks: Sequence[str],
         around: Callable[[int], AbstractContextManager[object]] = lambda layer: nullcontext(),
+        dry: Dry | None = None,
     ) -> None:
-        super().__init__(skeleton)
+        super().__init__(skeleton, dry)
         self.events: list[Event] = []
         self.starts: list[int] = []
         self.losses: list[LossCall] = []
@@ -109,9 +112,11 @@ class Recorder(Walk):
                 raise CannotSplitError(UNSEEN.format(name=getattr(func, "__name__", str(func))))
         return made
 
-    def _look(self, tensors: Sequence[Tensor]) -> None:
-        """Notes which buffers and inputs are used."""
+    def _look(self, tensors: Sequence[Tensor], *, is_unit: bool = False) -> None:
+        """Notes which buffers and inputs are used; a unit may only hand on what it is given."""
         self._buffers.update(self._held[id(tensor)] for tensor in tensors if id(tensor) in self._held)
+        if is_unit:
+            return
         self._taken.update(self._inputs[id(tensor)] for tensor in tensors if id(tensor) in self._inputs)
 
     def event(
@@ -125,7 +130,7 @@ class Recorder(Walk):
         is_unit: bool,
     ) -> Any:
         """Does an event and writes it down."""
-        self._look(tensors)
+        self._look(tensors, is_unit=is_unit)
         tags = {tag for tensor in tensors if (tag := self.tag_of(tensor)) is not None}
         raw = tuple(dict.fromkeys(self._raw[id(t)] for t in tensors if id(t) in self._raw))
         for tensor in tensors:
@@ -140,7 +145,7 @@ class Recorder(Walk):
             self.losses.append(loss)
         before = [version(tensor) for tensor in tensors]
         with self._around(len(self.starts) - 1):
-            made = call(args, kwargs)
+            made = self.do(name, call, args, kwargs)
         self._changed += [
             (self.at, tag)
             for tensor, was in zip(tensors, before, strict=True)

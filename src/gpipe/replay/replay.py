@@ -12,6 +12,7 @@ from torch import Tensor
 from gpipe.layers.buffers import Slot
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.replay.absent import Absent
+from gpipe.replay.dry import Dry
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.layout_log import Unknown, describe, stand_in
 from gpipe.replay.path import Path, Tag
@@ -53,6 +54,7 @@ class Replay(Walk):
         device: Where tensors are.
         rng_key: When this is.
         progress: Is told how far the walk got.
+        dry: Does the events of a model without values.
 
     Attributes:
         made: What was wanted, as far as there is a tensor.
@@ -69,8 +71,9 @@ class Replay(Walk):
         device: torch.device,
         rng_key: RngKey,
         progress: LayerProgress,
+        dry: Dry | None = None,
     ) -> None:
-        super().__init__(skeleton)
+        super().__init__(skeleton, dry)
         self.path, self.layers, self.log, self.device = path, layers, log, device
         self.begin, self.end = path.events_of(layers[0].index, layers[-1].index)
         self.is_last = layers[-1].index == len(path.starts) - 1
@@ -139,7 +142,7 @@ class Replay(Walk):
         with layer.aliased, self._visit:
             if any(id(tensor) in self._raw for tensor in tensors):
                 args, kwargs = self._with_own_parameters(args, kwargs)
-            made = call(args, kwargs)
+            made = self.do(name, call, args, kwargs)
         leaves, structure = take_apart(made)
         if structure != self.path.events[at].returns:
             raise CannotSplitError(OTHER_VALUE.format(name=name))

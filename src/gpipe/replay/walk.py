@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpipe.replay.absent import asks_for_layout
+from gpipe.replay.dry import Dry
 from gpipe.replay.path import Tag
 from gpipe.replay.skeleton import Skeleton
 from gpipe.torch_private.modes import paused
@@ -28,11 +29,12 @@ RANDOM = frozenset(
 
 
 class Walk(TorchFunctionMode):
-    """One run of a forward on a skeleton, event by event."""
+    """One run of a forward on a skeleton, event by event; `dry` does the events of a model without values."""
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    def __init__(self, skeleton: Skeleton, dry: Dry | None = None) -> None:
         super().__init__()
         self.skeleton = skeleton
+        self.dry = dry
         self.at = 0  # the number of the next event
         self._in_unit = False
         self._tags: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
@@ -89,6 +91,18 @@ class Walk(TorchFunctionMode):
                 return self.event(name, partial(_call, unit), args, kwargs, _tensors(args, kwargs), is_unit=True)
         finally:
             self._in_unit = False
+
+    def do(
+        self,
+        name: str,
+        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Does what an event is."""
+        if self.dry is None:
+            return call(args, kwargs)
+        return self.dry.do(name, self.skeleton.units[name] if self._in_unit else None, call, args, kwargs)
 
     def free(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
