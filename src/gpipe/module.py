@@ -142,8 +142,12 @@ class Partitioned(nn.Module):
 
     @property
     def stage_of(self) -> dict[str, int]:
-        """The stage of each layer of this process, by its name."""
-        return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}
+        """The stage of each layer of this process, by its name; of a model, of each parameter and buffer by its."""
+        replayed = self._settings.replayed
+        if replayed is None:
+            return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}
+        homes = {layer: stage.index for stage in self._engine.own for layer in stage.layers}
+        return {name: homes[layer] for layer in reversed(homes) for name in replayed.names_in(layer.name)}
 
     @property
     def ties_of_names(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from gpipe.pipeline import GPipe
+from gpipe.replay.segment import modules_run
 from gpipe.values.tree import tensors_in
 
 
@@ -40,11 +41,16 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
     layers: dict[nn.Module, list[str]] = {}
     for stage in pipe._engine.own:
         for layer in stage.layers:
-            layers.setdefault(layer.module, []).append(layer.name)
+            for module in modules_run(layer.module):
+                layers.setdefault(module, []).append(layer.name)
     last = pipe._engine.stages[-1].layers[-1].module
     with ExitStack() as hooks:
         for module, names in layers.items():
-            watch = _Watch(f"{type(module).__name__} (layer {' or '.join(names)})", is_last=module is last)
+            watch = _Watch(
+                f"{type(module).__name__} (layer {' or '.join(names)})",
+                is_last=module is last,
+                is_layer=not pipe.is_model,
+            )
             hooks.callback(module.register_forward_hook(watch.see, with_kwargs=True).remove)
         yield
 
@@ -52,12 +58,14 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
 class _Watch:
     """Looks at what goes into a layer and comes out of it, and at the gradients that it gives back."""
 
-    def __init__(self, layer: str, *, is_last: bool) -> None:
+    def __init__(self, layer: str, *, is_last: bool, is_layer: bool) -> None:
         self.layer = layer
+        self.is_layer = is_layer  # and not a part of a model, to which masks with infinities are given
         self.is_last = is_last
 
     def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        _check(f"the input of {self.layer}", (args, kwargs))
+        if self.is_layer:
+            _check(f"the input of {self.layer}", (args, kwargs))
         _check(f"the output of {self.layer}", output)
         if self.is_last:
             self._watch(f"the gradient of the loss, as it came to {self.layer},", output)

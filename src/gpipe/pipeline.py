@@ -31,6 +31,7 @@ from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
 from gpipe.plan.simulate import Plan, predict
+from gpipe.recording.layers_of import ModelLayers
 from gpipe.recording.own_loss import own_loss
 from gpipe.recording.reading import plain
 from gpipe.runtime.engine import Wanted
@@ -115,7 +116,7 @@ class GPipe(Partitioned):
     @refuse_unknown(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
     def __init__(
         self,
-        model: Layers | nn.Module,
+        model: Layers | nn.Module | ModelLayers,
         partitions: int | Sequence[int],
         micro_batches: int,
         *,

@@ -18,7 +18,7 @@ from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
-from gpipe.recording.model import ReplayedModel
+from gpipe.recording.layers_of import ModelLayers
 from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callab
 class Arguments:
     """What the user gave to `GPipe`, as it was given; see there."""
 
-    model: Layers | nn.Module | ReplayedModel
+    model: Layers | nn.Module | ModelLayers
     partitions: int | Sequence[int]
     micro_batches: int
     costs: Costs

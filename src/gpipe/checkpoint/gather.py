@@ -80,11 +80,11 @@ def gather(pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object
 
 
 class _Stages(dict[str, int]):
-    """The stage of each layer, by name; what belongs to no layer goes with the first."""
+    """The stage of each layer, or of each tensor, by name; what belongs to no layer goes with the first."""
 
     def file(self, name: str, kind: str = "") -> str:
         """The file for what belongs to a name of the state_dict."""
-        stage = self.get(name.partition(".")[0], min(self.values()))
+        stage = self.get(name, self.get(name.partition(".")[0], min(self.values())))
         return f"stage_{stage}{kind}.safetensors"
 
 

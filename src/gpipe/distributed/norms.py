@@ -35,12 +35,15 @@ def clip_grad_norm_(
 
 
 def _gathered(session: Session, named: Sequence[str], norms: Sequence[Tensor]) -> list[Tensor]:
-    """The norms of all parameters of the replica, each once, in the order of the layers."""
+    """The norms of all parameters of the replica, each once, in the order of the layers, or of the model."""
     if session.position is None:
         return list(norms)
     with session.run() as peers:
         every = peers.exchange(Asked.NORMS, (list(named), list(norms)))
     own = [dict(zip(*every[rank], strict=True)) for rank in session.position.ranks_of_replica]
+    if session.engine.replayed is not None:
+        together = {name: norm for norms_of_rank in own for name, norm in norms_of_rank.items()}
+        return [together[name] for name in session.engine.replayed.parameter_names if name in together]
     layers = [layer for stage in session.engine.stages for layer in stage.layers]
     rows = [session.engine.placement[stage] for stage in session.engine.stage_of]
     return [
@@ -70,7 +73,7 @@ def refuse_norms_of_a_part() -> None:
 def find_tied_names(engine: Engine) -> dict[str, str]:
     """The name of each parameter that has an earlier name, and that name."""
     names = {
-        (layer.index, id(module), leaf): f"{layer.name}.{path}.{leaf}" if path else f"{layer.name}.{leaf}"
+        (layer.index, id(module), leaf): layer.full_name(f"{path}.{leaf}" if path else leaf)
         for stage in engine.stages
         for layer in stage.layers
         for path, module in layer.module.named_modules()

@@ -79,11 +79,6 @@ def seeded(key: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def kind_of(layer: nn.Module) -> str:
-    """What a layer is, in words: its class, or what it stands for."""
-    return str(vars(layer).get("stands_for", type(layer).__name__))
-
-
 def cut_into_stages(
     named: dict[str, nn.Module],
     counts: Sequence[int],
@@ -101,7 +96,8 @@ def cut_into_stages(
             module,
             stash=skip_names(module, "stash"),
             pop=tuple(pop for pop in pops if pop.target == index),
-            kind=kind_of(module),
+            kind=str(vars(module).get("stands_for", "")),
+            prefix="" if "stands_for" in vars(module) else None,
         )
         for index, (name, module) in enumerate(named.items())
     ]

@@ -49,10 +49,15 @@ class Layer:
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
     kind: str = ""  # what it is, in words; by default its class
+    prefix: str | None = None  # of its parameters' names in the pipe; by default its own name
     aliased: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see weight_aliases)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {self.kind or type(self.module).__name__})"
+
+    def full_name(self, name: str) -> str:
+        """The name in the pipe of a parameter of the layer."""
+        return f"{self.name}.{name}" if self.prefix is None else f"{self.prefix}{name}"
 
     def run(self, value: Tree, popped: Mapping[str, Tensor | None], rng_key: RngKey) -> object:
         """Runs the module, its randomness keyed."""

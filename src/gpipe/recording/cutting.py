@@ -21,11 +21,13 @@ def segments_of(parts: Parts, path: Path) -> dict[str, Segment]:
     """The layers by name; what no event uses goes with the last."""
     places = places_of(parts.model)
     units, raw = layers_of_path(path)
+    called = [list(some) for some in units]
     _add_unused(parts, places, units, raw)
     named: dict[str, Segment] = {}
     blocks = set(parts.blocks)
     for at, (some, parameters) in enumerate(zip(units, raw, strict=True)):
-        main = next((name for name in some if name in blocks), None) or next(iter(some[-1:] if at else some), "")
+        runs = called[at]
+        main = next((name for name in runs if name in blocks), None) or next(iter(runs[-1:] if at else runs), "")
         label = type(parts.model.get_submodule(main)).__name__ if main else type(parts.model).__name__
         name = main or (parameters[0] if parameters else f"operations_{at}")
         count = sum(other.partition("#")[0] == name for other in named)

@@ -84,6 +84,7 @@ class ReplayedModel:
         self.lacks_values = lacks_values(model)
         if self.lacks_values:
             give_values(model, [], [], 0, self._names_of_all())
+        self.parameter_names = [name for name, _ in model.named_parameters()]  # in their order, of all processes
         self.paths: list[Path] = []
         self._countings: list[Counting] = []
         self._numbers: dict[PathKey, int] = {}
@@ -236,10 +237,12 @@ class ReplayedModel:
     def realize(self, own: Collection[int], seed: int) -> None:
         """Gives values to those of these layers that have none yet; they depend on (seed, index) alone."""
         if self.lacks_values:
-            names = [self._names_in(segment) for segment in self.segments.values()]
+            names = [self.names_in(name) for name in self.segments]
             give_values(self.model, names, own, seed)
 
-    def _names_in(self, segment: Segment) -> list[str]:
+    def names_in(self, layer: str) -> list[str]:
+        """The names of the parameters and buffers of a layer; one tensor may have several."""
+        segment = self.segments[layer]
         inside = set(segment.modules())
         slots = {slot for _, places in segment.raw.values() for slot in places}
         return [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from gpipe.layers.skips import Sequential
+from gpipe.recording.layers_of import ModelLayers
 from gpipe.recording.model import ReplayedModel
 from gpipe.values.microbatch import MicroBatches
 from gpipe.values.tree import Tree
@@ -21,7 +22,7 @@ def is_model(given: object) -> bool:
     >>> is_model(nn.Sequential()), is_model(Net()), is_model(nn.Linear(2, 2)), is_model([nn.Linear(2, 2)])
     (False, True, True, False)
     """
-    if isinstance(given, ReplayedModel):
+    if isinstance(given, ModelLayers):
         return True
     own = (nn.Sequential.forward, Sequential.forward)
     return isinstance(given, nn.Module) and type(given).forward not in own and not isinstance(given, LISTS)
@@ -40,8 +41,8 @@ def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> Rep
     Raises:
         ValueError: There is no sample to record it on, or it cannot be cut.
     """
-    if isinstance(given, ReplayedModel):
-        return given
+    if isinstance(given, ModelLayers):
+        return given.replayed
     if not is_model(given):
         if blocks is not None:
             raise ValueError(

@@ -97,6 +97,7 @@ class Recorder(Walk):
             structure,
             frozenset(self._buffers),
             frozenset(self._taken),
+            self.layouts,
         )
         self._refuse_changes_of_views(path)
         return output, path

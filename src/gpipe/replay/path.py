@@ -14,11 +14,12 @@ the last use to the first, as autograd adds them where nothing is cut.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gpipe.layers.skips import Pop
@@ -91,6 +92,7 @@ class Path:
         output: How the output is put together.
         buffers: The buffers that are read between units.
         taken: The leaves of the inputs that any operation was given.
+        layouts: The shape and type of every tensor that events or inputs brought.
     """
 
     inputs: Structure
@@ -101,6 +103,7 @@ class Path:
     output: Structure
     buffers: frozenset[str]
     taken: frozenset[int]
+    layouts: Mapping[Tag, tuple[tuple[int, ...], torch.dtype]]
 
     def layer_of(self, event: int) -> int:
         """The layer that does an event; the inputs are with the first."""

@@ -82,6 +82,11 @@ class Segment(nn.Module):
                 module._parameters[name] = holder._parameters[leaf]
 
 
+def modules_run(layer: nn.Module) -> list[nn.Module]:
+    """The modules that are called where a layer runs: itself, or the units of a model's layer."""
+    return [layer.get_submodule(name) for name in layer.units] if isinstance(layer, Segment) else [layer]
+
+
 def _holder(root: nn.Module, path: str) -> nn.Module:
     """The module at a path, made if there is none."""
     for part in path.split(".") if path else ():

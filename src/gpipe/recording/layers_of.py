@@ -1,0 +1,154 @@
+"""Shows a model as the layers that a pipe cuts it into."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import nn
+
+from gpipe.recording.model import ReplayedModel
+from gpipe.replay.path import Path, Tag
+from gpipe.values.tree import Tree
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A tensor that crosses a cut.
+
+    >>> LiveValue("embed", (2, 3), torch.float32, 24).bytes
+    24
+
+    Attributes:
+        name: What made it: a module, a function, or an input.
+        shape: On the sample.
+        dtype: Its type.
+        bytes: On the sample.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModelLayer:
+    """One layer of a model.
+
+    >>> layers = layers_of(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.ones(2, 2))
+    >>> layers[0].name, layers[0].kind, layers[0].parameters, len(layers[0].live)
+    ('0', 'Linear', 9, 1)
+
+    Attributes:
+        index: Its number, which keys its randomness (`gpipe.visit`).
+        name: That of the block, or of a module beside blocks.
+        kind: The class of that.
+        modules: The names of the modules that run in it.
+        parameters: How many numbers it learns; what is tied counts in each layer.
+        seconds: What its forward took on the sample, once.
+        live: What crosses a cut behind it.
+    """
+
+    index: int
+    name: str
+    kind: str
+    modules: tuple[str, ...]
+    parameters: int
+    seconds: float
+    live: tuple[LiveValue, ...]
+
+
+class ModelLayers(Sequence[ModelLayer]):
+    """The layers of a model, in order; `gpipe.GPipe` takes them in place of the model.
+
+    >>> layers = layers_of(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.ones(2, 2))
+    >>> len(layers), layers[-1].name
+    (2, '1')
+    """
+
+    def __init__(self, replayed: ReplayedModel) -> None:
+        self.replayed = replayed
+        path = replayed.paths[0]
+        named = enumerate(replayed.segments.items())
+        self._layers = tuple(
+            ModelLayer(
+                index,
+                name,
+                segment.stands_for,
+                segment.units,
+                sum(parameter.numel() for parameter in segment.parameters()),
+                replayed.seconds[index],
+                tuple(_live(path, tag) for tag in path.live_before(index + 1)),
+            )
+            for index, (name, segment) in named
+        )
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, at: int) -> ModelLayer: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[ModelLayer]: ...
+    def __getitem__(self, at: int | slice) -> ModelLayer | Sequence[ModelLayer]:
+        return self._layers[at]
+
+    def visit(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
+        """A context around one forward of the model itself: it draws random numbers as a pipe of it does.
+
+        By forward hooks of the blocks it enters `gpipe.visit(seed, step, layer, micro_batch)` for one layer after
+        another: the next begins where a block has returned, and behind the first where the first block is called.
+        """
+        return self.replayed.visit(seed, step, micro_batch)
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self._layers))
+
+
+def _live(path: Path, tag: Tag) -> LiveValue:
+    shape, dtype = path.layouts[tag]
+    name = f"input {tag.leaf}" if tag.event < 0 else path.events[tag.event].name
+    size = int(torch.Size(shape).numel()) * dtype.itemsize
+    return LiveValue(f"{name}[{tag.leaf}]" if tag.leaf and tag.event >= 0 else name, shape, dtype, size)
+
+
+def _table(layers: Sequence[ModelLayer]) -> Iterator[str]:
+    wide = max(len(layer.name) for layer in layers)
+    yield f"{'layer':>5}  {'name':<{wide}}  {'parameters':>12}  {'ms':>7}  live behind it"
+    for layer in layers:
+        live = ", ".join(f"{value.name} {'x'.join(map(str, value.shape))}" for value in layer.live)
+        yield f"{layer.index:>5}  {layer.name:<{wide}}  {layer.parameters:>12,}  {layer.seconds * 1e3:>7.2f}  {live}"
+
+
+def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> ModelLayers:
+    """The layers that a pipe would cut a model into, and what lives at each cut between them.
+
+    Args:
+        model: Any module; it stays as it is.
+        sample: An example micro-batch: what a call of the model is given.
+        blocks: The names of the modules between which it may be cut; by default those that the model says are not
+            to be split, else the members of its lists of modules.
+
+    Raises:
+        ValueError: The model cannot be cut so that it gives the same bits; says why, and what to do.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed = nn.Embedding(10, 4)
+        ...         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        ...     def forward(self, words):
+        ...         value = self.embed(words)
+        ...         for block in self.blocks:
+        ...             value = value + block(value).relu()
+        ...         return value
+        >>> layers = layers_of(Net(), torch.zeros(2, 3, dtype=torch.int64))
+        >>> [layer.name for layer in layers]
+        ['embed', 'blocks.0', 'blocks.1', 'operations_3']
+        >>> [value.name for value in layers[1].live]
+        ['embed', 'blocks.0']
+    """
+    return ModelLayers(ReplayedModel(model, sample, blocks))
