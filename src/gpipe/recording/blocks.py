@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module) -> list[str]:
         [name for name, part in model.named_modules() if type(without_compiler(part)).__name__ in declared]
     )
     if sum(name.rpartition(".")[2].isdigit() for name in found) < 2:
-        found = [name for name in _members(model, "") if name]
+        found = list(_members(model, ""))
     if len(found) < 2:
         raise CannotSplitError(NO_BLOCKS.format(model=f"a {type(model).__name__}"))
     return found
@@ -74,15 +74,14 @@ def _outermost(names: Sequence[str]) -> list[str]:
 
 
 def _members(module: nn.Module, name: str) -> Iterator[str]:
-    """The members of the lists of a module, and of the modules in it that have none themselves."""
+    """The members of the lists in a module, itself included, and of lists in modules that are none."""
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _is_called_apart(module)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1 and _is_called_apart(child):
-            for member_name, member in child.named_children():
-                inner = list(_members(member, f"{path}.{member_name}")) if _is_container(member) else []
-                yield from inner or [f"{path}.{member_name}"] if _has_parameters(member) else ()
-        else:
+        if not is_list:
             yield from _members(child, path)
+        elif _has_parameters(child):
+            yield from (list(_members(child, path)) if _is_container(child) else []) or [path]
 
 
 def _is_called_apart(module: nn.Module) -> bool:
