@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from torch import Tensor
+
 from gpipe.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
@@ -18,6 +20,8 @@ class Structure:
 
     def filled(self, leaves: Sequence[Any]) -> Any:
         """The value with these leaves."""
+        if self is ONE:
+            return leaves[0]
         if not self.inner:
             return tree_unflatten(list(leaves), self.spec)
         rest = list(leaves)
@@ -41,6 +45,10 @@ class Structure:
         return self.spec.num_leaves - len(self.inner) + sum(structure.count for _, _, structure in self.inner)
 
 
+ONE = Structure(tree_flatten(0)[1])
+"""Of a value that is one leaf."""
+
+
 def take_apart(value: Any) -> tuple[Leaves, Structure]:
     """The leaves of a value, and its structure.
 
@@ -51,6 +59,8 @@ def take_apart(value: Any) -> tuple[Leaves, Structure]:
     >>> leaves, structure.filled([5, 6, 7, 8])
     ([1, 2, 3, 4], (Made(one=5, more=[6, 7]), 8))
     """
+    if isinstance(value, Tensor):
+        return [value], ONE
     flat, spec = tree_flatten(value)
     if not any(is_dataclass(leaf) and not isinstance(leaf, type) for leaf in flat):
         return flat, Structure(spec)
