@@ -146,8 +146,8 @@ class Partitioned(nn.Module):
         replayed = self._settings.replayed
         if replayed is None:
             return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}
-        homes = {layer: stage.index for stage in self._engine.own for layer in stage.layers}
-        return {name: homes[layer] for layer in reversed(homes) for name in replayed.names_in(layer.name)}
+        layers = [(layer.name, stage.index) for stage in self._engine.own for layer in stage.layers]
+        return {name: stage for layer, stage in reversed(layers) for name in replayed.names_in(layer)}
 
     @property
     def ties_of_names(self) -> dict[str, str]:

@@ -44,6 +44,10 @@ NOT_LEARNT = (
 )
 
 
+SETTINGS = (bool, str, type(None))
+"""Kinds of attributes that switch something: with others set, a forward may take another path."""
+
+
 class Begun(NamedTuple):
     """Micro-batches that are to be replayed.
 
@@ -266,8 +270,10 @@ class ReplayedModel:
         return take_apart((given.args, given.kwargs))
 
     def _key(self, leaves: Leaves, structure: Structure) -> PathKey:
-        modes = [self.model.get_submodule(name).training for name in sorted(self.parts.opened)]
-        return str(structure.spec), tuple(map(_kind, leaves)), tuple(modes)
+        held = [vars(self.model.get_submodule(name)) for name in sorted(self.parts.opened)]
+        held += [vars(one["config"]) for one in held if hasattr(one.get("config"), "__dict__")]
+        settings = tuple((name, value) for one in held for name, value in one.items() if isinstance(value, SETTINGS))
+        return str(structure.spec), tuple(map(_kind, leaves)), settings
 
     def _learn(self, key: PathKey, value: Tree) -> None:
         found = record(self.parts, arguments(self.model, value))

@@ -29,6 +29,11 @@ OTHER_PATH = (
     "alone"
 )
 OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
+OTHER_OUTPUT = (
+    "the model's output has other parts than it has by itself on the sample. What is collected on the way from "
+    "inside of blocks (output_hidden_states, output_attentions, output_router_logits) is not seen by a replay: leave "
+    "it out of what the model is given, and of model.config"
+)
 NOT_THERE = (
     "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
     "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
@@ -213,7 +218,7 @@ class Replay(Walk):
             raise CannotSplitError(OTHER_PATH.format(now="the end", then=self.path.events[self.at].name))
         leaves, structure = take_apart(output)
         if structure != self.path.output:
-            raise CannotSplitError(OTHER_VALUE.format(name="the model"))
+            raise CannotSplitError(OTHER_OUTPUT)
         if any(isinstance(leaf, (Absent, Unknown)) for leaf in leaves):
             _refuse("the output", "a tensor, or an object that holds some")
 

@@ -23,6 +23,13 @@ HOOKED = (
     "{name} has a forward hook, and blocks stand in it: every layer walks through it, so the hook would run once "
     "for each, and see few values. Put the hook on a block or on a module inside of one"
 )
+COLLECTS = (
+    "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, output_router_logits "
+    "and the like), by hooks inside of them that a replay does not see: leave it out of what the model is given, and "
+    "of model.config"
+)
+COLLECTOR = "_output_capturing_hooks_installed"
+"""Where a model of transformers looks whether it has these hooks, before it puts them into all of its modules."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,16 @@ class Skeleton:
             copy.put_on(device)
 
 
+class _Refusal:
+    """Refuses to say whether something is so."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __bool__(self) -> bool:
+        raise CannotSplitError(self._text)
+
+
 class _Copy:
     """A shallow copy of a module, with other parts."""
 
@@ -124,9 +141,10 @@ class _Copy:
         self._parts = tuple(map(id, module._modules.values()))
         self._seen = dict(vars(module))
         self._buffers = dict(module._buffers)
-        object.__setattr__(
-            self.made, "__dict__", {**self._seen, "_modules": dict(parts), "_buffers": dict(self._buffers)}
-        )
+        own = {**self._seen, "_modules": dict(parts), "_buffers": dict(self._buffers)}
+        if is_open:
+            own[COLLECTOR] = _Refusal(COLLECTS.format(name=name))
+        object.__setattr__(self.made, "__dict__", own)
 
     def put_on(self, device: torch.device) -> None:
         self._device = device
@@ -139,7 +157,7 @@ class _Copy:
             raise CannotSplitError(HOOKED.format(name=self.name))
         own = vars(self.made)
         for key, value in vars(self.module).items():
-            if self._seen.get(key, self) is not value:
+            if self._seen.get(key, self) is not value and key != COLLECTOR:
                 self._seen[key] = own[key] = value
         for key, buffer in self.module._buffers.items():
             if self._buffers.get(key, self) is not buffer:
