@@ -1,76 +1,98 @@
 """What the families are trained on: drawn by a seed, with rows of different lengths."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from tests.families.family import Family, Task, config_of, inputs_of
-from tests.families.tiny import FIRST_WORD, PADDING, VOCABULARY
+from tests.families.family import Family, Task, inputs_of
+from tests.families.tiny import BINS, FIRST_WORD, IMAGE, PADDING, PATCH, POSITIONS, VOCABULARY
 
 IGNORED = -100  # the label of what has no part in a loss
-SAMPLES, FRAMES, VIDEO_FRAMES = 400, 60, 4
-
-TEXT_TASKS = frozenset({Task.CAUSAL, Task.MASKED, Task.SEQ2SEQ, Task.SEQUENCE, Task.TOKENS, Task.ANSWERS})
-SOUND_TASKS = frozenset({Task.SPEECH_SEQ2SEQ, Task.CTC, Task.AUDIO})
+CLASSES = 2
+SHAPES: Mapping[Task, Mapping[str, tuple[int, ...]]] = {
+    Task.AUDIO: {"input_values": (400,)},
+    Task.CTC: {"input_values": (400,)},
+    Task.SPEECH_SEQ2SEQ: {"input_features": (BINS, 2 * POSITIONS)},
+    Task.IMAGE: {"pixel_values": (3, IMAGE, IMAGE)},
+    Task.SEGMENTATION: {"pixel_values": (3, IMAGE, IMAGE)},
+    Task.VIDEO: {"pixel_values": (8, 3, IMAGE, IMAGE)},
+    Task.IMAGE_TEXT: {"pixel_values": (3, IMAGE, IMAGE)},
+}
+"""What a task's models take beside words: the shape of one row."""
+SOUNDS = frozenset({Task.AUDIO, Task.CTC, Task.SPEECH_SEQ2SEQ})
+PICTURES = frozenset({Task.IMAGE, Task.VIDEO, Task.SEGMENTATION})
+PICTURE_WORD, PICTURE_WORDS = VOCABULARY - 1, (IMAGE // PATCH) ** 2
 
 
 def batch(family: Family, rows: int = 8, length: int = 12, seed: int = 1) -> dict[str, Tensor]:
-    """Inputs and labels: words or sounds with padding, pictures or videos."""
+    """Inputs and labels: words, sounds, pictures or videos; what has a length has another in each of four rows.
+
+    >>> from tests.families.catalogue import named
+    >>> {name: [*value.shape] for name, value in batch(named("bert")).items()}
+    {'input_ids': [8, 12], 'attention_mask': [8, 12], 'labels': [8, 12]}
+    """
     generator = torch.Generator().manual_seed(seed)
-    config = config_of(family)
-    takes = inputs_of(family, config)
-    words = words_of(rows, length, generator)
-    if family.task in TEXT_TASKS:
-        given = words | text_labels(family.task, words, generator)
-    elif family.task in SOUND_TASKS:
-        given = sounds(config, takes, rows, generator) | sound_labels(family.task, words, generator)
-    else:
-        given = pictures(family.task, config, rows, generator)
+    words, real = words_of(rows, length, generator)
+    shapes = family.inputs or SHAPES.get(family.task, {})
+    given = {name: torch.randn(rows, *shape, generator=generator) for name, shape in shapes.items()}
+    given |= targets(family.task, words, real, generator)
+    if family.task in SOUNDS:
+        given |= heard(given)
+    elif family.task is Task.IMAGE_TEXT:
+        given |= illustrated(words, real)
+    elif family.task not in PICTURES:
+        given |= {"input_ids": words, "attention_mask": real.long()}
+    takes = inputs_of(family)
     return {name: value for name, value in given.items() if name in takes}
 
 
-def words_of(rows: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Words, and which of them are real: rows lack from none to three at their end."""
-    ids = torch.randint(FIRST_WORD, VOCABULARY, (rows, length), generator=generator)
-    real = torch.arange(length) < length - torch.arange(rows)[:, None] % 4
-    return {"input_ids": ids.where(real, PADDING), "attention_mask": real.long()}
+def real_places(rows: int, length: int, step: int = 1) -> Tensor:
+    """Which places of each row are real: from none to three steps are missing at its end."""
+    return torch.arange(length) < length - torch.arange(rows)[:, None] % 4 * step
 
 
-def text_labels(task: Task, words: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    ids, real = words["input_ids"], words["attention_mask"].bool()
+def words_of(rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Words with padding, and which are real."""
+    real = real_places(rows, length)
+    words = torch.randint(FIRST_WORD, PICTURE_WORD, (rows, length), generator=generator)
+    return words.where(real, PADDING), real
+
+
+def targets(task: Task, words: Tensor, real: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """What the loss of a task compares with."""
+    rows, length = words.shape
     match task:
-        case Task.SEQUENCE:
-            return {"labels": torch.randint(2, (len(ids),), generator=generator)}
+        case Task.SEQUENCE | Task.AUDIO | Task.IMAGE | Task.VIDEO:
+            return {"labels": torch.randint(CLASSES, (rows,), generator=generator)}
+        case Task.SEGMENTATION:
+            return {"labels": torch.randint(CLASSES, (rows, IMAGE, IMAGE), generator=generator)}
         case Task.TOKENS:
-            return {"labels": torch.randint(2, ids.shape, generator=generator).where(real, IGNORED)}
+            return {"labels": torch.randint(CLASSES, (rows, length), generator=generator).where(real, IGNORED)}
         case Task.ANSWERS:
-            starts = torch.randint(4, (len(ids),), generator=generator)
+            starts = torch.randint(length // 2, (rows,), generator=generator)
             return {"start_positions": starts, "end_positions": starts + 2}
+        case Task.CAUSAL | Task.MASKED | Task.SEQ2SEQ | Task.SPEECH_SEQ2SEQ | Task.CTC | Task.IMAGE_TEXT:
+            return {"labels": words.where(real, IGNORED)}
         case _:
-            return {"labels": ids.where(real, IGNORED)}
+            assert_never(task)
 
 
-def sounds(config: Any, takes: frozenset[str], rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Waves, or features of them, as the model takes."""
-    if "input_values" in takes and not hasattr(config, "num_mel_bins"):
-        wave = torch.randn(rows, SAMPLES, generator=generator)
-        return {"input_values": wave}
-    bins = config.num_mel_bins
-    return {"input_features": torch.randn(rows, bins, FRAMES, generator=generator)}
+def heard(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Which moments are real, of waves or of features of them, whose longer side is time."""
+    sounds = given.get("input_features", given.get("input_values"))
+    if sounds is None or ("input_values" in given and sounds.dim() > 2):  # a spectrogram taken for a picture
+        return {}
+    moments = max(sounds.shape[1:])
+    return {"attention_mask": real_places(len(sounds), moments, moments // 16).long()}
 
 
-def sound_labels(task: Task, words: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    if task is Task.AUDIO:
-        return {"labels": torch.randint(2, (len(words["input_ids"]),), generator=generator)}
-    return {"labels": words["input_ids"].where(words["attention_mask"].bool(), IGNORED)}
-
-
-def pictures(task: Task, config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    size = getattr(config, "image_size", 32)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    channels = getattr(config, "num_channels", 3)
-    frames = (VIDEO_FRAMES,) if task is Task.VIDEO else ()
-    pixels = torch.randn(rows, *frames, channels, height, width, generator=generator)
-    places = (height, width) if task is Task.SEGMENTATION else ()
-    return {"pixel_values": pixels, "labels": torch.randint(2, (rows, *places), generator=generator)}
+def illustrated(words: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """Words behind as many that stand for the parts of a picture."""
+    shown = torch.full((len(words), PICTURE_WORDS), PICTURE_WORD)
+    return {
+        "input_ids": torch.cat([shown, words], dim=1),
+        "attention_mask": torch.cat([torch.ones_like(shown), real.long()], dim=1),
+        "labels": torch.cat([torch.full_like(shown, IGNORED), words.where(real, IGNORED)], dim=1),
+    }

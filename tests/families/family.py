@@ -1,7 +1,7 @@
 """A family of transformers: what it is called, what it is trained for, and how it is built."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -12,6 +12,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from tests.families.tiny import tiny_config
+
+CROSSING = {"is_decoder": True, "add_cross_attention": True}
+"""What a decoder that is named apart from its encoder must be told."""
 
 
 class Task(Enum):
@@ -34,23 +37,37 @@ class Task(Enum):
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers, its task, and what its tiny configuration must say."""
+    """A model type of transformers, its task, and what its tiny configuration must say.
+
+    `inputs` are the shapes, without rows, of the sounds or pictures it takes, where they are not those of its task.
+    """
 
     name: str
     task: Task
     config: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def plain(task: Task, names: str) -> Iterator[Family]:
+    """Families of which only the sizes that all have need be said."""
+    return (Family(name, task) for name in names.split())
 
 
 def config_of(family: Family, *, dropout: bool = False) -> PreTrainedConfig:
+    """The tiny configuration of a family."""
     return tiny_config(family.name, family.config, dropout=dropout)
 
 
-def inputs_of(family: Family, config: PreTrainedConfig) -> frozenset[str]:
+def model_of(family: Family) -> type[nn.Module]:
+    """The class of the model that is built."""
+    models = getattr(transformers, family.task.value)._model_mapping
+    found: type[nn.Module] = models[type(config_of(family))]
+    return found
+
+
+def inputs_of(family: Family) -> frozenset[str]:
     """The names of what the model of a family takes."""
-    mapping = getattr(transformers, family.task.value)._model_mapping
-    model = mapping[type(config)]
-    model = model[0] if isinstance(model, tuple) else model
-    return frozenset(inspect.signature(model.forward).parameters)
+    return frozenset(inspect.signature(model_of(family).forward).parameters)
 
 
 def build(family: Family, *, dropout: bool) -> nn.Module:

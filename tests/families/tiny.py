@@ -78,6 +78,7 @@ SIZES: Mapping[str, Any] = {
         (BEGIN, "bos_token_id cls_token_id decoder_start_token_id"),
         (END, "eos_token_id sep_token_id"),
         (None, "forced_eos_token_id"),
+        (0.0, "router_jitter_noise input_jitter_noise jitter_noise mask_time_prob mask_feature_prob"),
         (False, "use_cache apply_spec_augment"),
     )
     for name in names.split()
@@ -87,9 +88,6 @@ SIZES: Mapping[str, Any] = {
 UNSET = frozenset({"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"})
 """Names that are also given where the configuration's own value is None."""
 
-DROPOUT = re.compile(
-    r"(?<!token_)dropout(?!_positions)|drop_path|droppath|pdrop|drop_rate|drop_\w+_rate|drop_connect"
-)
 LAYER_DROP = re.compile(r"layerdrop|layer_drop|path_dropout")
 
 
@@ -143,16 +141,13 @@ def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def give_dropout(values: dict[str, Any], probability: float) -> None:
-    """Sets every probability of dropout, and leaves no layer out."""
+    """Sets every number that has to do with dropping, and leaves no layer out."""
     for name, own in values.items():
-        if not isinstance(name, str):  # labels by their number
-            continue
         if isinstance(own, dict):
             give_dropout(own, probability)
-        elif LAYER_DROP.search(name) and is_number(own):
-            values[name] = 0.0
-        elif DROPOUT.search(name):
+        elif isinstance(name, str) and "drop" in name:  # labels have numbers for names
+            chosen = 0.0 if LAYER_DROP.search(name) else probability
             if is_number(own):
-                values[name] = probability
+                values[name] = chosen
             elif isinstance(own, list | tuple) and all(map(is_number, own)):
-                values[name] = type(own)(probability for _ in own)
+                values[name] = type(own)(chosen for _ in own)

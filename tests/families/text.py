@@ -1,0 +1,123 @@
+"""Families that take words alone."""
+
+from tests.families.family import CROSSING, Family, Task, plain
+
+LATENT = {"num_key_value_heads": 4}  # attention by latents has a key for every query
+LATENT_ROTATED = {**LATENT, "head_dim": 4}  # and calls the rotated part its head
+
+TEXT: tuple[Family, ...] = (
+    *plain(
+        Task.CAUSAL,
+        """
+        afmoe apertus arcee aria_text bert-generation biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cpmant
+        ctrl cwm deepseek_v4 doge ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo
+        flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox
+        gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+        hy_v3 hy_v4 hyperclovax inkling2_text inkling_text jais2 jamba jetmoe kolibri1 laguna
+        lfm2 lfm3 llama llama4_text mamba mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text ministral3
+        mistral mixtral modernbert-decoder mpt nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt
+        persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+        recurrent_gemma rwkv seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma xglm xlnet xlstm
+        """,
+    ),
+    Family("axk1", Task.CAUSAL, LATENT_ROTATED),
+    Family("axk2", Task.CAUSAL, LATENT),
+    Family("bamba", Task.CAUSAL, {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}),
+    Family("deepseek_v2", Task.CAUSAL, {**LATENT_ROTATED, "num_experts_per_tok": 2}),
+    Family("deepseek_v3", Task.CAUSAL, LATENT_ROTATED),
+    Family("deepseek_v32", Task.CAUSAL, LATENT),
+    Family("dots1", Task.CAUSAL, {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}),
+    Family(
+        "gemma3n_text",
+        Task.CAUSAL,
+        {
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "intermediate_size": [64] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    Family("glm4_moe_lite", Task.CAUSAL, LATENT),
+    Family("glm_moe_dsa", Task.CAUSAL, LATENT),
+    Family("gpt_neo", Task.CAUSAL, {"attention_types": [[["global", "local"], 2]], "window_size": 8}),
+    Family("granitemoehybrid", Task.CAUSAL, {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}),
+    Family("hunyuan_v1_dense", Task.CAUSAL, {"head_dim": 8}),
+    Family("hunyuan_v1_moe", Task.CAUSAL, {"head_dim": 8}),
+    Family(
+        "lfm2_moe",
+        Task.CAUSAL,
+        {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    ),
+    Family(
+        "kimi_linear",
+        Task.CAUSAL,
+        {**LATENT, "linear_num_heads": 4, "linear_head_dim": 8, "num_experts_per_token": 2},
+    ),
+    Family(
+        "longcat_flash",
+        Task.CAUSAL,
+        {**LATENT_ROTATED, "n_routed_experts": 4, "zero_expert_num": 2, "ffn_hidden_size": 64},
+    ),
+    Family("mamba2", Task.CAUSAL, {"num_heads": 8, "head_dim": 8, "n_groups": 1}),
+    Family("minicpm3", Task.CAUSAL, LATENT),
+    Family("ministral", Task.CAUSAL, {"head_dim": 8}),
+    Family("nemotron", Task.CAUSAL, {"num_key_value_heads": 2, "head_dim": 8}),
+    Family("youtu", Task.CAUSAL, LATENT_ROTATED),
+    Family(
+        "zamba",
+        Task.CAUSAL,
+        {
+            "num_hidden_layers": 6,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+        },
+    ),
+    Family("zaya", Task.CAUSAL, {"num_experts_per_tok": 1}),
+    *plain(
+        Task.MASKED,
+        """
+        albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert
+        flaubert fnet gte ibert jina_embeddings_v3 layoutlm megatron-bert mobilebert modernbert
+        modernvbert mpnet mra nomic_bert nystromformer rembert roberta roberta-prelayernorm roformer squeezebert
+        tapas ultrabert ultravbert xlm xlm-roberta xlm-roberta-xl yoso
+        """,
+    ),
+    Family("esm", Task.MASKED, {"vocab_size": 96, "pad_token_id": 0, "mask_token_id": 4}),
+    Family("esmc", Task.MASKED, {"num_key_value_heads": 4}),
+    Family("funnel", Task.MASKED, {"block_sizes": [2, 2], "num_decoder_layers": 2, "d_inner": 64}),
+    Family("longformer", Task.MASKED, {"attention_window": 8}),
+    Family("luke", Task.MASKED, {"entity_vocab_size": 16, "entity_emb_size": 16}),
+    Family("neomme", Task.MASKED, {"head_dim": 16}),
+    Family(
+        "roc_bert",
+        Task.MASKED,
+        {
+            "pronunciation_vocab_size": 96,
+            "shape_vocab_size": 96,
+            "pronunciation_embed_dim": 8,
+            "shape_embed_dim": 8,
+        },
+    ),
+    Family("xmod", Task.MASKED, {"languages": ["en"], "default_language": "en"}),
+    *plain(
+        Task.SEQ2SEQ,
+        """
+        bart bigbird_pegasus blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp nllb-moe
+        pegasus plbart prophetnet seamless_m4t seamless_m4t_v2 t5gemma t5gemma2 umt5
+        """,
+    ),
+    Family("encoder-decoder", Task.SEQ2SEQ, {"decoder": CROSSING}),
+    Family("fsmt", Task.SEQ2SEQ, {"src_vocab_size": 96, "tgt_vocab_size": 96, "langs": ["en", "de"]}),
+    Family("led", Task.SEQ2SEQ, {"attention_window": [8] * 3}),
+    Family("longt5", Task.SEQ2SEQ, {"decoder_start_token_id": 0, "local_radius": 4}),
+    Family("pegasus_x", Task.SEQ2SEQ, {"block_size": 4, "num_global_tokens": 4}),
+    Family("switch_transformers", Task.SEQ2SEQ, {"decoder_start_token_id": 0}),
+    Family("t5", Task.SEQ2SEQ, {"decoder_start_token_id": 0}),
+    *plain(Task.SEQUENCE, "canine"),
+    *plain(Task.TOKENS, "openai_privacy_filter"),
+    Family("layoutlmv3", Task.TOKENS, {"coordinate_size": 5, "shape_size": 6, "visual_embed": False}),
+    *plain(Task.ANSWERS, "splinter"),
+)
