@@ -37,13 +37,13 @@ def batch(family: Family, rows: int = 8, length: int = 12, seed: int = 1) -> dic
     words, real = words_of(rows, length, generator)
     shapes = family.inputs or SHAPES.get(family.task, {})
     given = {name: torch.randn(rows, *shape, generator=generator) for name, shape in shapes.items()}
-    given |= targets(family.task, words, real, generator)
     if family.task in SOUNDS:
         given |= heard(given)
     elif family.task is Task.IMAGE_TEXT:
         given |= illustrated(words, real)
     elif family.task not in PICTURES:
         given |= {"input_ids": words, "attention_mask": real.long()}
+    given |= targets(family.task, words, real, generator)
     takes = inputs_of(family)
     return {name: value for name, value in given.items() if name in takes}
 
@@ -73,7 +73,10 @@ def targets(task: Task, words: Tensor, real: Tensor, generator: torch.Generator)
         case Task.ANSWERS:
             starts = torch.randint(length // 2, (rows,), generator=generator)
             return {"start_positions": starts, "end_positions": starts + 2}
-        case Task.CAUSAL | Task.MASKED | Task.SEQ2SEQ | Task.SPEECH_SEQ2SEQ | Task.CTC | Task.IMAGE_TEXT:
+        case Task.IMAGE_TEXT:
+            shown = torch.full((rows, PICTURE_WORDS), IGNORED)
+            return {"labels": torch.cat([shown, words.where(real, IGNORED)], dim=1)}
+        case Task.CAUSAL | Task.MASKED | Task.SEQ2SEQ | Task.SPEECH_SEQ2SEQ | Task.CTC:
             return {"labels": words.where(real, IGNORED)}
         case _:
             assert_never(task)
@@ -94,5 +97,4 @@ def illustrated(words: Tensor, real: Tensor) -> dict[str, Tensor]:
     return {
         "input_ids": torch.cat([shown, words], dim=1),
         "attention_mask": torch.cat([torch.ones_like(shown), real.long()], dim=1),
-        "labels": torch.cat([torch.full_like(shown, IGNORED), words.where(real, IGNORED)], dim=1),
     }

@@ -1,15 +1,13 @@
 """The families build, train, and do the same twice: what others try on them rests on that."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
-from tests.families.catalogue import DOZEN, FAMILIES, NOT_BUILT, Family, Task, batch, build, named
-from tests.families.family import model_of
+from tests.families.catalogue import DOZEN, DRAWING, FAMILIES, NOT_BUILT, Family, Task, batch, build, named
+from tests.families.family import config_of, model_of
 from tests.families.tiny import SIZES, configs_in, tiny_config
 
 CASES = [
@@ -17,15 +15,6 @@ CASES = [
     for family in FAMILIES
 ]
 families = pytest.mark.parametrize("family", CASES)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Transformers tells of ids beyond the vocabularies of configurations that are made tiny."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 def trained(family: Family, *, dropout: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
@@ -50,14 +39,22 @@ def test_a_family_trains_to_the_same_bits_twice(family: Family) -> None:
 
 
 @families
-def test_a_family_has_dropout_where_it_is_asked_for(family: Family) -> None:
-    model, calm = build(family, dropout=True), build(family, dropout=False)
+def test_a_family_draws_nothing_without_dropout(family: Family) -> None:
+    model = build(family, dropout=False)
+    state = torch.get_rng_state()
+    model(**batch(family)).loss.backward()
 
-    assert {module.p for module in calm.modules() if isinstance(module, nn.Dropout)} <= {0.0}
-    assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} <= {0.0, 0.1}
-    assert all(not getattr(config, "use_cache", False) for config in configs_in(model.config))
     assert model.training
-    assert calm.training
+    assert torch.equal(torch.get_rng_state(), state) == (family.name not in DRAWING)
+
+
+@families
+def test_every_dropout_of_a_family_is_set_and_no_cache_is_kept(family: Family) -> None:
+    config = config_of(family, dropout=True)
+    dropouts = [module.p for module in build(family, dropout=True).modules() if isinstance(module, nn.Dropout)]
+
+    assert all(0 <= p <= 0.1 for p in dropouts)
+    assert all(not getattr(part, "use_cache", False) for part in configs_in(config))
 
 
 def test_rows_of_words_have_different_lengths_and_no_labels_where_they_are_padded() -> None:
@@ -69,14 +66,19 @@ def test_rows_of_words_have_different_lengths_and_no_labels_where_they_are_padde
     assert not torch.equal(batch(named("bert"), rows=6, length=9, seed=2)["input_ids"], words["input_ids"])
 
 
-def test_there_are_many_families_and_each_has_a_model_of_its_own() -> None:
+def test_there_are_many_families_of_every_task() -> None:
     names = {family.name for family in FAMILIES}
 
     assert len(names) == len(FAMILIES) >= 110
     assert set(DOZEN) <= names
     assert not names & NOT_BUILT.keys()
     assert {family.task for family in FAMILIES} == set(Task)
+
+
+@pytest.mark.slow
+def test_each_family_has_a_model_of_its_own() -> None:
     models = Counter(model_of(family) for family in FAMILIES)
+
     assert models.most_common(1)[0][1] == 1, models
 
 

@@ -4,6 +4,7 @@ from tests.families.family import CROSSING, Family, Task, plain
 
 LATENT = {"num_key_value_heads": 4}  # attention by latents has a key for every query
 LATENT_ROTATED = {**LATENT, "head_dim": 4}  # and calls the rotated part its head
+WHOLE = {"attention_type": "original_full"}  # else it is rebuilt at the first short row
 
 TEXT: tuple[Family, ...] = (
     *plain(
@@ -79,17 +80,19 @@ TEXT: tuple[Family, ...] = (
     *plain(
         Task.MASKED,
         """
-        albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert
-        flaubert fnet gte ibert jina_embeddings_v3 layoutlm megatron-bert mobilebert modernbert
+        albert bert camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert
+        flaubert fnet gte ibert jina_embeddings_v3 layoutlm megatron-bert modernbert
         modernvbert mpnet mra nomic_bert nystromformer rembert roberta roberta-prelayernorm roformer squeezebert
         tapas ultrabert ultravbert xlm xlm-roberta xlm-roberta-xl yoso
         """,
     ),
+    Family("big_bird", Task.MASKED, WHOLE),
     Family("esm", Task.MASKED, {"vocab_size": 96, "pad_token_id": 0, "mask_token_id": 4}),
     Family("esmc", Task.MASKED, {"num_key_value_heads": 4}),
     Family("funnel", Task.MASKED, {"block_sizes": [2, 2], "num_decoder_layers": 2, "d_inner": 64}),
     Family("longformer", Task.MASKED, {"attention_window": 8}),
     Family("luke", Task.MASKED, {"entity_vocab_size": 16, "entity_emb_size": 16}),
+    Family("mobilebert", Task.MASKED, {"embedding_size": 16}),
     Family("neomme", Task.MASKED, {"head_dim": 16}),
     Family(
         "roc_bert",
@@ -105,10 +108,11 @@ TEXT: tuple[Family, ...] = (
     *plain(
         Task.SEQ2SEQ,
         """
-        bart bigbird_pegasus blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp nllb-moe
+        bart blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp nllb-moe
         pegasus plbart prophetnet seamless_m4t seamless_m4t_v2 t5gemma t5gemma2 umt5
         """,
     ),
+    Family("bigbird_pegasus", Task.SEQ2SEQ, WHOLE),
     Family("encoder-decoder", Task.SEQ2SEQ, {"decoder": CROSSING}),
     Family("fsmt", Task.SEQ2SEQ, {"src_vocab_size": 96, "tgt_vocab_size": 96, "langs": ["en", "de"]}),
     Family("led", Task.SEQ2SEQ, {"attention_window": [8] * 3}),

@@ -128,7 +128,9 @@ def tiny_config(name: str, config: Mapping[str, Any], *, dropout: bool) -> PreTr
     own = AutoConfig.for_model(name).to_dict()
     tiny = AutoConfig.for_model(name, **merged(shrunk(own), config))
     for part in configs_in(tiny):
-        give_dropout(part.__dict__, PROBABILITY if dropout else 0.0)
+        give_dropout(vars(part), PROBABILITY if dropout else 0.0)
+        if hasattr(part, "use_cache"):  # some set that of their parts when they are made
+            part.use_cache = False
     return tiny
 
 
