@@ -48,11 +48,17 @@ REASONS: Mapping[str, str] = {
         audioflamingo3 glmasr granite_speech granite_speech_plus moss_transcribe_diarize musicflamingo qwen2_audio
         voxtral
         """,
-    "has sizes that go together in ways not found in some minutes": """
-        aria bailing_hybrid blt bros cohere2_vision cohere_compass_text cvt dbrx dots3_note_text florence2
-        gemma4_assistant granite_speech5_ctc janus kosmos-2 lilt llama4 markuplm moonshine_streaming musicgen
-        musicgen_melody phi4_multimodal qwen4_exp_text sapiens2 tipsv2_dpt zamba2
+    "is too big with the sizes of all, and no others were sought": """
+        blt cohere2_vision dots3_note_text florence2 janus llama4 phi4_multimodal qwen3_asr tipsv2_dpt vibevoice
+        vibevoice_asr
         """,
+    "fails at the sizes that were tried": """
+        aria bailing_hybrid bros cohere_compass_text cvt dbrx dia fun_asr_nano gemma4 gemma4_assistant
+        gemma4_unified_assistant got_ocr2 granite_docling granite_speech5_ctc kosmos-2 kyutai_speech_to_text lilt
+        markuplm moonshine_streaming musicgen musicgen_melody nemo_speechlm qwen4_exp_text sapiens2 voxtral_realtime
+        zamba2
+        """,
+    "is a seq2seq model that the class for that does not know": "udop",
 }
 NOT_BUILT: Mapping[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
 """Model types that were tried and are not in the catalogue, and why."""
