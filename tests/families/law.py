@@ -1,0 +1,322 @@
+"""The law: through a pipe, a model trains to the bits of the loop that everybody writes over the model as it is.
+
+The loop is that of transformers' Trainer over its gradient accumulation: where a forward uses `num_items_in_batch`,
+every micro-batch gets the number of labels that count in the whole mini-batch, and the losses are added up. Where it
+does not, each has the share by which the losses of the micro-batches make that of the undivided mini-batch.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+import gpipe
+from gpipe.recording.model import ReplayedModel
+from gpipe.replay.errors import CannotSplitError
+from tests.families.batches import IGNORED, batch
+from tests.families.family import Family, build
+from tests.support.plain_loop import one_thread, same_bits
+
+MICRO_BATCHES, CUTS, SEED = 4, (1, 2, 4), 7
+NEAR = 2e-6  # of what several layers use: the parts of a gradient are added up in another order
+COUNT = "num_items_in_batch"
+
+Batch: TypeAlias = Mapping[str, Tensor]
+
+
+class Weighing(NamedTuple):
+    """How the losses of micro-batches make one: the labels that each is told of, if any, and its share."""
+
+    count: int | None
+    shares: Sequence[float]
+
+    @property
+    def told(self) -> dict[str, Tensor]:
+        """What a forward is given besides."""
+        return {} if self.count is None else {COUNT: torch.tensor(self.count)}
+
+
+class Trained(NamedTuple):
+    """What one step leaves behind."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+class Reference(NamedTuple):
+    """What a pipe is held to.
+
+    Attributes:
+        trained: The loop's step.
+        shared: The names of the parameters that several layers use.
+        weighing: Of the micro-batches.
+        layers: How many there are.
+        recording: The seconds that it took to record the model.
+    """
+
+    trained: Trained
+    shared: frozenset[str]
+    weighing: Weighing
+    layers: int
+    recording: float
+
+
+@dataclass
+class Verdict:
+    """What came of a family.
+
+    Attributes:
+        name: The family's.
+        task: What it is trained for.
+        layers: Into how many its model is cut.
+        recording: The seconds that it takes to record it.
+        gradients: How far gradients are from those of the loop, relative to the largest.
+        shared: Likewise those of parameters that several layers use; None if there are none.
+        mini_batch: How far the loss is from that of the undivided mini-batch.
+        counted_apart: Whether Trainer counts other labels than those that the undivided mini-batch's loss counts.
+        mistakes: What is wrong.
+        refused: Why it cannot be trained in parts.
+        output: Why the outputs of micro-batches cannot be put together.
+    """
+
+    name: str
+    task: str
+    layers: int = 0
+    recording: float = 0.0
+    gradients: float = 0.0
+    shared: float | None = None
+    mini_batch: float = 0.0
+    counted_apart: bool = False
+    mistakes: list[str] = field(default_factory=list)
+    refused: str = ""
+    output: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether it trains, and to the same bits."""
+        return not self.refused and not self.mistakes
+
+
+def judge(family: Family) -> Verdict:
+    """Holds a family to the law, with dropout and without."""
+    found = Verdict(family.name, family.task.name.lower())
+    with quiet(), one_thread():
+        try:
+            for dropout in (False, True):
+                judge_mode(family, found, dropout=dropout)
+        except CannotSplitError as error:
+            found.refused = str(error)
+        except Exception as error:
+            found.mistakes.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def judge_mode(family: Family, found: Verdict, *, dropout: bool) -> None:
+    """Holds it to the law in one of the two modes."""
+    given, sample, model = batch(family), sample_of(family), build(family, dropout=dropout)
+    expected = reference(family, model, given)
+    found.layers, found.recording = expected.layers, expected.recording
+    if not dropout:
+        calm = build(family, dropout=False)
+        found.mini_batch = distance(expected.trained.loss, loss_of(calm, given))
+        found.counted_apart = expected.weighing.count not in (None, count_of_trainer(calm, given))
+    outcomes = []
+    for partitions in dict.fromkeys(min(cut, found.layers) for cut in CUTS):
+        own = copy.deepcopy(model)
+        where = f"{'dropout, ' if dropout else ''}K={partitions}: "
+        with pipe_of(own, sample, partitions) as pipe:
+            outcomes.append(state_of(own, pipe.step(given)))
+            mistakes = compare(expected, outcomes[-1], found)
+            if list(pipe.state_dict()) != list(model.state_dict()):
+                mistakes.append("other names in state_dict()")
+            if not dropout:
+                mistakes += compare_outputs(pipe, own, given, expected.weighing, found)
+        found.mistakes += [where + one for one in mistakes]
+    if unsteady := {name for one in outcomes for name in changed(outcomes[0].gradients, one.gradients)}:
+        found.mistakes.append(f"{len(unsteady)} gradients depend on K, as {min(unsteady)}")
+
+
+def sample_of(family: Family) -> Batch:
+    """A mini-batch to record on: of other rows and length than the one to train on."""
+    return batch(family, rows=12, length=9, seed=5)
+
+
+def pipe_of(model: nn.Module, sample: Batch, partitions: int, **settings: Any) -> gpipe.GPipe:
+    """A pipe that is cut by parameters: by time, it might be cut in another way each time."""
+    settings = {"micro_batches": MICRO_BATCHES, "seed": SEED, "costs": "params", **settings}
+    return gpipe.GPipe(model, partitions, sample=dict(sample), **settings)
+
+
+def parts_of(given: Batch, micro_batches: int = MICRO_BATCHES) -> list[Batch]:
+    """The micro-batches of a mini-batch."""
+    columns = zip(*(value.tensor_split(micro_batches) for value in given.values()), strict=True)
+    return [dict(zip(given, column, strict=True)) for column in columns]
+
+
+def reference(family: Family, model: nn.Module, given: Batch, micro_batches: int = MICRO_BATCHES) -> Reference:
+    """What the loop makes of a copy of a model: forward, loss, backward of each micro-batch in turn."""
+    model, parts = copy.deepcopy(model), parts_of(given, micro_batches)
+    weighing = weigh(build(family, dropout=False), given, parts)
+    before = time.perf_counter()
+    replayed = ReplayedModel(model, parts_of(sample_of(family))[0])
+    recording = time.perf_counter() - before
+    total = torch.zeros(())
+    for m, (part, share) in enumerate(zip(parts, weighing.shares, strict=True)):
+        with replayed.visit(SEED, 0, m):  # what is drawn at random is that of a pipe
+            loss = model(**part, **weighing.told).loss
+        loss.backward(torch.full_like(loss, share))
+        total = total + loss.detach().reshape(()) * share
+    return Reference(state_of(model, total), shared_names(replayed), weighing, len(replayed.segments), recording)
+
+
+def state_of(model: nn.Module, loss: Tensor) -> Trained:
+    """What a step left behind in a model."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Trained(loss, gradients, dict(model.named_buffers()))
+
+
+def shared_names(replayed: ReplayedModel) -> frozenset[str]:
+    """The names of the parameters that several layers use."""
+    names = {id(parameter): name for name, parameter in replayed.model.named_parameters()}
+    users = [names[id(p)] for segment in replayed.segments.values() for p in segment.parameters()]
+    return frozenset(name for name in users if users.count(name) > 1)
+
+
+def weigh(model: nn.Module, given: Batch, parts: Sequence[Batch]) -> Weighing:
+    """How the losses of micro-batches make that of the mini-batch, found by trying."""
+    whole, ones = float(loss_of(model, given)), [1.0] * len(parts)
+    by_labels = [
+        [labels_that_count(part, shifted=shifted) for part in parts]
+        for shifted in (shifts_labels(model), True, False)
+    ]
+    if "labels" in given and uses_count(model, parts[0]):
+        ways = [Weighing(sum(counts), ones) for counts in by_labels]
+    else:
+        rows = [len(next(iter(part.values()))) for part in parts]
+        ways = [*(Weighing(None, shares_of(counts)) for counts in (rows, *by_labels)), Weighing(None, ones)]
+    return min(ways, key=lambda way: round(abs(whole - sum_of_losses(model, parts, way)) / abs(whole), 6))
+
+
+def sum_of_losses(model: nn.Module, parts: Sequence[Batch], way: Weighing) -> float:
+    """The loss that a weighing makes of those of the micro-batches."""
+    losses = [float(loss_of(model, part, way.told)) for part in parts]
+    return sum(loss * share for loss, share in zip(losses, way.shares, strict=True))
+
+
+def uses_count(model: nn.Module, part: Batch) -> bool:
+    """Whether a model's loss depends on the number of labels that it is told."""
+    try:
+        one, two = (loss_of(model, part, {COUNT: torch.tensor(count)}) for count in (1, 2))
+    except TypeError:  # it takes no such keyword
+        return False
+    return not torch.equal(one, two)
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether Trainer takes the first label of each row for none."""
+    of_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    return of_causal and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def count_of_trainer(model: nn.Module, given: Batch) -> int:
+    """The labels that Trainer counts."""
+    return labels_that_count(given, shifted=shifts_labels(model))
+
+
+def labels_that_count(part: Batch, *, shifted: bool) -> int:
+    """How many labels of a micro-batch count."""
+    labels = part["labels"] if "labels" in part else next(iter(part.values()))[:, 0].long()
+    return int((labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(IGNORED).sum())
+
+
+def shares_of(counts: Sequence[int]) -> list[float]:
+    """The part that each has in the sum."""
+    return [count / sum(counts) for count in counts]
+
+
+def loss_of(model: nn.Module, given: Batch, told: Mapping[str, Tensor] | None = None) -> Tensor:
+    """A model's own loss; buffers that it changes stay so."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        loss: Tensor = model(**given, **(told or {})).loss
+    return loss
+
+
+def compare(expected: Reference, trained: Trained, found: Verdict) -> list[str]:
+    """By what a step differs from the loop's."""
+    own = expected.trained
+    mistakes = [] if same_bits(trained.loss, own.loss) else [f"loss off by {distance(trained.loss, own.loss):.0e}"]
+    wrong: dict[str, float] = {}
+    for name in changed(own.gradients, trained.gradients):
+        one, other = own.gradients[name], trained.gradients[name]
+        apart = float("inf") if one is None or other is None else distance(other, one)
+        if name in expected.shared:
+            found.shared = max(apart, found.shared or 0.0)
+        else:
+            found.gradients = max(apart, found.gradients)
+        if name not in expected.shared or not apart <= NEAR:
+            wrong[name] = apart
+    if wrong:
+        name = next(iter(wrong))
+        mistakes.append(f"{len(wrong)} of {len(own.gradients)} gradients off by {max(wrong.values()):.0e}, as {name}")
+    if expected.shared:
+        found.shared = found.shared or 0.0
+    return mistakes + [f"buffer {name}" for name in changed(own.buffers, trained.buffers)]
+
+
+def changed(own: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> list[str]:
+    """The names of what differs in a bit."""
+    return [name for name, one in own.items() if not same_bits(one, others[name])]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """How far a tensor is from another, relative to its largest."""
+    return float((one - other).abs().max() / other.abs().max().clamp(min=torch.finfo(other.dtype).tiny))
+
+
+def compare_outputs(
+    pipe: gpipe.GPipe, model: nn.Module, given: Batch, weighing: Weighing, found: Verdict
+) -> list[str]:
+    """By what a pipe's output in evaluation differs from what the model gives for the micro-batches."""
+    pipe.eval()
+    with torch.no_grad():
+        outputs = [model(**part, **weighing.told) for part in parts_of(given)]
+        loss = sum(output.loss * share for output, share in zip(outputs, weighing.shares, strict=True))
+        try:
+            output = pipe(**given)
+        except TypeError as error:
+            found.output = str(error)
+            return []
+    mistakes = [] if same_bits(output.loss, loss) else ["loss in evaluation"]
+    columns = [pytree.tree_leaves({**one, "loss": None}) for one in outputs]
+    leaves = pytree.tree_leaves({**output, "loss": None})
+    if [*output] != [*outputs[0]] or len(leaves) != len(columns[0]):
+        return [*mistakes, f"output has {[*output]}, the model's {[*outputs[0]]}"]
+    rows = [torch.cat(column) for column in zip(*columns, strict=True) if isinstance(column[0], Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    wrong = sum(not same_bits(one, other) for one, other in zip(tensors, rows, strict=True))
+    return mistakes + [f"{wrong} tensors of the output"] * bool(wrong)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers and pipes tell of configurations and mini-batches that are so tiny."""
+    logger = logging.getLogger("gpipe")
+    before, own = transformers.logging.get_verbosity(), logger.level
+    transformers.logging.set_verbosity_error()
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+        logger.setLevel(own)
