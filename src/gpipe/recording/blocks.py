@@ -8,14 +8,15 @@ from gpipe.replay.errors import CannotSplitError
 from gpipe.torch_private.modes import without_compiler
 
 NO_BLOCKS = (
-    "in {model} there is no list of blocks (an nn.ModuleList or nn.Sequential of two or more modules with "
-    "parameters); name the modules between which it may be cut: blocks=[...], with names as in "
-    "model.named_modules()"
+    "in {model} there is no list of blocks (an nn.ModuleList or nn.Sequential of modules with parameters); name the "
+    "modules between which it may be cut: blocks=[...], with names as in model.named_modules()"
 )
 
 
 def find_blocks(model: nn.Module) -> list[str]:
     """The names of the blocks: what the model itself says is not to be split, else the members of lists of modules.
+
+    Where there is but one, it is taken: a forward may call it several times.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -32,8 +33,9 @@ def find_blocks(model: nn.Module) -> list[str]:
         [name for name, part in model.named_modules() if type(without_compiler(part)).__name__ in declared]
     )
     if sum(name.rpartition(".")[2].isdigit() for name in found) < 2:
-        found = list(_members(model, ""))
-    if len(found) < 2:
+        members = list(_members(model, "", least=2))
+        found = members if len(members) > 1 else found or list(_members(model, "", least=1))
+    if not found:
         raise CannotSplitError(NO_BLOCKS.format(model=f"a {type(model).__name__}"))
     return found
 
@@ -73,15 +75,15 @@ def _outermost(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _members(module: nn.Module, name: str) -> Iterator[str]:
-    """The members of the lists in a module, itself included, and of lists in modules that are none."""
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _is_called_apart(module)
+def _members(module: nn.Module, name: str, *, least: int) -> Iterator[str]:
+    """The members of the lists of at least so many in a module, itself included, and in modules that are none."""
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= least and _is_called_apart(module)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if not is_list:
-            yield from _members(child, path)
+            yield from _members(child, path, least=least)
         elif _has_parameters(child):
-            yield from (list(_members(child, path)) if _is_container(child) else []) or [path]
+            yield from (list(_members(child, path, least=least)) if _is_container(child) else []) or [path]
 
 
 def _is_called_apart(module: nn.Module) -> bool:
