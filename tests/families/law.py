@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import gpipe
-from gpipe.recording.model import ReplayedModel
+from gpipe.recording.layers_of import ModelLayers, layers_of
 from gpipe.replay.errors import CannotSplitError
 from tests.families.batches import IGNORED, batch
 from tests.families.family import Family, build
@@ -168,15 +168,15 @@ def reference(family: Family, model: nn.Module, given: Batch, micro_batches: int
     model, parts = copy.deepcopy(model), parts_of(given, micro_batches)
     weighing = weigh(build(family, dropout=False), given, parts)
     before = time.perf_counter()
-    replayed = ReplayedModel(model, parts_of(sample_of(family))[0])
+    layers = layers_of(model, parts_of(sample_of(family))[0])
     recording = time.perf_counter() - before
     total = torch.zeros(())
     for m, (part, share) in enumerate(zip(parts, weighing.shares, strict=True)):
-        with replayed.visit(SEED, 0, m):  # what is drawn at random is that of a pipe
+        with layers.visit(SEED, 0, m):  # what is drawn at random is that of a pipe
             loss = model(**part, **weighing.told).loss
         loss.backward(torch.full_like(loss, share))
         total = total + loss.detach().reshape(()) * share
-    return Reference(state_of(model, total), shared_names(replayed), weighing, len(replayed.segments), recording)
+    return Reference(state_of(model, total), shared_names(model, layers), weighing, len(layers), recording)
 
 
 def state_of(model: nn.Module, loss: Tensor) -> Trained:
@@ -185,10 +185,10 @@ def state_of(model: nn.Module, loss: Tensor) -> Trained:
     return Trained(loss, gradients, dict(model.named_buffers()))
 
 
-def shared_names(replayed: ReplayedModel) -> frozenset[str]:
+def shared_names(model: nn.Module, layers: ModelLayers) -> frozenset[str]:
     """The names of the parameters that several layers use."""
-    names = {id(parameter): name for name, parameter in replayed.model.named_parameters()}
-    users = [names[id(p)] for segment in replayed.segments.values() for p in segment.parameters()]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    users = [names[id(p)] for segment in layers.replayed.segments.values() for p in segment.parameters()]
     return frozenset(name for name in users if users.count(name) > 1)
 
 

@@ -1,0 +1,58 @@
+"""Families of transformers through pipes: the dozen that differ most, and five under every schedule."""
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from torch import nn
+
+import gpipe
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.recording.layers_of import ModelLayers, layers_of
+from tests.families.catalogue import DOZEN, batch, build, named
+from tests.families.law import SEED, Batch, Reference, Verdict, compare, judge, quiet, reference, sample_of, state_of
+from tests.support.plain_loop import REMATS, one_thread
+
+FIVE = ("llama", "gpt2", "t5", "swin", "bert")
+MICRO_BATCHES, ROWS = 8, 11  # so that some have two rows and others one
+
+
+@pytest.mark.parametrize("name", DOZEN)
+def test_a_family_trains_to_the_bits_of_the_loop_over_the_model(name: str) -> None:
+    found = judge(named(name))
+
+    assert found.right, [found.refused, *found.mistakes]
+    assert found.mini_batch < 1e-6
+    assert not found.output
+
+
+class Example(NamedTuple):
+    """A model with dropout, cut into layers, and what a step of it must leave behind."""
+
+    model: nn.Module
+    layers: ModelLayers
+    batch: Batch
+    expected: Reference
+
+
+@cache
+def example(name: str) -> Example:
+    family = named(name)
+    with quiet(), one_thread():
+        given, model = batch(family, rows=ROWS), build(family, dropout=True)
+        expected = reference(family, model, given, MICRO_BATCHES)
+        return Example(model, layers_of(model, sample_of(family)), given, expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", FIVE)
+def test_schedule_remat_and_driver_change_no_bit(name: str, schedule: str) -> None:
+    model, layers, given, expected = example(name)
+
+    for remat in REMATS:
+        for driver in ("threads", "lockstep"):
+            settings = {"schedule": schedule, "remat": remat, "driver": driver, "costs": [1] * len(layers)}
+            with quiet(), gpipe.GPipe(layers, 2, MICRO_BATCHES, seed=SEED, **settings) as pipe:
+                trained = state_of(model, pipe.step(given))
+            model.zero_grad()
+            assert not compare(expected, trained, Verdict(name, "")), (remat, driver)
