@@ -60,5 +60,5 @@ def test_several_lists_come_before_one_module_that_stands_alone() -> None:
 
 
 def test_a_model_without_any_list_is_refused() -> None:
-    with pytest.raises(CannotSplitError, match="there is no list of blocks .* blocks="):
+    with pytest.raises(CannotSplitError, match="there is no list of blocks"):
         find_blocks(nn.ModuleDict({"one": nn.Linear(2, 2)}))

@@ -6,13 +6,14 @@ Trainer does over its gradient accumulation. Else each counts by its own number 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from gpipe.layers.losses import sum_of_weights
 from gpipe.values.microbatch import count_rows
@@ -68,6 +69,33 @@ def read_loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         named.get("ignore_index"),
         weight.detach() if isinstance(weight, Tensor) else None,
     )
+
+
+class LossReader(TorchFunctionMode):
+    """Notes the calls of torch's losses in what runs inside.
+
+    >>> calls = []
+    >>> with LossReader(calls):
+    ...     loss = torch.nn.MSELoss()(torch.ones(2), torch.zeros(2))
+    >>> [call.name for call in calls]
+    ['mse_loss']
+    """
+
+    def __init__(self, calls: list[LossCall]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Sees a function of torch."""
+        if (loss := read_loss_call(getattr(func, "__name__", ""), args, kwargs or {})) is not None:
+            self.calls.append(loss)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

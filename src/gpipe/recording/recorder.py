@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe.recording.own_loss import LossCall, read_loss_call
+from gpipe.recording.own_loss import LossCall, LossReader, read_loss_call
 from gpipe.replay.dry import Dry
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.path import Event, Path, Tag, is_carried
@@ -145,7 +145,8 @@ class Recorder(Walk):
         if not is_unit and (loss := read_loss_call(name, args, kwargs)) is not None:
             self.losses.append(loss)
         before = [version(tensor) for tensor in tensors]
-        with self._around(len(self.starts) - 1):
+        reader = LossReader(self.losses) if is_unit and not is_block else nullcontext()  # a head may have the loss
+        with self._around(len(self.starts) - 1), reader:
             made = self.do(name, call, args, kwargs)
         self._changed += [
             (self.at, tag)
