@@ -203,7 +203,7 @@ def weigh(model: nn.Module, given: Batch, parts: Sequence[Batch]) -> Weighing:
         ways = [Weighing(sum(counts), ones) for counts in by_labels]
     else:
         rows = [len(next(iter(part.values()))) for part in parts]
-        ways = [*(Weighing(None, shares_of(counts)) for counts in (rows, *by_labels)), Weighing(None, ones)]
+        ways = [*(Weighing(None, shares_of(counts)) for counts in (*by_labels, rows)), Weighing(None, ones)]
     return min(ways, key=lambda way: round(abs(whole - sum_of_losses(model, parts, way)) / abs(whole), 6))
 
 
@@ -302,9 +302,13 @@ def compare_outputs(
     leaves = pytree.tree_leaves({**output, "loss": None})
     if [*output] != [*outputs[0]] or len(leaves) != len(columns[0]):
         return [*mistakes, f"output has {[*output]}, the model's {[*outputs[0]]}"]
-    rows = [torch.cat(column) for column in zip(*columns, strict=True) if isinstance(column[0], Tensor)]
+    joined = [
+        torch.cat(column) if column[0].dim() else loss  # luke gives its loss under two names
+        for column in zip(*columns, strict=True)
+        if isinstance(column[0], Tensor)
+    ]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    wrong = sum(not same_bits(one, other) for one, other in zip(tensors, rows, strict=True))
+    wrong = sum(not same_bits(one, other) for one, other in zip(tensors, joined, strict=True))
     return mistakes + [f"{wrong} tensors of the output"] * bool(wrong)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import transformers
 
+from tests.families.catalogue import FAMILIES
 from tests.families.law import Verdict
 from tests.soak.results import facts
 
@@ -14,10 +15,13 @@ FILE = Path(__file__).parent / "results" / "families.json"
 
 
 def keep(verdicts: Sequence[Verdict], file: Path = FILE) -> None:
-    """Writes verdicts, and where they come from."""
+    """Writes verdicts, in the place of those of the same families, and where they come from."""
     file.parent.mkdir(exist_ok=True)
+    before = json.loads(file.read_text(encoding="utf-8"))["families"] if file.exists() else []
+    families = {one["name"]: one for one in before}
+    families |= {one.name: {**asdict(one), "right": one.right} for one in verdicts}
     about = {**facts(), "transformers": transformers.__version__}
-    kept = {"about": about, "families": [{**asdict(one), "right": one.right} for one in verdicts]}
+    kept = {"about": about, "families": [families[family.name] for family in FAMILIES if family.name in families]}
     file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
