@@ -2,9 +2,9 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import NO_GRAPH
 from gpipe.runtime.recorder import Recorder
 from gpipe.torch_private.modules import hold_state_of
+
+T = TypeVar("T", bound=Tensor)
 
 
 class Partitioned(nn.Module):
@@ -161,18 +163,25 @@ class Partitioned(nn.Module):
         if self._session.position is not None and self._session.position.rows > 1:
             refuse_norms_of_a_part()
         first = self._tied_names if remove_duplicate else {}
-        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
-            if name in self._foreign:
-                continue
+        every = super().named_parameters("", recurse, remove_duplicate=False)
+        for name, parameter in self._own_among(every, remove_duplicate=remove_duplicate):
             yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process by name."""
-        for name, buffer in super().named_buffers("", recurse, remove_duplicate):
-            if name not in self._foreign:
-                yield f"{prefix}{'.' if prefix else ''}{name}", buffer
+        every = super().named_buffers("", recurse, remove_duplicate=False)
+        for name, buffer in self._own_among(every, remove_duplicate=remove_duplicate):
+            yield f"{prefix}{'.' if prefix else ''}{name}", buffer
+
+    def _own_among(self, named: Iterable[tuple[str, T]], *, remove_duplicate: bool) -> Iterator[tuple[str, T]]:
+        """Those of this process, one of several names under the first that is not another process's."""
+        seen: set[int] = set()
+        for name, tensor in named:
+            if name not in self._foreign and not (remove_duplicate and id(tensor) in seen):
+                seen.add(id(tensor))
+                yield name, tensor
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this process, by name; in one process that of all layers."""
