@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 import gpipe
-from gpipe.torch_private import autograd, casts, dispatcher, modes, modules, products, trees
+from gpipe.torch_private import autograd, casts, dispatcher, fakes, modes, modules, products, trees
 from gpipe.torch_private import checkpoint as checkpoints
 from gpipe.torch_private.checkpoint import CheckpointFrame
 
@@ -51,6 +51,7 @@ ALLOWED = {
     "_getframe": "of sys",
     "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
     "_no_split_modules": "what models of transformers say of themselves",
+    "_output_capturing_hooks_installed": "what models of transformers look for on themselves",
     "_fields": "of a namedtuple",
     "_replace": "likewise",
 }
@@ -557,10 +558,10 @@ def test_a_mode_that_is_paused_sees_nothing() -> None:
             torch.ones(2)
             with modes.paused(mode):
                 torch.ones(2)
-                with Listens(), modes.paused(mode):  # which stands below another now
+                with Sees(), modes.paused(mode):  # which stands below another now
                     torch.ones(2)
             torch.ones(2)
-        assert len(seen) == 3
+        assert len(seen) == 4
 
 
 def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:
@@ -575,6 +576,27 @@ def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:
             assert refuses.shape == (2,)
         with pytest.raises(TypeError):
             _ = refuses.shape
+
+
+def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
+    faking, weight = fakes.Fakes(), nn.Parameter(torch.empty(4, 3, device="meta"))
+    with relied_on("Fakes", "runs models on the meta device as far as layouts go"):
+        like = faking.like(weight)
+        assert isinstance(like, nn.Parameter)
+        with faking.inside():
+            made = F.embedding(torch.tensor([[1, 2]]), like)
+            assert made.shape == (1, 2, 3)
+            assert made.device.type == "cpu"
+            assert made.requires_grad
+            assert made.float() is made
+            for needs in (made.sum().item, made.nonzero):
+                with pytest.raises(fakes.NEEDS_VALUES):
+                    needs()
+    with relied_on("is_fake", "tells such tensors from others"):
+        assert fakes.is_fake(made)
+        assert not fakes.is_fake(weight)
+    with relied_on("NEEDS_VALUES", "tells what cannot be done without values"):
+        assert all(issubclass(kind, RuntimeError) for kind in fakes.NEEDS_VALUES)
 
 
 def test_a_module_holds_the_state_of_another() -> None:

@@ -92,7 +92,7 @@ def test_what_builds_a_layer_stays_one() -> None:
         ({nn.ReLU(), nn.Tanh()}, "layers is a set, which has no order; give a list"),
         ("relu", "layers is a str; give an nn.Sequential"),
         (torch.ones(2), "layers is a Tensor; give an nn.Sequential"),
-        (Two(), "layers is a Two; give an nn.Sequential"),
+        (Two(), "a Two is no sequence of layers; give sample=, an example mini-batch"),
     ],
 )
 def test_what_is_no_sequence_of_layers_is_refused_with_what_to_write(wrong: object, text: str) -> None:
@@ -130,7 +130,7 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
         ({"device": "cpu"}, "there is no device=; give devices="),
         ({"loss_fn": F.mse_loss}, "there is no loss_fn=; give to each step: pipe.step(inputs, targets, loss_fn)"),
         ({"remats": "never"}, "there is no remats=; give remat="),
-        ({"wings": 2}, "there is no wings=; leave it out\nknown are layers, partitions"),
+        ({"wings": 2}, "there is no wings=; leave it out\nknown are model, partitions"),
         ({"chunks": 8, "num_stages": 2}, "there is no num_stages=; give partitions="),
     ],
 )
