@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from gpipe.build.arguments import Arguments, draw_seed, is_count
 from gpipe.build.mistakes import Mistakes
 from gpipe.build.schedules import count_ranks, read_schedule
-from gpipe.build.settings import Settings, first_micro_batch, settle
+from gpipe.build.settings import TWO_ROWS, Settings, first_micro_batch, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
 from gpipe.distributed.construction import BUILDING, LINKING, Agreement
@@ -67,7 +67,7 @@ def _replayed(asked: Arguments) -> ReplayedModel | None:
     """The model, recorded on the first micro-batch of the sample; None of a sequence of layers."""
     sample = asked.sample
     if sample is not None and is_model(asked.model) and is_count(asked.micro_batches):
-        sample = first_micro_batch(sample, asked.micro_batches)
+        sample = first_micro_batch(sample, asked.micro_batches, least=TWO_ROWS)
     return read_model(asked.model, sample, asked.blocks)
 
 
@@ -137,7 +137,7 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     if replayed is None:
         sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
     else:
-        replayed.learn_all(first_micro_batch(asked.sample, asked.micro_batches))
+        replayed.learn_all(first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS))
         sketch = Outline(dict(replayed.segments), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")

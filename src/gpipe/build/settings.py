@@ -36,6 +36,7 @@ from gpipe.plan.schedules import Placement, Schedule, rows_in_training
 from gpipe.plan.simulate import stage_costs
 from gpipe.plan.splits import stages_left_whole
 from gpipe.recording.model import ReplayedModel
+from gpipe.recording.reading import why_not_layers
 from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import MicroBatches, count_rows, split, take_parts
 from gpipe.values.tree import Tree
@@ -100,6 +101,8 @@ def settle(
     if replayed is not None:
         named, wrong = dict(replayed.segments), []
         mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")
+    elif wrong := why_not_layers(asked.model, asked.blocks):
+        named = {}
     else:
         named, wrong = build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
     known = 0 if wrong else len(named)
@@ -153,9 +156,9 @@ def _to_measure(
     asked: Arguments, layers: Sequence[nn.Module], replayed: ReplayedModel | None
 ) -> tuple[Sequence[nn.Module], Tree]:
     """The layers as they run one by one, and what the first takes of the sample's first micro-batch."""
-    sample = first_micro_batch(asked.sample, asked.micro_batches)
     if replayed is None:
-        return layers, sample
+        return layers, first_micro_batch(asked.sample, asked.micro_batches)
+    sample = first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
     return replayed.alone(), sample if sample is None else replayed.begin([sample]).states[0]
 
 
@@ -220,11 +223,15 @@ def _find_costs(
             return costs
 
 
-def first_micro_batch(sample: Tree, micro_batches: int) -> Tree:
-    """The first micro-batch of a sample."""
+TWO_ROWS = 2
+"""What a model's forward is recorded on at least, if there are so many: BatchNorm in training refuses one."""
+
+
+def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
+    """The first micro-batch of a sample, of so many rows at least, if it has them."""
     if sample is None:
         return None
     if isinstance(sample, MicroBatches):
         return take_parts(sample)[0]
     rows = count_rows(sample)
-    return split(sample, rows, min(micro_batches, rows), "sample")[0]
+    return split(sample, rows, min(micro_batches, max(rows // least, 1)), "sample")[0]

@@ -36,23 +36,25 @@ def plain(value: Tree) -> Tree:
 
 
 def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> ReplayedModel | None:
-    """The model as layers; None if these are layers already.
+    """The model as layers; None if these are layers already, or there is no sample to record it on.
 
     Raises:
-        ValueError: There is no sample to record it on, or it cannot be cut.
+        ValueError: It cannot be cut.
     """
     if isinstance(given, ModelLayers):
         return given.replayed
-    if not is_model(given):
-        if blocks is not None:
-            raise ValueError(
-                "blocks= names the modules between which a model is cut; a sequence of layers needs none"
-            )
+    if sample is None or not isinstance(given, nn.Module) or not is_model(given):
         return None
-    assert isinstance(given, nn.Module)
-    if sample is None:
-        raise ValueError(
+    return ReplayedModel(given, sample, blocks)
+
+
+def why_not_layers(given: object, blocks: Sequence[str] | None) -> list[str]:
+    """What is wrong with what is to be layers, since there is no sample to make a model some on."""
+    if is_model(given):
+        return [
             f"a {type(given).__name__} is no sequence of layers; give sample=, an example mini-batch, on which its "
             f"forward is recorded to be cut into layers, or give an nn.Sequential of its layers"
-        )
-    return ReplayedModel(given, sample, blocks)
+        ]
+    if blocks is not None:
+        return ["blocks= names the modules between which a model is cut; a sequence of layers needs none"]
+    return []

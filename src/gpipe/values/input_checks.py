@@ -70,7 +70,7 @@ def _is_packed(value: object) -> bool:
 def _find_strange_layout(name: str, tensor: Tensor, *, ready_made: bool) -> Iterator[str]:
     if tensor.is_nested:
         yield (
-            f"{name} is a nested tensor, which has no rows to count or split; pad it, as in "
+            f"{name} is a nested tensor, which has no rows to split; pad it, as in "
             f"torch.nested.to_padded_tensor(t, 0.0), and give a mask beside it"
         )
     elif tensor.layout is not torch.strided and not ready_made:
