@@ -33,6 +33,7 @@ from gpipe.replay.stage import ReplayedStage
 from gpipe.runtime.engine import Engine
 from gpipe.values.digest import digest
 from gpipe.values.dtensor import local
+from gpipe.values.tree import Tree
 
 
 def assemble(asked: Arguments) -> tuple[Settings, Session]:
@@ -45,6 +46,8 @@ def assemble(asked: Arguments) -> tuple[Settings, Session]:
     if asked.driver != "process" and asked.mesh is None:
         settings = settle(asked, replayed=_replayed(asked))
         if settings.replayed is not None:
+            if any(device.type != "cpu" for device in settings.devices):  # then no device will have all of it
+                settings.replayed.learn_all(_first(asked))
             settings.replayed.realize(range(len(settings.layers)), settings.seed)
         return settings, _session(settings, None)
     end_with_launcher()
@@ -65,10 +68,12 @@ def assemble(asked: Arguments) -> tuple[Settings, Session]:
 
 def _replayed(asked: Arguments) -> ReplayedModel | None:
     """The model, recorded on the first micro-batch of the sample; None of a sequence of layers."""
-    sample = asked.sample
-    if sample is not None and is_model(asked.model) and is_count(asked.micro_batches):
-        sample = first_micro_batch(sample, asked.micro_batches, least=TWO_ROWS)
-    return read_model(asked.model, sample, asked.blocks)
+    fits = is_model(asked.model) and is_count(asked.micro_batches)
+    return read_model(asked.model, _first(asked) if fits else asked.sample, asked.blocks)
+
+
+def _first(asked: Arguments) -> Tree:
+    return first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
 
 
 def _session(settings: Settings, position: Position | None) -> Session:
@@ -137,7 +142,7 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     if replayed is None:
         sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
     else:
-        replayed.learn_all(first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS))
+        replayed.learn_all(_first(asked))
         sketch = Outline(dict(replayed.segments), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")

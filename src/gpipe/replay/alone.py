@@ -10,7 +10,7 @@ from gpipe.replay.path import Path
 from gpipe.replay.segment import Segment
 from gpipe.replay.skeleton import Parts
 from gpipe.replay.stage import ReplayedStage, Ways
-from gpipe.values.tree import Tree
+from gpipe.values.tree import Tree, tensors_in
 
 
 class AloneLayer(nn.Module):
@@ -26,6 +26,7 @@ class AloneLayer(nn.Module):
     def forward(self, state: Tree) -> Tree:
         """Replays the layer."""
         stage: _AloneStage = self.__dict__["stage"]
+        stage.device = next((tensor.device for tensor in tensors_in(state)), stage.device)
         return stage._run(state, {}, {}, RngKey(0, 0, 0), LayerProgress())
 
 
