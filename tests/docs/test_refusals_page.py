@@ -1,0 +1,63 @@
+"""The page on refusals has each text by which a model is refused, as it begins in the source."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+SOURCE = ROOT / "src" / "gpipe"
+PAGE = (ROOT / "docs" / "when-refused.md").read_text()
+QUOTED = re.findall(r"^`(.*)`\n: ", PAGE, re.MULTILINE)
+FIELD = re.compile(r"\{\w+(![rsa])?\}")
+LONG = 40  # characters, of what is a sentence and no name
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A text in the source, with `...` for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return FIELD.sub("...", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "..." for part in node.values)
+    return None
+
+
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in (*sorted(SOURCE.glob("re[cp]*ing/*.py")), *sorted(SOURCE.glob("replay/*.py")), SOURCE / "pipeline.py"):
+        yield path, ast.parse(path.read_text())
+
+
+def all_texts() -> set[str]:
+    return {text for _, module in modules() for node in ast.walk(module) if (text := text_of(node))}
+
+
+def refusals() -> Iterator[tuple[str, str]]:
+    """The texts that have a name, and those that stand where CannotSplitError is raised, each with its file."""
+    for path, module in modules():
+        for node in module.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                text = text_of(node.value)
+                if text and node.targets[0].id.isupper() and len(text) > LONG:
+                    yield path.name, text
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "CannotSplitError":
+                text = text_of(node.args[0])
+                if text:
+                    yield path.name, text
+
+
+def test_the_page_quotes_many() -> None:
+    assert len(QUOTED) > 30
+    assert len(set(QUOTED)) == len(QUOTED)
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_what_is_quoted_stands_in_the_source(quoted: str) -> None:
+    assert any(text.startswith(quoted) for text in all_texts())
+
+
+def test_every_refusal_is_on_the_page() -> None:
+    assert [found for found in refusals() if not any(found[1].startswith(quoted) for quoted in QUOTED)] == []
