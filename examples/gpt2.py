@@ -31,7 +31,9 @@ def sentences(count: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 torch.manual_seed(0)
 generator = torch.Generator().manual_seed(0)
-config = GPT2Config(vocab_size=WORDS, n_positions=LONGEST, n_embd=64, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=1)
+config = GPT2Config(
+    vocab_size=WORDS, n_positions=LONGEST, n_embd=64, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=1
+)
 model = GPT2LMHeadModel(config)
 
 pipe = gpipe.GPipe(model, partitions=2, micro_batches=4, sample=sentences(16, generator))

@@ -26,7 +26,11 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in (*sorted(SOURCE.glob("re[cp]*ing/*.py")), *sorted(SOURCE.glob("replay/*.py")), SOURCE / "pipeline.py"):
+    for path in (
+        *sorted(SOURCE.glob("re[cp]*ing/*.py")),
+        *sorted(SOURCE.glob("replay/*.py")),
+        SOURCE / "pipeline.py",
+    ):
         yield path, ast.parse(path.read_text())
 
 

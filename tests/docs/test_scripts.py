@@ -1,17 +1,21 @@
 """Scripts on pages, blocks that begin with `# name.py`, run by the commands there as they stand.
 
-Where a block of text follows on the commands, its lines are among those that they print.
+Where a block of text follows on the commands, its lines are among those that they print. Scripts in examples/ that a
+page includes run by the commands in their docstrings.
 """
 
+import ast
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import LAUNCHERS, PAGES, Block, blocks_of, scripts_of, starts
+from tests.docs.pages import LAUNCHERS, PAGES, ROOT, Block, blocks_of, scripts_of, starts
 from tests.support.processes.launch import LOOPBACK, ONE_THREAD
 
 PROGRAMS = dict(zip(LAUNCHERS, ([sys.executable], [sys.executable, "-m", "torch.distributed.run"]), strict=True))
@@ -23,6 +27,10 @@ ALONE = {  # how torchrun is told that other tests run beside this one
     **ONE_THREAD,
 }
 SECONDS = 300
+INCLUDED = sorted(
+    {name for page in PAGES for name in re.findall(r"literalinclude} \.\./(examples/.*)", page.read_text())}
+)
+FIGURES = re.compile(r"^.*: loss [\d.]+$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if scripts_of(page)], ids=lambda page: page.stem)
@@ -37,8 +45,22 @@ def test_scripts_of_a_page_run(page: Path, tmp_path: Path) -> None:
                 check_command(command, tmp_path, after.text if after.language == "text" else None)
 
 
-def check_command(command: str, folder: Path, expected: str | None) -> None:
-    """Runs a command in a folder: it ends well, or else prints what is expected."""
+@pytest.mark.parametrize("example", INCLUDED)
+def test_examples_run_and_print_the_same_however_they_are_started(example: str, tmp_path: Path) -> None:
+    documentation = ast.get_docstring(ast.parse((ROOT / example).read_text()))
+    commands = re.findall(rf"^    ((?:{'|'.join(LAUNCHERS)}) .*)$", documentation or "", re.MULTILINE)
+    printed = []
+    for at, command in enumerate(commands):
+        folder = tmp_path / str(at)
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        printed.append(FIGURES.findall(check_command(command, folder, None)))
+    assert printed
+    assert len(printed[0]) > 3
+    assert all(lines == printed[0] for lines in printed)
+
+
+def check_command(command: str, folder: Path, expected: str | None) -> str:
+    """Runs a command in a folder: it ends well, or else prints what is expected; gives what it prints."""
     program, *arguments = shlex.split(command)
     ended = subprocess.run(
         [*PROGRAMS[program], *arguments],
@@ -55,6 +77,7 @@ def check_command(command: str, folder: Path, expected: str | None) -> None:
     else:
         missing = [line for line in expected.splitlines() if line not in ended.stdout]
         assert missing == [], f"{command} did not print this:\n{ended.stdout}"
+    return ended.stdout
 
 
 def test_every_script_is_started() -> None:
