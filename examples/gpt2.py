@@ -42,12 +42,12 @@ decayed = [parameter for name, parameter in pipe.named_parameters() if name.ends
 others = [parameter for name, parameter in pipe.named_parameters() if not name.endswith("weight") or "ln_" in name]
 optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=3e-3)
 
-for step in range(60):
+for step in range(45):
     loss = pipe.step(sentences(16, generator))  # the model's own loss, forward and backward
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if step % 20 == 19:
+    if step % 15 == 14:
         print(f"step {step + 1}: loss {loss:.3f}")
 
 pipe.eval()

@@ -75,13 +75,13 @@ groups: list[dict[str, object]] = [
     {"params": [p for name, p in pipe.named_parameters() if "norm" in name], "weight_decay": 0.0},
 ]
 optimizer = torch.optim.AdamW(groups, lr=3e-3)
-for step in range(60):
+for step in range(45):
     with torch.autocast("cpu", torch.bfloat16):
         loss = pipe.step(sentences(generator))
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if step % 20 == 19 and is_first():
+    if step % 15 == 14 and is_first():
         print(f"step {step + 1}: loss {loss:.6f}", flush=True)
 
 pipe.eval()
