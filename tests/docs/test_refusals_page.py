@@ -26,11 +26,8 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in (
-        *sorted(SOURCE.glob("re[cp]*ing/*.py")),
-        *sorted(SOURCE.glob("replay/*.py")),
-        SOURCE / "pipeline.py",
-    ):
+    rooms = [path for room in ("recording", "replay") for path in sorted((SOURCE / room).glob("*.py"))]
+    for path in (*rooms, SOURCE / "pipeline.py"):
         yield path, ast.parse(path.read_text())
 
 
