@@ -163,14 +163,17 @@ class Counting:
 
 
 def _is_shifted(target: Tensor | None, labels: Tensor) -> bool | None:
-    """Whether a loss was given labels from the second on; None if these are not its labels."""
+    """Whether a loss was given labels from the second on; None if these are not its labels.
+
+    It may be given all of them several times, once for each word ahead that it looks for.
+    """
     if target is None or labels.is_floating_point() or target.is_floating_point() or not labels.dim():
         return None
-    if target.numel() == labels.numel():
-        arranged = target.reshape(labels.shape)
-        if torch.equal(arranged, labels):
+    if labels.numel() and not target.numel() % labels.numel():
+        arranged = target.reshape(-1, *labels.shape)
+        if torch.equal(arranged, labels.expand_as(arranged)):
             return False
-        if labels.dim() > 1 and torch.equal(arranged[..., :-1], labels[..., 1:]):
+        if labels.dim() > 1 and torch.equal(arranged[..., :-1], labels[..., 1:].expand_as(arranged[..., :-1])):
             return True
     elif labels.dim() > 1 and target.numel() == labels[..., 1:].numel():
         return True if torch.equal(target.reshape(labels[..., 1:].shape), labels[..., 1:]) else None
