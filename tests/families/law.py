@@ -234,8 +234,10 @@ def count_of_trainer(model: nn.Module, given: Batch) -> int:
 
 
 def labels_that_count(part: Batch, *, shifted: bool) -> int:
-    """How many labels of a micro-batch count."""
-    labels = part["labels"] if "labels" in part else next(iter(part.values()))[:, 0].long()
+    """How many labels of a micro-batch count: where there are none, its rows."""
+    if "labels" not in part:
+        return len(next(iter(part.values())))
+    labels = part["labels"]
     return int((labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(IGNORED).sum())
 
 
