@@ -11,7 +11,7 @@ from gpipe.replay.dry import Dry
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.path import Event, Path, Tag, is_carried
 from gpipe.replay.skeleton import Skeleton
-from gpipe.replay.structure import Leaves, take_apart
+from gpipe.replay.structure import Leaves, again_in, take_apart
 from gpipe.replay.walk import Walk
 from gpipe.values.layout import copy_of, storage_address
 from gpipe.values.tree import version
@@ -155,11 +155,14 @@ class Recorder(Walk):
         ]
         leaves, returns = take_apart(made)
         given = set(map(id, tensors))
+        again = again_in(leaves)
         leaves = [self._known_apart(leaf, given) for leaf in leaves]
-        for at, leaf in enumerate(leaves):
+        for at, first in again:
+            leaves[at] = leaves[first]
+        for at, leaf in reversed([*enumerate(leaves)]):  # what stands there again is known by its first place
             if isinstance(leaf, Tensor):
                 self._note(leaf, Tag(self.at, at))
-        self.events.append(Event(name, is_unit, frozenset(tags), raw, returns))
+        self.events.append(Event(name, is_unit, frozenset(tags), raw, returns, again))
         self.at += 1
         return returns.filled(leaves)
 

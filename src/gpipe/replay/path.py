@@ -54,6 +54,7 @@ class Event:
         uses: What it was given of what others made.
         raw: The names of the parameters that it was given as they are.
         returns: How what it returned is put together.
+        again: The leaves that are the same tensor as one before them, each with that.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Event:
     uses: frozenset[Tag]
     raw: tuple[str, ...]
     returns: Structure
+    again: tuple[tuple[int, int], ...] = ()
 
 
 class Hop(NamedTuple):

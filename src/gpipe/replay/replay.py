@@ -149,8 +149,9 @@ class Replay(Walk):
                 args, kwargs = self._with_own_parameters(args, kwargs)
             made = self.do(name, call, args, kwargs)
         leaves, structure = take_apart(made)
-        expected = self.path.events[at].returns
-        if structure is not expected and structure != expected:
+        event = self.path.events[at]
+        parted = any(leaves[place] is not leaves[first] for place, first in event.again)
+        if parted or (structure is not event.returns and structure != event.returns):
             raise CannotSplitError(OTHER_VALUE.format(name=name))
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -165,8 +166,11 @@ class Replay(Walk):
 
     def _pass(self, name: str) -> Any:
         at = self._next(name)
+        event = self.path.events[at]
         leaves = [self._leaf(Tag(at, place), found) for place, found in enumerate(self.log[at + 1])]
-        return self.path.events[at].returns.filled(leaves)
+        for place, first in event.again:
+            leaves[place] = leaves[first]
+        return event.returns.filled(leaves)
 
     def _next(self, name: str) -> int:
         """The number of the event that begins, which must be the recorded one."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torch import Tensor
+
 from gpipe.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
@@ -74,3 +76,19 @@ def take_apart(value: Any) -> tuple[Leaves, Structure]:
         inner.append((at, type(leaf), structure))
         leaves += some
     return leaves, Structure(spec, tuple(inner))
+
+
+def again_in(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """The places of tensors that stood before, each with the first place of that tensor.
+
+    >>> tensor = Tensor()
+    >>> again_in([tensor, 7, Tensor(), 7, tensor])
+    ((4, 0),)
+    """
+    first: dict[int, int] = {}
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            first.setdefault(id(leaf), at)
+    return tuple(
+        (at, first[id(leaf)]) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and first[id(leaf)] != at
+    )
