@@ -14,7 +14,7 @@ from gpipe.recording.arguments import arguments, takes, without_cache
 from gpipe.recording.blocks import check_blocks, find_blocks, open_names
 from gpipe.recording.cutting import layers_of_path, segments_of
 from gpipe.recording.own_loss import COUNT, NO_LABELS, Counting, own_loss
-from gpipe.recording.record import Recorded, in_mode, record, trace
+from gpipe.recording.record import Recorded, Traced, in_mode, record, trace, unchanged
 from gpipe.recording.values import give_values
 from gpipe.replay.alone import AloneLayer
 from gpipe.replay.dry import lacks_values
@@ -93,10 +93,11 @@ class ReplayedModel:
         self._countings: list[Counting] = []
         self._numbers: dict[PathKey, int] = {}
         self._learns = True
-        self._counts = False
-        self._counts = self._may_count(sample) and self._uses_count(sample)
-        sample = self._with_count(sample, 1) if self._counts else sample
-        found = record(self.parts, arguments(model, sample))
+        with unchanged(model):
+            counted = self._trace_counted(sample) if self._may_count(sample) else None
+            self._counts = counted is not None
+            sample = self._with_count(sample, 1) if self._counts else sample
+            found = record(self.parts, arguments(model, sample), counted)
         self.parts, self.seconds = found.parts, found.seconds
         self._keep(self._key(*self._apart(sample)), found, sample)
         self.segments = segments_of(self.parts, found.path)
@@ -111,16 +112,15 @@ class ReplayedModel:
         given = isinstance(value, Mapping) and COUNT not in value
         return given and "labels" in value and takes(self.model, COUNT)  # type: ignore[operator]  # it is a mapping
 
-    def _uses_count(self, sample: Tree) -> bool:
-        """Whether the forward uses the number that it is told, which many only pass on."""
+    def _trace_counted(self, sample: Tree) -> Traced | None:
+        """A run of a forward that is told the number; None if it does not use it, as many that only pass it on."""
+        one, two = (arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
+        found = trace(self.parts, one)
         if lacks_values(self.model):
-            leaves, _ = self._apart(self._with_count(sample, 1))
-            return len(leaves) - 1 in trace(self.parts, arguments(self.model, self._with_count(sample, 1))).path.taken
-        losses = [
-            own_loss(trace(self.parts, arguments(self.model, self._with_count(sample, count))).output)
-            for count in (1, 2)
-        ]
-        return not torch.equal(*losses)
+            at = len(take_apart(tuple(one))[0]) - 1
+            return found if at in found.path.taken else None
+        losses = [_loss_of(found.output), _loss_of(trace(self.parts, two).output)]
+        return found if losses[0] is not None and not torch.equal(*losses) else None
 
     @staticmethod
     def _with_count(value: Tree, count: float) -> Tree:
@@ -276,7 +276,8 @@ class ReplayedModel:
         return str(structure.spec), tuple(map(_kind, leaves)), settings
 
     def _learn(self, key: PathKey, value: Tree) -> None:
-        found = record(self.parts, arguments(self.model, value))
+        with unchanged(self.model):
+            found = record(self.parts, arguments(self.model, value))
         segments = list(self.segments.items())
         units, raw = layers_of_path(found.path)
         if len(units) != len(segments):
@@ -292,6 +293,13 @@ class ReplayedModel:
                     OTHER_LAYER.format(what=new[0], layer=at, name=name, model=type(self.model).__name__)
                 )
         self._keep(key, found, value)
+
+
+def _loss_of(output: Tree) -> Any:
+    try:
+        return own_loss(output)
+    except TypeError:
+        return None
 
 
 def _kind(leaf: Any) -> object:

@@ -79,29 +79,38 @@ class Recorded(NamedTuple):
     losses: list[LossCall]
 
 
-def record(parts: Parts, given: Given) -> Recorded:
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back what recordings inside change: modules and their state, and torch's generator."""
+    with untouched(model), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded:
     """Records the path of a model's forward, in the mode that it is in, and proves it.
 
-    Nothing of the model is changed by it.
+    Args:
+        parts: The model.
+        given: What the forward is given.
+        traced: What a run of it with the same has shown.
 
     Raises:
         CannotSplitError: It cannot be replayed to the same bits.
     """
-    found = trace(parts, given)
+    found = trace(parts, given) if traced is None else traced
     _, path, parts, losses = found
     if lacks_values(parts.model):
         return _proven_without_values(parts, given, found)
-    with untouched(parts.model), torch.random.fork_rng(devices=[]):
-        own, expected = _watched(parts.model, lambda: _called(parts, path, given))
-        (leaves, structure, seconds), buffers = _watched(parts.model, lambda: _replayed(parts, path, given))
-        _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
+    own, expected = _watched(parts.model, lambda: _called(parts, path, given))
+    (leaves, structure, seconds), buffers = _watched(parts.model, lambda: _replayed(parts, path, given))
+    _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
     return Recorded(parts, path, seconds, losses)
 
 
 def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorded:
     """Compares what can be without values: the layouts of what the replayed layers give."""
     dry = Dry()
-    with untouched(parts.model), dry.faking(parts.model):
+    with dry.faking(parts.model):
         leaves, structure, seconds = _replayed(found.parts, found.path, given, dry)
     expected, own = take_apart(found.output)
     if structure != own or describe(leaves) != describe(expected):
@@ -115,7 +124,7 @@ def trace(parts: Parts, given: Given) -> Traced:
     """The path, the parts with modules known that keep state without parameters, and the losses that were called."""
     dry = Dry() if lacks_values(parts.model) else None
     faking = nullcontext() if dry is None else dry.faking(parts.model)
-    with untouched(parts.model), torch.random.fork_rng(devices=[]), faking:
+    with faking:
         found, stateful = _traced(parts, given, dry)
     return trace(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torch import Tensor
-
 from gpipe.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
