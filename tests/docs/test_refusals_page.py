@@ -16,7 +16,7 @@ FIELD = re.compile(r"\{\w+(![rsa])?\}")
 LONG = 40  # characters, of what is a sentence and no name
 
 
-def text_of(node: ast.AST) -> str | None:
+def text_of(node: ast.AST | None) -> str | None:
     """A text in the source, with `...` for what is filled in."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return FIELD.sub("...", node.value)
@@ -45,9 +45,9 @@ def refusals() -> Iterator[tuple[str, str]]:
                 text = text_of(node.value)
                 if text and node.targets[0].id.isupper() and len(text) > LONG:
                     yield path.name, text
-        for node in ast.walk(module):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "CannotSplitError":
-                text = text_of(node.args[0])
+        for call in ast.walk(module):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "CannotSplitError":
+                text = text_of(call.args[0])
                 if text:
                     yield path.name, text
 
