@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 
 PIECE = 2**24  # bytes hashed and written at once: they stay in the cache, and other threads run meanwhile
+AT_ONCE = 2**20  # bytes of a small file: a read has memory for all that it asks for
 
 logger = logging.getLogger("gpipe")
 
@@ -152,7 +153,7 @@ def read_small(path: Path, most: int, *, follow: bool = False) -> bytes:
         if size > most:
             raise ValueError(f"has {size} bytes, and {most} are the most that it can have")
         data = bytearray()
-        while len(data) <= most and (piece := file.read(most + 1 - len(data))):
+        while len(data) <= most and (piece := file.read(min(most + 1 - len(data), AT_ONCE))):
             data += piece
         return bytes(data)
 
