@@ -21,8 +21,8 @@ def piped(model: nn.Module, name: str, partitions: int, **how: Any) -> gpipe.GPi
     return gpipe.GPipe(model, partitions, sample=batch_of(name), **how)
 
 
-def trained(pipe: gpipe.GPipe, name: str) -> Outcome:
-    """Two steps with an optimizer, a call with its backward, and evaluation; what they leave."""
+def stepped(pipe: gpipe.GPipe, name: str) -> Outcome:
+    """Two steps with an optimizer; what they leave."""
     found: Outcome = {}
     optimizer = optimizer_of(pipe)
     for step in (0, 1):
@@ -32,6 +32,12 @@ def trained(pipe: gpipe.GPipe, name: str) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         found |= state(pipe, step)
+    return found
+
+
+def trained(pipe: gpipe.GPipe, name: str) -> Outcome:
+    """Two steps, a call with its backward, and evaluation; what they leave."""
+    found = stepped(pipe, name)
     output = pipe(batch_of(name, 2), gather=True)
     found |= noted_output("call", output)
     loss_in(output).backward()
@@ -63,3 +69,12 @@ def train(rank: int, world: int, name: str, how: dict[str, Any]) -> tuple[Digest
     with piped(model_of(name), name, world, driver="process", **how) as pipe:
         found = digests(trained(pipe, name))
         return found, {key: digest(value) for key, value in pipe.state_dict().items()}
+
+
+def train_from_meta(rank: int, world: int, name: str, how: dict[str, Any]) -> tuple[Digests, list[str]]:
+    """What a rank has of two steps of a model built on the meta device; what of the model object has values there."""
+    model = model_of(name, "meta")
+    with piped(model, name, world, driver="process", **how) as pipe:
+        found = digests(stepped(pipe, name))
+        own = set(pipe.parameters())
+        return found, [key for key, one in model.named_parameters() if not one.is_meta and one not in own]
