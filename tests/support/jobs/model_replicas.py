@@ -1,0 +1,90 @@
+"""Jobs on replicas of a model, whose mini-batches have different numbers of labels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gpipe
+from tests.support.jobs.models import SEED
+from tests.support.open_models import batch_of, model_of
+from tests.support.outcomes import Outcome, gradients, optimizer_of, state
+
+MICRO_BATCHES = 2  # of each replica
+SIZES = ((4, 12), (2, 7))
+"""Rows and length of the mini-batch of each replica; of ready-made micro-batches those of each."""
+
+
+def mini_batch(name: str, replica: int, step: int, *, ready_made: bool) -> Any:
+    """What a replica is given: words of different lengths, so that labels are not as many as rows."""
+    if not ready_made:
+        return share(name, replica, step)
+    return gpipe.MicroBatches([share(name, replica, step, at) for at in range(MICRO_BATCHES)])
+
+
+def share(name: str, replica: int, step: int, at: int = 0) -> dict[str, Tensor]:
+    rows, length = SIZES[replica]
+    given = batch_of(name, 10 * step + 2 * replica + at, rows - at, length - at)
+    if "input_ids" in given:
+        given["labels"] = given["labels"].clone()
+        given["labels"][0, : 3 + replica] = -100
+    return given
+
+
+def parts(name: str, step: int, *, ready_made: bool) -> gpipe.MicroBatches:
+    """The micro-batches of both replicas, one after another."""
+    found = []
+    for replica in range(len(SIZES)):
+        given = mini_batch(name, replica, step, ready_made=ready_made)
+        if ready_made:
+            found += list(given)
+        else:
+            rows = len(given["labels"])
+            cut = [rows - rows // MICRO_BATCHES, rows // MICRO_BATCHES]
+            for at in range(MICRO_BATCHES):
+                found.append({key: value.split(cut)[at] for key, value in given.items()})
+    return gpipe.MicroBatches(found)
+
+
+def stepped(pipe: gpipe.GPipe, given: list[Any]) -> Outcome:
+    """Steps with these mini-batches; what they leave."""
+    found: Outcome = {}
+    optimizer = optimizer_of(pipe)
+    for step, batch in enumerate(given):
+        found[f"{step} loss"] = pipe.step(batch)
+        found |= gradients(pipe, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= state(pipe, step)
+    return found
+
+
+def train(rank: int, world: int, name: str, ready_made: bool, schedule: str) -> dict[str, Any]:
+    """Two steps of two replicas."""
+    given = [mini_batch(name, rank // 2, step, ready_made=ready_made) for step in (0, 1)]
+    how: Any = {"costs": "params", "seed": SEED, "driver": "process", "schedule": schedule}
+    with gpipe.GPipe(model_of(name), 2, MICRO_BATCHES, sample=batch_of(name), **how) as pipe:
+        return {what: value.tolist() for what, value in stepped(pipe, given).items() if value is not None}
+
+
+def alone(name: str, *, ready_made: bool) -> Outcome:
+    """What one pipe leaves that is given the micro-batches of both."""
+    given = [parts(name, step, ready_made=ready_made) for step in (0, 1)]
+    how: Any = {"costs": "params", "seed": SEED, "driver": "lockstep"}
+    with gpipe.GPipe(model_of(name), 1, 2 * MICRO_BATCHES, sample=batch_of(name), **how) as pipe:
+        return stepped(pipe, given)
+
+
+def uncounted(rank: int, world: int) -> str:
+    """A step in which a replica has no label that counts, and one in which none has."""
+    model = model_of("llama")
+    how: Any = {"costs": "params", "seed": SEED, "driver": "process"}
+    with gpipe.GPipe(model, 2, MICRO_BATCHES, sample=batch_of("llama"), **how) as pipe:
+        given = mini_batch("llama", rank // 2, 0, ready_made=False)
+        nothing = {**given, "labels": torch.full_like(given["labels"], -100)}
+        assert pipe.step(nothing if rank // 2 else given).isfinite()
+        try:
+            pipe.step(nothing)
+        except (ValueError, gpipe.RemoteError) as error:
+            return str(error)
+    return ""
