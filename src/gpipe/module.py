@@ -152,6 +152,16 @@ class Partitioned(nn.Module):
         return {name: stage for layer, stage in reversed(layers) for name in replayed.names_in(layer)}
 
     @property
+    def held_before(self) -> frozenset[str]:
+        """The names of what an earlier layer's process has too, under the same name: what all read, or several use."""
+        replayed = self._settings.replayed
+        if replayed is None or self._session.position is None:
+            return frozenset()
+        own = {layer.name for stage in self._engine.own for layer in stage.layers}
+        homes = replayed.first_layers()
+        return frozenset(name for name, layer in homes.items() if layer not in own)
+
+    @property
     def ties_of_names(self) -> dict[str, str]:
         """The name of each parameter that has an earlier name, and that name; over processes."""
         return dict(self._tied_names)

@@ -40,7 +40,15 @@ class UNet(nn.Module):
         self.middle = Norms(width, width)
         self.up = nn.ModuleList([Norms(2 * width, width) for _ in range(depth)])
         self.last = nn.Conv1d(width, 2, 1)
-        self.gain = nn.Parameter(torch.ones(depth))
+        self.gain = nn.Parameter(torch.empty(depth))
+        self.shift: Tensor
+        self.register_buffer("shift", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.gain.fill_(1)
+            self.shift.fill_(0.5)
 
     def forward(self, x: Tensor, time: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         held = []
@@ -53,7 +61,7 @@ class UNet(nn.Module):
         for at, block in enumerate(self.up):
             value = torch.cat([F.interpolate(value, scale_factor=2.0), held.pop() * self.gain[at]], 1)
             value = block(value, time)
-        output = self.last(value)
+        output = self.last(value - self.shift)
         return {"output": output} if labels is None else {"loss": F.mse_loss(output, labels), "output": output}
 
 

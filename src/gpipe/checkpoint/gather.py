@@ -94,7 +94,7 @@ def _gather_state(pipe: "GPipe", part: Part, stage_of: _Stages) -> None:
     encode = Encoder(lambda where, tensor: part.put(stage_of.file(where, ".values"), where, tensor))
     names, values = [], {}
     for name, value in pipe.state_dict().items():
-        if firsts[name] != name:
+        if firsts[name] != name or name in pipe.held_before:
             continue
         if not isinstance(value, Tensor):
             values[name] = encode(value, name)
@@ -112,7 +112,7 @@ def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Par
     """Collects the state of each parameter, and its group's options, by the parameter's first name."""
     part.mistakes += why_not_by_name(optimizer)
     names = names_of_parameters(pipe)
-    foreign = set(part.said["ties"].values()) - set(part.said["names"])  # saved by the rank that has the first
+    foreign = {*part.said["ties"].values(), *pipe.held_before} - set(part.said["names"])  # others save these
     encode = Encoder(lambda where, tensor: part.put(stage_of.file(where, ".optimizer"), where, tensor))
     groups, state = [], {}
     for at, group in enumerate(optimizer.param_groups):

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -192,8 +192,9 @@ def save_weights(
 def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
     """The tensors of a module's state_dict, shared ones once, under their names in the files."""
     firsts, tensors, mistakes = first_names(module), dict[str, Tensor](), []
+    elsewhere: Collection[str] = getattr(module, "held_before", ())  # and saved there
     for name, value in module.state_dict().items():
-        if firsts[name] != name:
+        if firsts[name] != name or name in elsewhere:
             continue
         wrong = (
             why_not_storable(value) if isinstance(value, Tensor) else "is no tensor, and this layout has only those"

@@ -256,6 +256,13 @@ class ReplayedModel:
             if module in inside or (module, leaf) in slots
         ]
 
+    def first_layers(self) -> dict[str, str]:
+        """The first layer that has each parameter and buffer, by name; what belongs to none counts to the first."""
+        found = dict.fromkeys(self._names_of_all(), next(iter(self.segments)))
+        for layer in reversed(self.segments):
+            found |= dict.fromkeys(self.names_in(layer), layer)
+        return found
+
     def let_go(self) -> None:
         """Has the model have what the layers have in place of parameters that other processes hold."""
         for segment in self.segments.values():
