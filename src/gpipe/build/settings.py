@@ -100,6 +100,10 @@ def settle(
     wrong: list[str]
     if replayed is not None:
         named, wrong = dict(replayed.segments), []
+        flops = asked.costs == "flops"
+        mistakes.check(
+            not flops, "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'"
+        )
         mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")
     elif wrong := why_not_layers(asked.model, asked.blocks):
         named = {}

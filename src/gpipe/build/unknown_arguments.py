@@ -44,6 +44,9 @@ WORDS_OF_PIPES: Mapping[str, str] = {
 WORDS_OF_STEPS: Mapping[str, str] = {
     **dict.fromkeys(("target", "labels", "label", "y"), "targets="),
     **dict.fromkeys(("input", "x", "batch", "data"), "inputs="),
+    **dict.fromkeys(
+        ("input_ids", "attention_mask", "pixel_values"), "all of the batch as one dict: pipe.step(batch)"
+    ),
     **dict.fromkeys(("loss", "criterion", "loss_function", "loss_func"), "loss_fn="),
     **dict.fromkeys(("grad_scaler", "gradscaler"), "scaler="),
     **dict.fromkeys(("loss_scale", "grad_scale"), "scale="),

@@ -36,7 +36,13 @@ def arguments(model: nn.Module, value: Tree) -> Given:
 def without_cache(model: nn.Module, value: Tree) -> Tree:
     """What has a model keep no cache for generation: each layer would have its own part of it alone."""
     keeps = getattr(getattr(model, "config", None), "use_cache", None) is not None and takes(model, "use_cache")
-    return {"use_cache": False, **value} if keeps and isinstance(value, Mapping) else value
+    if not keeps:
+        return value
+    if isinstance(value, Mapping):
+        return {"use_cache": False, **value}
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    named = first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return {first.name: value, "use_cache": False} if named and first is not None else value
 
 
 def takes(model: nn.Module, keyword: str) -> bool:

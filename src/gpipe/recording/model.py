@@ -35,8 +35,8 @@ OTHER_LAYER = (
     "did not; make the pipe with a sample that uses all of the model, or name other blocks"
 )
 DIFFERENT = (
-    "micro-batches of one mini-batch have inputs of different kinds ({one} and {other}); give all of them the same "
-    "keys"
+    "micro-batch {at} has inputs of another kind ({other}) than micro-batch 0 ({one}); give all of them the same "
+    "keys, and tensors of the same kinds"
 )
 NOT_LEARNT = (
     "the model was not recorded with inputs of these keys and kinds, and over processes it cannot be any more, since "
@@ -171,7 +171,8 @@ class ReplayedModel:
         apart = [self._apart(value) for value in values]
         keys = [self._key(*one) for one in apart]
         if different := [key for key in keys if key != keys[0]]:
-            raise ValueError(DIFFERENT.format(one=keys[0][1], other=different[0][1]))
+            at = keys.index(different[0])
+            raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
         if keys[0] not in self._numbers:
             if not self._learns:
                 raise ValueError(NOT_LEARNT)
@@ -307,6 +308,12 @@ def _loss_of(output: Tree) -> Any:
         return own_loss(output)
     except TypeError:
         return None
+
+
+def _in_words(value: Tree) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_in_words(item)}" for key, item in value.items())
+    return f"{value.dtype}, {value.dim()} dimensions" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _kind(leaf: Any) -> object:

@@ -12,7 +12,7 @@ from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.path import Event, Path, Tag, is_carried
 from gpipe.replay.skeleton import Skeleton
 from gpipe.replay.structure import Leaves, again_in, take_apart
-from gpipe.replay.walk import Walk
+from gpipe.replay.walk import RANDOM, Walk
 from gpipe.values.layout import copy_of, storage_address
 from gpipe.values.tree import version
 
@@ -24,6 +24,10 @@ UNSEEN = (
 PARTLY_CHANGED = (
     "{name} changes in place a tensor that shares its memory with another, which an earlier layer made and a "
     "later operation uses: behind a cut the other would not change with it. Work on a copy there"
+)
+RANDOM_PATH = (
+    "{name} reads a random number between blocks, and with another one the forward may take another path, as where "
+    "layers are dropped at random; set what drops them (layerdrop, layer_drop) to 0, or let a block draw"
 )
 CHANGES_INPUT = (
     "the forward changes an input of shape {shape}, {dtype}, in place between blocks, and every layer would do "
@@ -63,6 +67,7 @@ class Recorder(Walk):
         self._held = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers: set[str] = set()
         self._taken: set[int] = set()
+        self._random: set[Tag] = set()  # what depends on chance alone
         self._inputs: dict[int, int] = {}
         self._memory: dict[Tag, int] = {}
         self._changed: list[tuple[int, Tag]] = []  # the events that changed a tensor in place, and which
@@ -154,6 +159,10 @@ class Recorder(Walk):
             if version(tensor) != was and (tag := self.tag_of(tensor)) is not None
         ]
         leaves, returns = take_apart(made)
+        if not raw and tags <= self._random and (tags or name in RANDOM):
+            if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+                raise CannotSplitError(RANDOM_PATH.format(name=name))
+            self._random |= {Tag(self.at, at) for at in range(len(leaves))}
         given = set(map(id, tensors))
         again = again_in(leaves)
         leaves = [self._known_apart(leaf, given) for leaf in leaves]

@@ -105,14 +105,12 @@ class ReplayedStage(Stage):
         for layer in self.layers:
             if isinstance(layer.module, Segment):
                 layer.module.follow()
-        if self._skeleton is not None:
-            self._skeleton.refresh()
+        self._walkable().refresh()
 
     def _walkable(self) -> Skeleton:
         if self._skeleton is None:
             self._skeleton = self._parts.skeleton()
             self._skeleton.put_on(self.device)
-            self._skeleton.refresh()
         return self._skeleton
 
     def _ways_on(self, path: Path) -> Ways:

@@ -39,10 +39,18 @@ class Structure:
             outer.append(made)
         return tree_unflatten(outer, self.spec)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle is made of a value of this structure: torch's own specs are not for that."""
+        return _structure_of, (self.filled(range(self.count)),)
+
     @property
     def count(self) -> int:
         """The number of leaves."""
         return self.spec.num_leaves - len(self.inner) + sum(structure.count for _, _, structure in self.inner)
+
+
+def _structure_of(value: Any) -> Structure:
+    return take_apart(value)[1]
 
 
 ONE = Structure(tree_flatten(0)[1])
