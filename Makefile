@@ -2,7 +2,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PLAN_VENV := .venv-plan
 
-.PHONY: demo quick test soak test-processors lint test-plan docs bench clean
+.PHONY: demo quick test soak test-processors families lint test-plan docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits
@@ -21,6 +21,9 @@ soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written
 
 soak-%: $(VENV)/.ready  ## Another count: soak-faults, soak-resume, soak-damage, soak-law1, soak-law1_mixed.
 	$(PYTHON) -m tests.soak.$*
+
+families: $(VENV)/.ready  ## Train every family of transformers through pipes, and write the table: about ten minutes.
+	$(PYTHON) -m tests.families
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.families.catalogue import FAMILIES, named
+from tests.families.kept import keep, line, summary
 from tests.families.law import judge
-from tests.families.results import keep, line, summary
 
 
 def main(names: Sequence[str]) -> int:

@@ -36,13 +36,13 @@ Batch: TypeAlias = Mapping[str, Tensor]
 class Weighing(NamedTuple):
     """How the losses of micro-batches make one: the labels that each is told of, if any, and its share."""
 
-    count: int | None
+    labels: int | None
     shares: Sequence[float]
 
     @property
     def told(self) -> dict[str, Tensor]:
         """What a forward is given besides."""
-        return {} if self.count is None else {COUNT: torch.tensor(self.count)}
+        return {} if self.labels is None else {COUNT: torch.tensor(self.labels)}
 
 
 class Trained(NamedTuple):
@@ -129,7 +129,7 @@ def judge_mode(family: Family, found: Verdict, *, dropout: bool) -> None:
     if not dropout:
         calm = build(family, dropout=False)
         found.mini_batch = distance(expected.trained.loss, loss_of(calm, given))
-        found.counted_apart = expected.weighing.count not in (None, count_of_trainer(calm, given))
+        found.counted_apart = expected.weighing.labels not in (None, count_of_trainer(calm, given))
     outcomes = []
     for partitions in dict.fromkeys(min(cut, found.layers) for cut in CUTS):
         own = copy.deepcopy(model)
@@ -224,7 +224,7 @@ def uses_count(model: nn.Module, part: Batch) -> bool:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether Trainer takes the first label of each row for none."""
-    of_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    of_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss
     return of_causal and not getattr(model.config, "is_encoder_decoder", False)
 
 

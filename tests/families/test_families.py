@@ -1,7 +1,7 @@
 """Families of transformers through pipes: the dozen that differ most, and five under every schedule."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from torch import nn
@@ -51,8 +51,8 @@ def test_schedule_remat_and_driver_change_no_bit(name: str, schedule: str) -> No
 
     for remat in REMATS:
         for driver in ("threads", "lockstep"):
-            settings = {"schedule": schedule, "remat": remat, "driver": driver, "costs": [1] * len(layers)}
-            with quiet(), gpipe.GPipe(layers, 2, MICRO_BATCHES, seed=SEED, **settings) as pipe:
+            settings: dict[str, Any] = {"schedule": schedule, "remat": remat, "driver": driver}
+            with quiet(), gpipe.GPipe(layers, 2, MICRO_BATCHES, seed=SEED, costs="params", **settings) as pipe:
                 trained = state_of(model, pipe.step(given))
             model.zero_grad()
             assert not compare(expected, trained, Verdict(name, "")), (remat, driver)
