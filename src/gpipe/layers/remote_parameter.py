@@ -21,6 +21,35 @@ WITHOUT_VALUES = frozenset({
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor",
 })  # fmt: skip
 """What gives a tensor and needs no values: copies and moves, which have none either, and what is shaped alike."""
+HANDED_ON = frozenset({"detach", "contiguous"})
+"""What gives the same values, as a state_dict does: who saves these is told as well."""
+
+
+class RemoteTensor(Tensor):
+    """What a state_dict has of a parameter of another process: who writes its values to a file is told so.
+
+    >>> import torch
+    >>> weight = stand_in(nn.Parameter(torch.empty(2, device="meta")), 3).detach()
+    >>> weight.cpu()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+      ...
+    RuntimeError: this parameter is held by another process (layer 3); compute by pipe(inputs) or pipe.step(...), ...
+    """
+
+    layer: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuses what needs values."""
+        return without_values(func, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach())  # type: ignore[no-any-return]  # one of these
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.data.__reduce_ex__(protocol)
 
 
 class RemoteParameter(nn.Parameter):
@@ -50,33 +79,19 @@ class RemoteParameter(nn.Parameter):
         """Refused; to let go of it is fine, since there is none."""
         if sys._getframe(1).f_code in READERS:
             return None
-        raise self._refused()
+        raise refusal(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            raise self._refused()
+            raise refusal(self)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Refuses what needs values; attributes, sizes, copies and moves are as of any tensor on the meta device."""
-        named = getattr(func, "__name__", "")
-        name = getattr(getattr(func, "__self__", None), "__name__", "") if named == "__get__" else named
-        try:
-            # of the class above, since torch has it handle a function as if there were no subclass
-            result = nn.Parameter.__torch_function__(func, types, args, kwargs or {})
-        except RuntimeError as error:
-            if name in WITHOUT_VALUES and not isinstance(error, NotImplementedError):
-                raise
-            raise _among(args, kwargs)._refused(COMPUTE) from error  # "no data", or not of the meta device
-        if name not in WITHOUT_VALUES and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            raise _among(args, kwargs)._refused(COMPUTE)
-        return result
-
-    def _refused(self, instead: str = TRAIN) -> RuntimeError:
-        return RuntimeError(f"this parameter is held by another process (layer {self.layer}); {instead}")
+        return without_values(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -85,17 +100,42 @@ class RemoteParameter(nn.Parameter):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
 def stand_in(empty: Tensor, layer: int) -> Tensor:
     """What stands for a tensor of another process's layer; `empty` is without values; buffers stay just that."""
     if not isinstance(empty, nn.Parameter):
         return empty
-    made = RemoteParameter(empty.detach(), empty.requires_grad)
+    made = RemoteParameter(empty.data, empty.requires_grad)
     made.layer = layer
     return made
 
 
-def _among(args: object, kwargs: object) -> RemoteParameter:
-    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))
+def without_values(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Calls a function of torch with what has no values; who needs some is told where they are."""
+    named = getattr(func, "__name__", "")
+    name = getattr(getattr(func, "__self__", None), "__name__", "") if named == "__get__" else named
+    try:
+        # of another class, since torch has it handle a function as if there were no subclass
+        result = nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+    except RuntimeError as error:
+        if name in WITHOUT_VALUES and not isinstance(error, NotImplementedError):
+            raise
+        raise refusal(_among(args, kwargs), COMPUTE) from error  # "no data", or not of the meta device
+    if name not in WITHOUT_VALUES and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        raise refusal(_among(args, kwargs), COMPUTE)
+    if name in HANDED_ON:
+        layer = _among(args, kwargs).layer
+        result = result.as_subclass(RemoteTensor)
+        result.layer = layer
+    return result
+
+
+def refusal(remote: "RemoteParameter | RemoteTensor", instead: str = TRAIN) -> RuntimeError:
+    """What is said to whoever needs what another process holds."""
+    return RuntimeError(f"this parameter is held by another process (layer {remote.layer}); {instead}")
+
+
+def _among(args: object, kwargs: object) -> RemoteParameter | RemoteTensor:
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (RemoteParameter, RemoteTensor)))
