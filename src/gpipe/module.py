@@ -153,7 +153,7 @@ class Partitioned(nn.Module):
 
     @property
     def held_before(self) -> frozenset[str]:
-        """The names of what an earlier layer's process has too, by the same name: what all read, or several use."""
+        """The names of what the process of an earlier layer has too, under the same name."""
         replayed = self._settings.replayed
         if replayed is None or self._session.position is None:
             return frozenset()

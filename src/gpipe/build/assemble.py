@@ -196,6 +196,7 @@ def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None
         deferred_batch_norm=settings.deferred_batch_norm,
         sync_batch_norm=settings.sync_batch_norm,
         ties=[list(group) for group in asked.ties],
+        sample=[] if settings.replayed is None else settings.replayed.sample_names,
         path=[] if settings.replayed is None else settings.replayed.outlines(),
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )

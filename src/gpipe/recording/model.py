@@ -77,6 +77,7 @@ class ReplayedModel:
         paths: Those that it is known to take; the first is the sample's.
         segments: The layers, by name.
         seconds: What the forward of each took on the sample.
+        sample_names: The names of the inputs in the sample.
 
     Raises:
         CannotSplitError: It cannot be replayed to the same bits; says why, and what to do.
@@ -93,6 +94,7 @@ class ReplayedModel:
         self._countings: list[Counting] = []
         self._numbers: dict[PathKey, int] = {}
         self._learns = True
+        self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
         with unchanged(model):
             counted = self._trace_counted(sample) if self._may_count(sample) else None
             self._counts = counted is not None

@@ -1,0 +1,56 @@
+"""Of a model over processes each has a part: what needs all of it, or differs between them, is refused everywhere."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import refusals as jobs
+from tests.support.processes.launch import Crew, Job, run_ranks
+from tests.support.processes.outcome import answers
+
+SOON = 20.0  # seconds, on a busy machine
+
+
+def test_what_needs_the_whole_model_names_the_remedy(tmp_path: Path, crew: Crew) -> None:
+    first, other = answers(crew.run(jobs.of_a_part, str(tmp_path), world=2))
+    assert other.pop("save") == ""  # transformers writes on the first rank alone
+    for told in (*first.values(), *other.values()):
+        assert "held by another process" in told
+        assert "gpipe.save_weights(folder, pipe)" in told
+
+
+def test_a_rank_loads_what_it_has_itself(crew: Crew) -> None:
+    assert answers(crew.run(jobs.load_own, world=2)) == [True, True]
+
+
+def test_inputs_of_another_kind_are_refused_everywhere(crew: Crew) -> None:
+    found = answers(crew.run(jobs.other_kind, world=2))
+    for told, goes_on in found:
+        assert "make the pipe with a sample of this kind" in told
+        assert goes_on
+
+
+@pytest.mark.parametrize(
+    ("job", "what"),
+    [
+        (jobs.other_model, "layer transformer.wte differs between the processes"),
+        (
+            jobs.other_sample,
+            "sample differs between the processes: ['attention_mask', 'input_ids', 'labels'] (rank 0)",
+        ),
+    ],
+)
+def test_what_differs_between_ranks_is_refused_everywhere(job: Job, what: str, crew: Crew) -> None:
+    outcomes = crew.run(job, world=2, limit=60)
+    for outcome in outcomes:
+        assert outcome.error in ("ValueError", "RemoteError"), str(outcome)
+        assert outcome.seconds is not None
+        assert outcome.seconds < SOON
+    assert any(what in outcome.told for outcome in outcomes)
+
+
+def test_a_rank_that_dies_is_noticed_by_all() -> None:
+    first, _ = run_ranks(2, jobs.dies, limit=60)
+    assert first.error == "RemoteError", str(first)
+    assert first.seconds is not None
+    assert first.seconds < SOON
