@@ -13,17 +13,24 @@ from gpipe.replay.path import Event, Path, Tag, is_carried
 from gpipe.replay.skeleton import Skeleton
 from gpipe.replay.structure import Leaves, again_in, take_apart
 from gpipe.replay.walk import RANDOM, Walk
+from gpipe.torch_private.modes import saved_tensor_hooks
 from gpipe.values.layout import copy_of, storage_address
 from gpipe.values.tree import version
 
 UNSEEN = (
     "{name} is given a tensor that was computed between blocks by what torch does not show (a "
-    "torch.autograd.Function, a scripted function): it cannot be known which layer is to compute it. Put that "
-    "code into a module with parameters, or name other blocks"
+    "torch.autograd.Function, torch.utils.checkpoint by use_reentrant=True, a scripted function), that a block left "
+    "somewhere, or that was made between blocks and then written into: it cannot be known which layer is to compute "
+    "it. Put that code into a module with parameters, have blocks return what others use, or name other blocks"
 )
 PARTLY_CHANGED = (
     "{name} changes in place a tensor that shares its memory with another, which an earlier layer made and a "
     "later operation uses: behind a cut the other would not change with it. Work on a copy there"
+)
+HOOKED = (
+    "{name} runs inside of torch.utils.checkpoint, or of other hooks on saved tensors, that the forward puts around "
+    "it: what they keep would be of one layer and their recompute of another. Let a block do so inside of it "
+    "(gradient_checkpointing_enable() of transformers), or leave it to the pipe, by remat="
 )
 RANDOM_PATH = (
     "{name} reads a random number between blocks, and with another one the forward may take another path, as where "
@@ -70,6 +77,8 @@ class Recorder(Walk):
         self._random: set[Tag] = set()  # what depends on chance alone
         self._inputs: dict[int, int] = {}
         self._memory: dict[Tag, int] = {}
+        self._wants: dict[Tag, bool] = {}  # whether a tensor wanted a gradient when its event was done
+        self._hooks = saved_tensor_hooks()
         self._changed: list[tuple[int, Tag]] = []  # the events that changed a tensor in place, and which
 
     def record(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Path]:
@@ -90,6 +99,8 @@ class Recorder(Walk):
         output = self.run(again, named)
         self._refuse_changed_inputs(leaves, versions)
         flat, structure = take_apart(output)
+        if any(isinstance(leaf, Tensor) and self._is_unseen(leaf) for leaf in flat):
+            raise CannotSplitError(UNSEEN.format(name="the output"))
         results = frozenset(
             tag for leaf in flat if isinstance(leaf, Tensor) and (tag := self.tag_of(leaf)) is not None
         )
@@ -139,9 +150,10 @@ class Recorder(Walk):
         self._look(tensors, is_unit=is_unit)
         tags = {tag for tensor in tensors if (tag := self.tag_of(tensor)) is not None}
         raw = tuple(dict.fromkeys(self._raw[id(t)] for t in tensors if id(t) in self._raw))
-        for tensor in tensors:
-            if tensor.requires_grad and self.tag_of(tensor) is None and id(tensor) not in self._raw:
-                raise CannotSplitError(UNSEEN.format(name=name))
+        if any(map(self._is_unseen, tensors)):
+            raise CannotSplitError(UNSEEN.format(name=name))
+        if saved_tensor_hooks() != self._hooks:
+            raise CannotSplitError(HOOKED.format(name=name))
         is_block = is_unit and name in self._blocks
         if self._begins_layer or (is_block and not self._blocks_seen):
             self.starts.append(self.at)
@@ -153,6 +165,7 @@ class Recorder(Walk):
         reader = LossReader(self.losses) if is_unit and not is_block else nullcontext()  # a head may have the loss
         with self._around(len(self.starts) - 1), reader:
             made = self.do(name, call, args, kwargs)
+        self._wants |= {tag: t.requires_grad for t in tensors if (tag := self.tag_of(t)) is not None}
         self._changed += [
             (self.at, tag)
             for tensor, was in zip(tensors, before, strict=True)
@@ -175,6 +188,11 @@ class Recorder(Walk):
         self.at += 1
         return returns.filled(leaves)
 
+    def _is_unseen(self, tensor: Tensor) -> bool:
+        """Whether a tensor wants a gradient that no event gave it: it came of a function of autograd's own."""
+        tag = self.tag_of(tensor)
+        return tensor.requires_grad and (id(tensor) not in self._raw if tag is None else not self._wants[tag])
+
     def _known_apart(self, leaf: Any, given: Collection[int]) -> Any:
         """A tensor that has no name yet: what comes back as it was given need not be that with other inputs."""
         if not isinstance(leaf, Tensor):
@@ -191,7 +209,11 @@ class Recorder(Walk):
     def _note(self, tensor: Tensor, tag: Tag) -> None:
         self.name_as(tensor, tag)
         self.layouts[tag] = tuple(tensor.shape), tensor.dtype
-        self._memory[tag] = storage_address(tensor)
+        self._wants[tag] = tensor.requires_grad
+        try:
+            self._memory[tag] = storage_address(tensor)
+        except NotImplementedError:  # below vmap there is none
+            self._memory[tag] = 0
 
     def _refuse_changes_of_views(self, path: Path) -> None:
         """Refuses changes in place of what another tensor of an earlier layer shares, and a later event uses."""
