@@ -68,6 +68,7 @@ class RankPipe(nn.Module):
         own = list(whole._modules.items())[first : first + counts[stage]]
         self._modules.update({name: copy.deepcopy(layer) for name, layer in own})
         self.stage_of = dict.fromkeys(self._modules, stage)
+        self.held_before: frozenset[str] = frozenset()
 
 
 def rank_pipes(whole: gpipe.GPipe, replicas: int = 1) -> list[RankPipe]:
