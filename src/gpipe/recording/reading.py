@@ -3,14 +3,21 @@
 from collections import UserDict
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from gpipe.layers.skips import Sequential
 from gpipe.recording.layers_of import ModelLayers
 from gpipe.recording.model import ReplayedModel
+from gpipe.torch_private.modes import is_compiled
 from gpipe.values.microbatch import MicroBatches
 from gpipe.values.tree import Tree
 
+COMPILED = (
+    "give the model itself (torch.compile(model) keeps it as ._orig_mod; after model.compile() make it anew), and "
+    "compile its blocks: for block in model.layers: block.compile()"
+)
+SCRIPTED = "give the model that was scripted"
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -22,7 +29,7 @@ def is_model(given: object) -> bool:
     >>> is_model(nn.Sequential()), is_model(Net()), is_model(nn.Linear(2, 2)), is_model([nn.Linear(2, 2)])
     (False, True, True, False)
     """
-    if isinstance(given, ModelLayers):
+    if isinstance(given, (ModelLayers, torch.jit.ScriptModule)):
         return True
     own = (nn.Sequential.forward, Sequential.forward)
     return isinstance(given, nn.Module) and type(given).forward not in own and not isinstance(given, LISTS)
@@ -43,9 +50,22 @@ def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> Rep
     """
     if isinstance(given, ModelLayers):
         return given.replayed
+    if closed := _why_closed(given):
+        raise ValueError(closed)
     if sample is None or not isinstance(given, nn.Module) or not is_model(given):
         return None
     return ReplayedModel(given, sample, blocks)
+
+
+def _why_closed(given: object) -> str | None:
+    """Why what a model does cannot be seen, if so."""
+    if not is_model(given) or not isinstance(given, nn.Module):
+        return None
+    compiled = is_compiled(given)
+    if not compiled and not isinstance(given, torch.jit.ScriptModule):
+        return None
+    what, instead = ("compiled", COMPILED) if compiled else ("scripted", SCRIPTED)
+    return f"the model is {what} as a whole, and what it does cannot be seen any more; {instead}"
 
 
 def why_not_layers(given: object, blocks: Sequence[str] | None) -> list[str]:

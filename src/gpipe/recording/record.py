@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipe.costs.layer_run import untouched
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.recording.arguments import Given
+from gpipe.recording.leftovers import LEAVES_TENSORS, refusing_leftovers
 from gpipe.recording.own_loss import LossCall
 from gpipe.recording.recorder import Recorder
 from gpipe.replay.dry import Dry, lacks_values
@@ -26,8 +27,8 @@ from gpipe.replay.structure import Leaves, Structure, take_apart
 from gpipe.replay.visits import visiting
 from gpipe.rng.visit import visit
 from gpipe.torch_private.fakes import is_fake
+from gpipe.torch_private.modules import hooks_of
 from gpipe.values.digest import differ, digest
-from gpipe.values.hidden_tensors import hides_tensors
 from gpipe.values.layout import copy_of
 from gpipe.values.tree import replace_tensors
 
@@ -41,13 +42,13 @@ DRAWS = (
     "random: every layer would draw anew. Set what drops layers (layerdrop, layer_drop) to 0, or let a block "
     "draw, by torch"
 )
+ON_SAMPLE = (
+    "while the {model} ran, whole, to be recorded: on the sample, or on the first mini-batch of another kind; "
+    "give what model(...) takes: a dict for keywords, anything else for its one argument"
+)
 WRITES_BUFFER = (
     "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
     "module inside of a block have it, or one of its own that is called"
-)
-LEAVES_TENSORS = (
-    "the forward of the {model} leaves tensors in {places}, where nobody would find them: layers walk through "
-    "copies of the modules that blocks stand in. Return them as part of the output"
 )
 OTHER_STRUCTURE = (
     "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
@@ -81,8 +82,11 @@ class Recorded(NamedTuple):
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what recordings inside change: modules and their state, and torch's generator."""
-    with untouched(model), torch.random.fork_rng(devices=[]):
+    """Puts back what recordings inside change: modules, their state, torch's generator. Inside there is a graph.
+
+    It shows what torch does not: functions of autograd.
+    """
+    with untouched(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield
 
 
@@ -122,6 +126,8 @@ def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorde
 
 def trace(parts: Parts, given: Given) -> Traced:
     """The path, the parts with modules known that keep state without parameters, and the losses that were called."""
+    hooked = {name for name, module in parts.skeleton().walked.items() if hooks_of(module)} - parts.opened
+    parts = replace(parts, stateful=parts.stateful | hooked)
     dry = Dry() if lacks_values(parts.model) else None
     faking = nullcontext() if dry is None else dry.faking(parts.model)
     with faking:
@@ -141,7 +147,15 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
     skeleton.refresh()
     recorder = Recorder(skeleton, parts.model, parts.blocks, around, dry)
     before = _generators()
-    (output, path), changed = _watched(parts.model, lambda: recorder.record(*given))
+    try:
+        (output, path), changed = _watched(parts.model, lambda: recorder.record(*given))
+    except CannotSplitError:
+        raise
+    except Exception as error:
+        error.add_note(ON_SAMPLE.format(model=type(parts.model).__name__))
+        raise
+    if left := recorder.left_behind():
+        raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(left)))
     for whose, state in _generators().items():
         if not _same(before[whose], state):
             raise CannotSplitError(DRAWS.format(model=type(parts.model).__name__, whose=whose))
@@ -201,19 +215,16 @@ def _watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tenso
 
 def _called(parts: Parts, path: Path, given: Given) -> Any:
     """What the model itself gives."""
-    opened = [parts.model.get_submodule(name) for name in sorted(parts.opened)]
-    before = [dict(vars(module)) for module in opened]
-    with visiting(parts, path, KEY):
-        output = parts.model(*copied(given.args), **copied(given.kwargs))
-    places = [
-        f"{type(module).__name__}.{key}"
-        for module, was in zip(opened, before, strict=True)
-        for key, value in vars(module).items()
-        if value is not was.get(key, parts) and hides_tensors(value)
-    ]
-    if places:
-        raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(places)))
-    return output
+
+    def call() -> Any:
+        with visiting(parts, path, KEY):
+            return parts.model(*copied(given.args), **copied(given.kwargs))
+
+    def again() -> None:
+        _watched(parts.model, call)
+
+    walked = parts.skeleton().walked
+    return refusing_leftovers(walked, set(parts.opened), type(parts.model).__name__, call, again)
 
 
 def copied(value: Any) -> Any:
@@ -258,11 +269,11 @@ def _compare(
     if own[1] != found[1] or len(own[0]) != len(found[0]):
         raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=_in_words(own[1], found[1])))
     for at, (one, other) in enumerate(zip(own[0], found[0], strict=True)):
-        if differ(digest([one]), digest([other])) is not False:
+        if bool(differ(digest([one]), digest([other]))):
             what = f"leaf {at} of the output, {describe([one])[0]} and {describe([other])[0]}"
             raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
     for buffer in {*buffers, *changed}:
-        if differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)])) is not False:
+        if bool(differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)]))):
             raise CannotSplitError(OTHER_BITS.format(model=name, what=f"the buffer {buffer}"))
 
 

@@ -2,20 +2,32 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from gpipe.replay.absent import Absent
+from gpipe.replay.errors import CannotSplitError
 
 PLAIN = (bool, int, float, str, type(None))
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+OPAQUE = (
+    "between blocks {name} is asked of a value that an earlier layer made and that cannot cross the cuts: it is "
+    "neither a tensor nor a plain number or text (an array of numpy, an object of a class). Compute it by torch, "
+    "or in a block"
+)
 _OPAQUE: list[Any] = []
 
 
 class Unknown:
-    """Stands for a value of a kind that does not cross cuts."""
+    """Stands for a value of a kind that does not cross cuts: whoever looks into it is refused."""
+
+    def __getattr__(self, name: str) -> Never:
+        """Refuses."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CannotSplitError(OPAQUE.format(name=name))
 
 
 def describe(leaves: Sequence[Any]) -> list[Any]:

@@ -55,6 +55,7 @@ class Event:
         raw: The names of the parameters that it was given as they are.
         returns: How what it returned is put together.
         again: The leaves that are the same tensor as one before them, each with that.
+        inner: The units that a unit was given as modules, and called.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Event:
     raw: tuple[str, ...]
     returns: Structure
     again: tuple[tuple[int, int], ...] = ()
+    inner: tuple[str, ...] = ()
 
 
 class Hop(NamedTuple):

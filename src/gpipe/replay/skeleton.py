@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from gpipe.replay.errors import CannotSplitError
-from gpipe.torch_private.modules import hooks_around_forward
+from gpipe.torch_private.modules import hooks_of
 
 UnitCall = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Is told of the call of a unit: its name and arguments; gives what it returns."""
 
 REPLACED = "a part of {name} was replaced since the model was cut; make a new pipe of it"
 HOOKED = (
-    "{name} has a forward hook, and blocks stand in it: every layer walks through it, so the hook would run once "
+    "{name} has a hook, and blocks stand in it: every layer walks through it, so the hook would run once "
     "for each, and see few values. Put the hook on a block or on a module inside of one"
 )
 COLLECTS = (
@@ -30,6 +30,11 @@ COLLECTS = (
 )
 COLLECTOR = "_output_capturing_hooks_installed"
 """Where a model of transformers looks whether it has these hooks, before it puts them into all of its modules."""
+
+HOOKED_LATER = (
+    "{name} has a hook that it had not when the model was cut, and every layer walks through it: the hook would run "
+    "once for each; make the pipe when the hook is there"
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,16 @@ class Skeleton:
         self._known: dict[int, nn.Module] = {}
         self.root = self._mirror("", model)
 
+    @property
+    def walked(self) -> dict[str, nn.Module]:
+        """The user's modules of which there are copies, by name."""
+        return {copy.path: copy.module for copy in self._copies}
+
+    @property
+    def copies(self) -> dict[str, nn.Module]:
+        """The copies, by name."""
+        return {copy.path: copy.made for copy in self._copies}
+
     def _mirror(self, name: str, module: nn.Module) -> nn.Module:
         found = self._known.get(id(module))
         if found is None:
@@ -102,7 +117,7 @@ class Skeleton:
             key: None if part is None else self._mirror(f"{name}.{key}" if name else key, part)
             for key, part in module._modules.items()
         }
-        copy = _Copy(name or type(module).__name__, module, parts, is_open=name in self._opened)
+        copy = _Copy(name, module, parts, is_open=name in self._opened)
         self._copies.append(copy)
         return copy.made
 
@@ -135,7 +150,8 @@ class _Copy:
     """A shallow copy of a module, with other parts."""
 
     def __init__(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module | None], *, is_open: bool) -> None:
-        self.name, self.module, self.is_open = name, module, is_open
+        self.path, self.name = name, name or type(module).__name__
+        self.module, self.is_open = module, is_open
         self.made: nn.Module = object.__new__(type(module))
         self._device: torch.device | None = None
         self._parts = tuple(map(id, module._modules.values()))
@@ -153,8 +169,8 @@ class _Copy:
     def refresh(self) -> None:
         if tuple(map(id, self.module._modules.values())) != self._parts:
             raise CannotSplitError(REPLACED.format(name=self.name))
-        if self.is_open and (hooks_around_forward(self.module)):
-            raise CannotSplitError(HOOKED.format(name=self.name))
+        if hooks_of(self.module):
+            raise CannotSplitError((HOOKED if self.is_open else HOOKED_LATER).format(name=self.name))
         own = vars(self.made)
         for key, value in vars(self.module).items():
             if self._seen.get(key, self) is not value and key != COLLECTOR:

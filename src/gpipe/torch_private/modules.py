@@ -32,11 +32,6 @@ def hooks_before_forward(module: nn.Module) -> list[object]:
     return list(module._forward_pre_hooks.values())
 
 
-def hooks_around_forward(module: nn.Module) -> list[object]:
-    """The hooks that a module calls before and behind its forward."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
 def hold_state_of(module: nn.Module, other: nn.Module) -> None:
     """Has a module hold the parts, parameters and buffers of another: what is put into one stands in both."""
     for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):

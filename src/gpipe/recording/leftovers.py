@@ -1,0 +1,104 @@
+"""Finds what a forward leaves behind in the modules that every layer walks through.
+
+Layers walk through copies of these, so what a forward puts into an attribute is not in the user's model, and a count
+of its own would be one too many for each layer and each recompute.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from gpipe.replay.errors import CannotSplitError
+from gpipe.values.hidden_tensors import hides_tensors
+
+T = TypeVar("T")
+DEEP = 3
+"""How far into containers it is looked."""
+CONTAINERS = (list, tuple, set, dict, deque)
+ABSENT = object()
+
+LEAVES_TENSORS = (
+    "the forward of the {model} leaves tensors in {places}, where nobody would find them: layers walk through "
+    "copies of the modules that blocks stand in. Return them as part of the output"
+)
+REPLACES_BUFFER = (
+    "the forward of the {model} puts another tensor in place of {places} between blocks, and every layer would do"
+    " so on a copy of its own; let a module inside of a block have that buffer, or one of its own that is called"
+)
+COUNTS = (
+    "the forward of the {model} changes {places} each time that it runs, and every layer would do so, again in "
+    "each recompute; keep what changes in a module inside of a block, as a buffer, or count outside of the model"
+)
+
+
+def refusing_leftovers(
+    walked: Mapping[str, nn.Module], opened: set[str], model: str, run: Callable[[], T], again: Callable[[], object]
+) -> T:
+    """What a run of a forward gives, if it leaves nothing behind.
+
+    Args:
+        walked: The modules that every layer walks through, by name.
+        opened: The names of those that blocks stand in.
+        model: The class of the model, for errors.
+        run: Runs it.
+        again: Runs it once more, and puts back buffers; called if something is left that may be the same each time.
+
+    Raises:
+        CannotSplitError: It leaves tensors, or something else that is another each time.
+    """
+    before = _look(walked)
+    made = run()
+    after = _look(walked)
+    changed = _changed(before, after)
+    buffers = [where for where in changed if where[1] == "_buffers" and where[0] in opened]
+    if buffers:
+        names = [
+            f"{name}.{leaf}".lstrip(".") for name, _ in buffers for leaf in _replaced(walked[name], before, name)
+        ]
+        raise CannotSplitError(REPLACES_BUFFER.format(model=model, places=", ".join(names)))
+    tensors = [at for at in changed if at[0] in opened and hides_tensors(vars(walked[at[0]]).get(at[1]))]
+    if tensors:
+        raise CannotSplitError(LEAVES_TENSORS.format(model=model, places=_in_words(walked, tensors)))
+    if changed:
+        again()
+        if counts := _changed(after, _look(walked)):
+            raise CannotSplitError(COUNTS.format(model=model, places=_in_words(walked, counts)))
+    return made
+
+
+def _look(walked: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+    return {(name, key): _frozen(value) for name, module in walked.items() for key, value in vars(module).items()}
+
+
+def _frozen(value: Any, depth: int = DEEP) -> Any:
+    """A value that stays as it is when a container in it is changed."""
+    if not isinstance(value, CONTAINERS) or not depth:
+        return value
+    if isinstance(value, dict):
+        return dict, [(key, _frozen(item, depth - 1)) for key, item in value.items()]
+    return type(value), [_frozen(item, depth - 1) for item in value]
+
+
+def _changed(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
+    return [at for at in {**before, **after} if not _same(before.get(at, ABSENT), after.get(at, ABSENT))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, (Tensor, nn.Module)):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, (bool, int, float, str, bytes)) and one == other
+
+
+def _replaced(module: nn.Module, before: Mapping[tuple[str, str], Any], name: str) -> list[str]:
+    was = dict(before[name, "_buffers"][1])
+    return [leaf for leaf, buffer in module._buffers.items() if buffer is not was.get(leaf, ABSENT)]
+
+
+def _in_words(walked: Mapping[str, nn.Module], places: list[tuple[str, str]]) -> str:
+    return ", ".join(f"{type(walked[name]).__name__}.{key}" for name, key in places)

@@ -1,0 +1,373 @@
+"""What cannot be computed in parts to the same bits is refused, with what it is, where, and what to do."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from tests.support.beside_plain import M, squared
+from tests.support.handwritten import W, blocks, vectors
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class Net(nn.Module):
+    """Blocks, and what a test does between them."""
+
+    def __init__(self, between: Callable[["Net", Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(W, W)
+        self.layers = blocks()
+        self.mean = nn.Buffer(torch.zeros(W))
+        self.plain = nn.Identity()
+        self.layerdrop = 0.3
+        self.history: list[object] = []
+        self.count = 0
+        self.seen: object = None
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for at, layer in enumerate(self.layers):
+            x = self.between(self, layer(x), at)
+        return x
+
+
+def made(model: nn.Module, **settings: Any) -> gpipe.GPipe:
+    given: dict[str, Any] = {"sample": vectors(5), "costs": "params", "seed": 1}
+    return gpipe.GPipe(model, 2, M, **given | settings)
+
+
+def step(pipe: gpipe.GPipe, rows: int = 8) -> Tensor:
+    loss: Tensor = pipe.step(vectors(rows), torch.ones(rows, W), squared)
+    return loss
+
+
+def counts(net: Net, x: Tensor, at: int) -> Tensor:
+    net.count += 1
+    return x
+
+
+def keeps(net: Net, x: Tensor, at: int) -> Tensor:
+    net.seen = x
+    return x
+
+
+def collects(net: Net, x: Tensor, at: int) -> Tensor:
+    net.history.append(x)
+    return x
+
+
+def collects_numbers(net: Net, x: Tensor, at: int) -> Tensor:
+    net.history.append(at)
+    return x
+
+
+def assigns_buffer(net: Net, x: Tensor, at: int) -> Tensor:
+    net.mean = net.mean * 0.9 + x.detach().mean(0) * 0.1  # type: ignore[assignment]  # a tensor is one
+    return x
+
+
+def writes_buffer(net: Net, x: Tensor, at: int) -> Tensor:
+    net.mean.mul_(0.9).add_(x.detach().mean(0))
+    return x
+
+
+def drops(net: Net, x: Tensor, at: int) -> Tensor:
+    return x if torch.rand([]) < net.layerdrop else x * 2
+
+
+def fills(net: Net, x: Tensor, at: int) -> Tensor:
+    made = torch.zeros(len(x), W)
+    made[:, :3] = x[:, :3]
+    return made
+
+
+def by_numpy(net: Net, x: Tensor, at: int) -> Tensor:
+    return x * float(x.detach().numpy().mean())
+
+
+REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
+    "autograd.Function": (lambda net, x, at: Doubled.apply(x), r"layers.1 is given .*autograd.Function.* Put that code"),
+    "reentrant checkpoint": (
+        lambda net, x, at: checkpoint(torch.tanh, x, use_reentrant=True), "use_reentrant=True",
+    ),
+    "vmap": (lambda net, x, at: torch.vmap(lambda row: row * 2)(x), "what torch does not show"),
+    "Python's random": (lambda net, x, at: x * random.random(), "draws from Python's generator between .*layerdrop"),
+    "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "draws from numpy's generator between blocks"),
+    "layers dropped": (drops, r"the Net goes one way .* random number between blocks \(Net.layerdrop=0.3\).* to 0"),
+    "a tensor left": (keeps, "the Net leaves tensors in Net.seen, .* Return them as part of the output"),
+    "tensors collected": (collects, "the Net leaves tensors in Net.history"),
+    "numbers collected": (collects_numbers, "the Net changes Net.history each time .* count outside of the model"),
+    "a count": (counts, "the Net changes Net.count each time"),
+    "a buffer in place": (writes_buffer, "the Net writes the buffer mean between blocks"),
+    "another buffer": (assigns_buffer, "the Net puts another tensor in place of mean between blocks"),
+    "made of nothing": (fills, r"a tensor that was made of nothing .* by __setitem__.* x.new_zeros"),
+    "numpy": (by_numpy, "between blocks mean is asked of a value .*an array of numpy.* Compute it by torch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_between_blocks_is_refused_when_recorded(name: str) -> None:
+    between, message = REFUSED[name]
+    model = Net(between)
+    torch.manual_seed(2)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        made(model)
+    assert model.count == 0
+    assert model.seen is None
+    assert not model.mean.any()
+
+
+def test_what_is_left_the_same_each_time_is_taken_and_statistics_count_once() -> None:
+    class Says(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)) for _ in range(3))
+            self.width = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.width = x.shape[-1]
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    step(made(Says(), blocks=["layers.0", "layers.1", "layers.2"]))
+
+
+def test_layers_that_are_never_dropped_are_taken() -> None:
+    model = Net(drops)
+    model.layerdrop = 0.0
+    step(made(model))
+
+
+class Kept(nn.Module):
+    """A value that is used late, behind a function of autograd."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = blocks()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        kept = self.function(x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x + kept
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool) -> None:
+    """Without remat the gradients of what came before it were lost."""
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"torch.autograd.Function"):
+        made(Kept(Doubled.apply), remat="never")
+    step(made(Kept(torch.tanh)))
+
+
+def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
+    def branch(net: Net, x: Tensor, at: int) -> Tensor:
+        return x.mul(2) if float(x.detach().abs().max()) < 50 else x.div(3)
+
+    pipe = made(Net(branch))
+    step(pipe)
+    with pytest.raises(ValueError, match=r"takes another path than on the sample: (div|mul) where .* one path"):
+        pipe.step(vectors(8) * 1e5, torch.ones(8, W), squared)
+    step(pipe)
+
+
+def test_a_change_through_a_view_across_a_cut_is_refused() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = blocks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            base = self.layers[0](x) * 1
+            part = base[:, :2]
+            for layer in self.layers[1:]:
+                x = layer(x)
+            part.mul_(2)
+            return x + base
+
+    with pytest.raises(ValueError, match=r"mul_ changes in place a tensor that shares its memory .* Work on a copy"):
+        made(Views())
+
+
+def test_hooks_on_open_modules_are_refused() -> None:
+    model = Net(lambda net, x, at: x)
+    hook = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"Net has a hook, .* Put the hook on a block"):
+        made(model)
+    hook.remove()
+    pipe = made(model)
+    step(pipe)
+    model.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="Net has a hook"):
+        step(pipe)
+
+
+def test_hooks_on_modules_without_parameters_run_once() -> None:
+    seen = []
+    model = Net(lambda net, x, at: net.plain(x))
+    model.plain.register_forward_hook(lambda module, args, output: seen.append(float(output.detach().sum())))
+    pipe = made(model, remat="never")
+    seen.clear()
+    step(pipe)
+    assert len(seen) == 5 * M
+    later = Net(lambda net, x, at: net.plain(x))
+    pipe = made(later)
+    later.plain.register_forward_hook(lambda *_: None)
+    with pytest.raises(
+        ValueError, match=r"plain has a hook that it had not when the model was cut.* make the pipe when"
+    ):
+        step(pipe)
+
+
+def test_a_replaced_module_is_refused() -> None:
+    model = Net(lambda net, x, at: x)
+    pipe = made(model)
+    step(pipe)
+    model.layers[1] = nn.Linear(W, W)
+    with pytest.raises(ValueError, match=r"a part of layers was replaced .* make a new pipe"):
+        step(pipe)
+
+
+def test_parameters_of_a_module_that_is_called_in_a_block_are_that_blocks_too() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(W, W)
+
+        def forward(self, x: Tensor, bias: nn.Module) -> Tensor:
+            return torch.tanh(self.inner(x)) + bias(x)
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Linear(W, W)
+            self.layers = nn.ModuleList(Biased() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, self.bias)
+            return x
+
+    found = []
+    for partitions in (1, 2, 4):
+        torch.manual_seed(1)
+        model = Shares()
+        pipe = gpipe.GPipe(model, partitions, M, sample=vectors(5), costs="params", seed=1)
+        step(pipe)
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(*pair) for some in found[1:] for pair in zip(found[0], some, strict=True))  # type: ignore[arg-type]
+
+
+def test_blocks_that_are_not_called_are_refused() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = blocks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer.get_submodule("inner")(x)
+            return x
+
+    with pytest.raises(
+        ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Parts.* Name modules"
+    ):
+        made(Parts())
+    step(made(Parts(), blocks=[f"layers.{at}.inner" for at in range(5)]))
+
+
+class Strict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 100:
+            raise LookupError("no such row")
+        return x
+
+
+def test_an_error_on_the_sample_is_the_models_own() -> None:
+    with pytest.raises(LookupError, match="no such row") as raised:
+        made(Strict())
+    assert "while the Strict ran, whole, to be recorded: on the sample" in "\n".join(raised.value.__notes__)
+
+
+def same(net: Net, x: Tensor, at: int) -> Tensor:
+    return x
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (lambda: torch.compile(Net(same), backend="eager"), {}, r"compiled as a whole.* block.compile\(\)"),
+        (lambda: torch.jit.script(Scripted()), {}, r"scripted as a whole.* give the model that was scripted"),
+        (Scripted, {}, r"in a Scripted there is no list of blocks .* blocks=\[...\]"),
+        (nn.Identity, {}, r"in a Identity there is no list of blocks"),
+        (lambda: Net(same), {"blocks": ["layers.9"]}, r"there is no module 'layers.9'"),
+        (lambda: Net(same), {"blocks": "layers.1"}, r"give names of modules"),
+        (lambda: Net(same), {"blocks": []}, r"blocks is empty"),
+        (lambda: Net(same), {"blocks": ["layers", "layers.1"]}, r"'layers.1' stands in another block"),
+        (lambda: Net(same), {"sample": None}, r"a Net is no sequence of layers; give sample="),
+        (lambda: Net(same), {"ties": [("a", "b")]}, r"ties= is for layers"),
+        (lambda: nn.Sequential(*blocks()), {"blocks": ["1"]}, r"blocks= names .* a sequence of layers needs none"),
+    ],
+    ids=["compiled", "scripted", "no blocks", "no parameters", "unknown", "text", "empty", "inside", "no sample",
+         "ties", "sequence"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_arguments_that_cannot_be_are_refused(
+    model: Callable[[], nn.Module], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        made(model(), **settings)
+
+
+def held(model: nn.Module) -> dict[tuple[str, str], list[object]]:
+    """All that modules hold, one by one where it is a dict."""
+    return {
+        (name, key): [*value, *value.values()] if isinstance(value, dict) else [value]
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+
+
+def test_a_pipe_changes_nothing_of_the_model() -> None:
+    """Neither making one nor stepping changes attributes, hooks or parameters of any module."""
+    model = Net(lambda net, x, at: F.dropout(x * net.mean.exp(), 0.1))
+    before = held(model)
+    pipe = made(model)
+    step(pipe)
+    after = held(model)
+    assert [*after] == [*before]
+    changed = [at for at, some in after.items() if [*map(id, some)] != [*map(id, before[at])]]
+    assert not changed
