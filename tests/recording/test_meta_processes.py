@@ -19,8 +19,9 @@ def alone(name: str) -> Digests:
         return digests(stepped(pipe, name))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "vit"])
+@pytest.mark.parametrize(
+    ("name", "world"), [("llama", 2), ("llama", 4), ("gpt2", 4), ("mixtral", 2), ("t5", 4), ("vit", 2)]
+)
 def test_a_model_without_values_gets_them(name: str, world: int, crew: Crew) -> None:
     expected = alone(name)
     ranks = answers(crew.run(jobs.train_from_meta, name, {"schedule": "1f1b"}, world=world))

@@ -35,10 +35,10 @@ def alone(name: str) -> tuple[Digests, Digests]:
 
 
 CASES = {
-    "llama": ("1f1b", "four", "interleaved"),
-    "gpt2": ("1f1b", "gpipe", "zb_v"),
-    "t5": ("gpipe", "four", "dualpipe_v"),
-    "bert": ("four", "zb_v"),
+    "llama": ("1f1b", "interleaved"),
+    "gpt2": ("gpipe", "zb_v"),
+    "t5": ("four", "dualpipe_v"),
+    "bert": ("four", "1f1b"),
     "unet": ("gpipe", "interleaved", "dualpipe_v"),
 }
 

@@ -21,15 +21,10 @@ def test_it_trains_over_four_processes() -> None:
     assert all(of["own"] * jobs.STATE * jobs.SHARE < jobs.STATE * sum(one["own"] for one in found) for of in found)
 
 
-def check_without_room(folder: str) -> None:
-    """One process cannot train it."""
-    (outcome,) = run_ranks(1, jobs.train, folder)
+def test_one_process_has_no_room_for_it() -> None:
+    (outcome,) = run_ranks(1, jobs.train, "")
     assert outcome.error in ("MemoryError", "RuntimeError")
     assert "allocate" in outcome.told
-
-
-def test_one_process_has_no_room_for_it() -> None:
-    check_without_room("")
 
 
 def test_each_process_reads_its_own_weights(tmp_path: Path) -> None:
@@ -40,4 +35,3 @@ def test_each_process_reads_its_own_weights(tmp_path: Path) -> None:
     found = answers(run_ranks(WORLD, jobs.train, str(tmp_path)))
     loss = whole(**jobs.batch()).loss.detach()
     assert abs(found[0]["losses"][0] - float(loss)) < 1e-4
-    check_without_room(str(tmp_path))
