@@ -103,7 +103,7 @@ def by_numpy(net: Net, x: Tensor, at: int) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
-    "autograd.Function": (lambda net, x, at: Doubled.apply(x), r"layers.1 is given .*autograd.Function.* Put that code"),
+    "autograd.Function": (lambda net, x, at: Doubled.apply(x), r"layers.1 is given .*autograd.Function.* Put that"),
     "reentrant checkpoint": (
         lambda net, x, at: checkpoint(torch.tanh, x, use_reentrant=True), "use_reentrant=True",
     ),
