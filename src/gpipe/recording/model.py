@@ -15,6 +15,7 @@ from gpipe.recording.blocks import check_blocks, find_blocks, open_names
 from gpipe.recording.cutting import layers_of_path, segments_of
 from gpipe.recording.own_loss import COUNT, NO_LABELS, Counting, own_loss
 from gpipe.recording.record import Recorded, Traced, in_mode, record, trace, unchanged
+from gpipe.recording.tried_weights import tried
 from gpipe.recording.values import give_values
 from gpipe.replay.alone import AloneLayer
 from gpipe.replay.dry import lacks_values
@@ -103,6 +104,8 @@ class ReplayedModel:
         self.parts, self.seconds = found.parts, found.seconds
         self._keep(self._key(*self._apart(sample)), found, sample)
         self.segments = segments_of(self.parts, found.path)
+        with unchanged(model):
+            self._countings[0] = tried(self._countings[0], model, sample, counts=self._counts)
 
     @property
     def model(self) -> nn.Module:
@@ -165,7 +168,8 @@ class ReplayedModel:
             raise ValueError(NO_LABELS.format(ignored=counting.ignored))
         if labelled:
             states = [self._begin([self._with_count(value, total)]).states[0] for value in values]
-            return Begun(begun.path, states, [1.0] * len(states), begun.findings)
+            findings = [] if counting.finding is None else [counting.finding]
+            return Begun(begun.path, states, [1.0] * len(states), findings)
         findings = [] if counting.finding is None else [counting.finding]
         return Begun(begun.path, begun.states, counting.shares(counts, total), findings)
 
