@@ -22,6 +22,7 @@ FLOORS = (
     {"build"},
     {"distributed"},
     {"runtime"},
+    {"splitting"},
     {"recording"},
     {"replay"},
     {"costs"},

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from gpipe.layers.skips import Sequential as Sequential
     from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
     from gpipe.pipeline import GPipe as GPipe
-    from gpipe.recording.layers_of import layers_of as layers_of
     from gpipe.rng.visit import visit as visit
     from gpipe.runtime.recorder import record as record
+    from gpipe.splitting.layers_of import layers_of as layers_of
     from gpipe.values.microbatch import MicroBatches as MicroBatches
     from gpipe.values.microbatch import Whole as Whole
 
@@ -36,7 +36,7 @@ _HOME = {
     "catch_sigterm": "gpipe.checkpoint.sigterm",
     "detect_nonfinite": "gpipe.nonfinite",
     "find_checkpoint": "gpipe.checkpoint.load",
-    "layers_of": "gpipe.recording.layers_of",
+    "layers_of": "gpipe.splitting.layers_of",
     "load": "gpipe.checkpoint.load",
     "load_weights": "gpipe.checkpoint.weights",
     "record": "gpipe.runtime.recorder",

@@ -31,14 +31,14 @@ from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
 from gpipe.plan.simulate import Plan, predict
-from gpipe.recording.layers_of import ModelLayers
-from gpipe.recording.own_loss import own_loss
-from gpipe.recording.reading import plain
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
 from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import MiniBatch
+from gpipe.splitting.layers_of import ModelLayers
+from gpipe.splitting.own_loss import own_loss
+from gpipe.splitting.reading import plain
 from gpipe.torch_private.modes import untraced
 from gpipe.values.microbatch import Reduction
 from gpipe.values.tree import Tree

@@ -26,7 +26,7 @@ def text_of(node: ast.AST | None) -> str | None:
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
-    rooms = [path for room in ("recording", "replay") for path in sorted((SOURCE / room).glob("*.py"))]
+    rooms = [path for room in ("splitting", "recording", "replay") for path in sorted((SOURCE / room).glob("*.py"))]
     for path in (*rooms, SOURCE / "pipeline.py"):
         yield path, ast.parse(path.read_text())
 

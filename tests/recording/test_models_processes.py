@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe.recording.model import ReplayedModel
+from gpipe.splitting.model import ReplayedModel
 from tests.support.jobs import models as jobs
 from tests.support.jobs.models import MICRO_BATCHES, SEED, piped, trained
 from tests.support.open_models import TIED, UNET, batch_of, model_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.recording.model import ReplayedModel
+from gpipe.splitting.model import ReplayedModel
 from tests.support.beside_plain import SEED, Case, M, assert_as_plain
 from tests.support.handwritten import VOCABULARY, cross_entropy, word_targets, words
 from tests.support.plain_loop import one_thread, same_bits, weights_of

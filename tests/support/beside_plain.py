@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.recording.arguments import arguments
-from gpipe.recording.model import ReplayedModel
-from gpipe.recording.own_loss import own_loss
+from gpipe.splitting.model import ReplayedModel
+from gpipe.splitting.own_loss import own_loss
 from tests.support.plain_loop import Tree, one_thread, parts_of, same_bits, weights_of
 
 SEED = 11

@@ -18,7 +18,7 @@ from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
-from gpipe.recording.layers_of import ModelLayers
+from gpipe.splitting.layers_of import ModelLayers
 from gpipe.values.tree import Tree
 
 if TYPE_CHECKING:

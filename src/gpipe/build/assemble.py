@@ -27,10 +27,10 @@ from gpipe.layers.sequence import cut_into_stages
 from gpipe.layers.stage import Layer, Stage
 from gpipe.layers.tied import find_ties, tie
 from gpipe.plan.cost import BackwardCost
-from gpipe.recording.model import ReplayedModel
-from gpipe.recording.reading import is_model, read_model
 from gpipe.replay.stage import ReplayedStage
 from gpipe.runtime.engine import Engine
+from gpipe.splitting.model import ReplayedModel
+from gpipe.splitting.reading import is_model, read_model
 from gpipe.values.digest import digest
 from gpipe.values.dtensor import local
 from gpipe.values.tree import Tree

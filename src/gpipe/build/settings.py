@@ -35,8 +35,8 @@ from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, rows_in_training
 from gpipe.plan.simulate import stage_costs
 from gpipe.plan.splits import stages_left_whole
-from gpipe.recording.model import ReplayedModel
-from gpipe.recording.reading import why_not_layers
+from gpipe.splitting.model import ReplayedModel
+from gpipe.splitting.reading import why_not_layers
 from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import MicroBatches, count_rows, split, take_parts
 from gpipe.values.tree import Tree

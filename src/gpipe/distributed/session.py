@@ -26,7 +26,6 @@ from gpipe.distributed.stragglers import stragglers_among
 from gpipe.layers.batchnorm import find_replica_drift
 from gpipe.layers.losses import NO_METRICS
 from gpipe.layers.skips import find_loss_pops, refuse_unused_stashes, skip_names
-from gpipe.recording.outputs import join
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import (
@@ -40,6 +39,7 @@ from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import MiniBatch
+from gpipe.splitting.outputs import join
 from gpipe.values.boundary import BoundaryValue, cut
 from gpipe.values.messages import Control
 from gpipe.values.microbatch import MicroBatches, merge

@@ -1,1 +1,1 @@
-"""Records the path that a model takes on a sample, cuts it into layers, and proves them."""
+"""Runs a model once, whole, writes down the path of its forward, and proves it."""

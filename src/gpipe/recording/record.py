@@ -15,7 +15,7 @@ from gpipe.costs.layer_run import untouched
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.recording.arguments import Given
 from gpipe.recording.leftovers import LEAVES_TENSORS, refusing_leftovers
-from gpipe.recording.own_loss import LossCall
+from gpipe.recording.loss_calls import LossCall
 from gpipe.recording.recorder import Recorder
 from gpipe.replay.dry import Dry, lacks_values
 from gpipe.replay.errors import CannotSplitError

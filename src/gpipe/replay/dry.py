@@ -3,7 +3,7 @@
 A unit whose layout depends on values, as that of experts to which tokens are sent, runs by itself on zeros.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.layers.tied import put_parameter
+from gpipe.replay.call import Call
 from gpipe.replay.errors import CannotSplitError
 from gpipe.torch_private.fakes import NEEDS_VALUES, Fakes, is_fake
 from gpipe.torch_private.trees import tree_map_only
@@ -46,32 +47,20 @@ class Dry:
                             _put(module, held, name, made)
             yield
 
-    def do(
-        self,
-        name: str,
-        unit: nn.Module | None,
-        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def do(self, call: Call) -> Any:
         """Does an event."""
+        unit = call.unit
         try:
             with self._fakes.inside():
-                return call(args, kwargs)
+                return call.do()
         except Exception as error:  # some operations of units cannot be done without values, or not yet
             if unit is None and isinstance(error, NEEDS_VALUES):
-                raise CannotSplitError(BRANCHES.format(name=name)) from error
+                raise CannotSplitError(BRANCHES.format(name=call.name)) from error
             if unit is None:
                 raise
-        return self._on_zeros(unit, call, args, kwargs)
+        return self._on_zeros(unit, call)
 
-    def _on_zeros(
-        self,
-        unit: nn.Module,
-        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _on_zeros(self, unit: nn.Module, call: Call) -> Any:
         with ExitStack() as back, torch.no_grad():
             for module in unit.modules():
                 for held in _held_by(module):
@@ -79,8 +68,7 @@ class Dry:
                         if is_fake(tensor):
                             back.callback(_put, module, held, name, tensor)
                             _put(module, held, name, _zeros(tensor))
-            args, kwargs = tree_map_only(Tensor, _zeros, (args, dict(kwargs)))
-            made = call(args, kwargs)
+            made = call.given(_zeros).do()
         return tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else self._fakes.like(tensor), made)
 
 

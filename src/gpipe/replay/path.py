@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gpipe.layers.skips import Pop
-from gpipe.replay.structure import Structure
+from gpipe.replay.structure import Again, Structure
 
 
 class Tag(NamedTuple):
@@ -63,7 +63,7 @@ class Event:
     uses: frozenset[Tag]
     raw: tuple[str, ...]
     returns: Structure
-    again: tuple[tuple[int, int], ...] = ()
+    again: Again = ()
     inner: tuple[str, ...] = ()
 
 

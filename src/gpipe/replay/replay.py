@@ -3,7 +3,7 @@
 What events before brought is taken from what crossed the cut; behind the last event of its own the walk stops.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Never, TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from gpipe.layers.buffers import Slot
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.replay.absent import Absent
+from gpipe.replay.call import Call
 from gpipe.replay.dry import Dry
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.layout_log import Unknown, describe, stand_in
@@ -21,7 +22,6 @@ from gpipe.replay.skeleton import Skeleton
 from gpipe.replay.structure import take_apart
 from gpipe.replay.walk import Walk
 from gpipe.rng.visit import PipeVisit
-from gpipe.torch_private.trees import tree_map_only
 
 OTHER_PATH = (
     "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
@@ -126,28 +126,20 @@ class Replay(Walk):
             return self._pass(name)
         return super()._unit(name, args, kwargs)
 
-    def event(
-        self,
-        name: str,
-        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[Tensor],
-        *,
-        is_unit: bool,
-    ) -> Any:
+    def event(self, call: Call) -> Any:
         """Does an event, or gives what it brought before."""
+        name = call.name
         if self.at < self.begin:
             return self._pass(name)
         at = self._next(name)
         self._enter(self.path.layer_of(at))
-        self._refuse_absent(name, args, kwargs, tensors)
+        _refuse_absent(call)
         layer = self.layers[self._entered - self.layers[0].index]
         assert self._visit is not None
         with layer.aliased, self._visit:
-            if any(id(tensor) in self._raw for tensor in tensors):
-                args, kwargs = self._with_own_parameters(args, kwargs)
-            made = self.do(name, call, args, kwargs)
+            if any(id(tensor) in self._raw for tensor in call.tensors):
+                call = call.given(self._own_parameter)
+            made = self.do(call)
         leaves, structure = take_apart(made)
         event = self.path.events[at]
         parted = any(leaves[place] is not leaves[first] for place, first in event.again)
@@ -190,31 +182,15 @@ class Replay(Walk):
                 self._visit = PipeVisit(key.seed, key.step, layer.index, key.micro_batch)
                 self._slots = layer.module.raw if isinstance(layer.module, Segment) else {}
 
-    def _with_own_parameters(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments with parameters as the layer has them: in place of one that others use too, its alias."""
-
-        def own(tensor: Tensor) -> Tensor:
-            name = self._raw.get(id(tensor))
-            if name is None or name not in self._slots:
-                return tensor
-            (holder, leaf), _ = self._slots[name]
-            found = holder._parameters[leaf]
-            assert found is not None
-            return found
-
-        changed: tuple[Sequence[Any], Mapping[str, Any]] = tree_map_only(Tensor, own, (args, dict(kwargs)))
-        return changed
-
-    def _refuse_absent(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-    ) -> None:
-        if any(type(tensor) is Absent for tensor in tensors):
-            _refuse(name, "a tensor")
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Unknown):
-                _refuse(name, "an object that holds more than tensors")
+    def _own_parameter(self, tensor: Tensor) -> Tensor:
+        """A parameter as the layer has it: in place of one that others use too, its alias."""
+        name = self._raw.get(id(tensor))
+        if name is None or name not in self._slots:
+            return tensor
+        (holder, leaf), _ = self._slots[name]
+        found = holder._parameters[leaf]
+        assert found is not None
+        return found
 
     def _check(self, output: Any) -> None:
         """Checks that the walk came to the end of the path, and that the output is whole."""
@@ -225,6 +201,13 @@ class Replay(Walk):
             raise CannotSplitError(OTHER_OUTPUT)
         if any(isinstance(leaf, (Absent, Unknown)) for leaf in leaves):
             _refuse("the output", "a tensor, or an object that holds some")
+
+
+def _refuse_absent(call: Call) -> None:
+    if any(type(tensor) is Absent for tensor in call.tensors):
+        _refuse(call.name, "a tensor")
+    if any(isinstance(value, Unknown) for value in (*call.args, *call.kwargs.values())):
+        _refuse(call.name, "an object that holds more than tensors")
 
 
 def _refuse(name: str, kind: str) -> Never:

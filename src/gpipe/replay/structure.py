@@ -9,6 +9,8 @@ from torch import Tensor
 from gpipe.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
+Again = tuple[tuple[int, int], ...]
+"""The leaves that are the same tensor as one before them, each with that."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def take_apart(value: Any) -> tuple[Leaves, Structure]:
     return leaves, Structure(spec, tuple(inner))
 
 
-def again_in(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+def again_in(leaves: Sequence[Any]) -> Again:
     """The places of tensors that stood before, each with the first place of that tensor.
 
     >>> tensor = Tensor()

@@ -2,8 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpipe.replay.absent import asks_for_layout
+from gpipe.replay.call import Call
 from gpipe.replay.dry import Dry
 from gpipe.replay.path import Tag
 from gpipe.replay.skeleton import Skeleton
@@ -71,14 +71,12 @@ class Walk(TorchFunctionMode):
         given = kwargs or {}
         if self._in_unit or asks_for_layout(func):
             return func(*args, **given)
-        name = getattr(func, "__name__", str(func))
-        tensors = _tensors(args, given)
-        if name not in RANDOM and not any(map(self.depends, tensors)):
-            return self.free(func, args, given, tensors)
-        if name == "__iter__":
-            func, name = _parts_of, "unbind"
-        made = self.event(name, partial(_call, func), args, given, tensors, is_unit=False)
-        return iter(made) if func is _parts_of else made
+        call = Call.of(getattr(func, "__name__", str(func)), func, args, given)
+        if call.name not in RANDOM and not any(map(self.depends, call.tensors)):
+            return self.free(call)
+        if call.name == "__iter__":
+            return iter(self.event(call._replace(name="unbind", func=_parts_of)))
+        return self.event(call)
 
     def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.skeleton.units[name]
@@ -87,63 +85,21 @@ class Walk(TorchFunctionMode):
         self._in_unit = True
         try:
             with paused(self):
-                return self.event(name, partial(_call, unit), args, kwargs, _tensors(args, kwargs), is_unit=True)
+                return self.event(Call.of(name, unit, args, kwargs))
         finally:
             self._in_unit = False
 
-    def do(
-        self,
-        name: str,
-        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def do(self, call: Call) -> Any:
         """Does what an event is."""
-        if self.dry is None:
-            return call(args, kwargs)
-        return self.dry.do(name, self.skeleton.units[name] if self._in_unit else None, call, args, kwargs)
+        return call.do() if self.dry is None else self.dry.do(call)
 
-    def free(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-    ) -> Any:
+    def free(self, call: Call) -> Any:
         """Does an operation that depends on whole numbers of the inputs alone."""
-        return func(*args, **kwargs)
+        return call.do()
 
     @abstractmethod
-    def event(
-        self,
-        name: str,
-        call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[Tensor],
-        *,
-        is_unit: bool,
-    ) -> Any:
+    def event(self, call: Call) -> Any:
         """Does the next event, or says what comes of it."""
-
-
-def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among arguments, also in containers."""
-    found: list[Tensor] = []
-    _collect(args, found)
-    if kwargs:
-        _collect(kwargs.values(), found)
-    return found
-
-
-def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, found)
-        elif isinstance(value, dict):
-            _collect(value.values(), found)
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor]:

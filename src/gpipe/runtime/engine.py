@@ -23,7 +23,6 @@ from gpipe.plan.lower import (
 )
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, forward_only_rows, rows_in_training
-from gpipe.recording.model import ReplayedModel
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.others import Others
 from gpipe.runtime.state import MiniBatch
@@ -31,6 +30,7 @@ from gpipe.runtime.steps import CompiledProgram
 from gpipe.runtime.streams import RankStream, streams_on
 from gpipe.runtime.threads import RankThreads
 from gpipe.runtime.worker import Worker
+from gpipe.splitting.model import ReplayedModel
 
 
 class Wanted(NamedTuple):

@@ -17,8 +17,8 @@ from gpipe.layers.losses import (
     for_targets,
     holds_ignored_labels,
 )
-from gpipe.recording.own_loss import own_loss
 from gpipe.runtime.modes import Ambient
+from gpipe.splitting.own_loss import own_loss
 from gpipe.torch_private.autograd import is_differentiated_forward
 from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
 from gpipe.values.microbatch import (

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe.recording.own_loss import own_loss
+from gpipe.splitting.own_loss import own_loss
 from gpipe.torch_private.trees import keystr, tree_flatten_with_path, tree_unflatten
 from gpipe.values.tree import Tree
 
@@ -49,11 +49,8 @@ def _join_leaf(
     if all(leaf is loss for leaf, loss in zip(leaves, losses, strict=True)) and first is not None:
         if len(shares) != len(leaves):
             raise TypeError(CANNOT_JOIN.format(path=path, why="is a loss, and it is not known how it averages"))
-        total: Tensor = sum(
-            (loss if share == 1.0 else loss * share for loss, share in zip(leaves[1:], shares[1:], strict=True)),
-            start=first if shares[0] == 1.0 else first * shares[0],
-        )
-        return total
+        said = [loss * share for loss, share in zip(leaves, shares, strict=True) if share]  # of no weight, even NaN
+        return sum(said[1:], start=said[0])
     if isinstance(first, Tensor):
         if first.dim() and all(leaf.dim() and len(leaf) == count for leaf, count in zip(leaves, rows, strict=True)):
             if any(leaf.shape[1:] != first.shape[1:] for leaf in leaves):

@@ -12,11 +12,7 @@ from gpipe.layers.skips import Pop
 from gpipe.layers.stage import Layer, RngKey
 from gpipe.recording.arguments import arguments, takes, without_cache
 from gpipe.recording.blocks import check_blocks, find_blocks, open_names
-from gpipe.recording.cutting import layers_of_path, segments_of
-from gpipe.recording.own_loss import COUNT, NO_LABELS, Counting, own_loss
 from gpipe.recording.record import Recorded, Traced, in_mode, record, trace, unchanged
-from gpipe.recording.tried_weights import tried
-from gpipe.recording.values import give_values
 from gpipe.replay.alone import AloneLayer
 from gpipe.replay.dry import lacks_values
 from gpipe.replay.errors import CannotSplitError
@@ -26,6 +22,10 @@ from gpipe.replay.skeleton import Parts
 from gpipe.replay.stage import pops_between, state_of
 from gpipe.replay.structure import Leaves, Structure, take_apart
 from gpipe.replay.visits import visiting
+from gpipe.splitting.cutting import layers_of_path, segments_of
+from gpipe.splitting.own_loss import COUNT, NO_LABELS, Counting, own_loss
+from gpipe.splitting.tried_weights import tried
+from gpipe.splitting.values import give_values
 from gpipe.values.tree import Tree
 
 PathKey: TypeAlias = tuple[object, ...]
@@ -162,15 +162,14 @@ class ReplayedModel:
         counting = self._countings[begun.path]
         if over_replicas is None and not labelled and counting.finding is not None:
             return begun
+        findings = [] if counting.finding is None else [counting.finding]
         counts = [counting.count(value) for value in values]
         total = (over_replicas or float)(sum(counts))
         if labelled and not total:
             raise ValueError(NO_LABELS.format(ignored=counting.ignored))
         if labelled:
             states = [self._begin([self._with_count(value, total)]).states[0] for value in values]
-            findings = [] if counting.finding is None else [counting.finding]
             return Begun(begun.path, states, [1.0] * len(states), findings)
-        findings = [] if counting.finding is None else [counting.finding]
         return Begun(begun.path, begun.states, counting.shares(counts, total), findings)
 
     def _begin(self, values: Sequence[Tree]) -> Begun:

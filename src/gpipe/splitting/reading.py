@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from gpipe.layers.skips import Sequential
-from gpipe.recording.layers_of import ModelLayers
-from gpipe.recording.model import ReplayedModel
+from gpipe.splitting.layers_of import ModelLayers
+from gpipe.splitting.model import ReplayedModel
 from gpipe.torch_private.modes import is_compiled
 from gpipe.values.microbatch import MicroBatches
 from gpipe.values.tree import Tree

@@ -8,8 +8,8 @@ from typing import overload
 import torch
 from torch import nn
 
-from gpipe.recording.model import ReplayedModel
 from gpipe.replay.path import Path, Tag
+from gpipe.splitting.model import ReplayedModel
 from gpipe.values.tree import Tree
 
 
