@@ -53,3 +53,84 @@ def test_the_labels_of_a_loss_inside_a_head_are_counted(times: int) -> None:
 
     torch.testing.assert_close(loss, whole.detach())
     assert not any("cannot be known how it averages" in finding for finding in pipe.findings)
+
+
+class Counted(nn.Module):
+    """A model that divides its loss by the labels that it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, words: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        words = self.head(x).flatten(0, 1)
+        if num_items_in_batch is None:
+            return {"loss": F.cross_entropy(words, labels.flatten())}
+        return {"loss": F.cross_entropy(words, labels.flatten(), reduction="sum") / num_items_in_batch}
+
+
+def ragged() -> dict[str, Tensor]:
+    """Four rows of 7, 6, 2 and 1 words."""
+    words = torch.randint(5, (4, 7))
+    return {"words": words, "labels": words.where(torch.arange(7) < torch.tensor([[7], [6], [2], [1]]), -100)}
+
+
+@pytest.mark.parametrize("told", [None, 16, 5])
+def test_a_count_that_the_user_gives_is_the_one_that_is_used(told: int | None) -> None:
+    # One of the batch, where the sample had none, was passed on and the losses weighed by their labels once more.
+    torch.manual_seed(0)
+    model, batch = Counted(), ragged()
+    plain = copy.deepcopy(model)
+    for part in zip(*(batch[key].split(2) for key in ("words", "labels")), strict=True):
+        plain(*part, num_items_in_batch=torch.tensor(told or 16))["loss"].backward()
+    given = batch if told is None else batch | {"num_items_in_batch": torch.tensor(told)}
+
+    with gpipe.GPipe(model, 2, 2, sample=batch) as pipe:
+        pipe.step(given)
+
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0)
+
+
+def test_a_micro_batch_without_labels_that_count_weighs_nothing() -> None:
+    # Its loss is a mean of nothing, NaN, and a call gave NaN for the whole.
+    torch.manual_seed(0)
+    model, batch = Words(1), ragged()
+    batch["labels"][2:] = -100
+    whole = copy.deepcopy(model)(**batch)["loss"]
+
+    with gpipe.GPipe(model, 2, 2, sample={"words": batch["words"], "labels": batch["words"]}) as pipe:
+        torch.testing.assert_close(pipe(**batch)["loss"], whole)
+        torch.testing.assert_close(pipe.step(batch), whole.detach())
+    assert not any(parameter.grad.isnan().any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+class Divided(Words):
+    """A model whose loss torch averages, or that divides a sum of losses itself."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(1)
+        self.by = by
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        words = self.head.to_words(x).transpose(1, 2)
+        if self.by == "mean":
+            return {"loss": F.cross_entropy(words, labels)}
+        return {"loss": F.cross_entropy(words, labels, reduction="sum") / (labels != -100).sum()}
+
+
+@pytest.mark.parametrize(("by", "told"), [("mean", False), ("count", True)])
+def test_a_loss_that_halves_do_not_make_is_told_of(by: str, told: bool) -> None:
+    torch.manual_seed(0)
+    batch = ragged()
+    with gpipe.GPipe(Divided(by), 2, 2, sample=batch) as pipe:
+        pipe.step(batch)
+        assert any("not put together" in finding for finding in pipe.findings) == told

@@ -156,10 +156,13 @@ class ReplayedModel:
         if for_output:
             values = [without_cache(self.model, value) for value in values]
         labelled = self._counts and self._may_count(values[0])
+        counted = self._counts and isinstance(values[0], Mapping) and COUNT in values[0]  # by the user
         if labelled:
             values = [self._with_count(value, 1) for value in values]
         begun = self._begin(values)
         counting = self._countings[begun.path]
+        if counted:
+            return begun._replace(shares=[1.0] * len(values))
         if over_replicas is None and not labelled and counting.finding is not None:
             return begun
         findings = [] if counting.finding is None else [counting.finding]
