@@ -47,7 +47,7 @@ class Partitioned(nn.Module):
         hold_state_of(self, model)
         self.__dict__["training"] = model.training
         if self._session.position is not None:
-            self._foreign = replayed.names_of_others([layer for stage in self._engine.own for layer in stage.layers])
+            self._foreign = replayed.names.of_others(self._own_layers())
 
     def _own_layers(self) -> dict[str, nn.Module]:
         return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
@@ -149,7 +149,7 @@ class Partitioned(nn.Module):
         if replayed is None:
             return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}
         layers = [(layer.name, stage.index) for stage in self._engine.own for layer in stage.layers]
-        return {name: stage for layer, stage in reversed(layers) for name in replayed.names_in(layer)}
+        return {name: stage for layer, stage in reversed(layers) for name in replayed.names.in_layer(layer)}
 
     @property
     def held_before(self) -> frozenset[str]:
@@ -158,7 +158,7 @@ class Partitioned(nn.Module):
         if replayed is None or self._session.position is None:
             return frozenset()
         own = {layer.name for stage in self._engine.own for layer in stage.layers}
-        homes = replayed.first_layers()
+        homes = replayed.names.first_layers()
         return frozenset(name for name, layer in homes.items() if layer not in own)
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.layers.skips import Pop
-from gpipe.layers.stage import Layer, RngKey
+from gpipe.layers.stage import RngKey
 from gpipe.recording.arguments import arguments, takes, without_cache
 from gpipe.recording.blocks import check_blocks, find_blocks, open_names
 from gpipe.recording.record import Recorded, Traced, in_mode, record, trace, unchanged
@@ -17,12 +17,12 @@ from gpipe.replay.alone import AloneLayer
 from gpipe.replay.dry import lacks_values
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.path import Path, is_carried
-from gpipe.replay.segment import Segment
 from gpipe.replay.skeleton import Parts
 from gpipe.replay.stage import pops_between, state_of
 from gpipe.replay.structure import Leaves, Structure, take_apart
 from gpipe.replay.visits import visiting
 from gpipe.splitting.cutting import layers_of_path, segments_of
+from gpipe.splitting.names import Names, names_of_all
 from gpipe.splitting.own_loss import COUNT, NO_LABELS, Counting, own_loss
 from gpipe.splitting.tried_weights import tried
 from gpipe.splitting.values import give_values
@@ -77,6 +77,7 @@ class ReplayedModel:
         parts: The model, and which of its modules are what.
         paths: Those that it is known to take; the first is the sample's.
         segments: The layers, by name.
+        names: Of the parameters and buffers in each.
         seconds: What the forward of each took on the sample.
         sample_names: The names of the inputs in the sample.
 
@@ -89,7 +90,7 @@ class ReplayedModel:
         self.parts = Parts(model, tuple(named), open_names(named))
         self.lacks_values = lacks_values(model)
         if self.lacks_values:
-            give_values(model, [], [], 0, self._names_of_all())
+            give_values(model, [], [], 0, names_of_all(self.parts))
         self.parameter_names = [name for name, _ in model.named_parameters()]  # in their order, of all processes
         self.paths: list[Path] = []
         self._countings: list[Counting] = []
@@ -104,6 +105,7 @@ class ReplayedModel:
         self.parts, self.seconds = found.parts, found.seconds
         self._keep(self._key(*self._apart(sample)), found, sample)
         self.segments = segments_of(self.parts, found.path)
+        self.names = Names(self.parts, self.segments)
         with unchanged(model):
             self._countings[0] = tried(self._countings[0], model, sample, counts=self._counts)
 
@@ -217,60 +219,11 @@ class ReplayedModel:
         """The buffers that are read between units, by every layer."""
         return [self.model.get_buffer(name) for path in self.paths for name in sorted(path.buffers)]
 
-    def names_of_others(self, own: Sequence[Layer]) -> frozenset[str]:
-        """The names of the parameters and buffers that are none of these layers, nor of all."""
-        mine = {module for layer in own for module in layer.module.modules()}
-        slots = {
-            slot
-            for layer in own
-            if isinstance(layer.module, Segment)
-            for _, places in layer.module.raw.values()
-            for slot in places
-        }
-        units = {module for unit in self.parts.skeleton().units.values() for module in unit.modules()}
-        return frozenset(
-            f"{path}.{leaf}" if path else leaf
-            for path, module in self.model.named_modules(remove_duplicate=False)
-            if module not in mine
-            for leaf in (*module._parameters, *(module._buffers if module in units else ()))
-            if (module, leaf) not in slots
-        )
-
-    def _names_of_all(self) -> list[str]:
-        """The names of the buffers that every layer reads."""
-        inside = {part for unit in self.parts.skeleton().units.values() for part in unit.modules()}
-        named = self.model.named_modules(remove_duplicate=False)
-        return [
-            f"{path}.{leaf}" if path else leaf
-            for path, module in named
-            if module not in inside
-            for leaf in module._buffers
-        ]
-
     def realize(self, own: Collection[int], seed: int) -> None:
         """Gives values to those of these layers that have none yet; they depend on (seed, index) alone."""
         if self.lacks_values:
-            names = [self.names_in(name) for name in self.segments]
+            names = [self.names.in_layer(name) for name in self.segments]
             give_values(self.model, names, own, seed)
-
-    def names_in(self, layer: str) -> list[str]:
-        """The names of the parameters and buffers of a layer; one tensor may have several."""
-        segment = self.segments[layer]
-        inside = set(segment.modules())
-        slots = {slot for _, places in segment.raw.values() for slot in places}
-        return [
-            f"{path}.{leaf}" if path else leaf
-            for path, module in self.model.named_modules(remove_duplicate=False)
-            for leaf in (*module._parameters, *module._buffers)
-            if module in inside or (module, leaf) in slots
-        ]
-
-    def first_layers(self) -> dict[str, str]:
-        """The first layer that has each parameter and buffer, by name; what belongs to none counts to the first."""
-        found = dict.fromkeys(self._names_of_all(), next(iter(self.segments)))
-        for layer in reversed(self.segments):
-            found |= dict.fromkeys(self.names_in(layer), layer)
-        return found
 
     def let_go(self) -> None:
         """Has the model have what the layers have in place of parameters that other processes hold."""
