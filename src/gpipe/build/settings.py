@@ -41,6 +41,9 @@ from gpipe.values.input_checks import find_unsplittable
 from gpipe.values.microbatch import MicroBatches, count_rows, split, take_parts
 from gpipe.values.tree import Tree
 
+FLOPS_OF_MODEL = "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'"
+MEASURED_WITHOUT_VALUES = "costs cannot be measured of a model without values; give costs=[...] or 'params'"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -96,19 +99,7 @@ def settle(
     """
     mistakes = Mistakes()
     seed = read_seed(asked.seed, mistakes)
-    named: dict[str, nn.Module]
-    wrong: list[str]
-    if replayed is not None:
-        named, wrong = dict(replayed.segments), []
-        flops = asked.costs == "flops"
-        mistakes.check(
-            not flops, "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'"
-        )
-        mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")
-    elif wrong := why_not_layers(asked.model, asked.blocks):
-        named = {}
-    else:
-        named, wrong = build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
+    named, wrong = _find_layers(asked, outline, replayed, seed)
     known = 0 if wrong else len(named)
     check_measurable(asked, outline, mistakes)
     tied = check_layers(named, wrong, asked.ties, mistakes) if replayed is None else ()
@@ -119,14 +110,10 @@ def settle(
     placement = read_placement(asked, schedule, known, mistakes)
     remats = read_remat(asked.remat, len(placement), mistakes)
     devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
-    makers = {} if outline is None else outline.makers
-    if replayed is not None and replayed.lacks_values:
-        measured = callable(asked.costs) or asked.costs in ("time", "flops")
-        mistakes.check(
-            not measured, "costs cannot be measured of a model without values; give costs=[...] or 'params'"
-        )
-        asked = replace(asked, costs="params" if asked.costs is None else asked.costs)
+    if replayed is not None:
+        asked = _check_for_model(asked, replayed, mistakes)
     elif all(device.type != "meta" for device in devices):
+        makers = {} if outline is None else outline.makers
         modules = {name: layer for at, (name, layer) in enumerate(named.items()) if at not in makers}
         mistakes.found += find_without_values(modules)
     mistakes.raise_all()
@@ -154,6 +141,27 @@ def settle(
         sync_batch_norm=asked.sync_batch_norm,
         replayed=replayed,
     )
+
+
+def _find_layers(
+    asked: Arguments, outline: Outline | None, replayed: ReplayedModel | None, seed: int
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """The layers by name, and what is wrong with what they are made of."""
+    if replayed is not None:
+        return dict(replayed.segments), []
+    if wrong := why_not_layers(asked.model, asked.blocks):
+        return {}, wrong
+    return build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
+
+
+def _check_for_model(asked: Arguments, replayed: ReplayedModel, mistakes: Mistakes) -> Arguments:
+    """Checks what a model cannot be given; the arguments with the costs of one without values filled in."""
+    mistakes.check(asked.costs != "flops", FLOPS_OF_MODEL)
+    mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")
+    if not replayed.lacks_values:
+        return asked
+    mistakes.check(not callable(asked.costs) and asked.costs != "time", MEASURED_WITHOUT_VALUES)
+    return replace(asked, costs="params" if asked.costs is None else asked.costs)
 
 
 def _to_measure(
