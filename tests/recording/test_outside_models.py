@@ -71,9 +71,11 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 @one_thread()
-def train_plainly(model: nn.Module, step: int = 0, around: Around = nullcontext) -> Tensor:
+def train_plainly(
+    model: nn.Module, step: int = 0, around: Around = nullcontext, whole: dict[str, Tensor] | None = None
+) -> Tensor:
     """As transformers' Trainer accumulates gradients: the losses of micro-batches add up."""
-    whole = batch()
+    whole = batch() if whole is None else whole
     count = (whole["labels"][:, 1:] != -100).sum()
     parts = [{name: value.tensor_split(M)[m] for name, value in whole.items()} for m in range(M)]
     replayed = ReplayedModel(model, parts[0])
@@ -85,6 +87,37 @@ def train_plainly(model: nn.Module, step: int = 0, around: Around = nullcontext)
         loss.backward()
         losses.append(loss.detach())
     return sum(losses[1:], start=losses[0])
+
+
+def rope(kind: str, **settings: Any) -> nn.Module:
+    """Made for 8 words."""
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **settings}
+    return llama(max_position_embeddings=8, rope_parameters=parameters)
+
+
+def test_a_rope_that_follows_the_length_is_refused_where_it_changes_and_the_next_step_is_as_before() -> None:
+    # Each layer had frequencies of its own: a recompute found those of a later micro-batch, the user's model none.
+    with pytest.raises(ValueError, match=r"in place of model.rotary_emb.inv_freq between .* of the type 'dynamic'"):
+        made(rope("dynamic"), sample=batch(4, 12))
+    plain, model = rope("dynamic"), rope("dynamic")
+    pipe = made(model)
+    with pytest.raises(ValueError, match=r"changes the buffer model.rotary_emb.inv_freq .* max_position_embeddings"):
+        pipe.step(batch(8, 12))
+    found = pipe.step(batch(8, 7))
+    assert same_bits(found, train_plainly(plain, whole=batch(8, 7)))
+    assert all(map(same_bits, model.buffers(), plain.buffers()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rope_that_is_written_to_in_place_is_one_layers() -> None:
+    # The values were those that stood there, so every layer wrote its own into the model's one buffer.
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 8}
+    plain, model = rope("longrope", **factors), rope("longrope", **factors)
+    pipe = made(model)
+    for whole in (batch(8, 7), batch(8, 12), batch(8, 6)):
+        assert same_bits(pipe.step(whole), train_plainly(plain, whole=whole))
+        assert all(map(same_bits, model.buffers(), plain.buffers()))
+    assert "model.rotary_emb" in gpipe.layers_of(model, batch(4, 7))[0].modules
 
 
 def with_checkpointing(model: Any, *, reentrant: bool) -> nn.Module:

@@ -209,6 +209,31 @@ def test_a_change_through_a_view_across_a_cut_is_refused() -> None:
         made(Views())
 
 
+class Table(nn.Module):
+    """A module without parameters that has a buffer, and another for many rows."""
+
+    def __init__(self, made: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.made = made
+        self.table = nn.Buffer(made(1))
+
+    def forward(self, rows: int) -> Tensor:
+        if rows > 5:
+            self.table = nn.Buffer(self.made(rows))
+        return self.table
+
+
+def test_a_buffer_may_grow_between_blocks_but_not_change() -> None:
+    def scaled_by(made: Callable[[int], Tensor]) -> Net:
+        net = Net(lambda net, x, at: x * net.plain(len(x)).mean())
+        net.plain = Table(made)  # type: ignore[assignment]  # any module will do
+        return net
+
+    step(made(scaled_by(lambda rows: torch.ones(rows))), 32)
+    with pytest.raises(ValueError, match=r"changes the buffer plain.table between blocks, .* move it into a block"):
+        step(made(scaled_by(lambda rows: torch.full((1,), float(rows)))), 32)
+
+
 def test_hooks_on_open_modules_are_refused() -> None:
     model = Net(lambda net, x, at: x)
     hook = model.register_forward_hook(lambda *_: None)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from gpipe.replay.errors import CannotSplitError
+from gpipe.replay.skeleton import is_replaced
 from gpipe.values.hidden_tensors import hides_tensors
 
 T = TypeVar("T")
@@ -25,7 +26,8 @@ LEAVES_TENSORS = (
 )
 REPLACES_BUFFER = (
     "the forward of the {model} puts another tensor in place of {places} between blocks, and every layer would do"
-    " so on a copy of its own; let a module inside of a block have that buffer, or one of its own that is called"
+    " so on a copy of its own; let a module inside of a block have that buffer, or one of its own that is called. "
+    "Rotary embeddings of the type 'dynamic' do so where the sample is longer than max_position_embeddings"
 )
 COUNTS = (
     "the forward of the {model} changes {places} each time that it runs, and every layer would do so, again in "
@@ -52,11 +54,13 @@ def refusing_leftovers(
     made = run()
     after = _look(walked)
     changed = _changed(before, after)
-    buffers = [where for where in changed if where[1] == "_buffers" and where[0] in opened]
-    if buffers:
-        names = [
-            f"{name}.{leaf}".lstrip(".") for name, _ in buffers for leaf in _replaced(walked[name], before, name)
-        ]
+    names = [
+        f"{name}.{leaf}".lstrip(".")
+        for name, key in changed
+        if key == "_buffers"
+        for leaf in _replaced(walked[name], before, name, is_open=name in opened)
+    ]
+    if names:
         raise CannotSplitError(REPLACES_BUFFER.format(model=model, places=", ".join(names)))
     tensors = [at for at in changed if at[0] in opened and hides_tensors(vars(walked[at[0]]).get(at[1]))]
     if tensors:
@@ -95,9 +99,14 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, (bool, int, float, str, bytes)) and one == other
 
 
-def _replaced(module: nn.Module, before: Mapping[tuple[str, str], Any], name: str) -> list[str]:
+def _replaced(module: nn.Module, before: Mapping[tuple[str, str], Any], name: str, *, is_open: bool) -> list[str]:
+    """The buffers that are others now; a module that no block stands in may have a table that grew."""
     was = dict(before[name, "_buffers"][1])
-    return [leaf for leaf, buffer in module._buffers.items() if buffer is not was.get(leaf, ABSENT)]
+    return [
+        leaf
+        for leaf, buffer in module._buffers.items()
+        if buffer is not was.get(leaf, ABSENT) and (is_open or is_replaced(was.get(leaf), buffer))
+    ]
 
 
 def _in_words(walked: Mapping[str, nn.Module], places: list[tuple[str, str]]) -> str:

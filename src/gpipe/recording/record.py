@@ -30,7 +30,7 @@ from gpipe.torch_private.fakes import is_fake
 from gpipe.torch_private.modules import hooks_of
 from gpipe.values.digest import differ, digest
 from gpipe.values.layout import copy_of
-from gpipe.values.tree import replace_tensors
+from gpipe.values.tree import replace_tensors, version
 
 T = TypeVar("T")
 
@@ -201,13 +201,13 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor | None]]:
-    """What a run gives, and the buffers that it changed, with their new values; they are put back."""
-    before = {name: (buffer, copy_of(buffer)) for name, buffer in model.named_buffers()}
+    """What a run gives, and the buffers that it wrote, with their new values; they are put back."""
+    before = {name: (buffer, copy_of(buffer), version(buffer)) for name, buffer in model.named_buffers()}
     made = run()
     changed: dict[str, Tensor | None] = {}
     with torch.no_grad():
-        for name, (buffer, copy) in before.items():
-            if not buffer.is_meta and not is_fake(buffer) and not torch.equal(buffer, copy):
+        for name, (buffer, copy, was) in before.items():
+            if not buffer.is_meta and not is_fake(buffer) and version(buffer) != was:
                 changed[name] = copy_of(buffer)
                 buffer.copy_(copy)
     return made, changed

@@ -109,6 +109,7 @@ class Replay(Walk):
         else:
             self._check(output)
         self._enter(self.layers[-1].index)
+        self.skeleton.refuse_changed_buffers()
         return output
 
     def _leaf(self, tag: Tag, described: Sequence[Any], found: Any = None) -> Any:

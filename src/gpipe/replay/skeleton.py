@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe.replay.errors import CannotSplitError
 from gpipe.torch_private.modules import hooks_of
+from gpipe.values.tree import version
 
 UnitCall = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Is told of the call of a unit: its name and arguments; gives what it returns."""
@@ -34,6 +35,12 @@ COLLECTOR = "_output_capturing_hooks_installed"
 HOOKED_LATER = (
     "{name} has a hook that it had not when the model was cut, and every layer walks through it: the hook would run "
     "once for each; make the pipe when the hook is there"
+)
+CHANGES_BUFFER = (
+    "the forward changes the buffer {name} between blocks, which it did not on the sample: every layer would do so, "
+    "and what micro-batches find there would depend on the schedule. Rotary embeddings of the type 'dynamic' do so "
+    "where a sequence is longer than max_position_embeddings: give shorter ones, or set it as high as they are long. "
+    "Else give a sample that shows the change, or move it into a block"
 )
 
 
@@ -130,6 +137,18 @@ class Skeleton:
         for copy in self._copies:
             copy.refresh()
 
+    def refuse_changed_buffers(self) -> None:
+        """Refuses what a walk did to buffers that every layer reads; the next run begins without it.
+
+        Raises:
+            CannotSplitError: One was written, or another of its shape was put in its place. A larger one is taken
+                for a table that grew.
+        """
+        for copy in self._copies:
+            if (changed := copy.changed_buffer()) is not None:
+                copy.forget()
+                raise CannotSplitError(CHANGES_BUFFER.format(name=f"{copy.path}.{changed}".lstrip(".")))
+
     def put_on(self, device: torch.device) -> None:
         """Moves the copies' buffers, which every layer reads."""
         for copy in self._copies:
@@ -157,6 +176,7 @@ class _Copy:
         self._parts = tuple(map(id, module._modules.values()))
         self._seen = dict(vars(module))
         self._buffers = dict(module._buffers)
+        self._versions: dict[str, tuple[Tensor | None, int]] = {}  # of the copy's, when a run began
         own = {**self._seen, "_modules": dict(parts), "_buffers": dict(self._buffers)}
         if is_open:
             own[COLLECTOR] = _Refusal(COLLECTS.format(name=name))
@@ -181,3 +201,32 @@ class _Copy:
                 if buffer is not None and self._device is not None:
                     buffer = buffer.to(self._device)
                 own["_buffers"][key] = buffer
+        self._versions = {key: (buffer, version(buffer)) for key, buffer in own["_buffers"].items()}
+
+    def changed_buffer(self) -> str | None:
+        """The name of a buffer that was written, or replaced by another of its shape."""
+        for key, buffer in self.made._buffers.items():
+            before, seen = self._versions.get(key, (buffer, version(buffer)))
+            if buffer is before and version(buffer) == seen:
+                continue
+            if buffer is before or is_replaced(before, buffer):
+                return key
+        return None
+
+    def forget(self) -> None:
+        """Has the next refresh take over all attributes and buffers, also those that the user did not change."""
+        self._seen = {key: self._seen[key] for key in ("_modules", "_buffers")}
+        self._buffers.clear()
+
+
+def is_replaced(before: Tensor | None, after: Tensor | None) -> bool:
+    """Whether a buffer has other values in the same shape: of another shape, it is a table that grew.
+
+    >>> is_replaced(torch.ones(2), torch.zeros(2)), is_replaced(torch.ones(2), torch.ones(2))
+    (True, False)
+    >>> is_replaced(torch.ones(2), torch.ones(3)), is_replaced(None, torch.ones(3))
+    (False, False)
+    """
+    if before is None or after is None or before.shape != after.shape:
+        return False
+    return before.device != after.device or not torch.equal(before, after)
