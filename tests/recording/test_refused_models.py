@@ -332,6 +332,56 @@ class Strict(nn.Module):
         return x
 
 
+class Asks(nn.Module):
+    """A block that is told of what all share: a dict, and the model."""
+
+    def __init__(self, model: nn.Module, ask: Callable[[Any, dict[str, Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(W, W)
+        self.ask = ask
+        self.__dict__["model"] = model
+
+    def forward(self, x: Tensor, kept: dict[str, Tensor]) -> Tensor:
+        return torch.tanh(self.inner(x)) + self.ask(self.__dict__["model"], kept, x)
+
+
+class Puts(nn.Module):
+    """A model that sets a tensor on itself for a while, and hands a dict to its blocks."""
+
+    def __init__(self, *asked: Callable[[Any, dict[str, Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(W, W)
+        self.layers = nn.ModuleList(Asks(self, ask) for ask in asked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.state = self.embed(x)
+        kept: dict[str, Tensor] = {}
+        for layer in self.layers:
+            x = layer(x, kept)
+        del self.state
+        return x
+
+
+def test_a_block_that_reads_what_was_put_past_its_arguments_is_refused_by_name() -> None:
+    def puts(model: Any, kept: dict[str, Tensor], x: Tensor) -> Tensor:
+        return kept.setdefault("x", x)
+
+    def reads(model: Any, kept: dict[str, Tensor], x: Tensor) -> Tensor:
+        return kept["x"]
+
+    def reads_parent(model: Any, kept: dict[str, Tensor], x: Tensor) -> Tensor:
+        found: Tensor = model.state
+        return found
+
+    with pytest.raises(ValueError, match=r"in layers, layers.1 of the Puts fails with KeyError: 'x', .* an argument"):
+        made(Puts(puts, reads))
+    with pytest.raises(ValueError, match=r"layers.0 of .* fails with AttributeError.*puts tensors into Puts.state"):
+        made(Puts(reads_parent, puts))
+    with pytest.raises(KeyError, match="x") as raised:
+        made(Puts(reads, puts))
+    assert "while the Puts ran, whole" in "\n".join(raised.value.__notes__)
+
+
 def test_an_error_on_the_sample_is_the_models_own() -> None:
     with pytest.raises(LookupError, match="no such row") as raised:
         made(Strict())

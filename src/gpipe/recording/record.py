@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +46,13 @@ DRAWS = (
 ON_SAMPLE = (
     "while the {model} ran, whole, to be recorded: on the sample, or on the first mini-batch of another kind; "
     "give what model(...) takes: a dict for keywords, anything else for its one argument"
+)
+APART = (
+    "in layers, {place} of the {model} fails with {error}, and in the model by itself it does not{left}. It looks "
+    "for what another block, or the forward around it, has put where layers that run apart do not see it: into a "
+    "dict, list or cache that all blocks are given, or on their parent. Return it where it is made and hand it on as "
+    "an argument, or name other blocks (blocks=[...]), each with all that shares it. Layers of transformers that "
+    "share keys and values do so: num_kv_shared_layers=0"
 )
 WRITES_BUFFER = (
     "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
@@ -152,6 +160,8 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
     except CannotSplitError:
         raise
     except Exception as error:
+        if dry is None and _runs(parts.model, given):
+            _refuse_failing_apart(parts.model, error, recorder.left_behind())
         error.add_note(ON_SAMPLE.format(model=type(parts.model).__name__))
         raise
     if left := recorder.left_behind():
@@ -169,6 +179,32 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
                     raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
                 stateful.add(name)
     return Traced(output, path, parts, recorder.losses), stateful
+
+
+def _runs(model: nn.Module, given: Given) -> bool:
+    """Whether a model by itself takes the sample."""
+    try:
+        _watched(model, lambda: model(*copied(given.args), **copied(given.kwargs)))
+    except Exception:
+        return False
+    return True
+
+
+def _refuse_failing_apart(model: nn.Module, error: Exception, left: Sequence[str] = ()) -> None:
+    """Refuses a model for an error that it does not raise by itself; `left` is where its forward puts tensors."""
+    if isinstance(error, (CannotSplitError, torch.OutOfMemoryError)):
+        return
+    names = {id(module): name for name, module in model.named_modules() if name}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = [names[it] for frame in frames if (it := id(frame.f_locals.get("self"))) in names]
+    raise CannotSplitError(
+        APART.format(
+            place=inside[-1] if inside else "the forward",
+            model=type(model).__name__,
+            error=f"{type(error).__name__}: {error}",
+            left=f" (there its forward puts tensors into {', '.join(left)})" if left else "",
+        )
+    ) from error
 
 
 @contextmanager
@@ -250,7 +286,11 @@ def _replayed(
         layer = Layer(index, str(index), parts.model)
         skeleton.refresh()
         walk = Replay(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
-        output = walk.go(inputs)
+        try:
+            output = walk.go(inputs)
+        except Exception as error:
+            _refuse_failing_apart(parts.model, error)
+            raise
         values = dict(walk.made)
         values |= dict.fromkeys(wanted - values.keys())
         seconds.append(time.perf_counter() - start)
