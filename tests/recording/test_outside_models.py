@@ -294,6 +294,38 @@ def test_a_cache_that_is_asked_for_is_refused() -> None:
         pipe(**batch(), use_cache=True)
 
 
+def test_a_cache_that_is_given_is_refused_by_name() -> None:
+    def cached() -> dict[str, Any]:
+        return {**batch(4, 7), "past_key_values": transformers.DynamicCache()}
+
+    told = r"is given a DynamicCache \(past_key_values\), in which its forward keeps tensors.* Leave it out"
+    with pytest.raises(ValueError, match=told):
+        made(llama(), sample=cached())
+    pipe = made(llama())
+    with pytest.raises(ValueError, match=told):
+        pipe.step(cached())
+    pipe.step(batch())
+
+
+def test_a_call_leaves_out_the_cache_of_a_model_within() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    encoder, decoder = (
+        transformers.BertConfig(**sizes, vocab_size=64, is_decoder=reads, add_cross_attention=reads)
+        for reads in (False, True)
+    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder, decoder, decoder_start_token_id=1, pad_token_id=0
+    )
+    with weights_of(3):
+        model = transformers.EncoderDecoderModel(config=config).eval()
+    given = {"input_ids": batch()["input_ids"], "decoder_input_ids": batch()["input_ids"]}
+    pipe = made(model, sample=given)
+    with torch.no_grad():
+        found = pipe(given)
+        assert "past_key_values" not in found
+        assert torch.allclose(found.logits, model(**given).logits, atol=1e-6)
+
+
 def test_other_keys_are_recorded_when_they_come() -> None:
     model = llama()
     pipe = made(model)

@@ -35,8 +35,10 @@ def arguments(model: nn.Module, value: Tree) -> Given:
 
 def without_cache(model: nn.Module, value: Tree) -> Tree:
     """What has a model keep no cache for generation: each layer would have its own part of it alone."""
-    keeps = getattr(getattr(model, "config", None), "use_cache", None) is not None and takes(model, "use_cache")
-    if not keeps:
+    config = getattr(model, "config", None)
+    inner = vars(config).values() if hasattr(config, "__dict__") else ()  # of a text model within, or a decoder
+    keeps = any(getattr(one, "use_cache", None) is not None for one in (config, *inner))
+    if not (keeps and takes(model, "use_cache")):
         return value
     if isinstance(value, Mapping):
         return {"use_cache": False, **value}

@@ -30,6 +30,7 @@ from gpipe.rng.visit import visit
 from gpipe.torch_private.fakes import is_fake
 from gpipe.torch_private.modules import hooks_of
 from gpipe.values.digest import differ, digest
+from gpipe.values.hidden_tensors import hides_tensors
 from gpipe.values.layout import copy_of
 from gpipe.values.tree import replace_tensors, version
 
@@ -53,6 +54,11 @@ APART = (
     "dict, list or cache that all blocks are given, or on their parent. Return it where it is made and hand it on as "
     "an argument, or name other blocks (blocks=[...]), each with all that shares it. Layers of transformers that "
     "share keys and values do so: num_kv_shared_layers=0"
+)
+KEEPS = (
+    "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
+    "keep its own, again in each recompute. Leave it out; for generation, past_key_values and caches, call the model "
+    "itself"
 )
 WRITES_BUFFER = (
     "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
@@ -164,6 +170,7 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
             _refuse_failing_apart(parts.model, error, recorder.left_behind())
         error.add_note(ON_SAMPLE.format(model=type(parts.model).__name__))
         raise
+    _refuse_kept(parts.model, given)
     if left := recorder.left_behind():
         raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(left)))
     for whose, state in _generators().items():
@@ -179,6 +186,15 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
                     raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
                 stateful.add(name)
     return Traced(output, path, parts, recorder.losses), stateful
+
+
+def _refuse_kept(model: nn.Module, given: Given) -> None:
+    """Refuses objects among inputs that hold tensors once the forward has run."""
+    for name, value in (*enumerate(given.args), *given.kwargs.items()):
+        for leaf in take_apart(value)[0]:
+            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+                kind = type(leaf).__name__
+                raise CannotSplitError(KEEPS.format(model=type(model).__name__, kind=kind, name=name))
 
 
 def _runs(model: nn.Module, given: Given) -> bool:
