@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gpipe.recording.blocks import open_names
 from gpipe.recording.chance import Chance
 from gpipe.recording.loss_calls import LossCall, LossReader, read_loss_call
+from gpipe.recording.references import Owners
 from gpipe.recording.watches import Fillings, Makers, SharedMemory
 from gpipe.replay.call import Call
 from gpipe.replay.dry import Dry
@@ -78,7 +79,8 @@ class Recorder(Walk):
         self._taken: set[int] = set()
         self._inputs: dict[int, int] = {}
         self._hooks = saved_tensor_hooks()
-        self._inner: list[str] = []  # units that the unit that runs has called
+        self._inner: list[str] = []  # units that the unit that runs has called, or uses parameters of
+        self._owners = Owners(model, skeleton.units)
         self._chance = Chance(model, skeleton.walked)
         self._makers, self._shared, self._filled = Makers(), SharedMemory(), Fillings(self.tag_of)
 
@@ -203,8 +205,11 @@ class Recorder(Walk):
             self.losses.append(loss)
         has_head = call.unit is not None and not self._is_block(call)  # which may have the loss
         before = [version(tensor) for tensor in call.tensors]
+        behind = {tensor.grad_fn for tensor in call.tensors if tensor.grad_fn is not None}
         with self._around(self._layer), LossReader(self.losses) if has_head else nullcontext():
             made = self.do(call)
+        if call.unit is not None:
+            self._inner += self._owners.reached(call, made, behind)
         for tensor, was in zip(call.tensors, before, strict=True):
             self._note_given(tensor, call.name, is_changed=version(tensor) != was)
         return made

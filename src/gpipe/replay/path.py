@@ -55,7 +55,7 @@ class Event:
         raw: The names of the parameters that it was given as they are.
         returns: How what it returned is put together.
         again: The leaves that are the same tensor as one before them, each with that.
-        inner: The units that a unit was given as modules, and called.
+        inner: The other units that a unit called, or whose parameters it used.
     """
 
     name: str

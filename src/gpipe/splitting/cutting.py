@@ -12,7 +12,7 @@ def layers_of_path(path: Path) -> tuple[list[list[str]], list[list[str]]]:
     for at, event in enumerate(path.events):
         layer = path.layer_of(at)
         if event.is_unit:
-            units[layer] |= dict.fromkeys((event.name, *event.inner))
+            units[layer] |= dict.fromkeys((*event.inner, event.name))  # named after the last
         raw[layer] |= dict.fromkeys(event.raw)
     return list(map(list, units)), list(map(list, raw))
 

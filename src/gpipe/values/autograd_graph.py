@@ -1,6 +1,6 @@
 """Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,16 +29,16 @@ def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
     }
 
 
-def leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves that autograd would reach from these tensors.
+def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iterator[Tensor]:
+    """The leaves that autograd would reach from these tensors, not past certain nodes.
 
     >>> import torch
     >>> weight = torch.ones(2, requires_grad=True)
     >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
     [True]
     """
-    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(todo)
+    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None and root.grad_fn not in until]
+    seen = {*todo, *until}
     while todo:
         node = todo.pop()
         leaf = getattr(node, "variable", None)
