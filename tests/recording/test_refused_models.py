@@ -1,7 +1,10 @@
 """What cannot be computed in parts to the same bits is refused, with what it is, where, and what to do."""
 
+import copy
 import random
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -262,6 +265,60 @@ def test_hooks_on_modules_without_parameters_run_once() -> None:
         ValueError, match=r"plain has a hook that it had not when the model was cut.* make the pipe when"
     ):
         step(pipe)
+
+
+def test_a_forward_that_is_set_on_a_module_is_walked_through_if_it_is_a_method() -> None:
+    def forward(self: Net, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * 2
+        return x
+
+    model = Net(same)
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    plain = copy.deepcopy(model)
+    loss = step(made(model))
+    torch.testing.assert_close(loss, squared(plain(vectors(8)), torch.ones(8, W)).detach())
+    model.forward = partial(forward, model)  # type: ignore[method-assign]  # as accelerate does
+    with pytest.raises(ValueError, match=r"Net has a forward that was set on it .*accelerate.* or set it on blocks"):
+        made(model)
+    block = Net(same)
+    block.layers[1].forward = partial(type(block.layers[1]).forward, block.layers[1])
+    step(made(block))
+
+
+class Averages(nn.Module):
+    """A block that keeps a mean from call to call."""
+
+    def __init__(self, *, as_buffer: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(W, W)
+        self.mean = nn.Buffer(torch.zeros(W)) if as_buffer else torch.zeros(W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(x))
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def test_what_a_block_keeps_is_to_be_a_buffer() -> None:
+    class Whole(nn.Module):
+        def __init__(self, *, as_buffer: bool) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = nn.ModuleList(Averages(as_buffer=as_buffer) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with pytest.raises(ValueError, match=r"other values than by itself: .*self.register_buffer\(name, tensor\)"):
+        made(Whole(as_buffer=False))
+    model, plain = Whole(as_buffer=True), Whole(as_buffer=True)
+    step(made(model))
+    for part in vectors(8).tensor_split(M):
+        plain(part)
+    assert all(torch.equal(*pair) for pair in zip(model.buffers(), plain.buffers(), strict=True))
 
 
 def test_a_replaced_module_is_refused() -> None:

@@ -1,17 +1,21 @@
-"""Finds what a forward leaves behind in the modules that every layer walks through.
+"""Finds what a forward leaves behind where layers do not see it: in the modules that all walk through, in inputs.
 
 Layers walk through copies of these, so what a forward puts into an attribute is not in the user's model, and a count
 of its own would be one too many for each layer and each recompute.
 """
 
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from gpipe.recording.arguments import Given
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.skeleton import is_replaced
+from gpipe.replay.structure import take_apart
 from gpipe.values.hidden_tensors import hides_tensors
 
 T = TypeVar("T")
@@ -32,6 +36,19 @@ REPLACES_BUFFER = (
 COUNTS = (
     "the forward of the {model} changes {places} each time that it runs, and every layer would do so, again in "
     "each recompute; keep what changes in a module inside of a block, as a buffer, or count outside of the model"
+)
+
+APART = (
+    "in layers, {place} of the {model} fails with {error}, and in the model by itself it does not{left}. It looks "
+    "for what another block, or the forward around it, has put where layers that run apart do not see it: into a "
+    "dict, list or cache that all blocks are given, or on their parent. Return it where it is made and hand it on as "
+    "an argument, or name other blocks (blocks=[...]), each with all that shares it. Layers of transformers that "
+    "share keys and values do so: num_kv_shared_layers=0"
+)
+KEEPS = (
+    "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
+    "keep its own, again in each recompute. Leave it out; for generation, past_key_values and caches, call the model "
+    "itself"
 )
 
 
@@ -111,3 +128,29 @@ def _replaced(module: nn.Module, before: Mapping[tuple[str, str], Any], name: st
 
 def _in_words(walked: Mapping[str, nn.Module], places: list[tuple[str, str]]) -> str:
     return ", ".join(f"{type(walked[name]).__name__}.{key}" for name, key in places)
+
+
+def refuse_kept(model: nn.Module, given: Given) -> None:
+    """Refuses objects among inputs that hold tensors once the forward has run."""
+    for name, value in (*enumerate(given.args), *given.kwargs.items()):
+        for leaf in take_apart(value)[0]:
+            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+                kind = type(leaf).__name__
+                raise CannotSplitError(KEEPS.format(model=type(model).__name__, kind=kind, name=name))
+
+
+def refuse_failing_apart(model: nn.Module, error: Exception, left: Sequence[str] = ()) -> None:
+    """Refuses a model for an error that it does not raise by itself; `left` is where its forward puts tensors."""
+    if isinstance(error, (CannotSplitError, torch.OutOfMemoryError)):
+        return
+    names = {id(module): name for name, module in model.named_modules() if name}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = [names[it] for frame in frames if (it := id(frame.f_locals.get("self"))) in names]
+    raise CannotSplitError(
+        APART.format(
+            place=inside[-1] if inside else "the forward",
+            model=type(model).__name__,
+            error=f"{type(error).__name__}: {error}",
+            left=f" (there its forward puts tensors into {', '.join(left)})" if left else "",
+        )
+    ) from error

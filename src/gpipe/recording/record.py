@@ -2,8 +2,7 @@
 
 import random
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from gpipe.costs.layer_run import untouched
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.recording.arguments import Given
-from gpipe.recording.leftovers import LEAVES_TENSORS, refusing_leftovers
+from gpipe.recording.leftovers import LEAVES_TENSORS, refuse_failing_apart, refuse_kept, refusing_leftovers
 from gpipe.recording.loss_calls import LossCall
 from gpipe.recording.recorder import Recorder
 from gpipe.replay.dry import Dry, lacks_values
@@ -30,7 +29,6 @@ from gpipe.rng.visit import visit
 from gpipe.torch_private.fakes import is_fake
 from gpipe.torch_private.modules import hooks_of
 from gpipe.values.digest import differ, digest
-from gpipe.values.hidden_tensors import hides_tensors
 from gpipe.values.layout import copy_of
 from gpipe.values.tree import replace_tensors, version
 
@@ -40,25 +38,14 @@ KEY = RngKey(0, 0, 0)
 """When a sample is, for its random numbers."""
 
 DRAWS = (
-    "the forward of the {model} draws from {whose} generator between blocks, as layers do that are dropped at "
-    "random: every layer would draw anew. Set what drops layers (layerdrop, layer_drop) to 0, or let a block "
-    "draw, by torch"
+    "the forward of the {model} draws from {whose} generator between blocks, and every layer would draw anew. Layers "
+    "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "
+    "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
+    "block"
 )
 ON_SAMPLE = (
     "while the {model} ran, whole, to be recorded: on the sample, or on the first mini-batch of another kind; "
     "give what model(...) takes: a dict for keywords, anything else for its one argument"
-)
-APART = (
-    "in layers, {place} of the {model} fails with {error}, and in the model by itself it does not{left}. It looks "
-    "for what another block, or the forward around it, has put where layers that run apart do not see it: into a "
-    "dict, list or cache that all blocks are given, or on their parent. Return it where it is made and hand it on as "
-    "an argument, or name other blocks (blocks=[...]), each with all that shares it. Layers of transformers that "
-    "share keys and values do so: num_kv_shared_layers=0"
-)
-KEEPS = (
-    "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
-    "keep its own, again in each recompute. Leave it out; for generation, past_key_values and caches, call the model "
-    "itself"
 )
 WRITES_BUFFER = (
     "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
@@ -71,8 +58,9 @@ OTHER_STRUCTURE = (
 )
 OTHER_BITS = (
     "replayed in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
-    "on what is not seen there (a cache, a tensor left on a module, a random number); let it be part of what "
-    "blocks are given and return, or name other blocks"
+    "on what is not seen there (a cache, a tensor left on a module, a random number): let it be part of what blocks "
+    "are given and return, or name other blocks. Or a block keeps a tensor from call to call as an attribute, of "
+    "which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
 )
 
 
@@ -167,10 +155,10 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
         raise
     except Exception as error:
         if dry is None and _runs(parts.model, given):
-            _refuse_failing_apart(parts.model, error, recorder.left_behind())
+            refuse_failing_apart(parts.model, error, recorder.left_behind())
         error.add_note(ON_SAMPLE.format(model=type(parts.model).__name__))
         raise
-    _refuse_kept(parts.model, given)
+    refuse_kept(parts.model, given)
     if left := recorder.left_behind():
         raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(left)))
     for whose, state in _generators().items():
@@ -188,15 +176,6 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
     return Traced(output, path, parts, recorder.losses), stateful
 
 
-def _refuse_kept(model: nn.Module, given: Given) -> None:
-    """Refuses objects among inputs that hold tensors once the forward has run."""
-    for name, value in (*enumerate(given.args), *given.kwargs.items()):
-        for leaf in take_apart(value)[0]:
-            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
-                kind = type(leaf).__name__
-                raise CannotSplitError(KEEPS.format(model=type(model).__name__, kind=kind, name=name))
-
-
 def _runs(model: nn.Module, given: Given) -> bool:
     """Whether a model by itself takes the sample."""
     try:
@@ -204,23 +183,6 @@ def _runs(model: nn.Module, given: Given) -> bool:
     except Exception:
         return False
     return True
-
-
-def _refuse_failing_apart(model: nn.Module, error: Exception, left: Sequence[str] = ()) -> None:
-    """Refuses a model for an error that it does not raise by itself; `left` is where its forward puts tensors."""
-    if isinstance(error, (CannotSplitError, torch.OutOfMemoryError)):
-        return
-    names = {id(module): name for name, module in model.named_modules() if name}
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    inside = [names[it] for frame in frames if (it := id(frame.f_locals.get("self"))) in names]
-    raise CannotSplitError(
-        APART.format(
-            place=inside[-1] if inside else "the forward",
-            model=type(model).__name__,
-            error=f"{type(error).__name__}: {error}",
-            left=f" (there its forward puts tensors into {', '.join(left)})" if left else "",
-        )
-    ) from error
 
 
 @contextmanager
@@ -254,13 +216,20 @@ def _same(one: Any, other: Any) -> bool:
 
 def _watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor | None]]:
     """What a run gives, and the buffers that it wrote, with their new values; they are put back."""
-    before = {name: (buffer, copy_of(buffer), version(buffer)) for name, buffer in model.named_buffers()}
+    before = {
+        f"{path}.{key}".lstrip("."): (module._buffers, key, buffer, copy_of(buffer), version(buffer))
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and not is_fake(buffer)
+    }
     made = run()
     changed: dict[str, Tensor | None] = {}
     with torch.no_grad():
-        for name, (buffer, copy, was) in before.items():
-            if not buffer.is_meta and not is_fake(buffer) and version(buffer) != was:
-                changed[name] = copy_of(buffer)
+        for name, (held, key, buffer, copy, was) in before.items():
+            now = held.get(key)
+            if now is not buffer or version(buffer) != was:
+                changed[name] = None if now is None else copy_of(now)
+                held[key] = buffer
                 buffer.copy_(copy)
     return made, changed
 
@@ -305,7 +274,7 @@ def _replayed(
         try:
             output = walk.go(inputs)
         except Exception as error:
-            _refuse_failing_apart(parts.model, error)
+            refuse_failing_apart(parts.model, error)
             raise
         values = dict(walk.made)
         values |= dict.fromkeys(wanted - values.keys())

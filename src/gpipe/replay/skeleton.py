@@ -7,6 +7,7 @@ attributes with the unit, and a call of one is told to the walk that is under wa
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ HOOKED = (
 COLLECTS = (
     "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, output_router_logits "
     "and the like), by hooks inside of them that a replay does not see: leave it out of what the model is given, and "
-    "of model.config"
+    "of model.config. What the model's own forward asks for it, as a vision tower or a backbone, may be one block: "
+    "blocks=['model.vision_tower', ...]"
+)
+OTHER_FORWARD = (
+    "{name} has a forward that was set on it and is not its own method, as accelerate sets one for its hooks "
+    "(device_map=, prepare), and blocks stand in it: it calls the model's modules where no walk sees them. Take it "
+    "off (accelerate.hooks.remove_hook_from_submodules(model)), or set it on blocks"
 )
 COLLECTOR = "_output_capturing_hooks_installed"
 """Where a model of transformers looks whether it has these hooks, before it puts them into all of its modules."""
@@ -177,10 +184,19 @@ class _Copy:
         self._seen = dict(vars(module))
         self._buffers = dict(module._buffers)
         self._versions: dict[str, tuple[Tensor | None, int]] = {}  # of the copy's, when a run began
-        own = {**self._seen, "_modules": dict(parts), "_buffers": dict(self._buffers)}
+        own = {
+            **{key: self._of_copy(value) for key, value in self._seen.items()},
+            "_modules": dict(parts),
+            "_buffers": dict(self._buffers),
+        }
         if is_open:
-            own[COLLECTOR] = _Refusal(COLLECTS.format(name=name))
+            own[COLLECTOR] = _Refusal(COLLECTS.format(name=self.name))
         object.__setattr__(self.made, "__dict__", own)
+
+    def _of_copy(self, value: Any) -> Any:
+        """An attribute as the copy has it: a method that was set on the module is bound to the copy."""
+        is_own = isinstance(value, MethodType) and value.__self__ is self.module
+        return MethodType(value.__func__, self.made) if is_own else value
 
     def put_on(self, device: torch.device) -> None:
         self._device = device
@@ -191,10 +207,14 @@ class _Copy:
             raise CannotSplitError(REPLACED.format(name=self.name))
         if hooks_of(self.module):
             raise CannotSplitError((HOOKED if self.is_open else HOOKED_LATER).format(name=self.name))
+        given = vars(self.module).get("forward")
+        if self.is_open and given is not None and self._of_copy(given) is given:
+            raise CannotSplitError(OTHER_FORWARD.format(name=self.name))
         own = vars(self.made)
         for key, value in vars(self.module).items():
             if self._seen.get(key, self) is not value and key != COLLECTOR:
-                self._seen[key] = own[key] = value
+                self._seen[key] = value
+                own[key] = self._of_copy(value)
         for key, buffer in self.module._buffers.items():
             if self._buffers.get(key, self) is not buffer:
                 self._buffers[key] = buffer
