@@ -312,7 +312,8 @@ def test_what_a_block_keeps_is_to_be_a_buffer() -> None:
                 x = layer(x)
             return x
 
-    with pytest.raises(ValueError, match=r"other values than by itself: .*self.register_buffer\(name, tensor\)"):
+    differs = r"output differs in \d+ of 18 values, by 0.\d+ at most. .*self.register_buffer"
+    with pytest.raises(ValueError, match=differs):
         made(Whole(as_buffer=False))
     model, plain = Whole(as_buffer=True), Whole(as_buffer=True)
     step(made(model))

@@ -28,6 +28,7 @@ from gpipe.replay.visits import visiting
 from gpipe.rng.visit import visit
 from gpipe.torch_private.fakes import is_fake
 from gpipe.torch_private.modules import hooks_of
+from gpipe.torch_private.trees import keystr, tree_flatten_with_path
 from gpipe.values.digest import differ, digest
 from gpipe.values.layout import copy_of
 from gpipe.values.tree import replace_tensors, version
@@ -295,11 +296,38 @@ def _compare(
         raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=_in_words(own[1], found[1])))
     for at, (one, other) in enumerate(zip(own[0], found[0], strict=True)):
         if bool(differ(digest([one]), digest([other]))):
-            what = f"leaf {at} of the output, {describe([one])[0]} and {describe([other])[0]}"
+            what = f"output{_path_of(own[1], at)} {difference(one, other)}"
             raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
     for buffer in {*buffers, *changed}:
         if bool(differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)]))):
             raise CannotSplitError(OTHER_BITS.format(model=name, what=f"the buffer {buffer}"))
+
+
+def _path_of(structure: Structure, at: int) -> str:
+    """Where a leaf stands; its number, where plain dataclasses hold some."""
+    paths = tree_flatten_with_path(structure.filled(range(structure.count)))[0]
+    return keystr(paths[at][0]) if len(paths) == structure.count else f", leaf {at},"
+
+
+def difference(one: Any, other: Any) -> str:
+    """How one leaf of an output differs from what it should be, in words.
+
+    >>> difference(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))
+    'differs in 1 of 3 values, by 1 at most'
+    >>> difference(torch.ones(2), torch.ones(3))
+    'is torch.float32 (3,) where it should be torch.float32 (2,)'
+    """
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return f"is {other!s:.80} where it should be {one!s:.80}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"is {other.dtype} {tuple(other.shape)} where it should be {one.dtype} {tuple(one.shape)}"
+    one, other = one.detach(), other.detach()
+    unlike = (one != other) & ~(one.isnan() & other.isnan())
+    if not unlike.any():
+        return "differs in the signs of zeros, or in what NaNs hold"
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    most = (one.to(wide) - other.to(wide)).abs()[unlike].max()
+    return f"differs in {int(unlike.sum())} of {one.numel()} values, by {float(most):.3g} at most"
 
 
 def _in_words(one: Structure, other: Structure) -> str:
