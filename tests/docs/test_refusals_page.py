@@ -10,6 +10,7 @@ import pytest
 from tests.docs.pages import ROOT
 
 SOURCE = ROOT / "src" / "gpipe"
+HIDDEN = SOURCE / "values" / "hidden_tensors.py"
 PAGE = (ROOT / "docs" / "when-refused.md").read_text()
 QUOTED = re.findall(r"^`(.*)`\n: ", PAGE, re.MULTILINE)
 FIELD = re.compile(r"\{\w+(![rsa])?\}")
@@ -32,8 +33,7 @@ def modules() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def all_texts() -> set[str]:
-    values = ast.parse((SOURCE / "values" / "hidden_tensors.py").read_text())
-    read = [values, *(module for _, module in modules())]
+    read = [ast.parse(HIDDEN.read_text()), *(module for _, module in modules())]
     return {text for module in read for node in ast.walk(module) if (text := text_of(node))}
 
 
@@ -64,3 +64,23 @@ def test_what_is_quoted_stands_in_the_source(quoted: str) -> None:
 
 def test_every_refusal_is_on_the_page() -> None:
     assert [found for found in refusals() if not any(found[1].startswith(quoted) for quoted in QUOTED)] == []
+
+
+def names_in_type_errors() -> Iterator[str]:
+    """The names of the texts of TypeErrors."""
+    for tree in (ast.parse(HIDDEN.read_text()), *(module for _, module in modules())):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Raise(ast.Call(ast.Name("TypeError"), [text, *_])):
+                    yield ast.unparse(text).partition(".format")[0]
+
+
+def test_the_page_calls_those_type_errors_that_are() -> None:
+    named = {
+        node.targets[0].id: text_of(node.value) or ""
+        for tree in (ast.parse(HIDDEN.read_text()), *(module for _, module in modules()))
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    raised = {next(quoted for quoted in QUOTED if named[name].startswith(quoted)) for name in names_in_type_errors()}
+    assert raised == set(re.findall(r"^`(.*)`\n: A `TypeError`", PAGE, re.MULTILINE))

@@ -464,6 +464,42 @@ def test_an_error_on_the_sample_is_the_models_own() -> None:
     assert "while the Strict ran, whole, to be recorded: on the sample" in "\n".join(raised.value.__notes__)
 
 
+def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = blocks()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x + y
+
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as raised:
+        made(Sum(), sample=(vectors(5), vectors(5)))
+    assert "the tuple that was given is one argument of the forward; " in raised.value.__notes__[-1]
+    assert raised.value.__notes__[-1].endswith("x, y")
+    made(Sum(), sample={"x": vectors(5), "y": vectors(5)})
+
+
+@pytest.mark.parametrize("of_blocks", [True, False])
+def test_a_state_that_is_stacked_between_blocks_is_refused_by_name(of_blocks: bool) -> None:
+    class Stacks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(W, W) for _ in range(5))
+            self.experts = nn.ModuleList(nn.Linear(W, W) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            stacked, _ = torch.func.stack_module_state(list(self.layers if of_blocks else self.experts))
+            return x @ stacked["weight"].sum(0)
+
+    with pytest.raises(ValueError, match="stack_module_state"):
+        made(Stacks(), blocks=[f"layers.{at}" for at in range(5)])
+
+
 def same(net: Net, x: Tensor, at: int) -> Tensor:
     return x
 

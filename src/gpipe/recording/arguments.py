@@ -51,3 +51,8 @@ def takes(model: nn.Module, keyword: str) -> bool:
     """Whether a forward takes a keyword, if only among others."""
     parameters = inspect.signature(model.forward).parameters
     return keyword in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def names_taken(model: nn.Module) -> str:
+    """The names of what a forward takes, one after another."""
+    return ", ".join(inspect.signature(model.forward).parameters)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpipe.costs.layer_run import untouched
 from gpipe.layers.stage import Layer, LayerProgress, RngKey
-from gpipe.recording.arguments import Given
+from gpipe.recording.arguments import Given, names_taken
 from gpipe.recording.leftovers import LEAVES_TENSORS, refuse_failing_apart, refuse_kept, refusing_leftovers
 from gpipe.recording.loss_calls import LossCall
 from gpipe.recording.recorder import Recorder
@@ -47,6 +47,10 @@ DRAWS = (
 ON_SAMPLE = (
     "while the {model} ran, whole, to be recorded: on the sample, or on the first mini-batch of another kind; "
     "give what model(...) takes: a dict for keywords, anything else for its one argument"
+)
+ONE_ARGUMENT = (
+    "the {kind} that was given is one argument of the forward; for several give a dict, with those of these keys "
+    "that it needs: {names}"
 )
 WRITES_BUFFER = (
     "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
@@ -158,6 +162,8 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
         if dry is None and _runs(parts.model, given):
             refuse_failing_apart(parts.model, error, recorder.left_behind())
         error.add_note(ON_SAMPLE.format(model=type(parts.model).__name__))
+        if isinstance(error, TypeError) and given.args and isinstance(given.args[0], (tuple, list)):
+            error.add_note(ONE_ARGUMENT.format(kind=type(given.args[0]).__name__, names=names_taken(parts.model)))
         raise
     refuse_kept(parts.model, given)
     if left := recorder.left_behind():

@@ -25,9 +25,10 @@ from gpipe.values.tree import version
 
 UNSEEN = (
     "{name} is given a tensor that was computed between blocks by what torch does not show (a "
-    "torch.autograd.Function, torch.utils.checkpoint by use_reentrant=True, a scripted function), that a block left "
-    "somewhere, or that was made between blocks and then written into: it cannot be known which layer is to compute "
-    "it. Put that code into a module with parameters, have blocks return what others use, or name other blocks"
+    "torch.autograd.Function, torch.utils.checkpoint by use_reentrant=True, torch.func.stack_module_state, a "
+    "scripted function), that a block left somewhere, or that was made between blocks and then written into: it "
+    "cannot be known which layer is to compute it. Put that code into a module with parameters, have blocks return "
+    "what others use, or name other blocks"
 )
 NOT_CALLED = (
     "none of the blocks ({blocks}) is called in the forward of the {model}: methods or parts of them are used "

@@ -15,6 +15,7 @@ CANNOT_JOIN = (
     "micro-batches as gpipe.MicroBatches([...]), for a list of their outputs, or use step(), which needs the "
     "loss alone"
 )
+UNKNOWN_LOSS = "is a loss, and it is not known how it averages (leave out the labels, for all but the loss)"
 
 
 def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
@@ -48,7 +49,7 @@ def _join_leaf(
     first = leaves[0]
     if all(leaf is loss for leaf, loss in zip(leaves, losses, strict=True)) and first is not None:
         if len(shares) != len(leaves):
-            raise TypeError(CANNOT_JOIN.format(path=path, why="is a loss, and it is not known how it averages"))
+            raise TypeError(CANNOT_JOIN.format(path=path, why=UNKNOWN_LOSS))
         said = [loss * share for loss, share in zip(leaves, shares, strict=True) if share]  # of no weight, even NaN
         return sum(said[1:], start=said[0])
     if isinstance(first, Tensor):

@@ -25,8 +25,8 @@ NO_LOSS = (
 )
 NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
 UNKNOWN = (
-    "the model's own loss is not one of torch's ({names}), so it cannot be known how it averages; micro-batches "
-    "are weighed by their rows. If it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
+    "of the model's own loss it cannot be known how it averages: {seen}; micro-batches are weighed by their rows. If "
+    "it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
 )
 
 
@@ -71,8 +71,7 @@ class Counting:
         if calls and all(call.reduction == "sum" for call in calls):
             return cls("sum")
         known = calls and all(call.name in OF_ROWS for call in calls)
-        names = ", ".join(dict.fromkeys(call.name for call in calls)) or "none was seen"
-        return cls("rows", finding=None if known else UNKNOWN.format(names=names))
+        return cls("rows", finding=None if known else UNKNOWN.format(seen=_in_words(calls)))
 
     def count(self, part: Mapping[str, Any] | Tree) -> float:
         """What a micro-batch counts."""
@@ -92,6 +91,16 @@ class Counting:
         if not total:
             raise ValueError(NO_LABELS.format(ignored=self.ignored))
         return [count / total for count in counts]
+
+
+def _in_words(calls: Sequence[LossCall]) -> str:
+    names = ", ".join(dict.fromkeys(call.name for call in calls))
+    match len(calls):
+        case 0:
+            return "its forward calls none of torch's losses"
+        case 1:
+            return f"its forward calls {names}, of labels that are none of its inputs"
+    return f"its forward calls {len(calls)} losses of torch ({names})"
 
 
 def _is_shifted(target: Tensor | None, labels: Tensor) -> bool | None:
