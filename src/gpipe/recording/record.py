@@ -1,22 +1,17 @@
 """Records a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
 
-import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipe.costs.layer_run import untouched
-from gpipe.layers.stage import Layer, LayerProgress, RngKey
-from gpipe.recording.arguments import Given, names_taken
-from gpipe.recording.leftovers import LEAVES_TENSORS, refuse_failing_apart, refuse_kept, refusing_leftovers
+from gpipe.layers.stage import Layer, LayerProgress
+from gpipe.recording.arguments import Given
+from gpipe.recording.leftovers import refuse_failing_apart, refusing_leftovers
 from gpipe.recording.loss_calls import LossCall
-from gpipe.recording.recorder import Recorder
+from gpipe.recording.runs import copied, watched
+from gpipe.recording.trace import KEY, Traced, trace
 from gpipe.replay.dry import Dry, lacks_values
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.layout_log import describe
@@ -25,37 +20,9 @@ from gpipe.replay.replay import Replay
 from gpipe.replay.skeleton import Parts
 from gpipe.replay.structure import Leaves, Structure, take_apart
 from gpipe.replay.visits import visiting
-from gpipe.rng.visit import visit
-from gpipe.torch_private.fakes import is_fake
-from gpipe.torch_private.modules import hooks_of
 from gpipe.torch_private.trees import keystr, tree_flatten_with_path
 from gpipe.values.digest import differ, digest
-from gpipe.values.layout import copy_of
-from gpipe.values.tree import replace_tensors, version
 
-T = TypeVar("T")
-
-KEY = RngKey(0, 0, 0)
-"""When a sample is, for its random numbers."""
-
-DRAWS = (
-    "the forward of the {model} draws from {whose} generator between blocks, and every layer would draw anew. Layers "
-    "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "
-    "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
-    "block"
-)
-ON_SAMPLE = (
-    "while the {model} ran, whole, to be recorded: on the sample, or on the first mini-batch of another kind; "
-    "give what model(...) takes: a dict for keywords, anything else for its one argument"
-)
-ONE_ARGUMENT = (
-    "the {kind} that was given is one argument of the forward; for several give a dict, with those of these keys "
-    "that it needs: {names}"
-)
-WRITES_BUFFER = (
-    "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
-    "module inside of a block have it, or one of its own that is called"
-)
 OTHER_STRUCTURE = (
     "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
     "on the way from inside of blocks (output_hidden_states, output_attentions, output_router_logits, caches by "
@@ -69,15 +36,6 @@ OTHER_BITS = (
 )
 
 
-class Traced(NamedTuple):
-    """What one run of a forward has shown."""
-
-    output: Any
-    path: Path
-    parts: Parts
-    losses: list[LossCall]
-
-
 class Recorded(NamedTuple):
     """What was learnt of a model."""
 
@@ -85,16 +43,6 @@ class Recorded(NamedTuple):
     path: Path
     seconds: list[float]
     losses: list[LossCall]
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what recordings inside change: modules, their state, torch's generator. Inside there is a graph.
-
-    It shows what torch does not: functions of autograd.
-    """
-    with untouched(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield
 
 
 def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded:
@@ -112,8 +60,8 @@ def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded
     _, path, parts, losses = found
     if lacks_values(parts.model):
         return _proven_without_values(parts, given, found)
-    own, expected = _watched(parts.model, lambda: _called(parts, path, given))
-    (leaves, structure, seconds), buffers = _watched(parts.model, lambda: _replayed(parts, path, given))
+    own, expected = watched(parts.model, lambda: _called(parts, path, given))
+    (leaves, structure, seconds), buffers = watched(parts.model, lambda: _replayed(parts, path, given))
     _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
     return Recorded(parts, path, seconds, losses)
 
@@ -131,116 +79,6 @@ def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorde
     return Recorded(found.parts, found.path, seconds, found.losses)
 
 
-def trace(parts: Parts, given: Given) -> Traced:
-    """The path, the parts with modules known that keep state without parameters, and the losses that were called."""
-    hooked = {name for name, module in parts.skeleton().walked.items() if hooks_of(module)} - parts.opened
-    parts = replace(parts, stateful=parts.stateful | hooked)
-    dry = Dry() if lacks_values(parts.model) else None
-    faking = nullcontext() if dry is None else dry.faking(parts.model)
-    with faking:
-        found, stateful = _traced(parts, given, dry)
-    return trace(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
-
-
-def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[str]]:
-    visits: dict[int, visit] = {}
-
-    def around(layer: int) -> visit:
-        if layer not in visits:
-            visits[layer] = visit(KEY.seed, KEY.step, layer, KEY.micro_batch)
-        return visits[layer]
-
-    skeleton = parts.skeleton()
-    skeleton.refresh()
-    recorder = Recorder(skeleton, parts.model, parts.blocks, around, dry)
-    before = _generators()
-    try:
-        (output, path), changed = _watched(parts.model, lambda: recorder.record(*given))
-    except CannotSplitError:
-        raise
-    except Exception as error:
-        if dry is None and _runs(parts.model, given):
-            refuse_failing_apart(parts.model, error, recorder.left_behind())
-        error.add_note(ON_SAMPLE.format(model=type(parts.model).__name__))
-        if isinstance(error, TypeError) and given.args and isinstance(given.args[0], (tuple, list)):
-            error.add_note(ONE_ARGUMENT.format(kind=type(given.args[0]).__name__, names=names_taken(parts.model)))
-        raise
-    refuse_kept(parts.model, given)
-    if left := recorder.left_behind():
-        raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(left)))
-    for whose, state in _generators().items():
-        if not _same(before[whose], state):
-            raise CannotSplitError(DRAWS.format(model=type(parts.model).__name__, whose=whose))
-    apart = {part for unit in skeleton.units.values() for part in unit.modules()}
-    stateful = set()
-    for name, module in parts.model.named_modules():
-        for leaf in module._buffers if module not in apart else ():
-            buffer = f"{name}.{leaf}" if name else leaf
-            if buffer in changed:
-                if name in parts.opened:
-                    raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
-                stateful.add(name)
-    return Traced(output, path, parts, recorder.losses), stateful
-
-
-def _runs(model: nn.Module, given: Given) -> bool:
-    """Whether a model by itself takes the sample."""
-    try:
-        _watched(model, lambda: model(*copied(given.args), **copied(given.kwargs)))
-    except Exception:
-        return False
-    return True
-
-
-@contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Has a model be in training mode or not, and puts back the mode of each module."""
-    before = [(module, module.training) for module in model.modules()]
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
-def _generators() -> dict[str, Any]:
-    return {
-        "Python's": random.getstate(),
-        "numpy's": np.random.get_state(),
-        "torch's": torch.default_generator.get_state(),
-    }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        return all(map(_same, one, other))
-    return bool(np.all(one == other))
-
-
-def _watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor | None]]:
-    """What a run gives, and the buffers that it wrote, with their new values; they are put back."""
-    before = {
-        f"{path}.{key}".lstrip("."): (module._buffers, key, buffer, copy_of(buffer), version(buffer))
-        for path, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta and not is_fake(buffer)
-    }
-    made = run()
-    changed: dict[str, Tensor | None] = {}
-    with torch.no_grad():
-        for name, (held, key, buffer, copy, was) in before.items():
-            now = held.get(key)
-            if now is not buffer or version(buffer) != was:
-                changed[name] = None if now is None else copy_of(now)
-                held[key] = buffer
-                buffer.copy_(copy)
-    return made, changed
-
-
 def _called(parts: Parts, path: Path, given: Given) -> Any:
     """What the model itself gives."""
 
@@ -249,15 +87,10 @@ def _called(parts: Parts, path: Path, given: Given) -> Any:
             return parts.model(*copied(given.args), **copied(given.kwargs))
 
     def again() -> None:
-        _watched(parts.model, call)
+        watched(parts.model, call)
 
     walked = parts.skeleton().walked
     return refusing_leftovers(walked, set(parts.opened), type(parts.model).__name__, call, again)
-
-
-def copied(value: Any) -> Any:
-    """Inputs for a forward to keep: it may work on them in place."""
-    return replace_tensors(value, copy_of)
 
 
 def _replayed(

@@ -12,7 +12,9 @@ from gpipe.layers.skips import Pop
 from gpipe.layers.stage import RngKey
 from gpipe.recording.arguments import arguments, takes, without_cache
 from gpipe.recording.blocks import check_blocks, find_blocks, open_names
-from gpipe.recording.record import Recorded, Traced, in_mode, record, trace, unchanged
+from gpipe.recording.record import Recorded, record
+from gpipe.recording.runs import in_mode, unchanged
+from gpipe.recording.trace import Traced, trace
 from gpipe.replay.alone import AloneLayer
 from gpipe.replay.dry import lacks_values
 from gpipe.replay.errors import CannotSplitError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpipe.recording.arguments import arguments
-from gpipe.recording.record import in_mode
+from gpipe.recording.runs import in_mode
 from gpipe.replay.dry import lacks_values
 from gpipe.splitting.own_loss import Counting, own_loss
 from gpipe.values.microbatch import count_rows, split
