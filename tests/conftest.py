@@ -27,6 +27,10 @@ settings.load_profile("anywhere")
 LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch is imported: idle threads leave the cores to others
+
 STARTS_PROCESSES = re.compile(r"^from tests\.support\.processes\.(launch|torchrun) import", re.MULTILINE)
 FEW = 2  # cases of a test that `make quick` takes
 LEFT_OUT = f"most tests over processes, those marked slow, and of every other test the cases beyond {FEW}"
