@@ -22,7 +22,8 @@ soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written
 soak-%: $(VENV)/.ready  ## Another count: soak-faults, soak-resume, soak-damage, soak-law1, soak-law1_mixed.
 	$(PYTHON) -m tests.soak.$*
 
-families: $(VENV)/.ready  ## Train every family of transformers through pipes, and write the table: about ten minutes.
+families: $(VENV)/.ready  ## Train every family of transformers through pipes, and write the table: about 15 minutes.
+	$(PYTHON) -m pytest -q -n 2 -m families tests/families
 	$(PYTHON) -m tests.families
 
 lint: $(VENV)/.ready

@@ -1,4 +1,7 @@
-"""The families build, train, and do the same twice: what others try on them rests on that."""
+"""The families build, train, and do the same twice: what others try on them rests on that.
+
+Here they are the dozen and one of each task; the others by `make families`.
+"""
 
 from collections import Counter
 
@@ -10,8 +13,9 @@ from tests.families.catalogue import DOZEN, DRAWING, FAMILIES, NOT_BUILT, Family
 from tests.families.family import config_of, model_of
 from tests.families.tiny import SIZES, configs_in, tiny_config
 
+CHOSEN = {*DOZEN, *{family.task: family.name for family in FAMILIES}.values()}
 CASES = [
-    pytest.param(family, id=family.name, marks=[] if family.name in DOZEN else pytest.mark.slow)
+    pytest.param(family, id=family.name, marks=[] if family.name in CHOSEN else pytest.mark.families)
     for family in FAMILIES
 ]
 families = pytest.mark.parametrize("family", CASES)
@@ -75,7 +79,7 @@ def test_there_are_many_families_of_every_task() -> None:
     assert {family.task for family in FAMILIES} == set(Task)
 
 
-@pytest.mark.slow
+@pytest.mark.families
 def test_each_family_has_a_model_of_its_own() -> None:
     models = Counter(model_of(family) for family in FAMILIES)
 
