@@ -85,6 +85,7 @@ class _Listening:
 
     def __init__(self, *, crosses_hosts: bool) -> None:
         address, port = _own_address() if crosses_hosts else "", 0
+        os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
         long = len(tempfile.gettempdir()) > LONGEST_FOLDER
         self._listeners: list[socket.socket] = []
         self._folder = tempfile.mkdtemp(prefix="gpipe-", dir="/tmp" if long else None)  # mode 0700
