@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gpipe
 from tests.support.plain_loop import plain_loop, squares, weights_of
@@ -72,6 +71,8 @@ class TorchGPipe:
         self.stage = nn.Sequential(*layers[rank * size : (rank + 1) * size])
         example = torch.zeros(ROWS["torch"] // MICRO_BATCHES, FEATURES, requires_grad=rank > 0)
         made = example.detach().requires_grad_()
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # takes as long to import as torch
+
         place = PipelineStage(self.stage, rank, world, torch.device("cpu"), input_args=example, output_args=made)
         self.loss_fn: LossFunction = squares
         self.schedule = ScheduleGPipe(place, MICRO_BATCHES, loss_fn=lambda *given: self.loss_fn(*given))
