@@ -51,7 +51,7 @@ def test_what_several_layers_use_is_saved_once(tmp_path: Path, crew: Crew) -> No
     check(answers(crew.run(jobs.load_weights, UNET, str(tmp_path), world=2)), ranks[0] | ranks[1] | ranks[2])
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", "1GB"), ("llama", "50KB"), ("t5", "50KB"), ("gpt2", "1GB")])
+@pytest.mark.parametrize(("name", "size"), [("llama", "50KB"), ("t5", "50KB"), ("gpt2", "1GB")])
 def test_processes_read_what_transformers_saves(name: str, size: str, tmp_path: Path, crew: Crew) -> None:
     model: Any = jobs.other(name)
     model.save_pretrained(tmp_path, max_shard_size=size)

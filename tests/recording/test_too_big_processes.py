@@ -6,32 +6,32 @@ import pytest
 
 from tests.support.jobs import too_big as jobs
 from tests.support.plain_loop import weights_of
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.launch import Crew
 from tests.support.processes.outcome import answers
 
 pytestmark = pytest.mark.slow
 WORLD = 4
 
 
-def test_it_trains_over_four_processes() -> None:
-    found = answers(run_ranks(WORLD, jobs.train, ""))
+def test_it_trains_over_four_processes(crew: Crew) -> None:
+    found = answers(crew.run(jobs.train, "", world=WORLD))
     assert all(of["losses"] == found[0]["losses"] for of in found)
     first, *_, last = found[0]["losses"]
     assert last < first
     assert all(of["own"] * jobs.STATE * jobs.SHARE < jobs.STATE * sum(one["own"] for one in found) for of in found)
 
 
-def test_one_process_has_no_room_for_it() -> None:
-    (outcome,) = run_ranks(1, jobs.train, "")
+def test_one_process_has_no_room_for_it(crew: Crew) -> None:
+    (outcome,) = crew.run(jobs.train, "", world=1)
     assert outcome.error in ("MemoryError", "RuntimeError")
     assert "allocate" in outcome.told
 
 
-def test_each_process_reads_its_own_weights(tmp_path: Path) -> None:
+def test_each_process_reads_its_own_weights(tmp_path: Path, crew: Crew) -> None:
     with weights_of(3):
         whole = jobs.model("cpu")
     whole.save_pretrained(tmp_path, max_shard_size="30MB")  # type: ignore[operator]  # transformers' own
     assert len(list(tmp_path.glob("*.safetensors"))) > WORLD
-    found = answers(run_ranks(WORLD, jobs.train, str(tmp_path)))
+    found = answers(crew.run(jobs.train, str(tmp_path), world=WORLD))
     loss = whole(**jobs.batch()).loss.detach()
     assert abs(found[0]["losses"][0] - float(loss)) < 1e-4
