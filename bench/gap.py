@@ -49,7 +49,7 @@ class Watch(Recorder):
     """A recorder that also reads what the thread used in each action."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(keep=1)
         self.cells: dict[Action, tuple[float, ...]] = {}
 
     def work(self, worker: Worker, step: Step) -> None:

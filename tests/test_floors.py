@@ -15,7 +15,7 @@ FLOORS = (
     {"cli"},
     {"recipes"},
     {FACE},
-    {"checkpoint", "amp", "nonfinite"},
+    {"checkpoint", "amp", "nonfinite", "observing"},
     {"pipeline"},
     {"module"},
     {"findings"},

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from gpipe.errors import RemoteError as RemoteError
     from gpipe.layers.skips import Sequential as Sequential
     from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
+    from gpipe.observing.recording import Recording as Recording
+    from gpipe.observing.recording import record as record
     from gpipe.pipeline import GPipe as GPipe
     from gpipe.rng.visit import visit as visit
-    from gpipe.runtime.recorder import record as record
     from gpipe.splitting.layers_of import layers_of as layers_of
     from gpipe.values.microbatch import MicroBatches as MicroBatches
     from gpipe.values.microbatch import Whole as Whole
@@ -30,6 +31,7 @@ _HOME = {
     "GPipe": "gpipe.pipeline",
     "GradScaler": "gpipe.amp",
     "MicroBatches": "gpipe.values.microbatch",
+    "Recording": "gpipe.observing.recording",
     "RemoteError": "gpipe.errors",
     "Sequential": "gpipe.layers.skips",
     "Whole": "gpipe.values.microbatch",
@@ -39,7 +41,7 @@ _HOME = {
     "layers_of": "gpipe.splitting.layers_of",
     "load": "gpipe.checkpoint.load",
     "load_weights": "gpipe.checkpoint.weights",
-    "record": "gpipe.runtime.recorder",
+    "record": "gpipe.observing.recording",
     "save": "gpipe.checkpoint.save",
     "save_weights": "gpipe.checkpoint.weights",
     "visit": "gpipe.rng.visit",

@@ -34,7 +34,7 @@ from gpipe.plan.simulate import Plan, predict
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
 from gpipe.runtime.modes import Ambient
-from gpipe.runtime.recorder import Recorder
+from gpipe.runtime.recorder import Recorder, recorded
 from gpipe.runtime.state import MiniBatch
 from gpipe.splitting.layers_of import ModelLayers
 from gpipe.splitting.own_loss import own_loss
@@ -210,6 +210,7 @@ class GPipe(Partitioned):
     @entrance
     @refuse_unknown(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
     @untraced
+    @recorded
     def step(
         self,
         inputs: Tree,
@@ -264,6 +265,7 @@ class GPipe(Partitioned):
     @entrance
     @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)
     @untraced
+    @recorded
     def forward(self, inputs: Tree = None, *, gather: bool = False, **batch: Tree) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
 

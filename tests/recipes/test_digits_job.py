@@ -60,7 +60,7 @@ def test_the_files_tell_what_happened(few: Digits, tmp_path: Path) -> None:
     assert {event["tid"] for event in slices} == {0, 1}
     assert {"0F0", "1F1", "0B0", "1R1", "data", "weight update"} <= {event["name"] for event in slices}
     assert "100.0 %" in text
-    assert "bubble in theory" in text
+    assert "with equal stages" in text
     assert "plain loop" in text
 
 

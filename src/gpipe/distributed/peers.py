@@ -126,7 +126,7 @@ class LinkedPeers(Peers):
 
 
 def _timeline_text(recorder: Recorder) -> str:
-    timeline = recorder.timelines[-1]
+    timeline = recorder.runs[-1].timeline
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
     return json.dumps([recorder.began, timeline.seconds, spans])
 

@@ -19,16 +19,13 @@ import gpipe
 from gpipe.datasets import Digits, Images, batches, jitter, load_digits
 from gpipe.datasets.digits import CLASSES
 from gpipe.models import amoebanet_d
-from gpipe.plan.simulate import equal_bubble
-from gpipe.plan.timeline import Timeline
-from gpipe.recipes.display import Display, Times
+from gpipe.recipes.display import Display
 from gpipe.recipes.loop import measure_accuracy, train_epoch
 from gpipe.recipes.options import TrainOptions
 from gpipe.recipes.plain import measure_plain_step, one_thread
 from gpipe.recipes.progress import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.world import World
-from gpipe.report import timeline_svg, trace_json
 
 TERMINATED = 128 + signal.SIGTERM
 KEPT = 2  # checkpoints
@@ -171,34 +168,34 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
     display = Display(console or Console(quiet=job.world.rank > 0), job.options.epochs, job.steps)
     with job.pipe, one_thread():
         with gpipe.catch_sigterm(job.pipe) as is_to_end:
-            timelines = _train(job, display, is_to_end)
+            recording = _train(job, display, is_to_end)
         checkpoint = job.begin_save()()
     if not job.world.rank:
-        write_files(job, checkpoint, timelines)
-        if timelines:  # else a run was gone on with that had ended
-            _report(job, display, timelines)
+        write_files(job, checkpoint, recording)
+        if recording is not None:
+            _report(job, display, recording)
     return job.progress.epochs
 
 
-def _train(job: Job, display: Display, is_to_end: Callable[[], bool]) -> list[Timeline]:
-    """Trains what is left; gives the steps of the last epoch."""
-    progress, timelines = job.progress, list[Timeline]()
+def _train(job: Job, display: Display, is_to_end: Callable[[], bool]) -> gpipe.Recording | None:
+    """Trains what is left; gives the steps of the last epoch, if there is one left."""
+    progress, recording = job.progress, None
     if progress.epochs or progress.losses:
         display.say(f"goes on after {progress}, from {job.checkpoints}")
     _write_metrics(job)
     with display.training(job.name, job.pipe, len(progress.epochs) * job.steps + len(progress.losses)):
         while len(progress.epochs) < job.options.epochs:
-            epoch, timelines = _epoch(job, display, is_to_end)
+            epoch, recording = _epoch(job, display, is_to_end)
             progress.epochs.append(epoch)
             progress.losses, progress.seconds = [], 0.0
             _write_metrics(job)
             display.epoch_ended(epoch.epoch, epoch.loss, epoch.accuracy)
             if epoch.epoch % job.options.checkpoint_every == 0 and epoch.epoch < job.options.epochs:
                 job.begin_save()
-    return timelines
+    return recording
 
 
-def _epoch(job: Job, display: Display, is_to_end: Callable[[], bool]) -> tuple[Epoch, list[Timeline]]:
+def _epoch(job: Job, display: Display, is_to_end: Callable[[], bool]) -> tuple[Epoch, gpipe.Recording | None]:
     """Trains and evaluates the next epoch, or what is left of it; the last one is recorded."""
     progress, number = job.progress, len(job.progress.epochs) + 1
     first, start = len(progress.losses), time.perf_counter() - progress.seconds
@@ -212,16 +209,13 @@ def _epoch(job: Job, display: Display, is_to_end: Callable[[], bool]) -> tuple[E
             display.say(f"SIGTERM: saved to {job.begin_save()()}; --resume goes on from there")
             raise SystemExit(TERMINATED)
 
-    with gpipe.record(job.pipe) if last else nullcontext() as recording:
+    with gpipe.record(job.pipe, keep=job.steps) if last else nullcontext() as recording:
         batches, rates = job.batches(number, first), job.learning_rates(number, first)
-        outside = train_epoch(job.pipe, job.optimizer, batches, rates, F.cross_entropy, after_step)
-    timelines = [] if recording is None else recording.timelines
+        given = batches if recording is None else recording.loading(batches)
+        train_epoch(job.pipe, job.optimizer, given, rates, F.cross_entropy, after_step)
     accuracy = measure_accuracy(job.pipe, job.digits.held_out)
     loss = sum(progress.losses) / len(progress.losses)
-    return (
-        Epoch(number, loss, accuracy, time.perf_counter() - start),
-        [replace(timeline, other=other) for timeline, other in zip(timelines, outside, strict=last)],
-    )
+    return Epoch(number, loss, accuracy, time.perf_counter() - start), recording
 
 
 def _write_metrics(job: Job) -> None:
@@ -230,20 +224,19 @@ def _write_metrics(job: Job) -> None:
         (job.options.out / "metrics.jsonl").write_text("".join(lines))
 
 
-def write_files(job: Job, checkpoint: Path, timelines: Sequence[Timeline]) -> None:
+def write_files(job: Job, checkpoint: Path, recording: gpipe.Recording | None) -> None:
     """Writes weights under unpartitioned names, the step of median length as a picture, all steps as a trace."""
     out = job.options.out
     weights = {name: value.contiguous() for name, value in gpipe.load(checkpoint).state_dict().items()}
     (out / "model.safetensors").write_bytes(save(weights))
-    if timelines:
-        typical = sorted(timelines, key=lambda timeline: timeline.seconds)[len(timelines) // 2]
-        (out / "timeline.svg").write_text(timeline_svg(typical, job.name))
-        (out / "trace.json").write_text(trace_json(timelines))
+    if recording is not None:
+        recording.save(out / "timeline.svg")
+        recording.save(out / "trace.json")
 
 
-def _report(job: Job, display: Display, timelines: Sequence[Timeline]) -> None:
+def _report(job: Job, display: Display, recording: gpipe.Recording) -> None:
     """Says how the pipeline compares to the plain loop, of layers of its own: this process may not have all."""
     batch, device = job.digits.train[: job.recipe.batch_size], job.pipe.devices[0]
     make = partial(amoebanet_d, job.options.layers, job.options.filters, CLASSES)
     plain = measure_plain_step(make, batch, job.options.micro_batches, F.cross_entropy, device)
-    display.report(Times(timelines, plain, equal_bubble(job.pipe.program)), job.options.out)
+    display.report(recording, plain, job.options.out)

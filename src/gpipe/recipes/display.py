@@ -1,26 +1,14 @@
 """What the terminal shows of a training: how far it is, each epoch's line, and where the time went."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import gpipe
-from gpipe.plan.timeline import Timeline, merge
-from gpipe.report import breakdown_table
-
-
-@dataclass(frozen=True)
-class Times:
-    """The recorded steps, with the seconds of a step of the plain loop beside them."""
-
-    timelines: Sequence[Timeline]
-    plain_seconds: float
-    bubble: float  # if stages were equal
 
 
 class Display:
@@ -60,18 +48,15 @@ class Display:
         width = len(str(self._epochs))
         self.say(f"epoch {epoch:{width}}/{self._epochs}  loss {loss!r:<22}  held-out accuracy {accuracy:.2%}")
 
-    def report(self, times: Times, out: Path) -> None:
-        """Says where the time of the recorded steps went, and how the plain loop compares."""
-        whole = fmean(timeline.seconds + sum(timeline.other.values()) for timeline in times.timelines)
-        own = median(timeline.seconds for timeline in times.timelines)
-        ranks, steps = times.timelines[0].ranks, len(times.timelines)
-        self.say(f"\nWhere a step's time went, on {ranks} ranks, mean of the {steps} steps of the last epoch:")
-        self._console.print(breakdown_table(merge(times.timelines), whole))
-        self.say(f"bubble in theory, equal stages     {times.bubble:.1%}")
+    def report(self, recording: gpipe.Recording, plain_seconds: float, out: Path) -> None:
+        """Says where the time of the recorded steps went, how the plain loop compares, and what to change."""
+        own = median(timeline.seconds for timeline in recording.timelines)
+        self.say(f"\nWhere a step's time went, in the last epoch:\n{recording}")
+        plain = f"{plain_seconds * 1000:.1f} ms: {plain_seconds / own:.2f} x"
         self.say(f"forward and backward, pipelined    {own * 1000:.1f} ms")
-        plain = f"{times.plain_seconds * 1000:.1f} ms: {times.plain_seconds / own:.2f} x"
         self.say(f"forward and backward, plain loop   {plain} (the same layers, one thread, no remat)")
         self.say(f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev)")
+        self.say(recording.explain())
 
     def say(self, text: str) -> None:
         """Writes a line as it is, neither wrapped nor colored."""

@@ -1,7 +1,6 @@
 """Trains for an epoch, and measures the accuracy on held-out images."""
 
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -19,26 +18,13 @@ def train_epoch(
     learning_rates: Sequence[float],
     loss_fn: Loss,
     after_step: Callable[[float], None] = lambda loss: None,
-) -> list[dict[str, float]]:
-    """Takes a step for each mini-batch, and tells its loss to `after_step`.
-
-    Returns:
-        For each step the seconds that went by outside the pipeline, by what they were for.
-    """
-    outside: list[dict[str, float]] = []
+) -> None:
+    """Takes a step for each mini-batch, and tells its loss to `after_step`."""
     pipe.train()
-    start = perf_counter()
     for batch, learning_rate in zip(batches, learning_rates, strict=True):
-        loaded = perf_counter()
         loss = pipe.step(batch.images, batch.classes, loss_fn)
-        stepped = perf_counter()
         update(optimizer, learning_rate)
-        told = loss.item()
-        updated = perf_counter()
-        outside.append({"data": loaded - start, "weight update": updated - stepped})
-        after_step(told)
-        start = perf_counter()
-    return outside
+        after_step(loss.item())
 
 
 def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -1,10 +1,12 @@
 """The real timeline: what each rank did when. Costs nothing when absent."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from gpipe.plan.action import Action, Kind
 from gpipe.plan.timeline import Span, Timeline
@@ -12,20 +14,47 @@ from gpipe.runtime.steps import Step
 from gpipe.runtime.streams import RankStream, Stamp
 from gpipe.runtime.worker import Worker
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+Interval: TypeAlias = tuple[float, float]
+"""From when to when, by the clock that all processes of a host share."""
+
+
+class Run(NamedTuple):
+    """A recorded run: a `step` is one, a call and its backward are two."""
+
+    timeline: Timeline
+    when: Interval
+
 
 class Recorder:
-    """Collects timelines.
+    """Collects the timelines of runs, of the last so many.
 
     Attributes:
-        timelines: One for each run since recording began; a `step` is one run, a call and its backward are two.
+        runs: The runs that ended well.
+        inside: When the caller was inside of `step` or of a call.
     """
 
-    def __init__(self) -> None:
-        self.timelines: list[Timeline] = []
+    def __init__(self, keep: int) -> None:
+        self.runs: deque[Run] = deque(maxlen=keep)
+        self.inside: deque[Interval] = deque(maxlen=keep)
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
-        self.began = 0.0  # by the clock that all processes of a host share
+        self.began = 0.0
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """What each rank did in each run."""
+        return [run.timeline for run in self.runs]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Notes when the caller is inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.inside.append((start, time.perf_counter()))
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
         """Begins a run on the stream of each rank that runs here."""
@@ -67,7 +96,8 @@ class Recorder:
         ]
         spans.sort(key=lambda span: (span.start, span.rank))
         seconds = max(began - first + timeline.seconds for began, timeline in others)
-        self.timelines[-1] = Timeline(len(others), tuple(spans), seconds)
+        last = self.runs.pop()
+        self.runs.append(last._replace(timeline=Timeline(len(others), tuple(spans), seconds)))
 
     def end(self) -> None:
         """Ends a run, and adds its timeline."""
@@ -82,7 +112,8 @@ class Recorder:
             for rank, action, start, end in self._stamps
         ]
         spans.sort(key=lambda span: (span.start, span.rank))
-        self.timelines.append(Timeline(len(self._streams), tuple(spans), max(ends)))
+        timeline = Timeline(len(self._streams), tuple(spans), max(ends))
+        self.runs.append(Run(timeline, (self.began, time.perf_counter())))
 
 
 class Recordable(Protocol):
@@ -91,23 +122,14 @@ class Recordable(Protocol):
     recorder: Recorder | None
 
 
-@contextmanager
-def record(pipe: Recordable) -> Iterator[Recorder]:
-    """Records the timeline of every step or call made inside.
+def recorded(method: Method) -> Method:
+    """Has a method of a pipe note when it was entered and left, if the pipe is recorded."""
 
-    >>> import torch, gpipe
-    >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
-    >>> with gpipe.record(pipe) as recording:
-    ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
-    >>> len(recording.timelines), recording.timelines[0].ranks
-    (1, 2)
-    """
-    if not hasattr(pipe, "recorder"):
-        raise TypeError(
-            f"gpipe.record was given a {type(pipe).__name__}; give the gpipe.GPipe whose steps it records"
-        )
-    before, pipe.recorder = pipe.recorder, Recorder()
-    try:
-        yield pipe.recorder
-    finally:
-        pipe.recorder = before
+    @wraps(method)
+    def noting(pipe: Recordable, *args: Any, **kwargs: Any) -> Any:
+        if pipe.recorder is None:
+            return method(pipe, *args, **kwargs)
+        with pipe.recorder.entered():
+            return method(pipe, *args, **kwargs)
+
+    return noting  # type: ignore[return-value]  # it takes and gives the same

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.observing.breakdown import breakdown
 from gpipe.plan.action import COMPUTE, TRANSFERS
-from gpipe.plan.timeline import Timeline, breakdown, merge
+from gpipe.plan.timeline import Timeline
 from gpipe.runtime.streams import RankStream
 from tests.support.plain_loop import same_bits, squares, weights_of
 
@@ -37,7 +38,7 @@ def check(timeline: Timeline) -> None:
         own = sorted((s for s in timeline.spans if s.rank == rank), key=lambda span: (span.start, span.end))
         assert all(0 <= span.start <= span.end <= timeline.seconds for span in own)
         assert all(before.end <= after.start for before, after in pairwise(own))
-    shares = breakdown(timeline)
+    shares = breakdown([timeline]).shares
     assert sum(shares.values()) == pytest.approx(1)
     assert all(share > -1e-9 for share in shares.values())
 
@@ -59,7 +60,7 @@ def test_a_step_gives_one_timeline_with_every_action_once_on_its_rank(remat: str
         )
         assert {span.action.micro_batch for span in second.spans} == {0, 1}
         assert {span.action.kind for span in first.spans} <= COMPUTE | TRANSFERS
-        assert sum(merge([first, second]).values()) == pytest.approx(1)
+        assert sum(recording.breakdown().shares.values()) == pytest.approx(1)
 
 
 @DRIVERS

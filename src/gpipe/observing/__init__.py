@@ -1,0 +1,1 @@
+"""What recorded steps show: where their time went, and what would make them faster."""

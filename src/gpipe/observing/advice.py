@@ -1,0 +1,205 @@
+"""What holds recorded steps back, and what would make them faster: each remedy with what it would give."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from gpipe.observing.breakdown import Breakdown, program_of_run, replicas_of
+from gpipe.plan.action import Kind
+from gpipe.plan.cost import Costs, StageCost
+from gpipe.plan.partition import Partition, partition
+from gpipe.plan.program import Program
+from gpipe.plan.simulate import simulate
+from gpipe.plan.timeline import Timeline
+
+WORTH, MUCH = 1.02, 1.05
+"""Gains below which nothing is advised, and from which on a free remedy comes before those that cost something."""
+SOME = 0.2
+"""Cores of others that are worth a word."""
+MEASURED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+
+
+@dataclass(frozen=True, order=True)
+class Advice:
+    """A remedy.
+
+    >>> print(max(Advice(1.1, "load ahead"), Advice(1.3, "partitions=[2, 2]")).text)
+    partitions=[2, 2]
+
+    Attributes:
+        gain: How many times as fast a step would be.
+        text: What holds the step back, and what to do about it.
+        is_free: Whether it costs neither memory nor other bits.
+    """
+
+    gain: float
+    text: str
+    is_free: bool = True
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of recorded steps.
+
+    Attributes:
+        timelines: Of the steps.
+        found: Where their time went.
+        partition: The cuts.
+        driver: What runs the ranks.
+        others: Cores of this machine that other processes used meanwhile, and how many there are; None if unknown.
+    """
+
+    timelines: Sequence[Timeline]
+    found: Breakdown
+    partition: Partition
+    driver: str
+    others: tuple[float, int] | None = None
+
+
+def advise(seen: Seen) -> list[Advice]:
+    """All that would give at least 2 %, the best first."""
+    each = [*_by_simulation(seen), *_by_share(seen)]
+    return sorted((advice for advice in each if advice.gain >= WORTH), reverse=True)
+
+
+def explain(seen: Seen) -> str:
+    """One sentence: what holds the steps back most, and what to change; first what is free, if it gives much."""
+    every = advise(seen)
+    free = [advice for advice in every if advice.is_free and advice.gain >= MUCH]
+    best = next(iter(free or every), None)
+    text = NOTHING.format(worth=WORTH - 1, busy=fmean(seen.found.busy)) if best is None else best.text
+    if seen.others is None:
+        return f"{text}."
+    used, cores = seen.others
+    return f"{text} (other processes used {used:.1f} of this machine's {cores} cores)." if used > SOME else f"{text}."
+
+
+def _by_simulation(seen: Seen) -> Iterator[Advice]:
+    """What other cuts, no recompute and smaller micro-batches would give."""
+    replica = replicas_of(seen.timelines[-1])[0]
+    program = program_of_run(replica)
+    if len(seen.partition.layers) != program.stages:
+        return
+    costs = _costs([one for timeline in seen.timelines for one in replicas_of(timeline)], program.stages)
+    wall, now = seen.found.seconds, simulate(program, costs).timeline.seconds
+    yield from _other_cuts(seen, program, costs, wall, now)
+    bare = program.only({*Kind} - {Kind.RECOMPUTE})
+    gain = wall / (wall - now + simulate(bare, costs).timeline.seconds)
+    yield Advice(
+        gain,
+        f"Recomputing takes {seen.found.shares.get('recompute', 0.0):.1%} of the time, for less memory: where "
+        f"memory allows, remat='never' would give {gain:.2f} x",
+        is_free=False,
+    )
+    bubble = seen.found.shares["bubble"]
+    gain, more = 1 / (1 - bubble / 2), 2 * program.micro_batches
+    if program.ranks > 1:
+        yield Advice(
+            gain,
+            f"The bubble takes {bubble:.1%} of the time: micro_batches={more} would halve it and give {gain:.2f} x, "
+            f"if halves of these micro-batches take half as long",
+            is_free=False,
+        )
+
+
+def _other_cuts(seen: Seen, program: Program, costs: Costs, wall: float, now: float) -> Iterator[Advice]:
+    stages, cuts = seen.found.stage_seconds, seen.partition
+    layers, of_layer = _spread(cuts, stages)
+    found = partition(layers, len(stages), balance="minmax")
+    if found.layers == cuts.layers:
+        return
+    moved = [
+        _sum([_scaled(costs[of_layer[at]], layers[at] / (stages[of_layer[at]] or 1.0)) for at in range(first, end)])
+        for first, end in found.bounds
+    ]
+    gain = wall / (wall - now + simulate(program, moved).timeline.seconds)
+    slowest = max(range(len(stages)), key=stages.__getitem__)
+    yield Advice(
+        gain,
+        f"Stage {slowest} takes {stages[slowest] / fmean(stages) - 1:.0%} longer than the mean stage: "
+        f"partitions={list(found.layers)} in place of {list(cuts.layers)} would give {gain:.2f} x",
+    )
+
+
+def _spread(cuts: Partition, stages: Sequence[float]) -> tuple[list[float], list[int]]:
+    """The seconds of each layer, by its cost those of its stage; and its stage."""
+    layers, of_layer = list[float](), list[int]()
+    for stage, (first, end) in enumerate(cuts.bounds):
+        own = [float(cost) for cost in cuts.chain.costs[first:end]]
+        own = own if sum(own) else [1.0] * len(own)
+        layers += [stages[stage] * cost / sum(own) for cost in own]
+        of_layer += [stage] * len(own)
+    return layers, of_layer
+
+
+def _costs(timelines: Sequence[Timeline], stages: int) -> list[StageCost]:
+    """What an action of each kind takes at each stage, in the mean."""
+    seconds: dict[tuple[int, Kind], list[float]] = {}
+    for timeline in timelines:
+        for span in timeline.spans:
+            seconds.setdefault((span.action.stage, span.action.kind), []).append(span.seconds)
+    mean = {key: fmean(some) for key, some in seconds.items()}
+    return [_cost([mean.get((stage, kind), 0.0) for kind in MEASURED]) for stage in range(stages)]
+
+
+def _scaled(cost: StageCost, share: float) -> StageCost:
+    return _cost([part * share for part in _parts(cost)])
+
+
+def _sum(costs: Sequence[StageCost]) -> StageCost:
+    return _cost([sum(parts) for parts in zip(*map(_parts, costs), strict=True)])
+
+
+def _cost(parts: Sequence[float]) -> StageCost:
+    forward, backward, inputs, weights, recompute = parts
+    return StageCost(forward, backward, inputs, weights, recompute)
+
+
+def _parts(cost: StageCost) -> tuple[float, ...]:
+    return (
+        cost.forward,
+        cost.backward,
+        cost.backward_input or 0.0,
+        cost.backward_weight or 0.0,
+        cost.recompute or 0.0,
+    )
+
+
+REMEDIES: Mapping[str, str] = {
+    "data": "Making mini-batches ready takes {share:.1%} of the time: in worker processes "
+    "(DataLoader(num_workers=...)), or ahead of time, it would give up to {gain:.2f} x",
+    "weight update": "The optimizer takes {share:.1%} of the time: a fused or foreach one would give up to "
+    "{gain:.2f} x",
+    "communication": "Messages that ranks wait for take {share:.1%} of the time: cuts where less crosses, or a "
+    "faster link, would give up to {gain:.2f} x",
+    "reduction": "Putting gradients together takes {share:.1%} of the time: larger mini-batches, or fewer replicas, "
+    "would give up to {gain:.2f} x",
+    "host": "What gpipe does around the pipeline takes {share:.1%} of the time: larger mini-batches would give up to "
+    "{gain:.2f} x",
+    "between steps": "What happens between steps takes {share:.1%} of the time: if it is data, iterate over "
+    "recording.loading(loader) to see how much, and load ahead; all of it gone would give {gain:.2f} x",
+}
+ONE_THREAD = (
+    "All ranks run in one thread (driver='lockstep'), one after the other: driver='threads' would give up to "
+    "{gain:.2f} x"
+)
+LATE = (
+    "Actions begin late, {share:.1%} of the time in all, though what they need is there: {why}, or layers are so "
+    "small that handing over counts; fewer, larger stages or micro-batches would give up to {gain:.2f} x"
+)
+NOTHING = "Nothing to change gives more than {worth:.0%}: ranks are at work for {busy:.0%} of the time"
+
+
+def _by_share(seen: Seen) -> Iterator[Advice]:
+    """What each part would give if it were gone."""
+    for name, text in REMEDIES.items():
+        share = seen.found.shares.get(name, 0.0)
+        gain = 1 / (1 - share) if share < 1 else 1.0
+        yield Advice(gain, text.format(share=share, gain=gain))
+    share = seen.found.shares["late starts"]
+    gain = 1 / (1 - share)
+    if seen.driver == "lockstep":
+        yield Advice(gain, ONE_THREAD.format(gain=gain))
+    else:
+        why = "the interpreter's lock or other processes had the core"
+        yield Advice(gain, LATE.format(share=share, gain=gain, why=why))

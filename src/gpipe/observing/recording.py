@@ -1,0 +1,203 @@
+"""`gpipe.record`: what each rank did when, where the time went, and what to change."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gpipe.observing.advice import Advice, Seen, advise, explain
+from gpipe.observing.breakdown import Breakdown, breakdown
+from gpipe.observing.machine import Meter
+from gpipe.observing.windows import windows
+from gpipe.plan.timeline import Timeline
+from gpipe.report import timeline_svg, timelines_svg, trace_json
+from gpipe.runtime.recorder import Interval, Recorder
+
+if TYPE_CHECKING:
+    from gpipe.pipeline import GPipe
+
+T = TypeVar("T")
+KEPT = 100
+"""Steps."""
+NOT_A_PIPE = "gpipe.record was given a {kind}; give the gpipe.GPipe whose steps it records"
+SUFFIXES = ".svg (a picture), .json (a trace for ui.perfetto.dev), .html (a page)"
+
+
+class Recording(Recorder):
+    """What `record` gives: the last steps of a pipe. Prints as the table of where their time went.
+
+    Args:
+        pipe: Whose steps.
+        keep: How many of the last steps are kept.
+
+    >>> import torch, gpipe
+    >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+    >>> with gpipe.record(pipe) as recording:
+    ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+    >>> len(recording.timelines), round(sum(recording.breakdown().shares.values()), 6)
+    (1, 1.0)
+    """
+
+    def __init__(self, pipe: "GPipe", keep: int) -> None:
+        super().__init__(keep)
+        self._pipe, self._before = pipe, pipe.recorder
+        self._updates: deque[Interval] = deque(maxlen=keep)
+        self._loads: deque[Interval] = deque(maxlen=keep)
+        self._update_began = 0.0
+        self._meter = Meter()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin_update),
+            register_optimizer_step_post_hook(self._end_update),
+        ]
+        pipe.recorder = self
+
+    def stop(self) -> None:
+        """Ends recording; what was recorded stays."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._pipe.recorder is self:
+            self._pipe.recorder = self._before
+        self._meter.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Iterates over mini-batches, and notes how long each takes to come: the part `data`.
+
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> with gpipe.record(pipe) as recording:
+        ...     for batch in recording.loading([torch.ones(4, 2), torch.ones(4, 2)]):
+        ...         _ = pipe.step(batch, torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> recording.breakdown().shares["data"] > 0
+        True
+        """
+        rest = iter(batches)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(rest)
+            except StopIteration:
+                return
+            self._loads.append((start, time.perf_counter()))
+            yield batch
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """What each rank did in each run; a `step` is one run, a call and its backward are two.
+
+        `other` of each has the seconds until the next began, by part of the breakdown.
+        """
+        return windows(list(self.runs), list(self.inside), list(self._updates), list(self._loads))
+
+    def breakdown(self) -> Breakdown:
+        """Where the wall time went, from the first recorded step to the end of the last; prints as a table.
+
+        Raises:
+            ValueError: No step was recorded.
+        """
+        return breakdown(self.timelines)
+
+    def advice(self) -> list[Advice]:
+        """All changes that would make steps at least 2 % faster, the best first, each with its gain.
+
+        Raises:
+            ValueError: No step was recorded.
+        """
+        return advise(self._seen())
+
+    def explain(self) -> str:
+        """One sentence on what holds the steps back most, and what to change.
+
+        Raises:
+            ValueError: No step was recorded.
+        """
+        return explain(self._seen())
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the steps as `.svg` (of the step of median length, with what was predicted), or `.json` (all).
+
+        Raises:
+            ValueError: No step was recorded, or the suffix is another.
+        """
+        path = Path(path)
+        timelines = self.timelines
+        if not timelines:
+            raise ValueError("nothing was recorded: make a step while gpipe.record(pipe) is on")
+        typical = sorted(timelines, key=lambda timeline: timeline.seconds)[len(timelines) // 2]
+        match path.suffix:
+            case ".svg":
+                plan = self._pipe.plan
+                predicted = {"predicted": plan.timeline} if plan.unit == "seconds" else {}
+                path.write_text(
+                    timelines_svg({"measured": typical, **predicted}) if predicted else timeline_svg(typical)
+                )
+            case ".json":
+                path.write_text(trace_json(timelines))
+            case _:
+                raise ValueError(f"{path} has the suffix {path.suffix!r}; give one of {SUFFIXES}")
+        return path
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "no steps recorded"
+        text = str(self.breakdown())
+        plan = self._pipe.plan
+        if plan.unit == "seconds":
+            own = sorted(run.timeline.seconds for run in self.runs)[len(self.runs) // 2]
+            text += f"\npipeline: {own * 1000:.1f} ms measured, {plan.timeline.seconds * 1000:.1f} ms predicted"
+        return text
+
+    def _seen(self) -> Seen:
+        team = self._pipe.team
+        driver = "process" if team.position is not None else "threads" if team.engine.threaded else "lockstep"
+        others = self._meter.others() if driver != "process" else None
+        return Seen(self.timelines, self.breakdown(), self._pipe.plan.partition, driver, others)
+
+    def _begin_update(self, *_: Any) -> None:
+        self._update_began = time.perf_counter()
+
+    def _end_update(self, *_: Any) -> None:
+        self._updates.append((self._update_began, time.perf_counter()))
+
+
+def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
+    """Records what each rank does when, from now on; inside of a `with`, or until `stop()`.
+
+    It costs two readings of a clock for each action, and nothing once it has stopped. In several processes all
+    record at once, and each has the timelines of all.
+
+    Args:
+        pipe: Whose steps and calls.
+        keep: How many of the last are kept.
+
+    Raises:
+        TypeError: It is no pipe.
+
+    Example:
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> recording = gpipe.record(pipe)
+        >>> for _ in range(3):
+        ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> print(recording)  # doctest: +ELLIPSIS
+        time went to       share        ms  which is
+        forward ...
+    """
+    if not hasattr(pipe, "recorder"):
+        raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
+    return Recording(pipe, keep)
