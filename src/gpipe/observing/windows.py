@@ -26,24 +26,25 @@ def windows(
     """
     if not runs:
         return []
-    found = []
     entries = [_entry(run, inside) for run in runs]
     known = [end for _, end in (*inside, *updates, *(run.when for run in runs))]
-    ends = [*entries[1:], max(known)]
-    for run, start, end in zip(runs, entries, ends, strict=True):
-        update, data = _within(updates, start, end), _within(loads, start, end)
-        own = max(_within(inside, start, end), run.when[1] - run.when[0])
-        host = max(0.0, own - run.timeline.seconds)
-        between = max(0.0, end - start - run.timeline.seconds - host - update - data)
-        other = {"data": data, "weight update": update, "host": host, "between steps": between}
+    found = []
+    for run, start, end in zip(runs, entries, [*entries[1:], max(known)], strict=True):
+        began, ended = run.when
+        rest = (start, began), (ended, end)
+        data, update, host = (sum(_shared(marks, part) for part in rest) for marks in (loads, updates, inside))
+        between = sum(until - since for since, until in rest) - data - update - host
+        host += max(0.0, ended - began - run.timeline.seconds)
+        other = {"data": data, "weight update": update, "host": host, "between steps": max(0.0, between)}
         found.append(replace(run.timeline, other=other))
     return found
 
 
 def _entry(run: Run, inside: Iterable[Interval]) -> float:
-    """When the call began that a run is of; a backward by autograd is of none."""
-    return next((start for start, end in inside if start <= run.when[0] <= end), run.when[0])
+    """When the call began that a run is of, or another process began it; a backward by autograd is of no call."""
+    began = run.when[0]
+    return min(began, next((start for start, end in inside if start <= run.when[1] <= end), began))
 
 
-def _within(marks: Iterable[Interval], start: float, end: float) -> float:
-    return sum(until - since for since, until in marks if start <= since < end)
+def _shared(marks: Iterable[Interval], part: Interval) -> float:
+    return sum(max(0.0, min(mark[1], part[1]) - max(mark[0], part[0])) for mark in marks)

@@ -97,7 +97,8 @@ class Recorder:
         spans.sort(key=lambda span: (span.start, span.rank))
         seconds = max(began - first + timeline.seconds for began, timeline in others)
         last = self.runs.pop()
-        self.runs.append(last._replace(timeline=Timeline(len(others), tuple(spans), seconds)))
+        timeline = Timeline(len(others), tuple(spans), seconds)
+        self.runs.append(Run(timeline, (first, last.when[1])))
 
     def end(self) -> None:
         """Ends a run, and adds its timeline."""

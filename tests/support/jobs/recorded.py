@@ -46,5 +46,6 @@ def record(rank: int, world: int, seconds: list[float], partitions: list[int]) -
             "shares": dict(found.shares),
             "ranks": len(found.busy),
             "sentence": recording.explain(),
+            "advice": [str(a) for a in recording.advice()] + [str(found)],
             "spans": [sorted({str(s.action) for s in t.spans if s.rank == rank}) for t in recording.timelines],
         }
