@@ -2,9 +2,12 @@
 
 import json
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,7 +116,7 @@ class LinkedPeers(Peers):
         run.settle()
         texts = [text for _, _, text in every]
         if recorder is not None and None not in texts:
-            recorder.join([_read_timeline(rank, text) for rank, text in enumerate(texts)])
+            recorder.join(self.net.rank, [_read_timeline(rank, text) for rank, text in enumerate(texts)])
         if trains and not self.net.rank:
             for finding in self.stragglers.note([float(theirs) for _, theirs, _ in every]):
                 logger.warning(finding)
@@ -128,10 +131,17 @@ class LinkedPeers(Peers):
 def _timeline_text(recorder: Recorder) -> str:
     timeline = recorder.runs[-1].timeline
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
-    return json.dumps([recorder.began, timeline.seconds, spans])
+    return json.dumps([_host(), recorder.began, timeline.seconds, spans])
 
 
-def _read_timeline(rank: int, text: str) -> tuple[float, Timeline]:
-    began, seconds, spans = json.loads(text)
+def _host() -> str:
+    """What the processes of one clock have in common: the boot of their machine."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname()
+
+
+def _read_timeline(rank: int, text: str) -> tuple[str, float, Timeline]:
+    host, began, seconds, spans = json.loads(text)
     found = tuple(Span(rank, parse_action(action), start, end) for action, start, end in spans)
-    return began, Timeline(1, found, seconds)
+    return host, began, Timeline(1, found, seconds)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from gpipe.plan.action import Action, Kind
+from gpipe.plan.clocks import offsets
 from gpipe.plan.timeline import Span, Timeline
 from gpipe.runtime.steps import Step
 from gpipe.runtime.streams import RankStream, Stamp
@@ -83,22 +85,21 @@ class Recorder:
         worker.do(step)
         self._stamps.append((step.rank, step.action, start, worker.stream.stamp()))
 
-    def join(self, others: Sequence[tuple[float, Timeline]]) -> None:
-        """Makes one of the last timeline and those of all other processes, each with the time when it began.
+    def join(self, own: int, every: Sequence[tuple[str, float, Timeline]]) -> None:
+        """Makes one of the last timelines of all processes, by the clock of this one, which has the rank `own`.
 
-        They are laid side by side by the clock that the processes of one host share.
+        Args:
+            own: This process among them.
+            every: By rank the host, the time when the run began by its clock, and the timeline since.
         """
-        first = min(began for began, _ in others)
-        spans = [
-            replace(span, start=span.start + began - first, end=span.end + began - first)
-            for began, timeline in others
-            for span in timeline.spans
-        ]
-        spans.sort(key=lambda span: (span.start, span.rank))
-        seconds = max(began - first + timeline.seconds for began, timeline in others)
+        ahead = offsets([host for host, _, _ in every], [_moved(timeline, began) for _, began, timeline in every])
+        starts = [began + more - ahead[own] for (_, began, _), more in zip(every, ahead, strict=True)]
+        first = min(starts)
+        moved = [_moved(timeline, start - first) for (_, _, timeline), start in zip(every, starts, strict=True)]
+        spans = sorted(chain(*(timeline.spans for timeline in moved)), key=lambda span: (span.start, span.rank))
+        seconds = max(start - first + timeline.seconds for start, timeline in zip(starts, moved, strict=True))
         last = self.runs.pop()
-        timeline = Timeline(len(others), tuple(spans), seconds)
-        self.runs.append(Run(timeline, (first, last.when[1])))
+        self.runs.append(Run(Timeline(len(every), tuple(spans), seconds), (first, last.when[1])))
 
     def end(self) -> None:
         """Ends a run, and adds its timeline."""
@@ -115,6 +116,11 @@ class Recorder:
         spans.sort(key=lambda span: (span.start, span.rank))
         timeline = Timeline(len(self._streams), tuple(spans), max(ends))
         self.runs.append(Run(timeline, (self.began, time.perf_counter())))
+
+
+def _moved(timeline: Timeline, by: float) -> Timeline:
+    spans = (replace(span, start=span.start + by, end=span.end + by) for span in timeline.spans)
+    return replace(timeline, spans=tuple(spans))
 
 
 class Recordable(Protocol):
