@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.observing.breakdown import Breakdown, breakdown, percentages, replicas_of
+from gpipe.observing.breakdown import Breakdown, breakdown, replicas_of
 from gpipe.plan.action import parse_action
 from gpipe.plan.cost import StageCost
 from gpipe.plan.lower import Remat, place_recompute
@@ -15,6 +15,7 @@ from gpipe.plan.schedules import SCHEDULES
 from gpipe.plan.schedules.by_name import program_of
 from gpipe.plan.simulate import simulate
 from gpipe.plan.timeline import Span, Timeline, bubble
+from gpipe.report import percentages
 from tests.support.programs import LAW, REMATS, closed, lowered, micro_batch_counts, stage_counts
 
 seconds = st.floats(0.01, 10)

@@ -11,7 +11,6 @@ The idle time of a run is told apart by doing its actions again on paper, each a
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import floor
 from statistics import fmean
 from textwrap import wrap
 from typing import TypeVar
@@ -22,23 +21,9 @@ from gpipe.plan.program import Program
 from gpipe.plan.rules import needs
 from gpipe.plan.simulate import equal_bubble, simulate
 from gpipe.plan.timeline import Span, Timeline
+from gpipe.report.table import MEANING, breakdown_lines
 
 T = TypeVar("T")
-MEANING = {
-    "forward": "the layers, the first time",
-    "recompute": "the layers again (rematerialization)",
-    "backward": "the gradients",
-    "bubble": "the table has ranks wait, were all stages alike",
-    "imbalance": "what some stages and micro-batches take longer",
-    "late starts": "hand-over between ranks: what was needed was there",
-    "communication": "messages on their way while their rank waited",
-    "reduction": "gradients of replicas and of shared weights put together",
-    "data": "making the next mini-batch ready",
-    "weight update": "the optimizer",
-    "host": "gpipe around the pipeline: splitting, checking, agreeing",
-    "between steps": "your own code outside of the pipe",
-}
-"""The parts, in their order, and what each is."""
 WIDTH = 88
 ALWAYS = ("forward", "backward", "bubble", "imbalance", "late starts")
 KINDS = {
@@ -95,30 +80,13 @@ class Breakdown:
     stage_seconds: tuple[float, ...]
 
     def __str__(self) -> str:
-        rounded = percentages(self.shares)
-        lines = [f"{'time went to':<16}{'share':>8}{'ms':>10}  which is"]
-        lines += [
-            f"{name:<16}{rounded[name]:>6.1f} %{self.shares[name] * self.seconds * 1000:>10.1f}  {MEANING[name]}"
-            for name in self.shares
-        ]
-        lines.append(f"{'a step':<16}{100:>6.1f} %{self.seconds * 1000:>10.1f}  mean of {self.steps}")
         parts = ", ".join(f"{name} {share:.1%}" for name, share in self.bubble.items())
-        lines.append(f"bubble: {parts}; of the pipeline, with equal stages: {self.theory:.1%}")
+        lines = [
+            *breakdown_lines(self.shares, self.seconds, self.steps),
+            f"bubble: {parts}; of the pipeline, with equal stages: {self.theory:.1%}",
+        ]
         busy = ", ".join(f"{share:.0%}" for share in self.busy)
         return "\n".join([*lines, *wrap(f"busy, by rank: {busy}", WIDTH)])
-
-
-def percentages(shares: Mapping[str, float]) -> dict[str, float]:
-    """Rounds shares that sum to 1 to tenths of a percent that sum to 100 exactly, by largest remainder.
-
-    >>> percentages({"forward": 1 / 3, "backward": 1 / 3, "bubble": 1 / 3})
-    {'forward': 33.4, 'backward': 33.3, 'bubble': 33.3}
-    """
-    tenths = {name: floor(share * 1000) for name, share in shares.items()}
-    left = round(sum(shares.values()) * 1000) - sum(tenths.values())
-    for name in sorted(shares, key=lambda name: tenths[name] - shares[name] * 1000)[:left]:
-        tenths[name] += 1
-    return {name: tenth / 10 for name, tenth in tenths.items()}
 
 
 def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
