@@ -2,12 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from torch import Tensor, nn
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -15,6 +17,7 @@ from torch.optim.optimizer import (
 from gpipe.observing.advice import Advice, Seen, advise, explain
 from gpipe.observing.breakdown import Breakdown, breakdown
 from gpipe.observing.machine import Meter
+from gpipe.observing.memory import Held, Watch, held
 from gpipe.observing.windows import windows
 from gpipe.plan.timeline import Timeline
 from gpipe.report import timeline_svg, timelines_svg, trace_json
@@ -36,6 +39,7 @@ class Recording(Recorder):
     Args:
         pipe: Whose steps.
         keep: How many of the last steps are kept.
+        memory: Whether activations are watched.
 
     >>> import torch, gpipe
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
@@ -45,8 +49,12 @@ class Recording(Recorder):
     (1, 1.0)
     """
 
-    def __init__(self, pipe: "GPipe", keep: int) -> None:
+    def __init__(self, pipe: "GPipe", keep: int, *, memory: bool = False) -> None:
         super().__init__(keep)
+        self._watches: dict[int, Watch] | None = {} if memory else None
+        if memory:
+            self.around = self._watched
+        self._states: dict[int, Mapping[Tensor, Any]] = {}
         self._pipe, self._before = pipe, pipe.recorder
         self._updates: deque[Interval] = deque(maxlen=keep)
         self._loads: deque[Interval] = deque(maxlen=keep)
@@ -128,6 +136,34 @@ class Recording(Recorder):
         """
         return explain(self._seen())
 
+    def memory(self) -> dict[int, Held]:
+        """What each rank of this process held when it held most, since recording began.
+
+        Gradients are counted as of all parameters that want one, as they will be; optimizers that have been stepped.
+
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> with gpipe.record(pipe, memory=True) as recording:
+        ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> recording.memory()[0].weights, recording.memory()[0].gradients  # six numbers of four bytes
+        (24, 24)
+
+        Raises:
+            ValueError: Activations were not watched.
+        """
+        if self._watches is None:
+            raise ValueError("activations were not watched: gpipe.record(pipe, memory=True)")
+        engine = self._pipe.team.engine
+        layers: dict[int, list[nn.Module]] = {}
+        for stage in engine.own:
+            layers.setdefault(engine.placement[stage.index], []).extend(layer.module for layer in stage.layers)
+        states = list(self._states.values())
+        return {rank: held(modules, states, self._watches.get(rank)) for rank, modules in sorted(layers.items())}
+
+    def _watched(self, rank: int) -> Watch:
+        assert self._watches is not None
+        return self._watches.setdefault(rank, Watch())
+
     def save(self, path: str | Path) -> Path:
         """Writes the steps as `.svg` (of the step of median length, with what was predicted), or `.json` (all).
 
@@ -171,11 +207,12 @@ class Recording(Recorder):
     def _begin_update(self, *_: Any) -> None:
         self._update_began = time.perf_counter()
 
-    def _end_update(self, *_: Any) -> None:
+    def _end_update(self, optimizer: Optimizer, *_: Any) -> None:
         self._updates.append((self._update_began, time.perf_counter()))
+        self._states[id(optimizer)] = optimizer.state
 
 
-def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
+def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
     """Records what each rank does when, from now on; inside of a `with`, or until `stop()`.
 
     It costs two readings of a clock for each action, and nothing once it has stopped. In several processes all
@@ -184,6 +221,7 @@ def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
     Args:
         pipe: Whose steps and calls.
         keep: How many of the last are kept.
+        memory: Whether activations are watched too, for `recording.memory()`; steps are slower by it.
 
     Raises:
         TypeError: It is no pipe.
@@ -200,4 +238,4 @@ def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
-    return Recording(pipe, keep)
+    return Recording(pipe, keep, memory=memory)
