@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import pytest
 
-from gpipe.plan.action import Kind
+from gpipe.plan.action import Action, Kind
 from gpipe.plan.cost import StageCost
 from gpipe.plan.figures import figures
 from gpipe.plan.schedules import SCHEDULES
 from gpipe.plan.schedules.by_name import program_of
-from gpipe.plan.timeline import Timeline
+from gpipe.plan.timeline import Span, Timeline
 from gpipe.report.colors import is_bright, nth_stages, shade
-from gpipe.report.lanes import find_ruler, lanes, lanes_text, letter_of, needed, widest
+from gpipe.report.lanes import find_ruler, fitted, lanes, lanes_text, letter_of, named, needed, widest
 from gpipe.report.terminal import legend, panel
 from tests.support.timelines import pipelined
 
@@ -85,6 +85,23 @@ def test_recorded_steps_can_be_drawn_too() -> None:
     timeline = pipelined(2, 8)
     assert find_ruler([timeline], 400) is not None
     assert len(lanes(timeline, widest([timeline]))) == 2
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_by_a_fitted_ruler_any_timeline_fills_the_width(width: int) -> None:
+    tiny = Span(0, Action(Kind.RECOMPUTE, 0, 0), 0.0, 1e-9)
+    for timeline in (pipelined(3, 8), pipelined(2, 100), Timeline(1, (tiny,), 1.0)):
+        ruler = fitted([timeline], width)
+        for text, lane in named(lanes(timeline, ruler)):
+            assert len("".join(piece.text for piece in lane)) == width
+            assert len(text) <= width
+    assert [piece.kind for piece in lanes(timeline, ruler)[0]] == [None]
+
+
+def test_in_a_fitted_lane_what_has_no_room_for_a_label_has_none() -> None:
+    spans = [(0.0, 0.5), (0.5, 0.52), (0.52, 1.0)]
+    timeline = Timeline(1, tuple(Span(0, Action(Kind.FORWARD, 0, m), *when) for m, when in enumerate(spans)), 1.0)
+    assert [text for text, _ in named(lanes(timeline, fitted([timeline], 28)))] == ["rank 0  F0------- F2-------"]
 
 
 def test_colors_tell_kinds_and_stages_apart() -> None:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 from gpipe.cli.ending import ending_by_interrupt
+from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
 from gpipe.cli.train import train
 
 app = SubcommandApp()
 app.command(train, name="train", help="Trains a network, partitioned and pipelined, and shows where the time went.")
 app.command(name="schedule")(schedule)
+app.command(name="report")(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

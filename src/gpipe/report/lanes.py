@@ -120,6 +120,16 @@ def find_ruler(timelines: Collection[Timeline], width: int, *, colored: bool = F
     return next((ruler for ruler in units if columns(timelines, ruler) <= width), None)
 
 
+def fitted(timelines: Collection[Timeline], width: int) -> Ruler:
+    """The ruler by which the longest of timelines fills so many columns, however little room its actions then have.
+
+    >>> fitted([Timeline(1, (), seconds=0.66)], width=41)
+    Ruler(unit=1, seconds=0.02)
+    """
+    room = max(1, width - max(margin(timeline.ranks) for timeline in timelines))
+    return Ruler(1, max(timeline.seconds for timeline in timelines) / room)
+
+
 def needed(timelines: Collection[Timeline], *, colored: bool = False) -> int:
     """The columns that timelines fill at the least."""
     shortest = widest(timelines, colored=colored).seconds
@@ -138,18 +148,21 @@ def _narrowest(timelines: Collection[Timeline], colored: bool) -> int:
 def lanes(timeline: Timeline, ruler: Ruler, *, colored: bool = False) -> tuple[Lane, ...]:
     """The lanes of a timeline, one a rank.
 
-    All actions of a kind have labels of one sort: the longest for which there is room.
+    All actions of a kind have labels of one sort: the longest for which there is room. By a ruler of `fitted`, those
+    that have no room for any label have none, and those shorter than half a column may not show.
     """
     drawn = list(_drawn(timeline))
     sorts = _sorts(drawn, ruler, colored)
     found: list[list[Piece]] = [[] for _ in range(timeline.ranks)]
     ends = [0] * timeline.ranks
     for span, nth in drawn:
-        start, end = ruler.column(span.start), ruler.column(span.end)
+        start = max(ruler.column(span.start), ends[span.rank])
+        end = max(ruler.column(span.end), start)
         kind, lane = span.action.kind, found[span.rank]
         lane.append(Piece(_idle(ends[span.rank], start, ruler.unit)))
         filling = "-" if end - start > ruler.unit and not colored else " "
-        text = _filled(_labels(span, nth, colored)[sorts[kind]], end - start, filling)
+        label = _labels(span, nth, colored)[sorts.get(kind, 0)]
+        text = _filled(label if len(label) <= end - start else "", end - start, filling)
         lane.append(Piece(text, kind, nth))
         ends[span.rank] = end
     for end, lane in zip(ends, found, strict=True):
@@ -184,11 +197,11 @@ def letter_of(kind: Kind, nth: int) -> str:
 
 
 def _sorts(drawn: Iterable[tuple[Span, int]], ruler: Ruler, colored: bool) -> Mapping[Kind, int]:
-    """By kind, which of its labels there is room for at each of its actions."""
+    """By kind, which of its labels there is room for at each of its actions that has room for one."""
     found: dict[Kind, int] = {}
     for span, nth in drawn:
         labels, room = _labels(span, nth, colored), ruler.column(span.end) - ruler.column(span.start)
-        sort = next((sort for sort, label in enumerate(labels) if len(label) <= room), len(labels) - 1)
+        sort = next((sort for sort, label in enumerate(labels) if len(label) <= room), 0)
         found[span.action.kind] = max(found.get(span.action.kind, 0), sort)
     return found
 

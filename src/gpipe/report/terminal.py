@@ -9,12 +9,13 @@ from gpipe.plan.figures import Figures
 from gpipe.plan.timeline import Timeline
 from gpipe.report.colors import is_bright, nth_stages, shade
 from gpipe.report.lanes import Lane, Ruler, lanes, letter_of, margin, named
+from gpipe.report.svg import Unit
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
-def panel(timeline: Timeline, ruler: Ruler, *, colored: bool) -> Iterator[Text]:
-    """The lanes of a timeline, and under them the time.
+def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -> Iterator[Text]:
+    """The lanes of a timeline, and under them the time, in milliseconds or as it is.
 
     >>> from gpipe.plan.figures import figures
     >>> from gpipe.plan.schedules.by_name import program_of
@@ -25,10 +26,12 @@ def panel(timeline: Timeline, ruler: Ruler, *, colored: bool) -> Iterator[Text]:
     rank 1  .. F0 F1 B0--- B1--- .. ..
     time    0              5
     """
-    stages = 1 + max(nth_stages(timeline).values())
+    stages = 1 + max(nth_stages(timeline).values(), default=0)
     for text, lane in named(lanes(timeline, ruler, colored=colored)):
         yield _colored(lane, stages) if colored else Text(text)
-    yield Text("time".ljust(margin(timeline.ranks)) + ruler.axis(timeline.seconds), "dim" if colored else "")
+    factor = 1000 if unit == "ms" else 1
+    times = Ruler(ruler.unit, ruler.seconds * factor).axis(timeline.seconds * factor)
+    yield Text((unit or "time").ljust(margin(timeline.ranks)) + times, "dim" if colored else "")
 
 
 def _colored(lane: Lane, stages: int) -> Text:
@@ -55,7 +58,7 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
     """
     found = {span.action.kind for timeline in timelines for span in timeline.spans} & COMPUTE
     kinds = [kind for kind in NAMES if kind in found]
-    stages = 1 + max(nth for timeline in timelines for nth in nth_stages(timeline).values())
+    stages = 1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0)
     letters = [(f" {kind.value} ", _style(kind, 0, stages)) if colored else kind.value for kind in kinds]
     words = [Text.assemble(letter, f" {NAMES[kind]}") for letter, kind in zip(letters, kinds, strict=True)]
     yield Text("   ").join([*words, Text(". idle")])

@@ -1,0 +1,82 @@
+"""The command `gpipe report`: what a run came to, as a page for a browser or in the terminal."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from gpipe.cli.ending import ending_by_mistakes
+from gpipe.cli.schedule import COLORFUL
+from gpipe.report import Report, breakdown_lines, read_report, report_html
+from gpipe.report.amounts import lasts
+from gpipe.report.lanes import fitted
+from gpipe.report.stored import NAME
+from gpipe.report.terminal import legend, panel
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What is drawn."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run, such as out/digits; `gpipe train` leaves report.json there when it ends."""
+
+    text: bool = False
+    """Draws in the terminal; no file is written."""
+
+
+def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
+    """Draws a run as one page for a browser, RUN/report.html, or as text."""
+    with ending_by_mistakes():
+        found = _read(options.run)
+        if options.text:
+            _show(found, Console(highlight=False))
+            return
+        page = options.run / PAGE
+        page.write_text(report_html(found), encoding="utf-8")
+        print(page)
+
+
+def _read(run: Path) -> Report:
+    """The report in the folder of a run; mistakes are told with what to do."""
+    file = run / NAME
+    if not run.is_dir():
+        odd = "is a file" if run.exists() else "does not exist"
+        raise ValueError(f"{run} {odd}: give the folder of a run, such as `gpipe train digits` writes")
+    if not file.is_file():
+        raise ValueError(
+            f"{run} has no {NAME}, which `gpipe train` writes when it ends: give the folder of such a run"
+        )
+    try:
+        return read_report(file.read_text(encoding="utf-8"))
+    except ValueError as mistake:
+        raise ValueError(f"{file} cannot be read: {mistake}; train again") from None
+
+
+def _show(report: Report, console: Console) -> None:
+    """Prints the typical step, the prediction above it on the same scale, and where the time went."""
+    colored = console.color_system in COLORFUL and not console.no_color
+    drawn = {}
+    if report.predicted is not None:
+        drawn["predicted"] = report.predicted
+    if report.timelines:
+        drawn[f"step {report.typical + 1} of {len(report.timelines)}"] = report.timelines[report.typical]
+    for line in filter(None, (report.title, report.sentence)):
+        console.print(line, markup=False, soft_wrap=True)
+    if drawn:
+        ruler = fitted(drawn.values(), console.width)
+        for title, timeline in drawn.items():
+            idle = f"{timeline.idle_share():.1%} not computing"
+            console.print(f"\n{title}: {lasts(timeline.seconds)}, {idle}", style="bold" if colored else "")
+            for lane in panel(timeline, ruler, colored=colored, unit="ms"):
+                console.print(lane, soft_wrap=True)
+        console.print(*legend(drawn.values(), colored=colored), sep="\n")
+    if report.shares and report.timelines:
+        whole = [timeline.seconds + sum(timeline.other.values()) for timeline in report.timelines]
+        console.print()
+        for line in breakdown_lines(report.shares, sum(whole) / len(whole), len(whole)):
+            console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,90 @@
+"""`gpipe report`, which draws a run from what its folder holds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe.cli.main import main
+from gpipe.report import Report, report_html, report_json
+from tests.support.reports import full
+
+PICTURE = """\
+three ranks
+Rank 1 is slow.
+
+predicted: 240 ms, 25.0% not computing
+rank 0  F0 F1- F2 ..............R2 B2---- R1 B1---- R0 B0----
+rank 1  ...F0- F1 F2- R2 B2---- R1 B1---- R0 B0---- ..........
+ms      0          50          100        150        200
+
+step 2 of 3: 320 ms, 25.0% not computing
+rank 0  F0-- F1- F2-- ..................R2- B2------ R1-- B1------ R0- B0------
+rank 1  .....F0- F1-- F2- R2-- B2------ R1- B1------ R0-- B0------ .............
+ms      0          50          100        150        200        250         300
+F forward   R recompute   B backward   . idle
+"""
+FULL = full(ranks=2, micro_batches=3, steps=3)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "report.json").write_text(report_json(FULL))
+    return tmp_path
+
+
+def test_the_page_is_written_and_its_path_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", str(run)])
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    assert (run / "report.html").read_text(encoding="utf-8") == report_html(FULL)
+
+
+def test_text_is_drawn_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", str(run), "--text"])
+    text = capsys.readouterr().out
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert lines[: PICTURE.count("\n")] == PICTURE.splitlines()
+    assert "100.0 %" in text
+    assert [path.name for path in run.iterdir()] == ["report.json"]
+
+
+def test_what_is_not_there_is_not_drawn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "report.json").write_text(report_json(Report("[alone]")))
+    main(["report", str(run), "--text"])
+    assert capsys.readouterr().out == "[alone]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "does not exist: give the folder of a run, such as `gpipe train digits` writes"),
+        ("file", "is a file: give the folder of a run"),
+        ("empty", "has no report.json, which `gpipe train` writes when it ends: give the folder of such a run"),
+        ("damaged", "report.json cannot be read: Unterminated string"),
+        (
+            "older",
+            "report.json cannot be read: its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'",
+        ),
+    ],
+)
+def test_mistakes_are_told_with_what_to_do(
+    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder, text in (("empty", ""), ("damaged", '{"format": "gpi'), ("older", '{"format": "gpipe report 0"}')):
+        (tmp_path / folder).mkdir()
+        if text:
+            (tmp_path / folder / "report.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path / name)])
+    assert ended.value.code == 2
+    assert f"gpipe: {tmp_path / name}" in (said := capsys.readouterr().err)
+    assert words in said
+
+
+def test_it_starts_without_torch(run: Path) -> None:
+    code = f"import sys; from gpipe.cli.main import main; main(['report', {str(run)!r}])"
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
