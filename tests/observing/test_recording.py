@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.observing.advice import advise
+from gpipe.report import read_report, report_json
 from tests.support.plain_loop import squares, weights_of
 
 DRIVERS = pytest.mark.parametrize("driver", ["lockstep", "threads"])
@@ -118,6 +119,8 @@ def test_files_by_suffix(tmp_path: Path) -> None:
         assert recording.save(tmp_path / "step.svg").read_text().startswith("<svg")
         events = json.loads(recording.save(tmp_path / "steps.json").read_text())["traceEvents"]
         assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {0, 1, 2}
+        assert "step 1: " in recording.save(tmp_path / "steps.html").read_text(encoding="utf-8")
+        assert read_report(report_json(recording.report("three"))) == recording.report("three")
         with pytest.raises(ValueError, match=r"suffix '\.png'"):
             recording.save(tmp_path / "step.png")
 

@@ -18,6 +18,7 @@ from gpipe.recipes.plain import measure_plain_step
 from gpipe.recipes.progress import Epoch, Progress
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.world import World
+from gpipe.report import read_report
 
 OPTIONS = TrainOptions(filters=16, micro_batches=2, epochs=1)
 
@@ -59,6 +60,11 @@ def test_the_files_tell_what_happened(few: Digits, tmp_path: Path) -> None:
     slices = json.loads((options.out / "trace.json").read_text())["traceEvents"]
     assert {event["tid"] for event in slices} == {0, 1}
     assert {"0F0", "1F1", "0B0", "1R1", "data", "weight update"} <= {event["name"] for event in slices}
+    report = read_report((options.out / "report.json").read_text())
+    assert (report.title, report.losses) == (text.splitlines()[0], tuple(epoch.loss for epoch in epochs))
+    assert len(slices) == 2 * 2 + sum(len(step.spans) + 2 * len(step.other) for step in report.timelines)
+    assert (report.predicted, report.configuration["partitions"]) == (None, 2)  # its costs are no seconds
+    assert f"gpipe report {options.out}" in text
     assert "100.0 %" in text
     assert "with equal stages" in text
     assert "plain loop" in text

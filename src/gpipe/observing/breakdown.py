@@ -25,6 +25,7 @@ from gpipe.report.table import MEANING, breakdown_lines
 
 T = TypeVar("T")
 WIDTH = 88
+NOTHING = "nothing was recorded: make a step while gpipe.record(pipe) is on"
 ALWAYS = ("forward", "backward", "bubble", "imbalance", "late starts")
 KINDS = {
     Kind.FORWARD: "forward",
@@ -104,7 +105,7 @@ def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
         ValueError: There is no step.
     """
     if not timelines:
-        raise ValueError("nothing was recorded: make a step while gpipe.record(pipe) is on")
+        raise ValueError(NOTHING)
     steps = [_of_step(timeline) for timeline in timelines]
     busy = tuple(map(fmean, zip(*(step.busy for step in steps), strict=True)))
     return replace(_mean(steps), steps=len(steps), busy=busy)

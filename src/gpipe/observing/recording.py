@@ -2,25 +2,23 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from torch import Tensor, nn
 from torch.optim.optimizer import (
-    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from gpipe.observing.advice import Advice, Seen, advise, explain
-from gpipe.observing.breakdown import Breakdown, breakdown
+from gpipe.observing.breakdown import NOTHING, Breakdown, breakdown
 from gpipe.observing.machine import Meter
-from gpipe.observing.memory import Held, Watch, held
 from gpipe.observing.windows import windows
 from gpipe.plan.timeline import Timeline
-from gpipe.report import timeline_svg, timelines_svg, trace_json
+from gpipe.report import Report, report_html, timeline_svg, timelines_svg, trace_json
 from gpipe.runtime.recorder import Interval, Recorder
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ class Recording(Recorder):
     Args:
         pipe: Whose steps.
         keep: How many of the last steps are kept.
-        memory: Whether activations are watched.
 
     >>> import torch, gpipe
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
@@ -49,12 +46,8 @@ class Recording(Recorder):
     (1, 1.0)
     """
 
-    def __init__(self, pipe: "GPipe", keep: int, *, memory: bool = False) -> None:
+    def __init__(self, pipe: "GPipe", keep: int) -> None:
         super().__init__(keep)
-        self._watches: dict[int, Watch] | None = {} if memory else None
-        if memory:
-            self.around = self._watched
-        self._states: dict[int, Mapping[Tensor, Any]] = {}
         self._pipe, self._before = pipe, pipe.recorder
         self._updates: deque[Interval] = deque(maxlen=keep)
         self._loads: deque[Interval] = deque(maxlen=keep)
@@ -136,54 +129,40 @@ class Recording(Recorder):
         """
         return explain(self._seen())
 
-    def memory(self) -> dict[int, Held]:
-        """What each rank of this process held when it held most, since recording began.
-
-        Gradients are counted as of all parameters that want one, as they will be; optimizers that have been stepped.
-
-        >>> import torch, gpipe
-        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
-        >>> with gpipe.record(pipe, memory=True) as recording:
-        ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
-        >>> recording.memory()[0].weights, recording.memory()[0].gradients  # six numbers of four bytes
-        (24, 24)
+    def report(self, title: str) -> Report:
+        """All that is known of the steps, as `gpipe.report` draws it and keeps it.
 
         Raises:
-            ValueError: Activations were not watched.
+            ValueError: No step was recorded.
         """
-        if self._watches is None:
-            raise ValueError("activations were not watched: gpipe.record(pipe, memory=True)")
-        engine = self._pipe.team.engine
-        layers: dict[int, list[nn.Module]] = {}
-        for stage in engine.own:
-            layers.setdefault(engine.placement[stage.index], []).extend(layer.module for layer in stage.layers)
-        states = list(self._states.values())
-        return {rank: held(modules, states, self._watches.get(rank)) for rank, modules in sorted(layers.items())}
+        return replace(self._steps(title), shares=self.breakdown().shares, sentence=self.explain())
 
-    def _watched(self, rank: int) -> Watch:
-        assert self._watches is not None
-        return self._watches.setdefault(rank, Watch())
+    def _steps(self, title: str) -> Report:
+        """The steps alone, and what was predicted."""
+        if not (timelines := tuple(self.timelines)):
+            raise ValueError(NOTHING)
+        plan = self._pipe.plan
+        return Report(title, timelines=timelines, predicted=plan.timeline if plan.unit == "seconds" else None)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the steps as `.svg` (of the step of median length, with what was predicted), or `.json` (all).
+        """Writes the steps as `.svg` (the typical one, with what was predicted), `.json` (all), or `.html`, a page.
 
         Raises:
             ValueError: No step was recorded, or the suffix is another.
         """
         path = Path(path)
-        timelines = self.timelines
-        if not timelines:
-            raise ValueError("nothing was recorded: make a step while gpipe.record(pipe) is on")
-        typical = sorted(timelines, key=lambda timeline: timeline.seconds)[len(timelines) // 2]
+        report = self._steps(path.stem)
         match path.suffix:
             case ".svg":
-                plan = self._pipe.plan
-                predicted = {"predicted": plan.timeline} if plan.unit == "seconds" else {}
+                predicted = {} if report.predicted is None else {"predicted": report.predicted}
+                typical = report.timelines[report.typical]
                 path.write_text(
                     timelines_svg({"measured": typical, **predicted}) if predicted else timeline_svg(typical)
                 )
             case ".json":
-                path.write_text(trace_json(timelines))
+                path.write_text(trace_json(report.timelines))
+            case ".html":
+                path.write_text(report_html(self.report(path.stem)), encoding="utf-8")
             case _:
                 raise ValueError(f"{path} has the suffix {path.suffix!r}; give one of {SUFFIXES}")
         return path
@@ -207,12 +186,11 @@ class Recording(Recorder):
     def _begin_update(self, *_: Any) -> None:
         self._update_began = time.perf_counter()
 
-    def _end_update(self, optimizer: Optimizer, *_: Any) -> None:
+    def _end_update(self, *_: Any) -> None:
         self._updates.append((self._update_began, time.perf_counter()))
-        self._states[id(optimizer)] = optimizer.state
 
 
-def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
+def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
     """Records what each rank does when, from now on; inside of a `with`, or until `stop()`.
 
     It costs two readings of a clock for each action, and nothing once it has stopped. In several processes all
@@ -221,7 +199,6 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
     Args:
         pipe: Whose steps and calls.
         keep: How many of the last are kept.
-        memory: Whether activations are watched too, for `recording.memory()`; steps are slower by it.
 
     Raises:
         TypeError: It is no pipe.
@@ -238,4 +215,4 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
-    return Recording(pipe, keep, memory=memory)
+    return Recording(pipe, keep)

@@ -26,6 +26,8 @@ from gpipe.recipes.plain import measure_plain_step, one_thread
 from gpipe.recipes.progress import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.world import World
+from gpipe.report import Report, report_json
+from gpipe.report.stored import NAME
 
 TERMINATED = 128 + signal.SIGTERM
 KEPT = 2  # checkpoints
@@ -225,13 +227,33 @@ def _write_metrics(job: Job) -> None:
 
 
 def write_files(job: Job, checkpoint: Path, recording: gpipe.Recording | None) -> None:
-    """Writes weights under unpartitioned names, the step of median length as a picture, all steps as a trace."""
+    """Writes weights under unpartitioned names, the typical step as a picture, all as a trace and as a report."""
     out = job.options.out
     weights = {name: value.contiguous() for name, value in gpipe.load(checkpoint).state_dict().items()}
     (out / "model.safetensors").write_bytes(save(weights))
     if recording is not None:
         recording.save(out / "timeline.svg")
         recording.save(out / "trace.json")
+        (out / NAME).write_text(report_json(to_report(job, recording)), encoding="utf-8")
+
+
+def to_report(job: Job, recording: gpipe.Recording) -> Report:
+    """What `gpipe report` draws."""
+    options = {name.replace("_", " "): value for name, value in asdict(job.options).items()}
+    pipe = job.pipe
+    return replace(
+        recording.report(job.name),
+        configuration={
+            **options,
+            "out": str(job.options.out),
+            "partitions": pipe.partitions,
+            "layers of each stage": ", ".join(map(str, pipe.layers_per_partition)),
+            "devices": ", ".join(dict.fromkeys(map(str, pipe.devices))),
+            "torch": torch.__version__,
+        },
+        losses=tuple(epoch.loss for epoch in job.progress.epochs),
+        loss_each="epoch",
+    )
 
 
 def _report(job: Job, display: Display, recording: gpipe.Recording) -> None:

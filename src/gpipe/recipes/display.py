@@ -1,5 +1,6 @@
 """What the terminal shows of a training: how far it is, each epoch's line, and where the time went."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,7 @@ class Display:
         self.say(f"forward and backward, pipelined    {own * 1000:.1f} ms")
         self.say(f"forward and backward, plain loop   {plain} (the same layers, one thread, no remat)")
         self.say(f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev)")
+        self.say(f"a page of all this, for a browser: gpipe report {shlex.quote(str(out))}")
         self.say(recording.explain())
 
     def say(self, text: str) -> None:

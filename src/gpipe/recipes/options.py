@@ -48,8 +48,9 @@ class TrainOptions:
     """Decides the first weights, the order and the jitter of the images, and dropout."""
 
     out: Path = Path("out/digits")
-    """The folder for metrics.jsonl, model.safetensors, timeline.svg and trace.json; older ones are replaced, and
-    checkpoints of an earlier run are put aside as checkpoints.old. Several hosts must share it."""
+    """The folder for metrics.jsonl, model.safetensors, timeline.svg, trace.json and report.json, which `gpipe report`
+    draws; older ones are replaced, and checkpoints of an earlier run are put aside as checkpoints.old. Several hosts
+    must share it."""
 
     checkpoint_every: int = 1
     """After how many epochs a checkpoint is saved to OUT/checkpoints, which keeps the last two; also at the end, and
