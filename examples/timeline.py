@@ -1,6 +1,7 @@
 """Draws two real steps, one above the other: naive model parallelism (M=1) and the pipeline (M=8).
 
     python examples/timeline.py docs/timeline.svg
+    python examples/timeline.py page.html  # the pipeline alone, beside what was predicted of it
 
 Eight layers that take their time without a core, so that four partitions overlap on any machine: 20 ms forward and
 40 ms backward for eight rows. It is Figure 2 of the paper, (b) and (c), as it happened.
@@ -8,6 +9,7 @@ Eight layers that take their time without a core, so that four partitions overla
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.plan.timeline import Timeline
-from gpipe.report.svg import timelines_svg
+from gpipe.report import report_html, timelines_svg
 
 ROWS = 8
 SECONDS_A_ROW = 0.020 / ROWS
@@ -47,19 +48,32 @@ class Slow(nn.Module):
         return waited
 
 
-def record(micro_batches: int) -> Timeline:
-    """The fastest of five steps of four partitions."""
-    pipe = gpipe.GPipe([Slow() for _ in range(8)], partitions=4, micro_batches=micro_batches, remat="never")
-    batch = torch.ones(ROWS, 1)
-    with pipe, gpipe.record(pipe) as recording:
-        for _ in range(5):
-            pipe.step(batch, batch, nn.functional.mse_loss)
-    return min(recording.timelines, key=lambda timeline: timeline.seconds)
+def record(micro_batches: int) -> gpipe.Recording:
+    """Five steps of four partitions."""
+    layers, batch = [Slow() for _ in range(8)], torch.ones(ROWS, 1)
+    pipe = gpipe.GPipe(layers, partitions=4, micro_batches=micro_batches, sample=batch, remat="never")
+    with pipe:
+        pipe.step(batch, batch, nn.functional.mse_loss)  # the first begins the threads
+        with gpipe.record(pipe) as recording:
+            for _ in range(5):
+                pipe.step(batch, batch, nn.functional.mse_loss)
+    return recording
+
+
+def picture() -> str:
+    """The fastest step of each, one above the other."""
+    titles = {1: "Naive model parallelism: one micro-batch", 8: "GPipe: the same rows as eight micro-batches"}
+    fastest = (min(record(m).timelines, key=lambda timeline: timeline.seconds) for m in titles)
+    return timelines_svg(dict(zip(titles.values(), fastest, strict=True)))
+
+
+def page() -> str:
+    """All steps of the pipeline, to be looked through."""
+    told = {"partitions": 4, "micro batches": 8, "layers": 8, "remat": "never", "schedule": "gpipe"}
+    report = record(8).report("Eight layers, four partitions, eight micro-batches")
+    return report_html(replace(report, configuration=told))
 
 
 if __name__ == "__main__":
-    pictures = {
-        "Naive model parallelism: one micro-batch": record(1),
-        "GPipe: the same rows as eight micro-batches": record(8),
-    }
-    Path(sys.argv[1]).write_text(timelines_svg(pictures), encoding="utf-8")
+    file = Path(sys.argv[1])
+    file.write_text(page() if file.suffix == ".html" else picture(), encoding="utf-8")
