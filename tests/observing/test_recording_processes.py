@@ -13,9 +13,8 @@ def test_every_rank_has_all_ranks_and_parts_that_sum_to_its_wall_time(world: int
     for found in answers(crew.run(recorded.record, seconds, [4, 1], world=world)):
         assert found["ranks"] == world
         assert sum(found["shares"].values()) == pytest.approx(1)
-        assert (
-            0.995 * found["wall"] <= found["seconds"] <= 1.005 * found["wall since all met"]
-        )  # others begin earlier
+        # Others may begin earlier, and this process may wait for the processor behind its last step.
+        assert 0.97 * found["wall"] <= found["seconds"] <= 1.005 * found["wall since all met"]
         assert len(found["spans"]) == recorded.STEPS
         assert all(found["spans"])
         assert any("Stage 0" in advice for advice in found["advice"])
