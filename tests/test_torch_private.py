@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 import gpipe
-from gpipe.torch_private import autograd, casts, dispatcher, fakes, modes, modules, products, trees
+from gpipe.torch_private import autograd, casts, dispatcher, fakes, modes, modules, operations, products, trees
 from gpipe.torch_private import checkpoint as checkpoints
 from gpipe.torch_private.checkpoint import CheckpointFrame
 
@@ -562,6 +562,27 @@ def test_a_mode_that_is_paused_sees_nothing() -> None:
                     torch.ones(2)
             torch.ones(2)
         assert len(seen) == 3
+
+
+def test_operations_are_seen_with_those_of_backwards() -> None:
+    class Sizes(operations.Operations):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[int] = []
+
+        def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+            self.found += [tensor.numel() for tensor in made]
+
+    with relied_on("Operations", "sees what memory is held for"):
+        x, sizes = torch.ones(3, requires_grad=True), Sizes()
+        with sizes:
+            y = x * 2
+        forward = len(sizes.found)
+        y.sum().backward()
+        assert sizes.found == [3]
+        with sizes:
+            (x * 2).sum().backward()
+        assert len(sizes.found) > forward + 2
 
 
 def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:

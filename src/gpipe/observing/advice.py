@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from gpipe.observing.breakdown import Breakdown, program_of_run, replicas_of
+from gpipe.observing.machine import Others
 from gpipe.plan.action import Kind
 from gpipe.plan.cost import Costs, StageCost
 from gpipe.plan.partition import Partition, partition
@@ -14,8 +15,8 @@ from gpipe.plan.timeline import Timeline
 
 WORTH, MUCH = 1.02, 1.05
 """Gains below which nothing is advised, and from which on a free remedy comes before those that cost something."""
-SOME = 0.2
-"""Cores of others that are worth a word."""
+SOME, APART = 0.2, 0.1
+"""Cores of others that are worth a word; the part by which a prediction may be off without one."""
 MEASURED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
 
 
@@ -46,14 +47,14 @@ class Seen:
         found: Where their time went.
         partition: The cuts.
         driver: What runs the ranks.
-        others: Cores of this machine that other processes used meanwhile, and how many there are; None if unknown.
+        others: What other processes used of this machine meanwhile; None if that is not known.
     """
 
     timelines: Sequence[Timeline]
     found: Breakdown
     partition: Partition
     driver: str
-    others: tuple[float, int] | None = None
+    others: Others | None = None
 
 
 def advise(seen: Seen) -> list[Advice]:
@@ -68,10 +69,33 @@ def explain(seen: Seen) -> str:
     free = [advice for advice in every if advice.is_free and advice.gain >= MUCH]
     best = next(iter(free or every), None)
     text = NOTHING.format(worth=WORTH - 1, busy=fmean(seen.found.busy)) if best is None else best.text
-    if seen.others is None:
-        return f"{text}."
-    used, cores = seen.others
-    return f"{text} (other processes used {used:.1f} of this machine's {cores} cores)." if used > SOME else f"{text}."
+    return f"{text} ({seen.others})." if seen.others is not None and seen.others.cores > SOME else f"{text}."
+
+
+def beside(timelines: Sequence[Timeline], predicted: Timeline, others: Others | None) -> str:
+    """What was predicted of a step beside what the median took, and why, if they are more than 10 % apart.
+
+    >>> beside([Timeline(1, (), 0.30)], Timeline(1, (), 0.20), Others(cores=1.2, of=2))  # doctest: +ELLIPSIS
+    "pipeline: 300.0 ms measured, 200.0 ms predicted: 50% more, since other processes used 1.2 of this machine's ..."
+    """
+    typical = sorted(timelines, key=lambda timeline: timeline.seconds)[len(timelines) // 2]
+    more = typical.seconds / predicted.seconds - 1
+    text = f"pipeline: {typical.seconds * 1000:.1f} ms measured, {predicted.seconds * 1000:.1f} ms predicted"
+    if abs(more) <= APART:
+        return text
+    work = (
+        sum(map(typical.busy, range(typical.ranks))) / (sum(map(predicted.busy, range(predicted.ranks))) or 1.0) - 1
+    )
+    why = f"what ranks compute took {abs(work):.0%} {_than(work)} than when it was measured"
+    if more > 0 and others is not None and others.cores > SOME:
+        why = str(others)
+    elif abs(work) < abs(more) / 2:
+        why = "ranks waited otherwise than predicted: see late starts and communication"
+    return f"{text}: {abs(more):.0%} {_than(more)}, since {why}"
+
+
+def _than(more: float) -> str:
+    return "more" if more > 0 else "less"
 
 
 def _by_simulation(seen: Seen) -> Iterator[Advice]:

@@ -2,20 +2,23 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from torch import Tensor, nn
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from gpipe.observing.advice import Advice, Seen, advise, explain
+from gpipe.observing.advice import Advice, Seen, advise, beside, explain
 from gpipe.observing.breakdown import NOTHING, Breakdown, breakdown
-from gpipe.observing.machine import Meter
+from gpipe.observing.machine import Meter, Others
+from gpipe.observing.memory import Held, Watch, held
 from gpipe.observing.windows import windows
 from gpipe.plan.timeline import Timeline
 from gpipe.report import Report, report_html, timeline_svg, timelines_svg, trace_json
@@ -37,6 +40,7 @@ class Recording(Recorder):
     Args:
         pipe: Whose steps.
         keep: How many of the last steps are kept.
+        memory: Whether activations are watched.
 
     >>> import torch, gpipe
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
@@ -46,8 +50,12 @@ class Recording(Recorder):
     (1, 1.0)
     """
 
-    def __init__(self, pipe: "GPipe", keep: int) -> None:
+    def __init__(self, pipe: "GPipe", keep: int, *, memory: bool = False) -> None:
         super().__init__(keep)
+        self._watches: dict[int, Watch] | None = {} if memory else None
+        if memory:
+            self.around = self._watched
+        self._states: dict[int, Mapping[Tensor, Any]] = {}
         self._pipe, self._before = pipe, pipe.recorder
         self._updates: deque[Interval] = deque(maxlen=keep)
         self._loads: deque[Interval] = deque(maxlen=keep)
@@ -135,7 +143,12 @@ class Recording(Recorder):
         Raises:
             ValueError: No step was recorded.
         """
-        return replace(self._steps(title), shares=self.breakdown().shares, sentence=self.explain())
+        memory = [
+            {name: size for name, size in asdict(held).items() if size is not None} for held in self.memory().values()
+        ]
+        steps = self._steps(title)
+        known = tuple(memory) if len(memory) == steps.timelines[0].ranks else ()  # of other processes it is not
+        return replace(steps, shares=self.breakdown().shares, sentence=self.explain(), memory=known)
 
     def _steps(self, title: str) -> Report:
         """The steps alone, and what was predicted."""
@@ -143,6 +156,29 @@ class Recording(Recorder):
             raise ValueError(NOTHING)
         plan = self._pipe.plan
         return Report(title, timelines=timelines, predicted=plan.timeline if plan.unit == "seconds" else None)
+
+    def memory(self) -> dict[int, Held]:
+        """What each rank of this process held when it held most; activations if `record(pipe, memory=True)` watched.
+
+        Gradients are counted as of all parameters that want one, as they will be; optimizers that have been stepped.
+
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> with gpipe.record(pipe, memory=True) as recording:
+        ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> recording.memory()[0].weights, recording.memory()[0].gradients  # six numbers of four bytes
+        (24, 24)
+        """
+        engine = self._pipe.team.engine
+        layers: dict[int, list[nn.Module]] = {}
+        for stage in engine.own:
+            layers.setdefault(engine.placement[stage.index], []).extend(layer.module for layer in stage.layers)
+        states, watches = list(self._states.values()), self._watches or {}
+        return {rank: held(modules, states, watches.get(rank)) for rank, modules in sorted(layers.items())}
+
+    def _watched(self, rank: int) -> Watch:
+        assert self._watches is not None
+        return self._watches.setdefault(rank, Watch())
 
     def save(self, path: str | Path) -> Path:
         """Writes the steps as `.svg` (the typical one, with what was predicted), `.json` (all), or `.html`, a page.
@@ -170,27 +206,33 @@ class Recording(Recorder):
     def __str__(self) -> str:
         if not self.runs:
             return "no steps recorded"
-        text = str(self.breakdown())
+        return "\n".join(filter(None, (str(self.breakdown()), self.beside_prediction())))
+
+    def beside_prediction(self) -> str:
+        """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
         plan = self._pipe.plan
-        if plan.unit == "seconds":
-            own = sorted(run.timeline.seconds for run in self.runs)[len(self.runs) // 2]
-            text += f"\npipeline: {own * 1000:.1f} ms measured, {plan.timeline.seconds * 1000:.1f} ms predicted"
-        return text
+        if plan.unit != "seconds" or not self.runs:
+            return ""
+        return beside(self.timelines, plan.timeline, self._others())
 
     def _seen(self) -> Seen:
         team = self._pipe.team
         driver = "process" if team.position is not None else "threads" if team.engine.threaded else "lockstep"
-        others = self._meter.others() if driver != "process" else None
-        return Seen(self.timelines, self.breakdown(), self._pipe.plan.partition, driver, others)
+        return Seen(self.timelines, self.breakdown(), self._pipe.plan.partition, driver, self._others())
+
+    def _others(self) -> Others | None:
+        """What other processes used; of several processes of a pipe that is not known."""
+        return self._meter.others() if self._pipe.team.position is None else None
 
     def _begin_update(self, *_: Any) -> None:
         self._update_began = time.perf_counter()
 
-    def _end_update(self, *_: Any) -> None:
+    def _end_update(self, optimizer: Optimizer, *_: Any) -> None:
         self._updates.append((self._update_began, time.perf_counter()))
+        self._states[id(optimizer)] = optimizer.state
 
 
-def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
+def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
     """Records what each rank does when, from now on; inside of a `with`, or until `stop()`.
 
     It costs two readings of a clock for each action, and nothing once it has stopped. In several processes all
@@ -199,6 +241,7 @@ def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
     Args:
         pipe: Whose steps and calls.
         keep: How many of the last are kept.
+        memory: Whether activations are watched too, for `recording.memory()`; steps are slower by it.
 
     Raises:
         TypeError: It is no pipe.
@@ -215,4 +258,4 @@ def record(pipe: "GPipe", *, keep: int = KEPT) -> Recording:
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
-    return Recording(pipe, keep)
+    return Recording(pipe, keep, memory=memory)

@@ -52,14 +52,29 @@ class Display:
     def report(self, recording: gpipe.Recording, plain_seconds: float, out: Path) -> None:
         """Says where the time of the recorded steps went, how the plain loop compares, and what to change."""
         own = median(timeline.seconds for timeline in recording.timelines)
-        self.say(f"\nWhere a step's time went, in the last epoch:\n{recording}")
-        plain = f"{plain_seconds * 1000:.1f} ms: {plain_seconds / own:.2f} x"
-        self.say(f"forward and backward, pipelined    {own * 1000:.1f} ms")
-        self.say(f"forward and backward, plain loop   {plain} (the same layers, one thread, no remat)")
+        in_turn = median(sum(map(step.busy, range(step.ranks))) for step in recording.timelines)
+        self.say(f"\nWhere a step's time went, in the last epoch:\n{recording}\n")
+        self.say(f"forward and backward, pipelined       {own * 1000:8.1f} ms")
+        plain = f"{plain_seconds * 1000:8.1f} ms: {plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
+        self.say(f"forward and backward, plain loop      {plain}")
+        self.say(f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x")
+        if share := _largest_share(recording):
+            self.say(share)
         self.say(f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev)")
         self.say(f"a page of all this, for a browser: gpipe report {shlex.quote(str(out))}")
-        self.say(recording.explain())
+        self.say(f"\n{recording.explain()}")
 
     def say(self, text: str) -> None:
         """Writes a line as it is, neither wrapped nor colored."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _largest_share(recording: gpipe.Recording) -> str:
+    """How much of all state the largest partition holds; nothing where other processes have some of it."""
+    held = recording.memory()
+    if len(held) < recording.timelines[0].ranks:
+        return ""
+    states = [rank.state for rank in held.values()]
+    most, every = max(states) / 2**20, sum(states) / 2**20
+    share = f"{most:.1f} of {every:.1f} MiB, {most / every:.0%}"
+    return f"weights, gradients and optimizer      {share} in the largest partition"

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from itertools import chain
@@ -34,11 +34,13 @@ class Recorder:
     Attributes:
         runs: The runs that ended well.
         inside: When the caller was inside of `step` or of a call.
+        around: What is entered around the work of a rank.
     """
 
     def __init__(self, keep: int) -> None:
         self.runs: deque[Run] = deque(maxlen=keep)
         self.inside: deque[Interval] = deque(maxlen=keep)
+        self.around: Callable[[int], AbstractContextManager[object]] = lambda rank: nullcontext()
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
@@ -82,7 +84,8 @@ class Recorder:
     def work(self, worker: Worker, step: Step) -> None:
         """Does what a step does once it has what it takes."""
         start = worker.stream.stamp()
-        worker.do(step)
+        with self.around(step.rank):
+            worker.do(step)
         self._stamps.append((step.rank, step.action, start, worker.stream.stamp()))
 
     def join(self, own: int, every: Sequence[tuple[str, float, Timeline]]) -> None:

@@ -1,0 +1,65 @@
+"""What ranks hold at their peak: state as counted, activations as the law of the table says."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from tests.support.plain_loop import squares, weights_of
+
+WIDTH, ROWS, LAYERS, M = 32, 256, 4, 4  # of a micro-batch; of each of two stages
+ONE = ROWS * WIDTH * 4  # bytes of a micro-batch between layers
+X = torch.randn(M * ROWS, WIDTH)
+
+
+def recorded(remat: str, driver: str) -> tuple[gpipe.GPipe, gpipe.Recording]:
+    with weights_of(1):
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * LAYERS)]
+    pipe = gpipe.GPipe(layers, [LAYERS, LAYERS], M, remat=remat, driver=driver)
+    optimizer = torch.optim.Adam(pipe.parameters())
+    with pipe, gpipe.record(pipe, memory=True) as recording:
+        for _ in range(2):
+            pipe.step(X, X, squares)
+            optimizer.step()
+            optimizer.zero_grad()
+    return pipe, recording
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+@pytest.mark.parametrize(
+    ("remat", "most"),
+    [
+        ("never", M * LAYERS),  # each layer's output, of all micro-batches
+        ("always", M + LAYERS),  # what a stage makes, of all, and the inside of one
+    ],
+)
+def test_activations_are_those_of_the_law(remat: str, most: int, driver: str) -> None:
+    _, recording = recorded(remat, driver)
+    for held in recording.memory().values():
+        assert held.activations is not None
+        assert most * ONE <= held.activations <= (most + M + 4) * ONE  # losses, and what is made on the way
+
+
+def test_state_is_counted() -> None:
+    pipe, recording = recorded("always", "threads")
+    weights = LAYERS * (WIDTH + 1) * WIDTH * 4
+    for held in recording.memory().values():
+        assert (held.weights, held.gradients) == (weights, weights)
+        assert held.optimizer == 2 * weights + LAYERS * 2 * 4  # two moments, and a counter for each parameter
+        assert held.total == held.state + (held.activations or 0)
+    assert sum(held.weights for held in recording.memory().values()) == sum(4 * p.numel() for p in pipe.parameters())
+
+
+def test_watching_changes_no_bit_and_must_be_asked_for() -> None:
+    with weights_of(1):
+        layers = [nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)]
+    x = torch.randn(8, 3)
+    with gpipe.GPipe(layers, 2, 4, seed=0) as pipe:
+        expected = pipe.step(x, x, squares)
+        pipe.step_number = 0
+        with gpipe.record(pipe, memory=True):
+            assert torch.equal(pipe.step(x, x, squares), expected)
+        with gpipe.record(pipe) as recording:
+            pipe.step(x, x, squares)
+        assert recording.memory()[0].activations is None
+        assert recording.report("a run").memory[0].keys() == {"weights", "gradients", "optimizer"}
