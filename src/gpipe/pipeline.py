@@ -79,8 +79,9 @@ class GPipe(Partitioned):
             Where it is more than 1, `partitions` as a list has the layers of each stage.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
             `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
-            inside, at the price of one inside more), or `"never"`; or one of these for each stage. Where a
-            backward follows its forward at once, nothing is recomputed.
+            inside, at the price of one inside more), or `"never"`; or a number, how many micro-batches at once
+            may keep theirs; or one of these for each stage. Where a backward follows its forward at once, nothing
+            is recomputed.
         deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
             forward of it (paper, section 2.2), also over replicas; by default those of one micro-batch after
             another, of each replica its own. Either way a micro-batch is normalized by its own.
@@ -127,7 +128,7 @@ class GPipe(Partitioned):
         devices: object = None,
         schedule: str | Program | Maker = "gpipe",
         stages_per_rank: int | None = None,
-        remat: str | Sequence[str] = "always",
+        remat: str | int | Sequence[str | int] = "always",
         deferred_batch_norm: bool = False,
         sync_batch_norm: bool = False,
         ties: Sequence[Sequence[str]] = (),

@@ -125,7 +125,10 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
         ({"n_microbatches": 8}, "there is no n_microbatches=; give micro_batches="),
         ({"num_stages": 2}, "there is no num_stages=; give partitions="),
         ({"num_partitions": 2}, "there is no num_partitions=; give partitions="),
-        ({"checkpoint": "always"}, "there is no checkpoint=; give remat='always', 'except_last' or 'never'"),
+        (
+            {"checkpoint": "always"},
+            "there is no checkpoint=; give remat='always', 'except_last', 'never' or how many",
+        ),
         ({"balance": [2, 1]}, "balance=[2, 1]: give the layers of each partition as partitions="),
         ({"device": "cpu"}, "there is no device=; give devices="),
         ({"loss_fn": F.mse_loss}, "there is no loss_fn=; give to each step: pipe.step(inputs, targets, loss_fn)"),

@@ -1,6 +1,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from gpipe.plan.action import CLOSING, TRANSFERS, Action, Kind, Route, parse_act
 from gpipe.plan.laws import check, messages
 from gpipe.plan.lower import (
     Remat,
+    RematName,
     halves,
     join_backwards,
     place_commits,
@@ -17,6 +19,7 @@ from gpipe.plan.lower import (
     place_reduces,
     place_ties,
     place_transfers,
+    recomputed,
 )
 from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, ScheduleError
@@ -54,7 +57,8 @@ def follow_at_once(bare: Program) -> set[tuple[int, int | None]]:
 @LAW
 @given(bare_programs(forward=False), st.data())
 def test_a_layer_runs_forward_as_often_as_its_remat_says(bare: Program, data: st.DataObject) -> None:
-    remat = data.draw(remats(bare.stages))
+    names = st.sampled_from(get_args(RematName))
+    remat = data.draw(st.lists(names, min_size=bare.stages, max_size=bare.stages))
     program = place_recompute(bare, remat)
     again = {(a.stage, a.micro_batch) for a in listed(program) if a.kind is Kind.RECOMPUTE}
     m = bare.micro_batches
@@ -66,6 +70,28 @@ def test_a_layer_runs_forward_as_often_as_its_remat_says(bare: Program, data: st
         for a in listed(place_recompute(bare, remat, halved=True))
         if a.kind is Kind.RECOMPUTE
     } == cells
+
+
+@LAW
+@given(bare_programs(forward=False), st.integers(0, 4))
+def test_as_many_insides_are_kept_at_once_as_a_number_says(bare: Program, most: int) -> None:
+    follow = follow_at_once(bare)
+    for row in bare.rows:
+        again = recomputed(row, [most] * bare.stages)
+        kept: set[tuple[int, int | None]] = set()
+        for action in row:
+            cell = action.stage, action.micro_batch
+            if action.kind is Kind.FORWARD and cell not in follow:
+                full = sum(stage == action.stage for stage, _ in kept) == most
+                assert full == (cell in again)
+                kept |= set() if full else {cell}
+            elif action.kind in WEIGHTS:
+                kept.discard(cell)
+        assert not again & follow
+    halved = [
+        a.stage for a in listed(place_recompute(bare, [most] * bare.stages, halved=True)) if a.kind is Kind.RECOMPUTE
+    ]
+    assert all(halved.count(stage) == max(0, bare.micro_batches - most) for stage in range(bare.stages))
 
 
 @LAW

@@ -81,7 +81,8 @@ def test_fill_drain_with_equal_stages_hides_recompute_in_the_bubble(
     k, m = counts
     program = lowered(k, m, remat, data.draw(skips(k)))
     costs = [StageCost(forward=f, backward=b, recompute=r, send=send)] * k
-    recomputes = {"never": 0, "except_last": m - 1, "always": m if m > 1 else 0}[remat]
+    kept = remat if isinstance(remat, int) else {"never": m, "except_last": 1, "always": 0}[remat]
+    recomputes = max(0, m - kept) if m > 1 else 0
     assert simulate(program, costs).timeline.seconds == (m + k - 1) * (f + b) + recomputes * r + 2 * (k - 1) * send
 
 

@@ -14,7 +14,7 @@ from gpipe.plan.schedules import fill_drain, forward_only
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40, database=None)
 
-REMATS: tuple[Remat, ...] = ("always", "except_last", "never")
+REMATS: tuple[Remat, ...] = ("always", "except_last", "never", 1, 2)
 FORWARD = (Kind.FORWARD,)
 WHOLE = (Kind.FORWARD, Kind.BACKWARD)
 SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -34,7 +34,7 @@ class Case:
     partitions: int | list[int]
     micro_batches: int
     rows: tuple[int, int]  # of the first and the second mini-batch
-    remat: tuple[str, ...]
+    remat: tuple[str | int, ...]
     driver: str
     way: str  # "step" or "call"
     reduction: Reduction
@@ -102,13 +102,14 @@ def random_case(draw: Random) -> Case:
     norms = all(n // min(micro_batches, n) > 1 for n in rows)
     layers = [*first, *generate(draw, Knobs((1, 8), reshapes=True, norms=norms, shares=False), end).layers]
     stages = draw.randint(1, min(4, len(layers)))
+    kinds: list[str | int] = [*REMATS, 1, 2]
     cuts = [0, *sorted(draw.sample(range(1, len(layers)), stages - 1)), len(layers)]
     return Case(
         layers=layers,
         partitions=stages if draw.random() < 0.5 else [b - a for a, b in pairwise(cuts)],
         micro_batches=micro_batches,
         rows=rows,
-        remat=tuple(draw.choice(REMATS) for _ in range(stages)),
+        remat=tuple(draw.choice(kinds) for _ in range(stages)),
         driver=draw.choice(["threads", "lockstep"]),
         way=way,
         reduction=draw.choice(["mean", "sum", count_valid]) if way == "step" else "mean",

@@ -112,8 +112,12 @@ def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, .
     mistakes.check(
         not stages or len(each) == stages, f"remat has {len(each)} entries for {stages} stages; give one for each"
     )
-    wrong = [item for item in each if item not in REMATS]
-    mistakes.check(not wrong, f"remat={remat!r}; known are {known}, or one of them for each stage")
+    wrong = [item for item in each if not (item >= 0 if type(item) is int else item in REMATS)]
+    mistakes.check(
+        not wrong,
+        f"remat={remat!r}; known are {known}, or how many micro-batches at once keep what is inside, a whole number "
+        f"of at least 0; or one of these for each stage",
+    )
     return tuple(each)  # type: ignore[arg-type]  # checked above
 
 

@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 M = "micro_batches=, M, how many micro-batches"
 K = "partitions=, K, or the number of layers of each"
-REMAT = "remat='always', 'except_last' or 'never'"
+REMAT = "remat='always', 'except_last', 'never' or how many micro-batches at once keep what is inside"
 NO_ROWS = "micro_batches=, how many micro-batches, not how many rows each has"
 AT_STEP = "to each step: pipe.step(inputs, targets, loss_fn, {}=...)"
 THE_LOSS = "to each step: pipe.step(inputs, targets, loss_fn)"

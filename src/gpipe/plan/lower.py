@@ -1,5 +1,6 @@
 """Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,16 +12,17 @@ from gpipe.plan.order import linearize
 from gpipe.plan.program import Program, Row
 from gpipe.plan.rules import BACKWARDS, closing_order, feeds, receiver_of
 
-Remat: TypeAlias = Literal["always", "except_last", "never"]
-REMATS: tuple[str, ...] = get_args(Remat)
+RematName: TypeAlias = Literal["always", "except_last", "never"]
+Remat: TypeAlias = RematName | int
+"""By name; or how many micro-batches, at most, keep at once what their forwards made."""
+REMATS: tuple[str, ...] = get_args(RematName)
 
 
 def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
     """Puts R before each backward of a stage, by the stage's `remat`; for a program without transfers.
 
-    R stands before the backward and waits for no gradient, so it runs while the gradient is under way. Nothing is
-    recomputed where a backward follows its own forward with nothing between: it would keep nothing from growing.
-    `"except_last"` keeps what the forward of micro-batch 0 made, whose backward comes first: one inside more.
+    R stands before the backward and waits for no gradient, so it runs while the gradient is under way. `recomputed`
+    says of which micro-batches.
 
     Args:
         program: Bare rows.
@@ -34,18 +36,51 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
     """
 
     def with_recompute(row: Row) -> Iterator[Action]:
-        for before, action in zip((None, *row), row, strict=False):
-            again = Action(Kind.RECOMPUTE, action.stage, action.micro_batch)
-            follows = not halved and before == replace(again, kind=Kind.FORWARD)
-            if action.kind in BACKWARDS and not follows and _recomputes(remat[action.stage], action.micro_batch):
-                yield again
+        again = recomputed(row, remat, halved=halved)
+        for action in row:
+            if action.kind in BACKWARDS and (action.stage, action.micro_batch) in again:
+                yield Action(Kind.RECOMPUTE, action.stage, action.micro_batch)
             yield action
 
     return program.with_rows(map(with_recompute, program.rows))
 
 
-def _recomputes(remat: Remat, micro_batch: int | None) -> bool:
-    return remat == "always" or (remat == "except_last" and micro_batch != 0)
+def recomputed(row: Row, remat: Sequence[Remat], *, halved: bool = False) -> set[tuple[int, int | None]]:
+    """The stages and micro-batches of a bare row whose forward is run again before their backward.
+
+    Nothing is recomputed where a backward follows its own forward with nothing between: it would keep nothing from
+    growing. `"except_last"` keeps what the forward of micro-batch 0 made, whose backward comes first: one inside
+    more. A number n keeps what a forward made wherever fewer than n others of its stage are kept just then.
+
+    >>> from gpipe.plan.action import parse_action
+    >>> row = [parse_action(text) for text in "0F0 0F1 0B0 0F2 0B1 0B2".split()]
+    >>> recomputed(row, ["except_last"]), recomputed(row, [1])
+    ({(0, 1), (0, 2)}, {(0, 1)})
+    """
+    again: set[tuple[int, int | None]] = set()
+    kept: dict[int, set[int | None]] = defaultdict(set)
+    for action, after in zip(row, (*row[1:], None), strict=True):
+        stage, m = action.stage, action.micro_batch
+        if action.kind is Kind.FORWARD:
+            back = after is not None and after.kind in BACKWARDS and (after.stage, after.micro_batch) == (stage, m)
+            follows = back and not halved
+            if not follows and _recomputes(remat[stage], m, len(kept[stage])):
+                again.add((stage, m))
+            elif not follows:
+                kept[stage].add(m)
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and not halved:
+            kept[stage].discard(m)
+    return again
+
+
+def _recomputes(remat: Remat, micro_batch: int | None, kept: int) -> bool:
+    match remat:
+        case int():
+            return kept >= remat
+        case "always" | "never":
+            return remat == "always"
+        case "except_last":
+            return micro_batch != 0
 
 
 def place_transfers(program: Program) -> Program:
