@@ -25,6 +25,7 @@ class StageCost:
     backward_weight: float | None = None  # likewise
     recompute: float | None = None  # None: as long as forward
     send: float = 0.0  # until the receiver has it; the sender does not wait
+    send_gradient: float | None = None  # of what came in, to the stage before; None: as long as send
     tie: float = 0.0  # adding up the gradients of shared weights, when all stages that tie have theirs
     reduce: float = 0.0  # averaging the gradients of the stage over replicas
     boundary: int = 0
@@ -75,6 +76,8 @@ def seconds(action: Action, costs: Costs) -> float:
             return cost.backward / 2 if cost.backward_input is None else cost.backward_input
         case Kind.BACKWARD_WEIGHT:
             return cost.backward / 2 if cost.backward_weight is None else cost.backward_weight
+        case Kind.SEND if action.carries_gradient and cost.send_gradient is not None:
+            return cost.send_gradient
         case Kind.SEND:
             return cost.send
         case Kind.TIE:

@@ -22,23 +22,37 @@ def linearize(program: Program, rng: Random | None = None) -> Iterator[tuple[int
     >>> " ".join(str(action) for _, _, action in linearize(program))
     '0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1'
     """
+    for rank, place, action, _ in linearize_with_needs(program, rng):
+        yield rank, place, action
+
+
+def linearize_with_needs(
+    program: Program, rng: Random | None = None
+) -> Iterator[tuple[int, int, Action, tuple[Action, ...]]]:
+    """Yields what `linearize` does, and what each action needs, as `rules.needs` says it.
+
+    Raises:
+        ScheduleError: As there.
+    """
     at = [0] * program.ranks
     done: set[Action] = set()
     remaining = sum(map(len, program.rows))
+    awaited = [needs(row[0], program) if row else () for row in program.rows]
     while remaining:
         ready = [
             (rank, place, program.rows[rank][place])
             for rank, place in enumerate(at)
-            if place < len(program.rows[rank])
-            and all(need in done for need in needs(program.rows[rank][place], program))
+            if place < len(program.rows[rank]) and done.issuperset(awaited[rank])
         ]
         if not ready:
             raise ScheduleError(_deadlock(program, at, done))
         for rank, place, action in [rng.choice(ready)] if rng else ready:
-            yield rank, place, action
+            yield rank, place, action, awaited[rank]
             done.add(action)
             at[rank] += 1
             remaining -= 1
+            row = program.rows[rank]
+            awaited[rank] = needs(row[place + 1], program) if place + 1 < len(row) else ()
 
 
 def _deadlock(program: Program, at: list[int], done: set[Action]) -> str:

@@ -1,0 +1,139 @@
+"""Finds the cuts of a shape with which a mini-batch is fastest."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, islice, pairwise, permutations
+from math import comb
+
+from gpipe.plan.partition import Memory, partition
+from gpipe.plan.search.trial import Misfit, Settled, Trial
+
+EVERY_CUT = 256
+"""Up to so many cuts all are tried; beyond, the most even, and neighbours of the best."""
+MOST_STEPS = 300_000
+"""Actions that are timed, at most, on the way from neighbour to neighbour."""
+
+Cuts = tuple[int, ...]
+
+
+class Cutter:
+    """The best cuts of a shape that were tried so far: the fastest that fit, or else those nearest to fitting.
+
+    Args:
+        trial: The shape.
+        is_enough: Whether to look no further at cuts that take so many seconds at least.
+        even: Gives the most even cuts.
+    """
+
+    def __init__(self, trial: Trial, is_enough: Callable[[float], bool], even: Callable[[], Cuts]) -> None:
+        self.trial, self._is_enough, self._even = trial, is_enough, even
+        self.best: Settled | Misfit | None = None
+        self.few = are_few(len(trial.sized.layers), trial.shape.stages)
+
+    def begin(self) -> None:
+        """Tries all cuts where they are few, else the most even, and the most even that fit if all is recomputed."""
+        if self.few:
+            for layers in every_cut(len(self.trial.sized.layers), self.trial.shape.stages):
+                self._attempt(layers)
+            return
+        self._attempt(self._even())
+        fits = isinstance(self.best, Settled) and not self.trial.again(self.best)
+        if self.best is not None and not fits and (fitting := _fitting(self.trial)):
+            self._attempt(fitting)
+
+    def climb(self) -> None:
+        """Goes on to neighbours of the best cuts, one layer moved at a time, while that pays."""
+        left = 0 if self.few else MOST_STEPS // len(self.trial.program.actions)
+        better = True
+        while better and isinstance(self.best, Settled):
+            tried = list(islice(_neighbours(self.best.layers), left))
+            better = False
+            while tried and not better:
+                better = self._attempt(tried.pop(0))
+                left -= 1
+
+    def _attempt(self, layers: Cuts) -> bool:
+        """Whether these cuts are the best so far."""
+        costs = self.trial.costs(layers)
+        if self._is_slower(self.trial.least(costs)) or self._is_slower(self.trial.rehearsal.seconds(costs, ())):
+            return False
+        found = self.trial.settle(layers, costs)
+        better = self.best is None or _is_better(found, self.best)
+        if better:
+            self.best = found
+        return better
+
+    def _is_slower(self, seconds: float) -> bool:
+        """Whether cuts that take so long are no use, though nothing were recomputed."""
+        return self._is_enough(seconds) or (isinstance(self.best, Settled) and seconds >= self.best.seconds)
+
+
+def _is_better(found: Settled | Misfit, best: Settled | Misfit) -> bool:
+    match found, best:
+        case Settled(), Settled():
+            return found.seconds < best.seconds
+        case Misfit(), Misfit():
+            return found.excess < best.excess
+        case _:
+            return isinstance(found, Settled)
+
+
+def are_few(layers: int, stages: int) -> bool:
+    """Whether all cuts are to be tried.
+
+    >>> are_few(10, 4), are_few(100, 4)
+    (True, False)
+    """
+    return comb(layers - 1, stages - 1) <= EVERY_CUT
+
+
+def every_cut(layers: int, stages: int) -> Iterator[Cuts]:
+    """All ways to give each stage some consecutive layers.
+
+    >>> list(every_cut(4, 2))
+    [(1, 3), (2, 2), (3, 1)]
+    """
+    for inner in combinations(range(1, layers), stages - 1):
+        yield tuple(end - first for first, end in pairwise((0, *inner, layers)))
+
+
+def _neighbours(layers: Cuts) -> Iterator[Cuts]:
+    """One layer more for a stage, one less for another, near ones first: all cuts between them move by a layer."""
+    stages = range(len(layers))
+    for source, target in sorted(permutations(stages, 2), key=lambda pair: abs(pair[0] - pair[1])):
+        if layers[source] > 1:
+            moved = list(layers)
+            moved[source] -= 1
+            moved[target] += 1
+            yield tuple(moved)
+
+
+def even(work: Sequence[float], speeds: Sequence[float]) -> Cuts:
+    """The cuts whose slowest stage is fastest.
+
+    >>> even([1, 1, 1, 3], speeds=[1, 1])
+    (3, 1)
+    """
+    return partition(work, len(speeds), balance="minmax", speeds=speeds).layers
+
+
+def _fitting(trial: Trial) -> Cuts | None:
+    """The most even cuts that fit if all is recomputed and each stage of a rank has an equal share of its memory."""
+    sized, speeds = trial.sized, [trial.speeds[rank] for rank in trial.program.rank_of]
+    work = [sum(both) for both in zip(sized.work, sized.forward, strict=True)]
+    try:
+        return partition(work, len(speeds), balance="minmax", speeds=speeds, memory=_memory(trial)).layers
+    except ValueError:  # none do
+        return None
+
+
+def _memory(trial: Trial) -> Memory:
+    """What the stages hold with all recomputed; one that begins with a layer holds what comes into it twice here."""
+    each, stages = trial.shape.stages_per_rank, range(trial.shape.stages)
+    layers = trial.sized.layers
+    return Memory(
+        state=[layer.state for layer in layers],
+        boundary=[trial.sized.entering(at, at + 1) for at in range(len(layers))],
+        inside=trial.sized.kept,
+        limits=[trial.devices[rank].memory / each for rank in trial.program.rank_of],
+        in_flight=[trial.rehearsal.in_flight(stage) for stage in stages],
+    )

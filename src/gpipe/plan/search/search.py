@@ -1,0 +1,203 @@
+"""Finds the fastest way to train layers on devices within their memory.
+
+Where the cuts of a shape are few, all are tried, unless the least time that the shape can take is more than that of
+what was found: then the answer is the best of all that there are. Where they are many, the shapes that are likely to
+be fast are tried first, with their most even cuts, until `MOST_ACTIONS` were timed; and neighbours of the best cuts.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+from gpipe.plan.schedules import Placement
+from gpipe.plan.search.cutting import Cuts, Cutter, even
+from gpipe.plan.search.device import Device, bytes_text
+from gpipe.plan.search.found import Plan, Rejection
+from gpipe.plan.search.profile import Profile, SizedProfile
+from gpipe.plan.search.shapes import Choices, Shape, least_seconds, likely_seconds
+from gpipe.plan.search.trial import Misfit, Settled, Trial
+
+ANYTHING = Choices()
+MOST_ACTIONS = 60_000
+"""In all tables that fit and have many cuts."""
+
+
+def search(
+    profile: Profile,
+    devices: Sequence[Device],
+    global_batch: int,
+    choices: Choices = ANYTHING,
+    *,
+    alternatives: int = 3,
+) -> Plan:
+    """Finds the fastest plan that fits; a plan of K ranks takes the first K devices, in their order.
+
+    Args:
+        profile: What the layers cost.
+        devices: In the order in which they are linked.
+        global_batch: The rows of a mini-batch.
+        choices: What the plan may be, if not anything.
+        alternatives: How many of the next best are to be found too.
+
+    Raises:
+        ValueError: An argument cannot be, or nothing fits; says how near the nearest comes.
+
+    >>> from gpipe.plan.search.profile import LayerProfile, Line
+    >>> layer = LayerProfile("layer", forward=Line(per_row=1e9), backward=Line(per_row=2e9))
+    >>> plan = search(Profile((layer,) * 4), [Device(flops=1e9)] * 2, global_batch=4)
+    >>> plan.layers_per_partition, plan.micro_batches, plan.seconds
+    ((1, 1, 1, 1), 4, 25.0)
+    """
+    _check(profile, devices, global_batch, choices)
+    found = _Search(profile, devices, global_batch, alternatives + 1)
+    possible = filter(found.is_possible, choices.shapes(len(devices), global_batch))
+    for shape in sorted(possible, key=found.likely):
+        found.attempt(shape)
+    found.improve()
+    return found.best()
+
+
+class _Search:
+    """The fastest of the shapes that were tried so far, `wanted` of them, and what is against the others."""
+
+    def __init__(self, profile: Profile, devices: Sequence[Device], global_batch: int, wanted: int) -> None:
+        self.profile, self.devices, self.global_batch, self.wanted = profile, devices, global_batch, wanted
+        self.speeds = profile.speeds(devices)
+        self.size = cache(lambda m: profile.of_micro_batch(global_batch // m))
+        self.even = cache(self._even)
+        self.actions = 0  # of all tables that fit and have many cuts
+        self.fitting: list[tuple[Settled, Cutter]] = []
+        self.rejected: list[Rejection] = []
+        self.misfits: list[tuple[Misfit, Shape]] = []
+
+    def likely(self, shape: Shape) -> float:
+        """About the time of a shape."""
+        return likely_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+
+    def least(self, shape: Shape) -> float:
+        """A time that no cuts of a shape go below."""
+        return least_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+
+    def _even(self, micro_batches: int, rank_of: Placement) -> Cuts:
+        """The most even cuts, the stages on these ranks."""
+        return even(self.size(micro_batches).work, [self.speeds[rank] for rank in rank_of])
+
+    def is_enough(self, seconds: float) -> bool:
+        """Whether as many were found as are wanted, none of which takes longer than this."""
+        return len(self.fitting) == self.wanted and seconds >= self.fitting[-1][0].seconds
+
+    def is_possible(self, shape: Shape) -> bool:
+        """Whether nothing speaks against a shape at once."""
+        why = _why_not(shape, self.size(shape.micro_batches), self.devices[: shape.partitions])
+        if why:
+            self.rejected.append(why)
+        return why is None
+
+    def attempt(self, shape: Shape) -> None:
+        """Finds the best cuts of a shape, or what is against it."""
+        if self.is_enough(least := self.least(shape)):
+            self.rejected.append(Rejection(shape, "slower", f"takes {least:.4g} s at least"))
+        elif self.actions > MOST_ACTIONS:
+            self.rejected.append(
+                Rejection(shape, "slower", f"would take about {self.likely(shape):.4g} s, and faster ones were tried")
+            )
+        elif (program := shape.program()) is None:
+            self.rejected.append(Rejection(shape, "no table of this size"))
+        else:
+            used = slice(shape.partitions)
+            self._cut(Trial(shape, program, self.size(shape.micro_batches), self.devices[used], self.speeds[used]))
+
+    def _cut(self, trial: Trial) -> None:
+        cutter = Cutter(trial, self.is_enough, lambda: self.even(trial.shape.micro_batches, trial.program.rank_of))
+        cutter.begin()
+        match cutter.best:
+            case Settled() as settled:
+                self.actions += 0 if cutter.few else len(trial.program.actions)
+                self.fitting.append((settled, cutter))
+                self.fitting.sort(key=lambda each: each[0].seconds)
+                for slower, other in self.fitting[self.wanted :]:
+                    self.rejected.append(Rejection(other.trial.shape, "slower", f"takes {slower.seconds:.4g} s"))
+                del self.fitting[self.wanted :]
+            case Misfit() as misfit:
+                self.misfits.append((misfit, trial.shape))
+                self.rejected.append(Rejection(trial.shape, "too big", f"at best {misfit}"))
+            case None:
+                self.rejected.append(Rejection(trial.shape, "slower", "no cuts of it are as fast as the next best"))
+
+    def improve(self) -> None:
+        """Looks for better cuts of the shapes that were taken."""
+        for at, (_, cutter) in enumerate(self.fitting):
+            cutter.climb()
+            assert isinstance(cutter.best, Settled)  # as before, or better
+            self.fitting[at] = cutter.best, cutter
+        self.fitting.sort(key=lambda each: each[0].seconds)
+
+    def best(self) -> Plan:
+        """The fastest plan, beside the others.
+
+        Raises:
+            ValueError: Nothing fits.
+        """
+        if not self.fitting:
+            raise ValueError(self._why_nothing())
+        first, *others = (_plan(settled, cutter.trial, self.global_batch) for settled, cutter in self.fitting)
+        return first.with_others(others, self.rejected)
+
+    def _why_nothing(self) -> str:
+        if self.misfits:
+            misfit, shape = min(self.misfits, key=lambda each: each[0].excess)
+            remedy = "take more or larger devices, more micro-batches, or divide the largest layers"
+            return f"nothing fits; the nearest is {shape}, where {misfit}: {remedy}"
+        return "nothing fits: " + "; ".join(map(str, {each.reason: each for each in self.rejected}.values()))
+
+
+def _check(profile: Profile, devices: Sequence[Device], global_batch: int, choices: Choices) -> None:
+    wrong = []
+    if not profile.layers:
+        wrong.append("there are no layers; give at least one")
+    if not devices:
+        wrong.append("there are no devices; give at least one")
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        wrong.append(f"global_batch={global_batch!r}; give the rows of a mini-batch, a whole number of at least 1")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    choices.check(len(devices), global_batch)
+
+
+def _why_not(shape: Shape, sized: SizedProfile, devices: Sequence[Device]) -> Rejection | None:
+    """What can be said against a shape at once."""
+    layers, memory = sized.layers, sum(device.memory for device in devices)
+    if shape.stages > len(layers):
+        return Rejection(shape, "more stages than layers", f"{shape.stages} stages, {len(layers)} layers")
+    state = sum(layer.state for layer in layers)
+    if state > memory:
+        return Rejection(
+            shape,
+            "too big",
+            f"weights, gradients and optimizer are {bytes_text(state)}, devices {bytes_text(memory)}",
+        )
+    inside = sum(layer.inside.at(sized.rows) for layer in layers) / shape.stages_per_rank
+    if state + inside > memory:
+        least = f"{bytes_text(state + inside)} with one micro-batch inside one stage of each rank"
+        return Rejection(shape, "too big", f"{least}, devices {bytes_text(memory)}")
+    return None
+
+
+def _plan(settled: Settled, trial: Trial, global_batch: int) -> Plan:
+    shape = trial.shape
+    again = trial.again(settled)
+    busy = trial.rehearsal.busy(settled.costs, again)
+    return Plan(
+        partitions=shape.partitions,
+        micro_batches=shape.micro_batches,
+        layers_per_partition=settled.layers,
+        schedule=shape.schedule,
+        stages_per_rank=shape.stages_per_rank,
+        remat=trial.remat(settled),
+        seconds=settled.seconds,
+        peak_bytes=trial.peaks(settled),
+        bubble=1 - busy / (shape.partitions * settled.seconds) if settled.seconds else 0.0,
+        global_batch=global_batch,
+        devices=tuple(trial.devices),
+        costs=settled.costs,
+        names=tuple(layer.name for layer in trial.sized.layers),
+    )

@@ -1,0 +1,191 @@
+"""The plan that is found fits, is what the simulator says, and no other is faster."""
+
+from itertools import product
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe.plan.lower import place_recompute, place_transfers
+from gpipe.plan.search.cutting import every_cut
+from gpipe.plan.search.device import PRESETS, Device
+from gpipe.plan.search.found import Plan
+from gpipe.plan.search.profile import LayerProfile, Line, Profile, bounds
+from gpipe.plan.search.rehearsal import Rehearsal
+from gpipe.plan.search.search import search
+from gpipe.plan.search.shapes import Choices, Shape, least_seconds, likely_seconds
+from gpipe.plan.search.trial import Trial
+from gpipe.plan.simulate import simulate
+
+lines = st.builds(Line, st.integers(0, 3).map(float), st.integers(0, 5).map(float))
+
+
+@st.composite
+def profiles(draw: st.DrawFn, most: int = 5) -> Profile:
+    layers = [
+        LayerProfile(
+            f"layer {at}",
+            forward=draw(st.builds(Line, st.just(1.0), st.integers(0, 5).map(float))),
+            backward=draw(st.builds(Line, st.just(1.0), st.integers(0, 9).map(float))),
+            boundary=draw(lines),
+            inside=draw(lines),
+            keeps_input=Line(),
+            state=float(draw(st.integers(0, 20))),
+            popped=((0, Line(1.0)),) if at == most - 1 else (),
+        )
+        for at in range(draw(st.integers(1, most)))
+    ]
+    return Profile(tuple(layers))
+
+
+@st.composite
+def fleets(draw: st.DrawFn, most: int = 3) -> list[Device]:
+    memory = st.sampled_from([20.0, 40.0, 60.0, 90.0, 150.0, inf])
+    device = st.builds(Device, memory, st.sampled_from([1.0, 2.0, 0.5]), st.sampled_from([inf, 2.0]))
+    return draw(st.lists(device, min_size=1, max_size=most))
+
+
+def found(profile: Profile, devices: list[Device], batch: int, choices: Choices) -> Plan | None:
+    try:
+        return search(profile, devices, batch, choices)
+    except ValueError as error:
+        if "nothing fits" not in str(error):
+            raise
+        return None
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(), devices=fleets(), batch=st.integers(1, 6))
+def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices: list[Device], batch: int) -> None:
+    plan = found(profile, devices, batch, Choices())
+    if plan is None:
+        return
+    for each in (plan, *plan.alternatives):
+        bare = each.shape.program()
+        assert bare is not None
+        simulation = simulate(place_transfers(place_recompute(bare, each.remat)), each.costs)
+        assert each.peak_bytes == simulation.peak_bytes
+        assert all(peak <= device.memory for peak, device in zip(each.peak_bytes, each.devices, strict=True))
+        assert each.seconds == pytest.approx(simulation.timeline.seconds)
+        assert each.bubble == pytest.approx(simulation.timeline.idle_share())
+        assert each.seconds >= plan.seconds
+        assert sum(each.layers_per_partition) == len(profile.layers)
+    shapes = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
+    assert sorted(map(str, shapes)) == sorted(map(str, Choices().shapes(len(devices), batch)))  # nothing is lost
+
+
+def brute_force(profile: Profile, devices: list[Device], batch: int, choices: Choices) -> float:
+    """The least seconds of all shapes, cuts and numbers of insides kept, each simulated by itself."""
+    best = inf
+    for shape in choices.shapes(len(devices), batch):
+        bare = shape.program() if shape.stages <= len(profile.layers) else None
+        if bare is None:
+            continue
+        used = devices[: shape.partitions]
+        sized = profile.of_micro_batch(batch // shape.micro_batches)
+        trial = Trial(shape, bare, sized, used, profile.speeds(used))
+        for cuts in every_cut(len(profile.layers), shape.stages):
+            costs = trial.costs(cuts)
+            for kept in product(range(shape.micro_batches + 1), repeat=shape.stages):
+                simulation = simulate(place_transfers(place_recompute(bare, kept)), costs)
+                if all(peak <= device.memory for peak, device in zip(simulation.peak_bytes, used, strict=True)):
+                    best = min(best, simulation.timeline.seconds)
+    return best
+
+
+@pytest.mark.parametrize("schedules", [("gpipe", "1f1b"), ("zb_h1", "zb_h2"), ("interleaved",), ("zb_v", "v_min")])
+@settings(max_examples=6, deadline=None)
+@given(profile=profiles(most=4), devices=fleets(most=2), batch=st.sampled_from([1, 2, 3]))
+def test_brute_force_finds_nothing_better(
+    schedules: tuple[str, ...], profile: Profile, devices: list[Device], batch: int
+) -> None:
+    choices = Choices(schedules=schedules)
+    plan = found(profile, devices, batch, choices)
+    assert (inf if plan is None else plan.seconds) == pytest.approx(brute_force(profile, devices, batch, choices))
+
+
+@settings(max_examples=60, deadline=None)
+@given(profile=profiles(), devices=fleets(), batch=st.integers(1, 6), data=st.data())
+def test_no_cuts_take_less_than_the_bounds(
+    profile: Profile, devices: list[Device], batch: int, data: st.DataObject
+) -> None:
+    shape = data.draw(st.sampled_from(list(Choices().shapes(len(devices), batch))))
+    program = shape.program()
+    if program is None or shape.stages > len(profile.layers):
+        return
+    sized, used = profile.of_micro_batch(batch // shape.micro_batches), devices[: shape.partitions]
+    speeds = profile.speeds(used)
+    trial = Trial(shape, program, sized, used, speeds)
+    cuts = data.draw(st.sampled_from(list(every_cut(len(profile.layers), shape.stages))))
+    costs = trial.costs(cuts)
+    seconds = Rehearsal(program).seconds(costs, ())
+    assert least_seconds(shape, sized, speeds) <= seconds * (1 + 1e-9)
+    assert trial.least(costs) <= seconds * (1 + 1e-9)
+    assert likely_seconds(shape, sized, speeds) >= least_seconds(shape, sized, speeds)
+
+
+def test_a_stage_costs_what_its_layers_do() -> None:
+    layer = LayerProfile("a", Line(1.0), Line(2.0), Line(8.0), Line(16.0), Line(4.0), state=12.0)
+    popping = LayerProfile("b", Line(1.0), Line(2.0), Line(8.0), popped=((0, Line(32.0)),))
+    sized = Profile((layer, layer, popping)).of_micro_batch(1)
+    assert [sized.entering(*run) for run in bounds([1, 2])] == [8.0, 40.0]
+    assert [sized.entering(*run) for run in bounds([2, 1])] == [8.0, 40.0]
+    whole = sized.cost(0, 3, speed=0.5)
+    assert (whole.forward, whole.backward, whole.boundary) == (6.0, 12.0, 8)
+    assert (whole.inside, whole.state) == (2 * 16 + 4, 24)  # the input of the first is its boundary
+
+
+def test_what_does_not_fit_is_recomputed_where_and_as_often_as_memory_demands() -> None:
+    layer = LayerProfile("layer", Line(1.0), Line(2.0), boundary=Line(1.0), inside=Line(10.0))
+    first, second = Device(memory=45, flops=1.0), Device(memory=100, flops=1.0)
+    plan = search(Profile((layer,) * 2), [first, second], 8, Choices([2], [8], ["gpipe"]))
+    assert plan.remat == (2, "never")  # 8 boundaries, 2 insides and one more while it is made again
+    assert plan.peak_bytes == (38, 88)
+
+
+def test_what_cannot_fit_says_how_near_it_comes() -> None:
+    layer = LayerProfile("layer", Line(1.0), Line(2.0), Line(1.0), inside=Line(per_row=100.0), state=10.0)
+    nearest = "nothing fits; the nearest is K=2 M=4 1f1b, where rank 0 needs 112 bytes of 111 bytes, all recomputed"
+    with pytest.raises(ValueError, match=nearest):
+        search(Profile((layer,) * 2), [Device(memory=111)] * 2, 4)
+    with pytest.raises(ValueError, match="weights, gradients and optimizer are"):
+        search(Profile((layer,) * 2), [Device(memory=9)] * 2, 4)
+    with pytest.raises(ValueError, match=r"3 stages, 2 layers"):
+        search(Profile((layer,) * 2), [Device()] * 3, 4, Choices(partitions=[3], schedules=["gpipe"]))
+
+
+def test_mistakes_are_told_together() -> None:
+    with pytest.raises(ValueError, match=r"there are no layers.*\nthere are no devices.*\nglobal_batch=0"):
+        search(Profile(()), [], 0)
+    layer = LayerProfile("layer", Line(1.0), Line(2.0))
+    with pytest.raises(ValueError, match=r"partitions=3; give.*\nmicro_batches=3; give.*\nschedule='gpip'; known"):
+        search(Profile((layer,)), [Device()], 4, Choices([3], [3], ["gpip"]))
+    with pytest.raises(ValueError, match=r"memory=0; give more than 0, in bytes\nlink=-1"):
+        Device(memory=0, link=-1)
+
+
+def test_a_plan_says_what_it_is_and_what_it_was_chosen_from() -> None:
+    layer = LayerProfile("layer", Line(0, 1e12), Line(0, 2e12), boundary=Line(2**20), state=2**30)
+    plan = search(Profile((layer,) * 4), [PRESETS["v100"]] * 2, 4)
+    text = plan.explain()
+    assert text.startswith(f"{plan.shape}: {plan.seconds:.4g} s for 4 rows")
+    assert "rank 1 (v100): layer to layer" in text or "rank 1 (v100): layer, remat" in text
+    assert len(plan.alternatives) == 3
+    assert text.count("next: ") == 3
+    assert "rejected, more stages than layers" in text
+    assert plan.rows_per_second == 4 / plan.seconds
+    assert plan.simulation.peak_bytes == plan.peak_bytes
+
+
+def test_many_layers_are_cut_evenly_and_better_than_evenly_where_that_pays() -> None:
+    head = LayerProfile("head", Line(8.0), Line(1.0))
+    layer = LayerProfile("layer", Line(1.0), Line(2.0))
+    shape = Choices([4], [4], ["1f1b"])
+    plan = search(Profile((head, *[layer] * 30)), [Device(flops=1.0)] * 4, 4, shape)
+    trial = Shape(4, 4, "1f1b").program()
+    assert trial is not None
+    profile = Profile((head, *[layer] * 30)).of_micro_batch(1)
+    cut = Trial(plan.shape, trial, profile, plan.devices, [1.0] * 4)
+    every = (Rehearsal(trial).seconds(cut.costs(layers), ()) for layers in every_cut(31, 4))
+    assert plan.seconds <= 1.02 * min(every)
