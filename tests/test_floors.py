@@ -18,7 +18,7 @@ FLOORS = (
     {"checkpoint", "amp", "nonfinite", "observing"},
     {"pipeline"},
     {"module"},
-    {"findings"},
+    {"findings", "planning"},
     {"build"},
     {"distributed"},
     {"runtime"},

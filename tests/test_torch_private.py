@@ -599,6 +599,28 @@ def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:
             _ = refuses.shape
 
 
+def test_operations_are_counted_without_hooks_on_what_modules_take() -> None:
+    layer, x = nn.Linear(3, 5), torch.ones(2, 3, requires_grad=True)
+    with relied_on("flop_counter", "counts what layers cost that are replayed"):
+        with modes.flop_counter({}) as counter:
+            out = layer(x)
+            assert counter.get_total_flops() == 2 * 2 * 3 * 5
+            assert x._backward_hooks is None
+            assert out._backward_hooks is None
+            out.sum().backward()
+        assert counter.get_total_flops() == 3 * 2 * 2 * 3 * 5
+    heads = torch.ones(1, 2, 4, 8, requires_grad=True)
+    told = {modes.ATTENTION_ON_CPU: "forward", modes.ATTENTION_ON_CPU_BACKWARD: "backward"}
+    with relied_on("ATTENTION_ON_CPU", "counts what attention costs"):
+        seen: list[str] = []
+        formulas = {
+            kind: lambda *_, name=name, **__: len(seen) + bool(seen.append(name)) for kind, name in told.items()
+        }
+        with modes.flop_counter(formulas):
+            F.scaled_dot_product_attention(heads, heads, heads).sum().backward()
+        assert seen == ["forward", "backward"]
+
+
 def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
     faking, weight = fakes.Fakes(), nn.Parameter(torch.empty(4, 3, device="meta"))
     with relied_on("Fakes", "runs models on the meta device as far as layouts go"):
@@ -613,6 +635,10 @@ def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
             for needs in (made.sum().item, made.nonzero):
                 with pytest.raises(fakes.NEEDS_VALUES):
                     needs()
+    with relied_on("empty_on_meta", "stands for what other layers made where all else is made without values"):
+        with faking.inside():
+            assert not fakes.is_fake(fakes.empty_on_meta((2, 3), torch.float64))
+        assert fakes.empty_on_meta((2, 3), torch.float64).shape == (2, 3)
     with relied_on("is_fake", "tells such tensors from others"):
         assert fakes.is_fake(made)
         assert not fakes.is_fake(weight)

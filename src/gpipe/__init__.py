@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from gpipe.observing.recording import Recording as Recording
     from gpipe.observing.recording import record as record
     from gpipe.pipeline import GPipe as GPipe
+    from gpipe.plan.search.device import Device as Device
+    from gpipe.plan.search.found import Plan as Plan
+    from gpipe.planning.find_plan import find_plan as find_plan
     from gpipe.rng.visit import visit as visit
     from gpipe.splitting.layers_of import layers_of as layers_of
     from gpipe.values.microbatch import MicroBatches as MicroBatches
@@ -28,16 +31,19 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CheckpointError": "gpipe.checkpoint.manifest",
+    "Device": "gpipe.plan.search.device",
     "GPipe": "gpipe.pipeline",
     "GradScaler": "gpipe.amp",
     "MicroBatches": "gpipe.values.microbatch",
     "Recording": "gpipe.observing.recording",
+    "Plan": "gpipe.plan.search.found",
     "RemoteError": "gpipe.errors",
     "Sequential": "gpipe.layers.skips",
     "Whole": "gpipe.values.microbatch",
     "catch_sigterm": "gpipe.checkpoint.sigterm",
     "detect_nonfinite": "gpipe.nonfinite",
     "find_checkpoint": "gpipe.checkpoint.load",
+    "find_plan": "gpipe.planning.find_plan",
     "layers_of": "gpipe.splitting.layers_of",
     "load": "gpipe.checkpoint.load",
     "load_weights": "gpipe.checkpoint.weights",

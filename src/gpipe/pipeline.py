@@ -30,7 +30,7 @@ from gpipe.module import Partitioned
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
-from gpipe.plan.simulate import Plan, predict
+from gpipe.plan.simulate import Prediction, predict
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
 from gpipe.runtime.modes import Ambient
@@ -191,7 +191,7 @@ class GPipe(Partitioned):
         return self._engine.compiled(Wanted(self.micro_batches, trains=True)).program
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Prediction:
         """The partition, the program, and the timeline that they foretell for a training step of M micro-batches.
 
         The timeline is in seconds if `costs` were measured at construction, else in their own unit.

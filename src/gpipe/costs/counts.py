@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from gpipe.costs.layer_run import LayerRun, measure_each
+from gpipe.torch_private.modes import ATTENTION_ON_CPU, ATTENTION_ON_CPU_BACKWARD, flop_counter
 from gpipe.values.tree import Tree, replace_tensors
 
 
@@ -30,13 +31,36 @@ def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
 
     def flops(run: LayerRun) -> float:
         run.call = _on_meta(run.layer)
-        formulas = {torch.ops.aten.convolution_backward: _flops_of_convolution_backward}
-        with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        with torch.device("meta"), counting() as counter:
             run.warm_up()
         return float(max(1, counter.get_total_flops()))
 
     on_meta = replace_tensors(sample, lambda tensor: tensor.to("meta"))
     return measure_each(layers, on_meta, flops, " on the meta device; if it cannot run there, use costs='time'")
+
+
+def counting() -> FlopCounterMode:
+    """Counts the floating-point operations of matrix products, convolutions and attention inside it."""
+    formulas: dict[object, Callable[..., int]] = {
+        torch.ops.aten.convolution_backward: _flops_of_convolution_backward,
+        ATTENTION_ON_CPU: _flops_of_attention,
+        ATTENTION_ON_CPU_BACKWARD: _flops_of_attention_backward,
+    }
+    return flop_counter(formulas)
+
+
+def _flops_of_attention(query: list[int], key: list[int], value: list[int], *others: Any, **more: Any) -> int:
+    """Of scores, and of the values that they weigh."""
+    rows, heads, length, width = query
+    return 2 * rows * heads * length * key[-2] * (width + value[-1])
+
+
+def _flops_of_attention_backward(
+    gradient: list[int], query: list[int], key: list[int], value: list[int], *others: Any, **more: Any
+) -> int:
+    """Of the scores once more, of their gradient, and of those of the queries, keys and values."""
+    rows, heads, length, width = query
+    return 2 * rows * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
 
 def _flops_of_convolution_backward(

@@ -33,15 +33,24 @@ def measure_seconds(
 
     Each layer is on `device` while it is measured.
     """
+    times = measure_directions(layers, sample, device)
+    return [(2 * forward if recomputes else forward) + backward for forward, backward in times]
 
-    def seconds(run: LayerRun) -> float:
+
+def measure_directions(layers: Sequence[nn.Module], sample: Tree, device: torch.device) -> list[tuple[float, float]]:
+    """Seconds of the forward and of the backward of each layer on a sample micro-batch: those of the median run.
+
+    Each layer is on `device` while it is measured.
+    """
+
+    def seconds(run: LayerRun) -> tuple[float, float]:
         run.layer.to(device)
         run.warm_up()
-        rounds: list[float] = []
+        rounds: list[tuple[float, float]] = []
         end = time.perf_counter() + PATIENCE
         while len(rounds) < FEWEST or (len(rounds) < MOST and time.perf_counter() < end):
-            rounds.append(_seconds(run, device, recomputes=recomputes))
-        return sorted(rounds)[(len(rounds) - 1) // 2]
+            rounds.append(_seconds(run, device))
+        return sorted(rounds, key=sum)[(len(rounds) - 1) // 2]
 
     return measure_each(layers, replace_tensors(sample, lambda tensor: moved(tensor, device)), seconds)
 
@@ -88,8 +97,8 @@ def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Mod
     return measure_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0])))
 
 
-def _seconds(run: LayerRun, device: torch.device, *, recomputes: bool) -> float:
-    """Seconds of a forward, a recompute if there will be one, and a backward."""
+def _seconds(run: LayerRun, device: torch.device) -> tuple[float, float]:
+    """Seconds of a forward and of a backward."""
     given = run.given()
     start = _now(device)
     with run.keyed():
@@ -98,7 +107,7 @@ def _seconds(run: LayerRun, device: torch.device, *, recomputes: bool) -> float:
     backward = backward_of(output)
     start = _now(device)
     backward()
-    return (2 * forward if recomputes else forward) + _now(device) - start
+    return forward, _now(device) - start
 
 
 def _now(device: torch.device) -> float:

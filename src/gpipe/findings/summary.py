@@ -8,16 +8,16 @@ from gpipe.build.settings import Settings
 from gpipe.findings.before_training import layers_of_stages
 from gpipe.plan.action import Kind
 from gpipe.plan.cost import BackwardCost
-from gpipe.plan.simulate import Plan, equal_bubble
+from gpipe.plan.simulate import Prediction, equal_bubble
 
 
-def summary(settings: Settings, plan: Plan, findings: Sequence[str]) -> str:
+def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> str:
     """Describes the stages of a pipe, what a step will take, and what was found."""
     lines = [*_table(settings, plan), *_balance(settings), *_step(settings, plan)]
     return "\n".join([*lines, *(f"finding: {text}" for text in findings)])
 
 
-def _table(settings: Settings, plan: Plan) -> Iterator[str]:
+def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
     costs, shares = settings.partition.seconds, _weight_shares(settings, plan)
     yield (
         f"{'stage':>5} {'rank':>4}  {'layers':<16} {'device':<8} {'remat':<12} "
@@ -36,7 +36,7 @@ def _table(settings: Settings, plan: Plan) -> Iterator[str]:
         )
 
 
-def _weight_shares(settings: Settings, plan: Plan) -> list[str]:
+def _weight_shares(settings: Settings, plan: Prediction) -> list[str]:
     """The share of W in the backward of each stage that is split: as measured, or half, as the plan takes it."""
     split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
     whole = [BackwardCost(0.0, 0.0, 0.0)] * len(settings.layers)
@@ -59,7 +59,7 @@ def _balance(settings: Settings) -> Iterator[str]:
         yield f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean stage"
 
 
-def _step(settings: Settings, plan: Plan) -> Iterator[str]:
+def _step(settings: Settings, plan: Prediction) -> Iterator[str]:
     k, m = plan.program.ranks, plan.program.micro_batches
     paper = settings.schedule.name == "gpipe" and k == plan.program.stages
     formula = " (K-1)/(M+K-1) =" if paper else ""

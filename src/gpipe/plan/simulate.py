@@ -93,8 +93,8 @@ def _kept(action: Action, cost: StageCost, program: Program) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a pipeline will do, and what is predicted of one mini-batch.
+class Prediction:
+    """What a pipeline will do, and what is foretold of one mini-batch by the costs of its layers.
 
     Attributes:
         partition: The layers of each stage, and what they cost.
@@ -138,7 +138,7 @@ def equal_bubble(program: Program) -> float:
 
 def predict(
     partition: Partition, program: Program, *, in_seconds: bool = False, backwards: Sequence[BackwardCost] = ()
-) -> Plan:
+) -> Prediction:
     """Predicts one mini-batch from what each stage costs.
 
     A cost is that of one micro-batch: a forward, a backward of twice its length, and a recompute as long as the
@@ -163,7 +163,7 @@ def predict(
         raise ValueError(f"a program of {program.stages} stages for a partition into {len(partition.layers)}")
     timeline = simulate(program, stage_costs(partition, program, backwards)).timeline
     peak_bytes = partition.bytes if any(partition.bytes) else None
-    return Plan(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)
+    return Prediction(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)
 
 
 def stage_costs(

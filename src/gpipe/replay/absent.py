@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpipe.replay.errors import CannotSplitError
+from gpipe.torch_private.fakes import empty_on_meta
 from gpipe.torch_private.modes import as_plain_tensors
 
 LAYOUT = frozenset(
@@ -57,7 +58,7 @@ class Absent(Tensor):
         >>> there.shape, there.dtype, there.device, there.requires_grad
         (torch.Size([2, 3]), torch.float32, device(type='cpu'), True)
         """
-        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        made = empty_on_meta(shape, dtype).as_subclass(cls)
         made.home = home
         made.wants_gradient = wants_gradient
         return made

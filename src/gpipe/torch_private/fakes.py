@@ -1,10 +1,11 @@
 """Tensors without values that say to be where values would be."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -42,6 +43,14 @@ class Fakes:
         with self._mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def empty_on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the meta device; no fake, though this thread makes fakes of what it makes."""
+    if not torch._C._len_torch_dispatch_stack():
+        return torch.empty(shape, dtype=dtype, device="meta")
+    with torch.utils._python_dispatch._disable_current_modes():
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def is_fake(tensor: object) -> bool:

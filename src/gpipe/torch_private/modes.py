@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -13,6 +13,7 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,6 +50,28 @@ def paused(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         torch.overrides._push_mode(mode)
+
+
+ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What attention is to the dispatcher on the CPU, of which torch does not count the operations."""
+ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _Everywhere:
+    """Says of all operations that they are in no module."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+
+def flop_counter(formulas: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
+    """Counts floating-point operations, but not by modules: for that torch hangs hooks on what they take and give."""
+    counter = FlopCounterMode(display=False, custom_mapping=dict(formulas))
+    counter.mod_tracker = _Everywhere()  # type: ignore[assignment]  # all that is asked of it
+    return counter
 
 
 def is_vmapped() -> bool:

@@ -5,7 +5,8 @@ from itertools import combinations, islice, pairwise, permutations
 from math import comb
 
 from gpipe.plan.partition import Memory, partition
-from gpipe.plan.search.trial import Misfit, Settled, Trial
+from gpipe.plan.search.fitting import Misfit
+from gpipe.plan.search.trial import Settled, Trial
 
 EVERY_CUT = 256
 """Up to so many cuts all are tried; beyond, the most even, and neighbours of the best."""
@@ -36,7 +37,7 @@ class Cutter:
                 self._attempt(layers)
             return
         self._attempt(self._even())
-        fits = isinstance(self.best, Settled) and not self.trial.again(self.best)
+        fits = isinstance(self.best, Settled) and not self.trial.fitting.again(self.best.levels)
         if self.best is not None and not fits and (fitting := _fitting(self.trial)):
             self._attempt(fitting)
 

@@ -11,10 +11,11 @@ from functools import cache
 from gpipe.plan.schedules import Placement
 from gpipe.plan.search.cutting import Cuts, Cutter, even
 from gpipe.plan.search.device import Device, bytes_text
+from gpipe.plan.search.fitting import Misfit
 from gpipe.plan.search.found import Plan, Rejection
 from gpipe.plan.search.profile import Profile, SizedProfile
 from gpipe.plan.search.shapes import Choices, Shape, least_seconds, likely_seconds
-from gpipe.plan.search.trial import Misfit, Settled, Trial
+from gpipe.plan.search.trial import Settled, Trial
 
 ANYTHING = Choices()
 MOST_ACTIONS = 60_000
@@ -184,7 +185,7 @@ def _why_not(shape: Shape, sized: SizedProfile, devices: Sequence[Device]) -> Re
 
 def _plan(settled: Settled, trial: Trial, global_batch: int) -> Plan:
     shape = trial.shape
-    again = trial.again(settled)
+    again = trial.fitting.again(settled.levels)
     busy = trial.rehearsal.busy(settled.costs, again)
     return Plan(
         partitions=shape.partitions,
@@ -192,9 +193,9 @@ def _plan(settled: Settled, trial: Trial, global_batch: int) -> Plan:
         layers_per_partition=settled.layers,
         schedule=shape.schedule,
         stages_per_rank=shape.stages_per_rank,
-        remat=trial.remat(settled),
+        remat=trial.fitting.remat(settled.levels),
         seconds=settled.seconds,
-        peak_bytes=trial.peaks(settled),
+        peak_bytes=trial.fitting.peaks(settled.costs, settled.levels),
         bubble=1 - busy / (shape.partitions * settled.seconds) if settled.seconds else 0.0,
         global_batch=global_batch,
         devices=tuple(trial.devices),

@@ -1,0 +1,234 @@
+"""What layers cost for micro-batches of any size, told from two sizes: without an accelerator, or measured here.
+
+Floating-point operations and bytes are counted on tensors without values: what a forward keeps for its backward is
+what autograd saves, each storage once and in the first layer that saves it, parameters and buffers left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+
+from gpipe.costs.counts import counting
+from gpipe.costs.layer_run import LayerOutput, backward_of, untouched
+from gpipe.costs.measure import measure_directions
+from gpipe.layers.skips import skip_names, unpack_stashes
+from gpipe.layers.tied import put_parameter
+from gpipe.plan.search.profile import LayerProfile, Line, Profile
+from gpipe.torch_private.fakes import Fakes
+from gpipe.values.tree import Tree, replace_tensors, tensors_in
+
+ADAM = 2
+"""Numbers that the optimizer keeps of each that it trains: Adam keeps two."""
+
+
+@dataclass
+class LayerCounts:
+    """What one layer costs for a micro-batch of one size, in floating-point operations and bytes."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    boundary: float = 0.0
+    inside: float = 0.0
+    keeps_input: float = 0.0
+    popped: dict[int, float] = field(default_factory=dict)
+
+
+def profile_layers(
+    layers: Sequence[nn.Module],
+    samples: Mapping[int, Tree],
+    names: Sequence[str],
+    *,
+    optimizer_numbers: float = ADAM,
+    measured_on: torch.device | None = None,
+) -> Profile:
+    """Profiles layers that are run one after another.
+
+    Args:
+        layers: In order; they may be on the meta device, if nothing is to be measured.
+        samples: By their rows, one micro-batch or two of what the first layer takes.
+        names: Of the layers.
+        optimizer_numbers: How many numbers the optimizer keeps of each that it trains.
+        measured_on: The device on which to measure seconds; None: count floating-point operations.
+
+    >>> layers = [nn.Linear(4, 8), nn.Tanh()]
+    >>> profile = profile_layers(layers, {2: torch.ones(2, 4), 4: torch.ones(4, 4)}, ["0", "1"])
+    >>> profile.layers[0].forward, profile.layers[0].state, profile.layers[1].inside
+    (Line(fixed=0.0, per_row=64.0), 640.0, Line(fixed=0.0, per_row=32.0))
+    """
+    counted = {rows: count(layers, sample) for rows, sample in samples.items()}
+    work: dict[int, list[tuple[float, float]]] = {
+        rows: [(each.forward, each.backward) for each in counts] for rows, counts in counted.items()
+    }
+    if measured_on is not None:
+        work = {rows: measure_directions(layers, sample, measured_on) for rows, sample in samples.items()}
+    profiles = []
+    for at, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        counts = {rows: each[at] for rows, each in counted.items()}
+        profiles.append(
+            LayerProfile(
+                name=name,
+                forward=_line({rows: max(_LEAST, each[at][0]) for rows, each in work.items()}),
+                backward=_line({rows: each[at][1] for rows, each in work.items()}),
+                boundary=_line({rows: each.boundary for rows, each in counts.items()}),
+                inside=_line({rows: each.inside for rows, each in counts.items()}),
+                keeps_input=_line({rows: each.keeps_input for rows, each in counts.items()}),
+                state=_state(layer, optimizer_numbers),
+                popped=tuple(
+                    (source, _line({rows: each.popped[source] for rows, each in counts.items()}))
+                    for source in next(iter(counts.values())).popped
+                ),
+            )
+        )
+    return Profile(tuple(profiles), "flops" if measured_on is None else "seconds")
+
+
+_LEAST = 1e-9
+"""No layer costs nothing."""
+
+
+def _line(numbers: Mapping[int, float]) -> Line:
+    """The line through one number or two; where it would begin below 0, from there through the larger."""
+    (first, small), (last, large) = min(numbers.items()), max(numbers.items())
+    per_row = (large - small) / (last - first) if last > first else large / last
+    fixed = large - per_row * last
+    if fixed < 0 or per_row < 0 or last == first:
+        return Line(0.0, large / last) if per_row > 0 else Line(max(small, large))
+    return Line(fixed, per_row)
+
+
+def _state(layer: nn.Module, optimizer_numbers: float) -> float:
+    """Bytes of weights and buffers, and where they are trained of gradients and the optimizer."""
+    held = [*layer.parameters(), *layer.buffers()]
+    sizes = ((t.numel() * t.element_size(), t.requires_grad) for t in held if not is_lazy(t))
+    return float(sum(size * (2 + optimizer_numbers if trains else 1) for size, trains in sizes))
+
+
+def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
+    """Counts what each layer costs on what the layers before it make of a sample; nothing is computed.
+
+    Raises:
+        Exception: What a layer raises that cannot be run without values, with a note that says so.
+    """
+    run = _Run()
+    with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
+        value = replace_tensors(sample, run.fake)
+        for index, layer in enumerate(layers):
+            try:
+                with untouched(layer), run.on_fakes(layer):
+                    value = run.layer(index, layer, value)
+            except Exception as error:
+                name = type(layer).__name__
+                error.add_note(
+                    f"while layer {index} ({name}) was counted without values; if it needs them, measure=True"
+                )
+                raise
+    return run.counts
+
+
+class _Run:
+    """Layers that run one after another on tensors without values, and the storages that they have kept so far."""
+
+    def __init__(self) -> None:
+        self.counts: list[LayerCounts] = []
+        self._fakes = Fakes()
+        self._kept: dict[int, torch.UntypedStorage] = {}  # by identity, which they keep while they are held
+        self._origin: dict[int, torch.UntypedStorage] = {}  # by that of a copy, what it is a copy of
+        self._copies: list[torch.UntypedStorage] = []
+        self._stashed: dict[str, tuple[int, Tensor | None]] = {}
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same layout without values."""
+        return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    @contextmanager
+    def on_fakes(self, layer: nn.Module) -> Iterator[None]:
+        """Has the modules of a layer hold tensors without values; `untouched` puts back what they held."""
+        held = [
+            (module, name, tensor, own)
+            for module in layer.modules()
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
+        ]
+        made = {id(tensor): self._fakes.like(tensor) for _, _, tensor, _ in held}
+        try:
+            for module, name, tensor, own in held:
+                _put(module, name, made[id(tensor)], own)
+            yield
+        finally:
+            for module, name, tensor, own in held:
+                _put(module, name, tensor, own)
+
+    def layer(self, index: int, layer: nn.Module, value: Tree) -> Tree:
+        """Counts one layer; gives what it hands on."""
+        own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
+        entering = _storages(tensors_in(value))
+        popped = {name: self._stashed[name] for name in skip_names(layer, "pop")}
+        found = LayerCounts(boundary=_bytes(entering))
+        for source, tensor in popped.values():
+            if tensor is not None:
+                found.popped[source] = found.popped.get(source, 0.0) + _bytes(_storages([tensor]))
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def save(tensor: Tensor) -> Tensor:
+            storage = self._original(tensor.untyped_storage())
+            if id(storage) not in own | self._kept.keys():
+                saved[id(storage)] = storage
+            return tensor
+
+        with self._fakes.inside(), counting() as counter:
+            with saved_tensors_hooks(save, lambda tensor: tensor):
+                output = self._forward(layer, value, {name: tensor for name, (_, tensor) in popped.items()})
+            found.forward = float(counter.get_total_flops())
+            backward_of(output)()
+            found.backward = counter.get_total_flops() - found.forward
+        found.keeps_input = _bytes({at: storage for at, storage in saved.items() if at in entering})
+        found.inside = _bytes(saved) - found.keeps_input
+        self._kept |= saved
+        self.counts.append(found)
+        for name, tensor in output[1].items():
+            self._stashed[name] = index, None if tensor is None else _cut(tensor)
+        return replace_tensors(output[0], _cut)
+
+    def _forward(self, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> LayerOutput:
+        given = {name: None if tensor is None else self._copy(tensor) for name, tensor in popped.items()}
+        result = layer(replace_tensors(value, self._copy), **given)
+        stash = skip_names(layer, "stash")
+        return unpack_stashes(result, stash) if stash else (result, {})
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A tensor for a layer to work on, in place too; known for what it is a copy of."""
+        copy = tensor.clone()
+        storage = copy.untyped_storage()
+        self._copies.append(storage)
+        self._origin[id(storage)] = self._original(tensor.untyped_storage())
+        return copy
+
+    def _original(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        return self._origin.get(id(storage), storage)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """What later layers take, apart from the graph behind it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {id(storage): storage for storage in storages}
+
+
+def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> float:
+    return float(sum(storage.nbytes() for storage in storages.values()))
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor, own: Mapping[str, Tensor | None]) -> None:
+    if own is module._parameters:
+        put_parameter(module, name, tensor)
+    else:
+        module._buffers[name] = tensor

@@ -1,0 +1,1 @@
+"""Plans for networks: which way of training them is fastest on devices that they fit on."""

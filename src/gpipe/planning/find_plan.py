@@ -1,0 +1,134 @@
+"""`find_plan`: the fastest way to train a network on given devices, found without them."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpipe.build.settings import TWO_ROWS, first_micro_batch
+from gpipe.costs.measure import as_in_training
+from gpipe.costs.profile import ADAM, profile_layers
+from gpipe.layers.sequence import Maker, build, build_layers, name_layers
+from gpipe.plan.search.device import Device
+from gpipe.plan.search.found import Plan
+from gpipe.plan.search.profile import Profile
+from gpipe.plan.search.search import search
+from gpipe.plan.search.shapes import Choices
+from gpipe.splitting.reading import plain, read_model, why_not_layers
+from gpipe.values.microbatch import count_rows
+from gpipe.values.tree import Tree
+
+ROWS = (2, 4)
+"""Of the micro-batches that are counted or measured, if the sample has so many: what all others cost is told from
+these."""
+CPU_FLOPS, GPU_FLOPS = 5e10, 5e13
+"""What a CPU core and an accelerator here are taken to do in a second; whoever knows better gives `Device`s."""
+
+
+def find_plan(
+    model: Any,
+    sample: Tree,
+    devices: int | Sequence[Device],
+    global_batch: int | None = None,
+    *,
+    partitions: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    blocks: Sequence[str] | None = None,
+    measure: bool = False,
+    intra_op_threads: int = 1,
+    optimizer_numbers: float = ADAM,
+) -> Plan:
+    """Finds the fastest way to train a network on devices that it fits on: K, M, cuts, schedule and remat.
+
+    Nothing runs on an accelerator, and without `measure` nothing is computed at all: floating-point operations and
+    bytes are counted, and layers may be on the meta device. What counts is matrix products, convolutions and
+    attention; data loading and the weight update are left out.
+
+    Args:
+        model: What `gpipe.GPipe` takes: layers, callables that build one, or any module.
+        sample: An example mini-batch of inputs; 4 rows or more tell fixed costs from those of each row.
+        devices: In the order in which they are linked; or how many of this machine: its accelerators, else CPU cores
+            that share its memory.
+        global_batch: The rows of a mini-batch; by default those of the sample.
+        partitions: K, if it is settled.
+        micro_batches: M, if it is settled.
+        schedule: By name, if it is settled.
+        blocks: The modules between which a model is cut, as `gpipe.GPipe` takes them.
+        measure: Take the seconds of each layer on this machine for those on the first device, and on others by
+            `flops` in proportion.
+        intra_op_threads: CPU threads that one operation may use, where seconds are measured.
+        optimizer_numbers: How many numbers the optimizer keeps of each that it trains: Adam keeps 2.
+
+    Returns:
+        The plan: `gpipe.GPipe(model, plan=plan)` trains by it, `plan.explain()` says what it is and why.
+
+    Raises:
+        ValueError: Nothing fits, and how near the nearest comes; or an argument cannot be.
+
+    >>> from torch import nn
+    >>> layers = [nn.Linear(64, 64) for _ in range(4)]
+    >>> devices = [Device(memory=2**20, flops=1e9)] * 2
+    >>> plan = find_plan(layers, torch.zeros(8, 64), devices, schedule="1f1b")
+    >>> plan.partitions, plan.micro_batches, plan.layers_per_partition, plan.remat
+    (2, 8, (2, 2), ('never', 'never'))
+    """
+    rows = count_rows(sample)
+    settled = ((partitions,), (micro_batches,), (schedule,))
+    choices = Choices(*(each if each != (None,) else None for each in settled))  # type: ignore[arg-type]  # not None
+    profile = _profile(model, plain(sample), rows, blocks, optimizer_numbers, measure, intra_op_threads)
+    here = devices if isinstance(devices, Sequence) else _devices_here(devices)
+    return search(profile, here, rows if global_batch is None else global_batch, choices)
+
+
+def _profile(
+    model: Any,
+    sample: Tree,
+    rows: int,
+    blocks: Sequence[str] | None,
+    optimizer_numbers: float,
+    measure: bool,
+    intra_op_threads: int,
+) -> Profile:
+    parts = {count_rows(part): part for part in (_rows_of(sample, rows, wanted) for wanted in ROWS)}
+    replayed = read_model(model, _rows_of(sample, rows, TWO_ROWS), blocks)
+    if replayed is not None:
+        layers, names = replayed.alone(), list(replayed.segments)
+        parts = {count: replayed.begin([part]).states[0] for count, part in parts.items()}
+    else:
+        if wrong := why_not_layers(model, blocks):
+            raise ValueError("\n".join(wrong))
+        named, wrong = build_layers(model, seed=0) if measure else name_layers(model, _build_on_meta)
+        if wrong:
+            raise ValueError("\n".join(wrong))
+        layers, names = list(named.values()), list(named)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if measure else None
+    with as_in_training(device or torch.device("cpu"), intra_op_threads):
+        return profile_layers(layers, parts, names, optimizer_numbers=optimizer_numbers, measured_on=device)
+
+
+def _build_on_meta(maker: Maker, index: int) -> object:
+    with torch.device("meta"):
+        return build(maker, 0, index)
+
+
+def _rows_of(sample: Tree, rows: int, wanted: int) -> Tree:
+    """The first micro-batch of a sample, of about so many rows, or all that it has."""
+    return first_micro_batch(sample, max(1, rows // wanted))
+
+
+def _devices_here(count: int) -> list[Device]:
+    """So many devices of this machine."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"devices={count!r}; give gpipe.Device objects, or how many of this machine, at least 1")
+    if there := torch.cuda.device_count():
+        return [_accelerator(rank % there, len(range(rank % there, count, there))) for rank in range(count)]
+    memory_here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return [Device(memory_here / count, CPU_FLOPS, name="cpu")] * count
+
+
+def _accelerator(index: int, ranks: int) -> Device:
+    """One of this machine's, as far as it is there for each of the ranks that share it."""
+    properties = torch.cuda.get_device_properties(index)
+    return Device(properties.total_memory / ranks, GPU_FLOPS / ranks, name=properties.name)

@@ -1,0 +1,85 @@
+"""From a network to a plan, and nothing of the network is touched."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.models import transformer_lm
+
+HERE = gpipe.Device(memory=2**30, flops=1e9, link=1e9)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        value = self.embed(words)
+        for block in self.blocks:
+            value = value + block(value).relu()
+        return value
+
+
+def test_layers_on_the_meta_device_are_planned() -> None:
+    with torch.device("meta"):
+        layers = transformer_lm(layers=3, model_dim=64, ffn_dim=128, heads=4, vocab=100)
+    plan = gpipe.find_plan(layers, torch.zeros(4, 16, dtype=torch.int64), [HERE] * 2, global_batch=8)
+    assert plan.partitions == 2
+    assert sum(plan.layers_per_partition) == 5
+    assert plan.global_batch == 8
+    assert all(parameter.is_meta for layer in layers for parameter in layer.parameters())
+
+
+def test_callables_are_not_built() -> None:
+    makers = [lambda: nn.Linear(10**5, 10**5)] * 2
+    huge = gpipe.Device(memory=2**40)
+    plan = gpipe.find_plan(makers, torch.ones(2, 10**5), [huge] * 2, micro_batches=1, schedule="gpipe", partitions=2)
+    assert plan.peak_bytes[0] > 4 * 4 * 10**10
+
+
+def test_less_memory_recomputes_and_then_refuses() -> None:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+
+    def plan(memory: float) -> gpipe.Plan:
+        devices = [gpipe.Device(memory, 1e9)] * 2
+        return gpipe.find_plan(layers, torch.ones(512, 64), devices, partitions=2, micro_batches=8, schedule="gpipe")
+
+    free, tight = plan(2**30), plan(600_000)
+    assert free.remat == ("never", "never")
+    assert "never" not in tight.remat
+    assert tight.seconds > free.seconds
+    assert max(tight.peak_bytes) <= 600_000 < max(free.peak_bytes)
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan(100_000)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_any_model_is_planned(meta: bool) -> None:
+    with torch.device("meta" if meta else "cpu"):
+        model = Net()
+    plan = gpipe.find_plan(model, torch.zeros(4, 3, dtype=torch.int64), [HERE] * 2, partitions=2, schedule="1f1b")
+    assert plan.names[:2] == ("embed", "blocks.0")
+    assert plan.partitions == 2
+    assert next(model.parameters()).is_meta is meta
+
+
+def test_seconds_are_those_of_this_machine_if_measured() -> None:
+    layers = [nn.Linear(32, 32) for _ in range(3)]
+    plan = gpipe.find_plan(layers, torch.ones(4, 32), 2, measure=True, partitions=2, schedule="gpipe")
+    assert 0 < plan.seconds < 10
+    assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
+
+
+def test_mistakes_are_told() -> None:
+    layers = [nn.Linear(4, 4)]
+    with pytest.raises(ValueError, match=r"devices=0; give gpipe\.Device"):
+        gpipe.find_plan(layers, torch.ones(4, 4), 0)
+    with pytest.raises(ValueError, match="partitions=3; give numbers from 1 to 2"):
+        gpipe.find_plan(layers, torch.ones(4, 4), [HERE] * 2, partitions=3)
+    with pytest.raises(ValueError, match="micro_batches=3; give numbers that divide global_batch=4"):
+        gpipe.find_plan(layers, torch.ones(4, 4), [HERE], micro_batches=3)
+    with pytest.raises(ValueError, match="layer 0"):
+        gpipe.find_plan([3], torch.ones(4, 4), [HERE])
