@@ -56,10 +56,12 @@ class Plan:
 
     >>> from gpipe.plan.search.profile import LayerProfile, Line, Profile
     >>> from gpipe.plan.search.search import search
+    >>> from gpipe.plan.search.shapes import Choices
     >>> layer = LayerProfile("layer", forward=Line(per_row=1e9), backward=Line(per_row=2e9))
-    >>> plan = search(Profile((layer,) * 4), [Device(flops=1e9)] * 2, global_batch=4)
+    >>> devices = [Device(flops=1e9)] * 2
+    >>> plan = search(Profile((layer,) * 4), devices, global_batch=4, choices=Choices(schedules=["1f1b"]))
     >>> print(plan.explain().splitlines()[0])
-    K=2 M=4 zb_v, 2 stages a rank: 25 s for 4 rows, 0.16 rows/s
+    K=2 M=4 1f1b: 30 s for 4 rows, 0.1333 rows/s
     """
 
     partitions: int
