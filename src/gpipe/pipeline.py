@@ -30,6 +30,7 @@ from gpipe.module import Partitioned
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
+from gpipe.plan.search.found import Plan
 from gpipe.plan.simulate import Prediction, predict
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
@@ -60,6 +61,7 @@ class GPipe(Partitioned):
         partitions: K, the number of ranks, or the number of layers of each stage.
         micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows. Of ready-made ones,
             `gpipe.MicroBatches`, at most so many are taken.
+        plan: What `gpipe.find_plan` gave, for the cuts, the schedule and `remat`; and for M, if that is not given.
         costs: What each layer costs: one number a layer; a function of a layer and its sample input; `"time"`,
             seconds of forward, recompute and backward; `"flops"`; or `"params"`. By default time if there is a
             sample, else parameters, at least 1. `pipe.costs` can be saved and given again, so that the cuts stay.
@@ -81,7 +83,9 @@ class GPipe(Partitioned):
             `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
             inside, at the price of one inside more), or `"never"`; or a number, how many micro-batches at once
             may keep theirs; or one of these for each stage. Where a backward follows its forward at once, nothing
-            is recomputed.
+            is recomputed. Or `"auto"`, with a `sample`: where, and as often as, `memory` demands.
+        memory: For `remat="auto"`, bytes that each partition may hold, one number or one for each: of weights,
+            gradients, an optimizer as Adam, and activations. By default its device's, shared evenly.
         deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
             forward of it (paper, section 2.2), also over replicas; by default those of one micro-batch after
             another, of each replica its own. Either way a micro-batch is normalized by its own.
@@ -118,9 +122,10 @@ class GPipe(Partitioned):
     def __init__(
         self,
         model: Layers | nn.Module | ModelLayers,
-        partitions: int | Sequence[int],
-        micro_batches: int,
+        partitions: int | Sequence[int] | None = None,
+        micro_batches: int | None = None,
         *,
+        plan: Plan | None = None,
         costs: Costs = None,
         sample: Tree = None,
         blocks: Sequence[str] | None = None,
@@ -129,6 +134,7 @@ class GPipe(Partitioned):
         schedule: str | Program | Maker = "gpipe",
         stages_per_rank: int | None = None,
         remat: str | int | Sequence[str | int] = "always",
+        memory: float | Sequence[float] | None = None,
         deferred_batch_norm: bool = False,
         sync_batch_norm: bool = False,
         ties: Sequence[Sequence[str]] = (),
@@ -140,8 +146,10 @@ class GPipe(Partitioned):
         settings, session = assemble(
             Arguments(
                 model,
-                partitions,
-                micro_batches,
+                partitions,  # type: ignore[arg-type]  # what is missing is said there
+                micro_batches,  # type: ignore[arg-type]  # likewise
+                plan=plan,
+                memory=memory,
                 costs=costs,
                 sample=plain(sample),
                 blocks=blocks,
@@ -198,10 +206,6 @@ class GPipe(Partitioned):
 
         >>> import gpipe, torch
         >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4, costs=[1, 1, 1, 1])
-        >>> print(pipe.plan.partition.explain())
-        stage 0: layer 0 to layer 1 (2): cost 2, 100% of the mean
-        stage 1: layer 2 to layer 3 (2): cost 2, 100% of the mean
-        slowest stage: 0.0% over the mean 2, 0.0% over the lower bound 2
         >>> round(pipe.plan.bubble, 3)
         0.158
         """

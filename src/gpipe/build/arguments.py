@@ -18,6 +18,7 @@ from gpipe.plan.lower import REMATS, Remat
 from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
+from gpipe.plan.search.found import Plan
 from gpipe.splitting.layers_of import ModelLayers
 from gpipe.values.tree import Tree
 
@@ -33,8 +34,8 @@ class Arguments:
     """What the user gave to `GPipe`, as it was given; see there."""
 
     model: Layers | nn.Module | ModelLayers
-    partitions: int | Sequence[int]
-    micro_batches: int
+    partitions: int | Sequence[int]  # None if `plan` says it, until it does
+    micro_batches: int  # likewise
     costs: Costs
     sample: Tree
     blocks: Sequence[str] | None
@@ -50,6 +51,8 @@ class Arguments:
     intra_op_threads: int
     driver: str | None
     mesh: "DeviceMesh | None"
+    plan: Plan | None = None
+    memory: object = None
 
     @property
     def in_seconds(self) -> bool:
@@ -106,7 +109,9 @@ def check_layers(
 
 
 def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
-    """The rematerialization of each stage."""
+    """The rematerialization of each stage; where it is found later, for the time being everywhere."""
+    if remat == "auto":
+        return tuple[Remat, ...](["always"]) * stages
     known = ", ".join(map(repr, REMATS))
     each = [remat] * max(stages, 1) if isinstance(remat, str) or not isinstance(remat, Sequence) else list(remat)
     mistakes.check(
@@ -116,7 +121,7 @@ def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, .
     mistakes.check(
         not wrong,
         f"remat={remat!r}; known are {known}, or how many micro-batches at once keep what is inside, a whole number "
-        f"of at least 0; or one of these for each stage",
+        f"of at least 0; or one of these for each stage; or 'auto'",
     )
     return tuple(each)  # type: ignore[arg-type]  # checked above
 

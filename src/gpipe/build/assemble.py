@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.build.arguments import Arguments, draw_seed, is_count
 from gpipe.build.mistakes import Mistakes
+from gpipe.build.planned import follow_plan
 from gpipe.build.schedules import count_ranks, read_schedule
 from gpipe.build.settings import TWO_ROWS, Settings, first_micro_batch, settle
 from gpipe.comm.limits import explaining_limits
@@ -43,6 +44,7 @@ def assemble(asked: Arguments) -> tuple[Settings, Session]:
         ValueError: Something cannot be, or differs between the processes.
         RemoteError: Another process failed, or is gone.
     """
+    asked = follow_plan(asked)
     if asked.driver != "process" and asked.mesh is None:
         settings = settle(asked, replayed=_replayed(asked))
         if settings.replayed is not None:

@@ -18,6 +18,7 @@ from gpipe.build.arguments import (
     read_remat,
     read_seed,
 )
+from gpipe.build.auto_remat import AUTO, check_auto, find_remat
 from gpipe.build.mistakes import Mistakes
 from gpipe.build.schedules import read_placement, read_schedule
 from gpipe.comm.mesh import Position
@@ -109,6 +110,7 @@ def settle(
     schedule = read_schedule(asked, mistakes)
     placement = read_placement(asked, schedule, known, mistakes)
     remats = read_remat(asked.remat, len(placement), mistakes)
+    check_auto(asked, len(set(placement)), mistakes)
     devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
     if replayed is not None:
         asked = _check_for_model(asked, replayed, mistakes)
@@ -121,6 +123,8 @@ def settle(
         tie(tied)
     layers, sample = _to_measure(asked, list(named.values()), replayed)
     found = _cut(asked, layers, sample, len(placement), remats, devices[0])
+    if asked.remat == AUTO:
+        remats = find_remat(asked, layers, sample, found, _bare(schedule, placement, asked.micro_batches), devices)
     program = _to_weigh(schedule, placement, asked.micro_batches, remats)
     backwards = _measure_backwards(asked, layers, sample, program, devices[0])
     return Settings(
@@ -190,13 +194,16 @@ def _cut(
     return given(asked.partitions, costs)
 
 
+def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
+    """The table of forwards and backwards of a mini-batch."""
+    return Program.of(rows_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement)
+
+
 def _to_weigh(schedule: Schedule, placement: Placement, micro_batches: int, remats: Sequence[Remat]) -> Program:
     """The table by which it is decided which backwards are split: of no more than a fill, a middle and a drain."""
     some = min(micro_batches, 2 * len(set(placement)))
-    rows = schedule.rows(placement, some)
-    if rows is None:
-        some, rows = micro_batches, rows_in_training(schedule, placement, micro_batches)
-    return place_recompute(Program.of(rows, some, rank_of=placement), remats)
+    some = micro_batches if schedule.rows(placement, some) is None else some
+    return place_recompute(_bare(schedule, placement, some), remats)
 
 
 def _measure_backwards(

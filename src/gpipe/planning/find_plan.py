@@ -1,6 +1,5 @@
 """`find_plan`: the fastest way to train a network on given devices, found without them."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 
 from gpipe.build.settings import TWO_ROWS, first_micro_batch
 from gpipe.costs.measure import as_in_training
+from gpipe.costs.memory import memory_of
 from gpipe.costs.profile import ADAM, profile_layers
 from gpipe.layers.sequence import Maker, build, build_layers, name_layers
 from gpipe.plan.search.device import Device
@@ -122,13 +122,13 @@ def _devices_here(count: int) -> list[Device]:
     """So many devices of this machine."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"devices={count!r}; give gpipe.Device objects, or how many of this machine, at least 1")
-    if there := torch.cuda.device_count():
-        return [_accelerator(rank % there, len(range(rank % there, count, there))) for rank in range(count)]
-    memory_here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return [Device(memory_here / count, CPU_FLOPS, name="cpu")] * count
+    there = torch.cuda.device_count()
+    if not there:
+        return [Device(memory_of(torch.device("cpu")) / count, CPU_FLOPS, name="cpu")] * count
+    return [_accelerator(rank % there, len(range(rank % there, count, there))) for rank in range(count)]
 
 
 def _accelerator(index: int, ranks: int) -> Device:
     """One of this machine's, as far as it is there for each of the ranks that share it."""
-    properties = torch.cuda.get_device_properties(index)
-    return Device(properties.total_memory / ranks, GPU_FLOPS / ranks, name=properties.name)
+    device = torch.device("cuda", index)
+    return Device(memory_of(device) / ranks, GPU_FLOPS / ranks, name=torch.cuda.get_device_name(device))

@@ -1,0 +1,77 @@
+"""`remat="auto"`: recomputes only where, and for as many micro-batches as, memory demands."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gpipe.build.arguments import Arguments
+from gpipe.build.mistakes import Mistakes
+from gpipe.costs.memory import memory_of
+from gpipe.costs.profile import profile_layers
+from gpipe.plan.lower import Remat
+from gpipe.plan.partition import Partition
+from gpipe.plan.program import Program
+from gpipe.plan.search.fitting import fitting_remat
+from gpipe.values.tree import Tree
+
+AUTO = "auto"
+NEEDS_SAMPLE = "remat='auto' needs sample=, an example mini-batch, to count what layers keep"
+FOR_AUTO = "memory= is for remat='auto'; leave it out, or give remat='auto'"
+NO_FIT = "remat='auto': {why}; take more partitions, more micro-batches, other cuts, or more memory="
+
+
+def check_auto(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
+    """Notes what `remat="auto"` lacks, and memory that is none or for nothing."""
+    is_auto = asked.remat == AUTO
+    mistakes.check(not is_auto or asked.sample is not None, NEEDS_SAMPLE)
+    if asked.memory is None:
+        return
+    mistakes.check(is_auto, FOR_AUTO)
+    each = list(asked.memory) if isinstance(asked.memory, Sequence) else [asked.memory]
+    good = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0 for one in each)
+    mistakes.check(
+        good and (not isinstance(asked.memory, Sequence) or not ranks or len(each) == ranks),
+        f"memory={asked.memory!r}; give bytes, more than 0, one number or one for each of {ranks} partitions",
+    )
+
+
+def find_remat(
+    asked: Arguments,
+    layers: Sequence[nn.Module],
+    sample: Tree,
+    cuts: Partition,
+    program: Program,
+    devices: Sequence[torch.device],
+) -> tuple[Remat, ...]:
+    """What each stage recomputes, if its layers are run on micro-batches as the first of the sample.
+
+    Args:
+        asked: What the user gave.
+        layers: As they run one by one.
+        sample: What the first layer takes of the first micro-batch.
+        cuts: The layers of each stage.
+        program: The table of forwards and backwards.
+        devices: Of the partitions.
+
+    Raises:
+        ValueError: They do not fit though everything is recomputed.
+    """
+    profile = profile_layers(layers, {1: sample}, [""] * len(layers)).of_micro_batch(
+        1
+    )  # of as many rows as there are
+    costs = [profile.cost(first, end, speed=1.0) for first, end in cuts.bounds]
+    try:
+        return fitting_remat(program, costs, _limits(asked, devices))
+    except ValueError as error:
+        raise ValueError(NO_FIT.format(why=error)) from None
+
+
+def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:
+    if isinstance(asked.memory, Sequence):
+        return list(asked.memory)
+    if isinstance(asked.memory, (int, float)):
+        return [asked.memory] * len(devices)
+    if asked.mesh is not None or asked.driver == "process":
+        return [memory_of(device) / (1 if device.type == "cuda" else len(devices)) for device in devices]
+    return [memory_of(device) / list(devices).count(device) for device in devices]

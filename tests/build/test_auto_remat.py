@@ -1,0 +1,94 @@
+"""remat="auto" recomputes where memory demands it and as often; and a pipe by a plan does what the plan says."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gpipe
+from tests.support.plain_loop import plain_loop, weights_of
+
+WIDTH, ROWS = 64, 128
+X = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
+
+
+def layers() -> list[nn.Module]:
+    with weights_of(3):
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+
+
+def pipe(memory: float | list[float], **given: object) -> gpipe.GPipe:
+    return gpipe.GPipe(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto", memory=memory, seed=1, **given)  # type: ignore[arg-type]
+
+
+def remats(made: gpipe.GPipe) -> tuple[object, ...]:
+    return made._settings.remat
+
+
+def test_more_memory_recomputes_less() -> None:
+    found = [remats(pipe(memory)) for memory in (280_000, 300_000, 330_000, 10**6)]
+    assert found[-1] == ("never", "never")
+    levels = [[{"always": 0, "never": 8}.get(str(own), own) for own in each] for each in found]
+    assert levels == sorted(levels)
+    assert levels[0] < levels[1] < levels[-1]
+
+
+def test_each_partition_has_its_own_memory() -> None:
+    assert remats(pipe([280_000, 10**6]))[1] == "never"
+    assert remats(pipe([280_000, 10**6]))[0] != "never"
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"remat='auto': rank 0 needs .* KiB of 97.66 KiB, all recomputed"):
+        pipe(100_000)
+
+
+def test_without_memory_that_of_the_machine_counts() -> None:
+    assert remats(gpipe.GPipe(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto")) == ("never", "never")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"remat": "auto"}, "remat='auto' needs sample="),
+        ({"memory": 5}, "memory= is for remat='auto'"),
+        ({"remat": "auto", "sample": X, "memory": [1, 2, 3]}, r"memory=\[1, 2, 3\]; give bytes"),
+        ({"remat": "auto", "sample": X, "memory": 0}, "memory=0; give bytes"),
+    ],
+)
+def test_mistakes_are_told(given: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        gpipe.GPipe(layers(), 2, 8, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_bits_are_those_of_the_plain_loop(driver: str) -> None:
+    for made in (pipe(300_000, driver=driver), planned(driver)):
+        plain = layers()
+        loss = made.step(X, X, F.mse_loss)
+        assert torch.equal(loss, plain_loop(plain, X, X, F.mse_loss, micro_batches=8, seed=1))
+        gradients = zip(made.parameters(), nn.Sequential(*plain).parameters(), strict=True)
+        assert all(torch.equal(one.grad, other.grad) for one, other in gradients)  # type: ignore[arg-type]  # there
+
+
+def planned(driver: str) -> gpipe.GPipe:
+    plan = gpipe.find_plan(layers(), X, [gpipe.Device(330_000, 1e9)] * 2, micro_batches=8, partitions=2)
+    made = gpipe.GPipe(layers(), plan=plan, seed=1, driver=driver)
+    assert made.layers_per_partition == plan.layers_per_partition
+    assert made.micro_batches == 8
+    assert remats(made) == plan.remat
+    return made
+
+
+def test_a_plan_is_followed_as_it_is_or_refused() -> None:
+    plan = gpipe.find_plan(layers(), X, [gpipe.Device()] * 2, micro_batches=8, schedule="1f1b", partitions=2)
+    assert gpipe.GPipe(layers(), plan=plan).program.ranks == 2
+    assert gpipe.GPipe(layers(), micro_batches=4, plan=plan).micro_batches == 4
+    with pytest.raises(ValueError, match="plan= says partitions=, remat= already"):
+        gpipe.GPipe(layers(), 2, plan=plan, remat="never")
+    with pytest.raises(TypeError, match="plan= is a int; give what"):
+        gpipe.GPipe(layers(), plan=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="adds up to 6 layers, but there are 5"):
+        gpipe.GPipe(layers()[:5], plan=plan)
+    with pytest.raises(ValueError, match=r"micro_batches=None; give M.*\n?.*partitions=None"):
+        gpipe.GPipe(layers())
