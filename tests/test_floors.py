@@ -41,7 +41,7 @@ ONLY = {
     "report": {"plan"},
     "comm": {"values", "errors", "torch_private"},
     "recipes": {FACE, "plan", "report", "models", "datasets"},  # what a user has
-    "cli": {FACE, "plan", "report", "recipes"},
+    "cli": {FACE, "plan", "report", "recipes", "models"},
 }
 """Rooms that use less than all that is below."""
 NO_TORCH = {"plan"}

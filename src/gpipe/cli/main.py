@@ -6,6 +6,7 @@ from tyro.extras import SubcommandApp
 
 from gpipe.cli.ending import ending_by_interrupt
 from gpipe.cli.report import report
+from gpipe.cli.plan import plan
 from gpipe.cli.schedule import schedule
 from gpipe.cli.train import train
 
@@ -13,6 +14,7 @@ app = SubcommandApp()
 app.command(train, name="train", help="Trains a network, partitioned and pipelined, and shows where the time went.")
 app.command(name="schedule")(schedule)
 app.command(name="report")(report)
+app.command(name="plan")(plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

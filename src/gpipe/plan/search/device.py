@@ -83,3 +83,32 @@ PRESETS = {
     )
 }
 """Devices by name: memory of one, `ATTAINED` of the peak of its matrix units, and its link one way."""
+
+
+def parse_devices(text: str) -> list[Device]:
+    """Reads devices as they are written: how many, and a preset, or memory x speed x link.
+
+    >>> parse_devices("2xtpuv3") == [PRESETS["tpuv3"]] * 2
+    True
+    >>> parse_devices("16x9.3x12")[0].text  # GiB, TFLOP/s, GB/s
+    '16.00 GiB, 9.3 TFLOP/s, link 12 GB/s'
+
+    Raises:
+        ValueError: It cannot be read; says how devices are written.
+    """
+    first, _, rest = text.partition("x")
+    if text in PRESETS:
+        return [PRESETS[text]]
+    if first.isdecimal() and rest in PRESETS:
+        return [PRESETS[rest]] * int(first)
+    try:
+        *count, memory, speed, link = map(float, text.split("x"))
+        if len(count) > 1 or any(number < 1 or number % 1 for number in count):
+            raise ValueError
+    except ValueError:
+        presets = ", ".join(PRESETS)
+        raise ValueError(
+            f"{text!r} is no devices; give COUNTxPRESET, as 8xtpuv3, of {presets}; or COUNTxGiBxTFLOP/sxGB/s, as "
+            f"4x16x9.3x12: how many, memory, speed in training and link of each"
+        ) from None
+    return [Device(memory * GIB, speed * 1e12, link * 1e9)] * int(*count or [1])

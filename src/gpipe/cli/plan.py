@@ -1,0 +1,148 @@
+"""The command `gpipe plan`: the fastest way to train a network on devices, found without them."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+
+from gpipe.cli.ending import ending_by_mistakes
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.plan.search.device import Device, parse_devices
+
+IMAGE = (3, 224, 224)
+EXAMPLES = {"amoebanet_d": IMAGE, "amoebanet_b": IMAGE, "unet": (3, 192, 192), "transformer_lm": (1024,)}
+"""The networks of `gpipe.models`, and what one row of their input is."""
+SIZES = {
+    "amoebanet_d": {"layers": 18, "filters": 256},
+    "amoebanet_b": {"layers": 18, "filters": 512},
+    "unet": {"b": 5, "c": 64},
+    "transformer_lm": {"layers": 48},
+}
+"""Their sizes, if nothing is said."""
+SAMPLE_ROWS = 4
+
+
+class Network(NamedTuple):
+    """What is to be planned."""
+
+    model: Any
+    sample: Any
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is planned, and for which devices."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A network of gpipe.models: amoebanet_d, amoebanet_b, unet, transformer_lm; or MODULE:FUNCTION of your own,
+    which gives (model, sample): layers or any module, and an example mini-batch."""
+
+    devices: tuple[str, ...] = ("4xtpuv2",)
+    """COUNTxPRESET or COUNTxGiBxTFLOP/sxGB/s: how many, and memory, speed in training and link of each; several
+    in the order in which they are linked. Presets: tpuv2, tpuv3, p100, v100, t4, rtx3090, rtx4090, a100, a100-80,
+    h100, h200."""
+
+    size: tuple[str, ...] = field(default=())
+    """Arguments of the network, as layers=18 filters=256."""
+
+    batch: int = 128
+    """The rows of a mini-batch."""
+
+    partitions: Annotated[int | None, tyro.conf.arg(aliases=["-k"])] = None
+    """K, if it is settled."""
+
+    micro_batches: Annotated[int | None, tyro.conf.arg(aliases=["-m"])] = None
+    """M, if it is settled."""
+
+    schedule: str | None = None
+    """The schedule, if it is settled."""
+
+    optimizer_numbers: float = 2.0
+    """How many numbers the optimizer keeps of each that it trains: Adam 2, the paper's RMSProp 1."""
+
+    measure: bool = False
+    """Measures the seconds of each layer here, and takes them for those on the first device."""
+
+    def problems(self) -> Iterator[str]:
+        """A line for each option that cannot be, as far as that is known without the network."""
+        if self.model not in EXAMPLES and ":" not in self.model:
+            yield f"{self.model} is no network of gpipe.models ({', '.join(EXAMPLES)}), and no MODULE:FUNCTION"
+        for name in ("batch", "partitions", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"--{name.replace('_', '-')} is {value}: choose 1 or more"
+        if self.micro_batches and self.batch > 0 and self.batch % self.micro_batches:
+            yield f"--micro-batches is {self.micro_batches}: choose a number that divides --batch {self.batch}"
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            yield f"--schedule is {self.schedule}: choose one of {', '.join(SCHEDULES)}"
+        for one in self.size:
+            if not one.partition("=")[2].isdecimal():
+                yield f"--size has {one}: write NAME=NUMBER, as layers=18"
+        if self.size and ":" in self.model:
+            yield "--size is for the networks of gpipe.models; leave it to your function"
+        for text in self.devices:
+            try:
+                parse_devices(text)
+            except ValueError as error:
+                yield f"--devices: {error}"
+
+    @property
+    def fleet(self) -> list[Device]:
+        """All devices."""
+        return [device for text in self.devices for device in parse_devices(text)]
+
+
+def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> None:
+    """Finds the fastest way to train a network on devices, without them."""
+    with ending_by_mistakes():
+        if problems := list(options.problems()):
+            raise ValueError("\n".join(problems))
+        import gpipe  # torch loads here, so that mistakes are told at once
+
+        network = _network(options)
+        found = gpipe.find_plan(
+            network.model,
+            network.sample,
+            options.fleet,
+            options.batch,
+            partitions=options.partitions,
+            micro_batches=options.micro_batches,
+            schedule=options.schedule,
+            measure=options.measure,
+            optimizer_numbers=options.optimizer_numbers,
+        )
+    print(found.explain())
+
+
+def _network(options: PlanOptions) -> Network:
+    if ":" in options.model:
+        return Network(*_own(options.model)())
+    import torch
+
+    from gpipe import models
+
+    sizes = SIZES[options.model] | {
+        name: int(number) for name, _, number in (one.partition("=") for one in options.size)
+    }
+    example = torch.zeros(SAMPLE_ROWS, *EXAMPLES[options.model])
+    try:
+        with torch.device("cpu" if options.measure else "meta"):
+            layers = getattr(models, options.model)(**sizes)
+    except TypeError as error:
+        raise ValueError(f"--size: {error}") from None
+    return Network(layers, example.long() if options.model == "transformer_lm" else example)
+
+
+def _own(where: str) -> Callable[[], Any]:
+    """The user's function."""
+    module, _, name = where.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise ValueError(f"{module} has no {name}; give MODULE:FUNCTION") from None
+    return found

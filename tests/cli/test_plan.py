@@ -1,0 +1,77 @@
+"""`gpipe plan`, which plans a network by name or by a function of the user's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe.cli.main import main
+from gpipe.plan.search.device import PRESETS
+
+SMALL = ("--size", "layers=2", "model_dim=64", "ffn_dim=64", "heads=2", "vocab=50", "--batch", "8")
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_network_by_name_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "transformer_lm", *SMALL, "--devices", "2xtpuv2", "1x16x9.3x12", "-k", "2"])
+    out = capsys.readouterr().out
+    assert out.startswith("K=2 M=")
+    assert "rank 1 (tpuv2): " in out
+    assert "rejected, slower" in out
+
+
+def test_a_function_of_the_users_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "import torch\ndef net():\n    return [torch.nn.Linear(4, 4)] , torch.ones(4, 4)\n"
+    (tmp_path / "own_net.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    main(["plan", "own_net:net", "--devices", "t4", "--batch", "4"])
+    assert "rank 0 (t4): 0, remat never" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["resnet"], "resnet is no network of gpipe.models (amoebanet_d,"),
+        (["unet", "--batch", "0"], "--batch is 0: choose 1 or more"),
+        (["unet", "--batch", "8", "-m", "3"], "--micro-batches is 3: choose a number that divides --batch 8"),
+        (["unet", "--schedule", "zbv"], "--schedule is zbv: choose one of gpipe, 1f1b"),
+        (["unet", "--size", "b"], "--size has b: write NAME=NUMBER"),
+        (["unet", "--devices", "4xtpu"], "'4xtpu' is no devices; give COUNTxPRESET"),
+        (["unet", "--size", "depth=3"], "--size: "),
+        (["a:b", "--size", "b=1"], "--size is for the networks of gpipe.models"),
+        (["unet", "-k", "9"], "partitions=9; give numbers from 1 to 4"),
+        (["gpipe:nothing"], "nothing"),
+        (["transformer_lm", *SMALL, "--devices", "1x0.00001x1x1"], "nothing fits"),
+    ],
+)
+def test_what_cannot_be_ends_with_status_2_and_what_to_do(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert ended.value.code == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_lists_the_presets_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert all(name in " ".join(out.replace("│", " ").split()) for name in PRESETS)
+
+
+def test_a_mistake_is_told_without_torch() -> None:
+    code = (
+        "import sys\nfrom gpipe.cli.main import main\n"
+        "try: main(['plan', 'resnet'])\nexcept SystemExit: assert 'torch' not in sys.modules; print('quick')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "quick\n"
