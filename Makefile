@@ -5,7 +5,7 @@ PLAN_VENV := .venv-plan
 .PHONY: demo quick test soak test-processors families lint test-plan docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
-	$(VENV)/bin/gpipe train digits
+	$(VENV)/bin/gpipe train digits --plan auto
 
 quick: $(VENV)/.ready  ## Pass the tests that one runs while working: under two minutes.
 	$(PYTHON) -m pytest -q -n 2 --quick

@@ -613,9 +613,15 @@ def test_operations_are_counted_without_hooks_on_what_modules_take() -> None:
     told = {modes.ATTENTION_ON_CPU: "forward", modes.ATTENTION_ON_CPU_BACKWARD: "backward"}
     with relied_on("ATTENTION_ON_CPU", "counts what attention costs"):
         seen: list[str] = []
-        formulas = {
-            kind: lambda *_, name=name, **__: len(seen) + bool(seen.append(name)) for kind, name in told.items()
-        }
+
+        def noting(name: str) -> Callable[..., int]:
+            def note(*_: Any, **__: Any) -> int:
+                seen.append(name)
+                return len(seen)
+
+            return note
+
+        formulas = {kind: noting(name) for kind, name in told.items()}
         with modes.flop_counter(formulas):
             F.scaled_dot_product_attention(heads, heads, heads).sum().backward()
         assert seen == ["forward", "backward"]

@@ -1,7 +1,9 @@
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -101,6 +103,29 @@ def test_the_plain_loop_is_timed_on_layers_of_its_own(few: Digits) -> None:
     assert seconds > 0
     assert len(made) == 1
     assert (torch.get_num_threads(), torch.equal(torch.get_rng_state(), state)) == (threads, True)
+
+
+@pytest.mark.slow
+def test_a_plan_that_was_measured_prints_the_losses_of_the_paper(few: Digits, tmp_path: Path) -> None:
+    paper = train(replace(OPTIONS, paper=True, out=tmp_path / "paper"), few)[1]
+    planned = job.prepare(replace(OPTIONS, plan="auto", out=tmp_path / "auto"), Recipe(batch_size=8), few)
+    file = io.StringIO()
+    job.run(planned, Console(file=file, width=80))
+    assert losses(file.getvalue()) == losses(paper)
+    assert "planned for this machine" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"plan": "auto", "schedule": "1f1b"}, "--plan auto chooses --schedule itself"),
+        ({"paper": True, "remat": "never"}, "leave --remat out, or --paper"),
+        ({"paper": True, "plan": "auto"}, "leave --plan out, or --paper"),
+    ],
+)
+def test_what_a_plan_says_cannot_be_said_beside_it(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        replace(OPTIONS, **changes).check()
 
 
 def test_options_that_cannot_be_leave_no_folder(few: Digits, tmp_path: Path) -> None:

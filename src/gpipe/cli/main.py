@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 from gpipe.cli.ending import ending_by_interrupt
-from gpipe.cli.report import report
 from gpipe.cli.plan import plan
+from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
 from gpipe.cli.train import train
 

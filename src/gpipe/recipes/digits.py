@@ -9,10 +9,12 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from safetensors.torch import save
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
@@ -25,7 +27,7 @@ from gpipe.recipes.options import TrainOptions
 from gpipe.recipes.plain import measure_plain_step, one_thread
 from gpipe.recipes.progress import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.recipe import Recipe
-from gpipe.recipes.world import World
+from gpipe.recipes.world import World, of_first
 from gpipe.report import Report, report_json
 from gpipe.report.stored import NAME
 
@@ -53,8 +55,14 @@ class Job:
         return (
             f"AmoebaNet-D ({o.layers}, {o.filters}), {self.pipe.partitions} partitions, "
             f"{f'{replicas} replicas, ' if replicas > 1 else ''}"
-            f"{o.micro_batches} micro-batches, schedule {o.schedule}, remat {o.remat.replace('_', ' ')}"
+            f"{o.micro_batches} micro-batches, {self._how_in_words}"
         )
+
+    @property
+    def _how_in_words(self) -> str:
+        if self.options.plan is not None:
+            return "planned for this machine"
+        return f"schedule {self.options.schedule}, remat {self.options.remat.replace('_', ' ')}"
 
     @property
     def checkpoints(self) -> Path:
@@ -122,22 +130,34 @@ def prepare(
         torch.default_generator.manual_seed(options.seed)
         layers = amoebanet_d(options.layers, options.filters, CLASSES)
     replicas = _replicas(options.partitions, world)
+    sample = digits.train.images[: recipe.batch_size // replicas]
     pipe = gpipe.GPipe(
         layers,
-        options.partitions,
-        options.micro_batches // replicas,
+        micro_batches=options.micro_batches // replicas,
         costs=costs,
-        sample=None if costs else digits.train.images[: recipe.batch_size // replicas],
-        schedule=options.schedule,
-        remat=options.remat,
+        sample=None if costs else sample,
         seed=options.seed,
         intra_op_threads=1,
         driver="process" if world.launched else None,
+        **_how(options, layers, sample, world),
     )
     options.out.mkdir(parents=True, exist_ok=True)
     optimizer = recipe.optimizer(pipe.parameters())
     job = Job(options, recipe, digits, pipe, optimizer, Progress(), world)
     return replace(job, progress=_begin(job))
+
+
+def _how(options: TrainOptions, layers: Sequence[nn.Module], sample: Tensor, world: World) -> dict[str, Any]:
+    """The partitions, and what is done in which order: as the options say, or as is fastest on this machine."""
+    assert options.partitions is not None
+    if options.plan is None:
+        return {"partitions": options.partitions, "schedule": options.schedule, "remat": options.remat}
+    k, m = options.partitions, options.micro_batches // _replicas(options.partitions, world)
+    with one_thread():
+        plan = of_first(
+            world, lambda: gpipe.find_plan(layers, sample, k, partitions=k, micro_batches=m, measure=True)
+        )
+    return {"plan": plan}
 
 
 def _replicas(partitions: int, world: World) -> int:

@@ -35,6 +35,13 @@ class TrainOptions:
     """The order of the work, and how many stages each partition is: see `gpipe schedule`. Losses do not depend on
     it."""
 
+    plan: Literal["auto"] | None = None
+    """auto: cuts, schedule and remat are those of the fastest plan for this machine, found by measuring the layers in
+    its first seconds, in place of --schedule and --remat. Losses do not depend on it."""
+
+    paper: bool = False
+    """Trains as the paper does: fill-drain with remat always, which are the defaults too; refuses anything else."""
+
     layers: int = 3
     """How many normal cells AmoebaNet-D has; 6 more layers (stem, reductions, head) stand around them."""
 
@@ -99,8 +106,18 @@ class TrainOptions:
                 f"--partitions is {self.partitions}{stages}, but --layers {self.layers} makes {self.layers + 6} "
                 f"layers: choose {(self.layers + 6) // each} or fewer partitions, or more layers"
             )
+        if self.plan is not None and self._other_than_paper:
+            yield f"--plan {self.plan} chooses {', '.join(self._other_than_paper)} itself: leave them out, or --plan"
+        if self.paper and (other := [*self._other_than_paper, *(["--plan"] if self.plan else [])]):
+            yield f"--paper is --schedule gpipe --remat always: leave {', '.join(other)} out, or --paper"
         if self.out.exists() and not self.out.is_dir():
             yield f"--out is {self.out}, a file: choose a folder"
+
+    @property
+    def _other_than_paper(self) -> list[str]:
+        """The options that are not as the paper has them."""
+        said = {"--schedule": self.schedule != "gpipe", "--remat": self.remat != "always"}
+        return [name for name, is_other in said.items() if is_other]
 
     def _problems_of_processes(self, processes: int) -> Iterator[str]:
         assert self.partitions is not None

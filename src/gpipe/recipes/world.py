@@ -6,15 +6,17 @@ import os
 import socket
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
 
+T = TypeVar("T")
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, or another launcher, sets in the environment of each process."""
 TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
@@ -87,6 +89,15 @@ def joined(world: World) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def of_first(world: World, make: Callable[[], T]) -> T:
+    """What rank 0 makes, in every process."""
+    if not world.launched:
+        return make()
+    told = [make() if not world.rank else None]
+    dist.broadcast_object_list(told)
+    return told[0]  # type: ignore[return-value]  # it has come
 
 
 def _find_interface(address: str) -> str | None:
