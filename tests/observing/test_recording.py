@@ -1,7 +1,9 @@
 """`gpipe.record` from a user's script: the wall time in parts, a sentence, files."""
 
+import gc
 import json
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +160,65 @@ def test_every_optimizer_hook_is_gone_behind_it() -> None:
         share = recording.breakdown().seconds
         optimizer.step()
         assert recording.breakdown().seconds == share
+
+
+def test_a_slow_stage_that_no_cut_mends_is_named_too() -> None:
+    seconds = [0.03, 0.01, 0.01]
+    with slow(seconds, 3) as pipe, gpipe.record(pipe) as recording:
+        for _ in range(3):
+            pipe.step(X, Y, squares)
+    assert recording.explain().startswith("Stage 0 takes")
+    assert "no cuts are better" in recording.explain()
+
+
+def test_an_optimizer_that_steps_another_inside_is_one_update() -> None:
+    class Slower(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            time.sleep(0.05)
+            return super().step(closure)
+
+    with slow([0.0, 0.0], 2) as pipe, gpipe.record(pipe) as recording:
+        optimizer = Slower(pipe.parameters())
+        torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()
+        pipe.step(X, Y, squares)
+        optimizer.step()
+    found = recording.breakdown()
+    assert found.shares["weight update"] * found.seconds >= 0.05
+
+
+def test_a_step_that_fails_is_between_steps() -> None:
+    def fails(*_: Tensor) -> Tensor:
+        time.sleep(0.1)
+        raise ZeroDivisionError
+
+    with slow([0.0, 0.0], 2) as pipe, gpipe.record(pipe) as recording:
+        pipe.step(X, Y, squares)
+        with pytest.raises(ZeroDivisionError):
+            pipe.step(X, Y, fails)
+        pipe.step(X, Y, squares)
+    found = recording.breakdown()
+    assert found.shares["between steps"] * found.seconds * found.steps >= 0.1
+
+
+def test_a_recording_that_is_never_stopped_keeps_no_pipe_alive() -> None:
+    pipe = slow([0.0, 0.0], 2, driver="lockstep")
+    recording = gpipe.record(pipe)
+    pipe.step(X, Y, squares)
+    alive = weakref.ref(pipe)
+    del pipe, recording
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "3"])
+def test_keep_is_a_number_of_steps(keep: Any) -> None:
+    with slow([0.0, 0.0], 2) as pipe, pytest.raises(ValueError, match="keep="):
+        gpipe.record(pipe, keep=keep)
+
+
+def test_a_stopped_recording_is_not_begun_again() -> None:
+    with slow([0.0, 0.0], 2) as pipe:
+        recording = gpipe.record(pipe)
+        recording.stop()
+        with pytest.raises(ValueError, match="has been stopped"), recording:
+            pass

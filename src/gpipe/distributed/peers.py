@@ -31,6 +31,9 @@ from gpipe.values.messages import Control, Label
 from gpipe.values.tree import Tree
 
 logger = logging.getLogger("gpipe")
+NOT_RECORDED = (
+    "this step is not in the recording, since rank {ranks} does not record: gpipe.record(pipe) in every process"
+)
 
 
 class Peers:
@@ -115,7 +118,11 @@ class LinkedPeers(Peers):
         every = self.net.agree((told, seconds, None if recorder is None else _timeline_text(recorder)))
         run.settle()
         texts = [text for _, _, text in every]
-        if recorder is not None and None not in texts:
+        silent = [rank for rank, text in enumerate(texts) if text is None]
+        if recorder is not None and silent:
+            recorder.forget()
+            logger.warning(NOT_RECORDED.format(ranks=", ".join(map(str, silent))))
+        elif recorder is not None:
             recorder.join(self.net.rank, [_read_timeline(rank, text) for rank, text in enumerate(texts)])
         if trains and not self.net.rank:
             for finding in self.stragglers.note([float(theirs) for _, theirs, _ in every]):

@@ -13,6 +13,8 @@ from gpipe.plan.program import Program
 from gpipe.plan.simulate import simulate
 from gpipe.plan.timeline import Timeline
 
+TINY = 1e-3
+"""Seconds of a forward below which half of it does not take half as long."""
 WORTH, MUCH = 1.02, 1.05
 """Gains below which nothing is advised, and from which on a free remedy comes before those that cost something."""
 SOME, APART = 0.2, 0.1
@@ -117,7 +119,9 @@ def _by_simulation(seen: Seen) -> Iterator[Advice]:
     )
     bubble = seen.found.shares["bubble"]
     gain, more = 1 / (1 - bubble / 2), 2 * program.micro_batches
-    if program.ranks > 1:
+    forward = fmean(cost.forward for cost in costs)
+    recomputes = any(action.kind is Kind.RECOMPUTE for action in program.actions)
+    if program.ranks > 1 and forward > TINY and (recomputes or program.micro_batches > 1):  # one is not recomputed
         yield Advice(
             gain,
             f"The bubble takes {bubble:.1%} of the time: micro_batches={more} would halve it and give {gain:.2f} x, "
@@ -130,18 +134,21 @@ def _other_cuts(seen: Seen, program: Program, costs: Costs, wall: float, now: fl
     stages, cuts = seen.found.stage_seconds, seen.partition
     layers, of_layer = _spread(cuts, stages)
     found = partition(layers, len(stages), balance="minmax")
+    slowest = max(range(len(stages)), key=stages.__getitem__)
+    longer = f"Stage {slowest} takes {stages[slowest] / fmean(stages) - 1:.0%} longer than the mean stage"
     if found.layers == cuts.layers:
+        even = [_scaled(cost, fmean(stages) / (own or 1.0)) for cost, own in zip(costs, stages, strict=True)]
+        gain = wall / (wall - now + simulate(program, even).timeline.seconds)
+        yield Advice(gain, f"{longer}, and no cuts are better: lighter layers in it would give up to {gain:.2f} x")
         return
     moved = [
         _sum([_scaled(costs[of_layer[at]], layers[at] / (stages[of_layer[at]] or 1.0)) for at in range(first, end)])
         for first, end in found.bounds
     ]
     gain = wall / (wall - now + simulate(program, moved).timeline.seconds)
-    slowest = max(range(len(stages)), key=stages.__getitem__)
     yield Advice(
         gain,
-        f"Stage {slowest} takes {stages[slowest] / fmean(stages) - 1:.0%} longer than the mean stage: "
-        f"partitions={list(found.layers)} in place of {list(cuts.layers)} would give {gain:.2f} x",
+        f"{longer}: partitions={list(found.layers)} in place of {list(cuts.layers)} would give {gain:.2f} x",
     )
 
 
@@ -192,7 +199,8 @@ def _parts(cost: StageCost) -> tuple[float, ...]:
 REMEDIES: Mapping[str, str] = {
     "data": "Making mini-batches ready takes {share:.1%} of the time: in worker processes "
     "(DataLoader(num_workers=...)), or ahead of time, it would give up to {gain:.2f} x",
-    "weight update": "The optimizer takes {share:.1%} of the time: a fused or foreach one would give up to "
+    "weight update": "The optimizer takes {share:.1%} of the time: threads of torch's that fight for cores "
+    "(torch.set_num_threads), or many small operations (fused=True, foreach=True); all of it gone would give "
     "{gain:.2f} x",
     "communication": "Messages that ranks wait for take {share:.1%} of the time: cuts where less crosses, or a "
     "faster link, would give up to {gain:.2f} x",
@@ -200,8 +208,8 @@ REMEDIES: Mapping[str, str] = {
     "would give up to {gain:.2f} x",
     "host": "What gpipe does around the pipeline takes {share:.1%} of the time: larger mini-batches would give up to "
     "{gain:.2f} x",
-    "between steps": "What happens between steps takes {share:.1%} of the time: if it is data, iterate over "
-    "recording.loading(loader) to see how much, and load ahead; all of it gone would give {gain:.2f} x",
+    "between steps": "Your own code between steps takes {share:.1%} of the time: metrics, logging, loss.item(), or "
+    "data, of which recording.loading(loader) says how much; all of it gone would give {gain:.2f} x",
 }
 ONE_THREAD = (
     "All ranks run in one thread (driver='lockstep'), one after the other: driver='threads' would give up to "

@@ -60,14 +60,15 @@ class Breakdown:
     busy, by rank: 80%, 80%
 
     Attributes:
-        seconds: The wall time of a step, in the mean.
-        steps: How many there were.
+        seconds: The wall time of a step, in the mean, with what follows until the next.
+        steps: How many runs there were: a `step` is one, a call is one and its backward another.
         shares: What of the wall time went to each part, in the mean over ranks; they sum to 1.
         bubble: The parts of the bubble: filling, draining, and stalls between; they sum to its share.
         theory: The idle share of the pipeline by the table alone, if all stages are equal; of fill-drain it is the
             paper's (K-1)/(M+K-1).
         busy: By rank, the share of the wall time in which it did what is in the table.
-        waited_for: By stage, the share of the wall time that a rank spent waiting for it, in the mean over ranks.
+        waited_for: By stage, the share of the wall time that ranks spent until it had done what they needed next, in
+            the mean over ranks. It may itself have waited for another.
         stage_seconds: By stage, what one micro-batch takes, recompute and backward included.
     """
 

@@ -1,6 +1,7 @@
 """`gpipe.record`: what each rank did when, where the time went, and what to change."""
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -59,12 +60,21 @@ class Recording(Recorder):
         self._pipe, self._before = pipe, pipe.recorder
         self._updates: deque[Interval] = deque(maxlen=keep)
         self._loads: deque[Interval] = deque(maxlen=keep)
-        self._update_began = 0.0
+        self._begun: list[float] = []  # updates: one optimizer may step another inside
         self._meter = Meter()
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._begin_update),
-            register_optimizer_step_post_hook(self._end_update),
-        ]
+        own = weakref.ref(self)  # the hooks are torch's, of all optimizers: they are not to keep the pipe alive
+
+        def before(*_: Any) -> None:
+            if (recording := own()) is not None:
+                recording._begin_update()
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (recording := own()) is not None:
+                recording._end_update(optimizer)
+
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove)
         pipe.recorder = self
 
     def stop(self) -> None:
@@ -77,6 +87,8 @@ class Recording(Recorder):
         self._meter.stop()
 
     def __enter__(self) -> Self:
+        if not self._hooks:
+            raise ValueError("this recording has been stopped; gpipe.record(pipe) makes another")
         return self
 
     def __exit__(
@@ -224,19 +236,22 @@ class Recording(Recorder):
         """What other processes used; of several processes of a pipe that is not known."""
         return self._meter.others() if self._pipe.team.position is None else None
 
-    def _begin_update(self, *_: Any) -> None:
-        self._update_began = time.perf_counter()
+    def _begin_update(self) -> None:
+        self._begun.append(time.perf_counter())
 
-    def _end_update(self, optimizer: Optimizer, *_: Any) -> None:
-        self._updates.append((self._update_began, time.perf_counter()))
+    def _end_update(self, optimizer: Optimizer) -> None:
+        start = self._begun.pop() if self._begun else time.perf_counter()
         self._states[id(optimizer)] = optimizer.state
+        if not self._begun:
+            self._updates.append((start, time.perf_counter()))
 
 
 def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
     """Records what each rank does when, from now on; inside of a `with`, or until `stop()`.
 
     It costs two readings of a clock for each action, and nothing once it has stopped. In several processes all
-    record at once, and each has the timelines of all.
+    record at once, and each has the timelines of all. A recording that begins while another is on has the steps from
+    then on, until it stops; the other goes on behind it.
 
     Args:
         pipe: Whose steps and calls.
@@ -245,6 +260,7 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
 
     Raises:
         TypeError: It is no pipe.
+        ValueError: `keep` is no number of steps.
 
     Example:
         >>> import torch, gpipe
@@ -258,4 +274,6 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep={keep!r}: how many of the last steps are kept, 1 or more")
     return Recording(pipe, keep, memory=memory)

@@ -53,12 +53,10 @@ class Recorder:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Notes when the caller is inside."""
+        """Notes when the caller is inside, if it ends well: what fails is none of a step's time."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.inside.append((start, time.perf_counter()))
+        yield
+        self.inside.append((start, time.perf_counter()))
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
         """Begins a run on the stream of each rank that runs here."""
@@ -102,7 +100,13 @@ class Recorder:
         spans = sorted(chain(*(timeline.spans for timeline in moved)), key=lambda span: (span.start, span.rank))
         seconds = max(start - first + timeline.seconds for start, timeline in zip(starts, moved, strict=True))
         last = self.runs.pop()
-        self.runs.append(Run(Timeline(len(every), tuple(spans), seconds), (first, last.when[1])))
+        self.runs.append(
+            Run(Timeline(len(every), tuple(spans), seconds), (first, max(last.when[1], first + seconds)))
+        )
+
+    def forget(self) -> None:
+        """Forgets the last run: others were in it that do not record."""
+        self.runs.pop()
 
     def end(self) -> None:
         """Ends a run, and adds its timeline."""
