@@ -25,6 +25,7 @@ costs = st.builds(
     send_gradient=st.none() | numbers,
     boundary=st.integers(0, 9),
     inside=st.integers(0, 9),
+    working=st.integers(0, 9),
     state=st.integers(0, 9),
 )
 

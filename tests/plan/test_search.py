@@ -30,7 +30,8 @@ def profiles(draw: st.DrawFn, most: int = 5) -> Profile:
             backward=draw(st.builds(Line, st.just(1.0), st.integers(0, 9).map(float))),
             boundary=draw(lines),
             inside=draw(lines),
-            keeps_input=Line(),
+            keeps_input=draw(lines),
+            working=draw(lines),
             state=float(draw(st.integers(0, 20))),
             popped=((0, Line(1.0)),) if at == most - 1 else (),
         )

@@ -35,6 +35,7 @@ class LayerCounts:
     boundary: float = 0.0
     inside: float = 0.0
     keeps_input: float = 0.0
+    working: float = 0.0
     popped: dict[int, float] = field(default_factory=dict)
 
 
@@ -77,6 +78,7 @@ def profile_layers(
                 boundary=_line({rows: each.boundary for rows, each in counts.items()}),
                 inside=_line({rows: each.inside for rows, each in counts.items()}),
                 keeps_input=_line({rows: each.keeps_input for rows, each in counts.items()}),
+                working=_line({rows: each.working for rows, each in counts.items()}),
                 state=_state(layer, optimizer_numbers),
                 popped=tuple(
                     (source, _line({rows: each.popped[source] for rows, each in counts.items()}))
@@ -189,6 +191,8 @@ class _Run:
             found.backward = counter.get_total_flops() - found.forward
         found.keeps_input = _bytes({at: storage for at, storage in saved.items() if at in entering})
         found.inside = _bytes(saved) - found.keeps_input
+        largest = max((p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad), default=0)
+        found.working = found.boundary + _bytes(_storages(tensors_in(output[0]))) + largest
         self._kept |= saved
         self.counts.append(found)
         for name, tensor in output[1].items():

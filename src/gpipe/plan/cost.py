@@ -11,8 +11,9 @@ from gpipe.plan.action import Action, Kind
 class StageCost:
     """What one micro-batch costs at one stage, in seconds and bytes; a tie or reduction, what a mini-batch does.
 
-    `inside` is what a forward keeps for the backward of its own stage; `boundary` what crosses into the stage;
-    `state` the weights, gradients and optimizer state, whatever the micro-batches.
+    `inside` is what a forward keeps for the backward of its own stage, `working` what that backward needs beside it;
+    `boundary` what crosses into the stage; `state` the weights, gradients and optimizer state, whatever the
+    micro-batches.
 
     >>> from gpipe.plan.action import parse_action
     >>> seconds(parse_action("0R3"), [StageCost(forward=0.01, backward=0.02)])
@@ -30,6 +31,7 @@ class StageCost:
     reduce: float = 0.0  # averaging the gradients of the stage over replicas
     boundary: int = 0
     inside: int = 0
+    working: int = 0
     state: int = 0
 
 

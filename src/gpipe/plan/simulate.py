@@ -71,6 +71,8 @@ def _peak_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
             cost = costs[action.stage]
             if action.kind is Kind.FORWARD:  # what it makes inside lives at least until it ends
                 peak = max(peak, held + cost.boundary + cost.inside)
+            if action.kind in BACKWARDS:
+                peak = max(peak, held + cost.working)
             held += _kept(action, cost, program)
             peak = max(peak, held)
         peaks.append(peak)

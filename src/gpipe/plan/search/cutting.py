@@ -131,10 +131,11 @@ def _memory(trial: Trial) -> Memory:
     """What the stages hold with all recomputed; one that begins with a layer holds what comes into it twice here."""
     each, stages = trial.shape.stages_per_rank, range(trial.shape.stages)
     layers = trial.sized.layers
+    working = max(layer.working.at(trial.sized.rows) for layer in layers)
     return Memory(
         state=[layer.state for layer in layers],
         boundary=[trial.sized.entering(at, at + 1) for at in range(len(layers))],
         inside=trial.sized.kept,
-        limits=[trial.devices[rank].memory / each for rank in trial.program.rank_of],
+        limits=[trial.devices[rank].memory / each - working for rank in trial.program.rank_of],
         in_flight=[trial.rehearsal.in_flight(stage) for stage in stages],
     )

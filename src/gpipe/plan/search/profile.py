@@ -40,6 +40,7 @@ class LayerProfile:
         boundary: Bytes that the main line brings to it.
         inside: Bytes that its forward keeps for its backward, beside what came in.
         keeps_input: Bytes of what came in that it keeps, and the layer before does not.
+        working: Bytes that its backward needs beside: gradients of what it gave and took, and of its largest weight.
         state: Bytes of its weights, gradients and optimizer.
         popped: By the index of the layer that stashed it, bytes that come in by a skip connection.
     """
@@ -50,6 +51,7 @@ class LayerProfile:
     boundary: Line = NOTHING
     inside: Line = NOTHING
     keeps_input: Line = NOTHING
+    working: Line = NOTHING
     state: float = 0.0
     popped: tuple[tuple[int, Line], ...] = ()
 
@@ -123,6 +125,14 @@ class SizedProfile:
         skips = {source: line.at(self.rows) for layer in self.layers[first:end] for source, line in layer.popped}
         return self.boundary[first] + sum(size for source, size in skips.items() if source < first)
 
+    def working(self, first: int, end: int) -> float:
+        """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then."""
+        most = gone = 0.0
+        for layer in range(end - 1, first - 1, -1):
+            most = max(most, self.layers[layer].working.at(self.rows) - gone)
+            gone += self.kept[layer]
+        return most
+
     def cost(self, first: int, end: int, speed: float) -> StageCost:
         """What a stage of the layers from `first` to before `end` costs, but for its messages."""
         pairs = zip(self._before[first], self._before[end], strict=True)
@@ -132,6 +142,7 @@ class SizedProfile:
             backward / speed,
             boundary=round(self.entering(first, end)),
             inside=round(kept - self.layers[first].keeps_input.at(self.rows)),
+            working=round(self.working(first, end)),
             state=round(state),
         )
 

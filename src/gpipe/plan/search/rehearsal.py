@@ -95,16 +95,16 @@ class Rehearsal:
     def peak(self, rank: int, costs: Sequence[StageCost], remat: tuple[Remat, ...]) -> int:
         """The most bytes that a rank holds, if its stages have this remat, each its own."""
         own = [costs[stage] for stage in self.stages_of[rank]]
-        sizes = [size for cost in own for size in (cost.boundary, cost.inside)]
+        sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working)]
         return sum(cost.state for cost in own) + int((self.held(rank, remat) @ sizes).max())
 
     def _held(self, rank: int, remat: tuple[Remat, ...]) -> Counts:
-        """During each action of a rank, of each of its stages, how many boundaries and how many insides it holds."""
+        """During each action of a rank, of each of its stages, how many boundaries, insides and workings it holds."""
         stages = zip(self.stages_of[rank], remat, strict=True)
         return np.stack([counts for own in stages for counts in self._held_by(*own)], axis=1)
 
-    def _held_by_stage(self, stage: int, remat: Remat) -> tuple[Counts, Counts]:
-        """During each action of its rank, how many boundaries and how many insides of a stage are held.
+    def _held_by_stage(self, stage: int, remat: Remat) -> tuple[Counts, Counts, Counts]:
+        """During each action of its rank, how many boundaries, insides and workings of a stage are held.
 
         What a forward makes inside lives at least until it ends.
         """
@@ -113,15 +113,16 @@ class Rehearsal:
         forward = own & [action.kind is Kind.FORWARD for action in row]
         ends = own & [action.kind in ENDS for action in row]
         redone = np.array([(action.stage, action.micro_batch) in again for action in row])
-        backward = own & redone & [action.kind in BACKWARDS for action in row]
+        working = own & [action.kind in BACKWARDS for action in row]
+        backward = working & redone
         boundaries = _during(forward, forward.astype(int) - ends)
         insides = _during(forward | backward, (forward & ~redone).astype(int) + backward - ends)
-        return boundaries, insides
+        return boundaries, insides, working.astype(int)
 
     def in_flight(self, stage: int) -> int:
         """The most micro-batches of which a stage keeps something at once."""
         rank = self.program.rank_of[stage]
-        at = 2 * self.stages_of[rank].index(stage)
+        at = 3 * self.stages_of[rank].index(stage)
         return int(self.held(rank, ("never",) * len(self.stages_of[rank]))[:, at].max())
 
 

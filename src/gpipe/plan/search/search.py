@@ -18,7 +18,7 @@ from gpipe.plan.search.shapes import Choices, Shape, least_seconds, likely_secon
 from gpipe.plan.search.trial import Settled, Trial
 
 ANYTHING = Choices()
-MOST_ACTIONS = 60_000
+MOST_ACTIONS = 40_000
 """In all tables that fit and have many cuts."""
 
 
