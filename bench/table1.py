@@ -181,8 +181,8 @@ def main() -> None:
         describe(facts()),
         table(["Transformer, 16 GiB", "paper L", "L here", "state GiB, paper / here", "activations GiB"], rows),
         table(["AmoebaNet-D, 8 GiB", "(L, D)", "state GB, paper / here", "activations GB, paper / here"], nets),
-        "Activations here are what the plan keeps: as much as fits, to recompute less. Attention is fused, so that its scores "
-        "are never kept, and more layers fit than in the paper; without a pipeline AmoebaNet-D (18, 208) would not fit.",
+        "Activations here are what the plan keeps: as much as fits, to recompute less. Attention is fused here, its "
+        "scores are never kept, and more layers fit than in the paper. Naive-1 of AmoebaNet-D does not fit here.",
         f"1663 layers on 128 devices, any schedule, M and number of ranks: planned in {planning:.1f} s of a core.",
     ]
     data = {"facts": facts(), "transformer": transformers, "amoebanet": amoebanets, "planning_seconds": planning}
