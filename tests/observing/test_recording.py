@@ -122,7 +122,8 @@ def test_files_by_suffix(tmp_path: Path) -> None:
         events = json.loads(recording.save(tmp_path / "steps.json").read_text())["traceEvents"]
         assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {0, 1, 2}
         assert "step 1: " in recording.save(tmp_path / "steps.html").read_text(encoding="utf-8")
-        assert read_report(report_json(recording.report("three"))) == recording.report("three")
+        report = recording.report("three")
+        assert read_report(report_json(report)) == report
         with pytest.raises(ValueError, match=r"suffix '\.png'"):
             recording.save(tmp_path / "step.png")
 

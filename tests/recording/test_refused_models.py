@@ -1,8 +1,10 @@
 """What cannot be computed in parts to the same bits is refused, with what it is, where, and what to do."""
 
+import contextvars
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -558,3 +560,78 @@ def test_a_pipe_changes_nothing_of_the_model() -> None:
     assert [*after] == [*before]
     changed = [at for at, some in after.items() if [*map(id, some)] != [*map(id, before[at])]]
     assert not changed
+
+
+class Slotted:
+    """Something that no look at attributes finds a tensor in."""
+
+    __slots__ = ("value",)
+    value: Any
+
+
+HIDDEN = Slotted()
+SEEN: dict[str, float] = {}
+LAST = contextvars.ContextVar[Any]("LAST", default=0)
+WAYS: dict[str, tuple[Callable[[Tensor], object], Callable[[], Any]]] = {
+    "a slot": (lambda x: setattr(HIDDEN, "value", x.detach()), lambda: HIDDEN.value),
+    "a number": (lambda x: SEEN.update(x=x.mean().item()), lambda: SEEN["x"]),
+    "a context": (lambda x: LAST.set(x.detach()), LAST.get),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_what_goes_from_block_to_block_past_the_forward_is_refused(way: str, rows: int) -> None:
+    # One micro-batch after another was proven; in a pipeline a later block took what another micro-batch had left.
+    put, get = WAYS[way]
+
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            put(made)
+            return made.tanh()
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + get()
+
+    class Through(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([First(3, 3), nn.Linear(3, 3), Last(3, 3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    with pytest.raises(ValueError, match="replayed in layers, the Through gives other values than by itself"):
+        gpipe.GPipe(Through(), 2, 1, sample=torch.randn(rows, 3))
+
+
+@dataclass
+class State:
+    """What blocks hand on."""
+
+    x: Tensor
+
+
+def test_blocks_may_be_given_dataclasses() -> None:
+    class Step(nn.Linear):
+        def forward(self, state: State) -> State:  # type: ignore[override]  # whatever a user writes
+            return State(super().forward(state.x).relu())
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Step(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = State(x)
+            for block in self.blocks:
+                state = block(state)
+            return state.x
+
+    model, x = Steps(), torch.randn(4, 3)
+    with gpipe.GPipe(model, 3, 2, sample=x) as pipe:
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.split(2)]))

@@ -52,6 +52,7 @@ def read_loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 class LossReader(TorchFunctionMode):
     """Notes the calls of torch's losses in what runs inside.
 
+    >>> import torch
     >>> calls = []
     >>> with LossReader(calls):
     ...     loss = torch.nn.MSELoss()(torch.ones(2), torch.zeros(2))

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe.layers.stage import Layer, LayerProgress
+from gpipe.layers.stage import Layer, LayerProgress, RngKey
 from gpipe.recording.arguments import Given
 from gpipe.recording.leftovers import refuse_failing_apart, refusing_leftovers
 from gpipe.recording.loss_calls import LossCall
 from gpipe.recording.runs import copied, watched
-from gpipe.recording.trace import KEY, Traced, trace
+from gpipe.recording.trace import KEY, OTHER_KEY, Traced, trace
 from gpipe.replay.dry import Dry, lacks_values
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.layout_log import describe
@@ -22,6 +22,7 @@ from gpipe.replay.structure import Leaves, Structure, take_apart
 from gpipe.replay.visits import visiting
 from gpipe.torch_private.trees import keystr, tree_flatten_with_path
 from gpipe.values.digest import differ, digest
+from gpipe.values.tree import replace_tensors
 
 OTHER_STRUCTURE = (
     "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
@@ -30,9 +31,9 @@ OTHER_STRUCTURE = (
 )
 OTHER_BITS = (
     "replayed in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
-    "on what is not seen there (a cache, a tensor left on a module, a random number): let it be part of what blocks "
-    "are given and return, or name other blocks. Or a block keeps a tensor from call to call as an attribute, of "
-    "which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
+    "on what is not seen there (a cache, a value that one block leaves for another, a random number): let it be part "
+    "of what blocks are given and return, or name other blocks. Or a block keeps a tensor from call to call as an "
+    "attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
 )
 
 
@@ -93,33 +94,77 @@ def _called(parts: Parts, path: Path, given: Given) -> Any:
     return refusing_leftovers(walked, set(parts.opened), type(parts.model).__name__, call, again)
 
 
+class _LayerByLayer:
+    """A model that is replayed one layer after another."""
+
+    def __init__(self, parts: Parts, path: Path, given: Given, key: RngKey, dry: Dry | None = None) -> None:
+        leaves, _ = take_apart(copied((given.args, given.kwargs)))
+        self.parts, self.path, self.key, self.dry = parts, path, key, dry
+        self.values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
+        self.inputs = [None if Tag(-1, at) in self.values else leaf for at, leaf in enumerate(leaves)]
+        self.log = [describe(leaves)]
+        self.skeleton = parts.skeleton()
+        self.device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+    def do(self, index: int) -> Any:
+        """Replays a layer; gives what the model gives, if it is the last."""
+        path = self.path
+        arrived = {tag: self.values[tag] for tag in path.live_before(index)} if index else self.values
+        wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
+        layers = [Layer(index, str(index), self.parts.model)]
+        self.skeleton.refresh()
+        progress = LayerProgress()
+        walk = Replay(
+            self.skeleton, path, layers, arrived, self.log, wanted, self.device, self.key, progress, self.dry
+        )
+        output = walk.go(self.inputs)
+        self.values = dict(walk.made)
+        self.values |= dict.fromkeys(wanted - self.values.keys())
+        return output
+
+
 def _replayed(
     parts: Parts, path: Path, given: Given, dry: Dry | None = None
 ) -> tuple[Leaves, Structure, list[float]]:
-    """What the model gives when each layer is replayed by itself, and the seconds that each takes."""
-    leaves, _ = take_apart(copied((given.args, given.kwargs)))
-    values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
-    inputs = [None if Tag(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
-    log = [describe(leaves)]
-    skeleton = parts.skeleton()
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    """What the model gives when each layer is replayed by itself, and the seconds that each takes.
+
+    Other rows go through the layers in turns with these, as micro-batches do in a pipeline: what a layer left
+    somewhere for a later one is of the others by then.
+    """
+    own = _LayerByLayer(parts, path, given, KEY, dry)
+    other = None if dry is not None else _LayerByLayer(parts, path, _other_rows(given), OTHER_KEY)
     seconds, output = [], None
     for index in range(len(path.starts)):
         start = time.perf_counter()
-        arrived = {tag: values[tag] for tag in path.live_before(index)} if index else values
-        wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
-        layer = Layer(index, str(index), parts.model)
-        skeleton.refresh()
-        walk = Replay(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
         try:
-            output = walk.go(inputs)
+            output = own.do(index)
         except Exception as error:
             refuse_failing_apart(parts.model, error)
             raise
-        values = dict(walk.made)
-        values |= dict.fromkeys(wanted - values.keys())
         seconds.append(time.perf_counter() - start)
+        if other is not None:
+            other = _go_on(other, index)
     return *take_apart(output), seconds
+
+
+def _go_on(other: _LayerByLayer, index: int) -> _LayerByLayer | None:
+    """Replays a layer on other rows, which leaves buffers as they were; None where they cannot take the path."""
+    try:
+        watched(other.parts.model, lambda: other.do(index))
+    except Exception:
+        return None
+    return other
+
+
+def _other_rows(given: Given) -> Given:
+    """Inputs of the same kinds that are others: rows in another order, and real numbers that are smaller."""
+
+    def change(tensor: Tensor) -> Tensor:
+        turned = tensor.roll(1, 0 if len(tensor) > 1 else -1) if tensor.dim() else tensor
+        return (turned.detach() * 0.5).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else turned
+
+    changed: Any = replace_tensors((given.args, given.kwargs), change)
+    return Given(*changed)
 
 
 def _compare(

@@ -1,6 +1,7 @@
 """One call that a model's forward makes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -57,3 +58,5 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
+        elif is_dataclass(value) and not isinstance(value, type):
+            _collect((getattr(value, field.name) for field in fields(value)), found)
