@@ -1,17 +1,19 @@
 """Records a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
 
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.layers.stage import Layer, LayerProgress, RngKey
+from gpipe.layers.stage import Layer, LayerProgress
 from gpipe.recording.arguments import Given
 from gpipe.recording.leftovers import refuse_failing_apart, refusing_leftovers
 from gpipe.recording.loss_calls import LossCall
 from gpipe.recording.runs import copied, watched
-from gpipe.recording.trace import KEY, OTHER_KEY, Traced, trace
+from gpipe.recording.trace import KEY, Traced, trace
+from gpipe.replay.call import Call
 from gpipe.replay.dry import Dry, lacks_values
 from gpipe.replay.errors import CannotSplitError
 from gpipe.replay.layout_log import describe
@@ -22,7 +24,6 @@ from gpipe.replay.structure import Leaves, Structure, take_apart
 from gpipe.replay.visits import visiting
 from gpipe.torch_private.trees import keystr, tree_flatten_with_path
 from gpipe.values.digest import differ, digest
-from gpipe.values.tree import replace_tensors
 
 OTHER_STRUCTURE = (
     "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
@@ -62,7 +63,9 @@ def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded
     if lacks_values(parts.model):
         return _proven_without_values(parts, given, found)
     own, expected = watched(parts.model, lambda: _called(parts, path, given))
-    (leaves, structure, seconds), buffers = watched(parts.model, lambda: _replayed(parts, path, given))
+    (leaves, structure, seconds), buffers = watched(
+        parts.model, lambda: _replayed(parts, path, given, writes=bool(expected))
+    )
     _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
     return Recorded(parts, path, seconds, losses)
 
@@ -94,77 +97,74 @@ def _called(parts: Parts, path: Path, given: Given) -> Any:
     return refusing_leftovers(walked, set(parts.opened), type(parts.model).__name__, call, again)
 
 
-class _LayerByLayer:
-    """A model that is replayed one layer after another."""
+class _Echoing(Replay):
+    """A walk that has each unit run once more behind its event, on other inputs, and forgets what comes of it.
 
-    def __init__(self, parts: Parts, path: Path, given: Given, key: RngKey, dry: Dry | None = None) -> None:
-        leaves, _ = take_apart(copied((given.args, given.kwargs)))
-        self.parts, self.path, self.key, self.dry = parts, path, key, dry
-        self.values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
-        self.inputs = [None if Tag(-1, at) in self.values else leaf for at, leaf in enumerate(leaves)]
-        self.log = [describe(leaves)]
-        self.skeleton = parts.skeleton()
-        self.device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    So does a pipeline, whose micro-batches follow one another: what a block leaves somewhere for a later one is of
+    another by the time it is read.
+    """
 
-    def do(self, index: int) -> Any:
-        """Replays a layer; gives what the model gives, if it is the last."""
-        path = self.path
-        arrived = {tag: self.values[tag] for tag in path.live_before(index)} if index else self.values
-        wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
-        layers = [Layer(index, str(index), self.parts.model)]
-        self.skeleton.refresh()
-        progress = LayerProgress()
-        walk = Replay(
-            self.skeleton, path, layers, arrived, self.log, wanted, self.device, self.key, progress, self.dry
-        )
-        output = walk.go(self.inputs)
-        self.values = dict(walk.made)
-        self.values |= dict.fromkeys(wanted - self.values.keys())
-        return output
+    writes = False  # whether the forward writes buffers, which an echo must not
+
+    def event(self, call: Call) -> Any:
+        """Does an event, and its echo."""
+        is_own = self.begin <= self.at < self.end and call.unit is not None
+        try:
+            return super().event(call)
+        finally:
+            if is_own:
+                self._echo(call)
+
+    def _echo(self, call: Call) -> None:
+        other = call.given(_other)
+        with suppress(Exception):  # it cannot do with them
+            if self.writes and other.unit is not None:
+                watched(other.unit, other.do)
+            else:
+                other.do()
+
+
+def _other(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind that is another: rows in another order, and real numbers that are smaller."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    turned = tensor.roll(1, 0 if len(tensor) > 1 else -1) if tensor.dim() else tensor
+    return (turned.detach() * 0.5).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else turned
 
 
 def _replayed(
-    parts: Parts, path: Path, given: Given, dry: Dry | None = None
+    parts: Parts, path: Path, given: Given, dry: Dry | None = None, *, writes: bool = False
 ) -> tuple[Leaves, Structure, list[float]]:
     """What the model gives when each layer is replayed by itself, and the seconds that each takes.
 
-    Other rows go through the layers in turns with these, as micro-batches do in a pipeline: what a layer left
-    somewhere for a later one is of the others by then.
+    `writes` is whether its forward writes buffers.
     """
-    own = _LayerByLayer(parts, path, given, KEY, dry)
-    other = None if dry is not None else _LayerByLayer(parts, path, _other_rows(given), OTHER_KEY)
+    leaves, _ = take_apart(copied((given.args, given.kwargs)))
+    values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
+    inputs = [None if Tag(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
+    log = [describe(leaves)]
+    skeleton = parts.skeleton()
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     seconds, output = [], None
     for index in range(len(path.starts)):
         start = time.perf_counter()
+        arrived = {tag: values[tag] for tag in path.live_before(index)} if index else values
+        wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
+        layer = Layer(index, str(index), parts.model)
+        skeleton.refresh()
+        kind = _Echoing if dry is None else Replay
+        walk = kind(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
+        if isinstance(walk, _Echoing):
+            walk.writes = writes
         try:
-            output = own.do(index)
+            output = walk.go(inputs)
         except Exception as error:
             refuse_failing_apart(parts.model, error)
             raise
+        values = dict(walk.made)
+        values |= dict.fromkeys(wanted - values.keys())
         seconds.append(time.perf_counter() - start)
-        if other is not None:
-            other = _go_on(other, index)
     return *take_apart(output), seconds
-
-
-def _go_on(other: _LayerByLayer, index: int) -> _LayerByLayer | None:
-    """Replays a layer on other rows, which leaves buffers as they were; None where they cannot take the path."""
-    try:
-        watched(other.parts.model, lambda: other.do(index))
-    except Exception:
-        return None
-    return other
-
-
-def _other_rows(given: Given) -> Given:
-    """Inputs of the same kinds that are others: rows in another order, and real numbers that are smaller."""
-
-    def change(tensor: Tensor) -> Tensor:
-        turned = tensor.roll(1, 0 if len(tensor) > 1 else -1) if tensor.dim() else tensor
-        return (turned.detach() * 0.5).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else turned
-
-    changed: Any = replace_tensors((given.args, given.kwargs), change)
-    return Given(*changed)
 
 
 def _compare(

@@ -24,8 +24,6 @@ from gpipe.torch_private.modules import hooks_of
 
 KEY = RngKey(0, 0, 0)
 """When a sample is, for its random numbers."""
-OTHER_KEY = RngKey(0, 0, 1)
-"""When other rows are."""
 DRAWS = (
     "the forward of the {model} draws from {whose} generator between blocks, and every layer would draw anew. Layers "
     "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from gpipe.torch_private.trees import tree_map_only
 
+PLAIN = frozenset({int, float, bool, str, type(None)})
+"""What most arguments are that hold no tensor."""
+
 
 class Call(NamedTuple):
     """A call of a unit, or of a function of torch between units.
@@ -52,6 +55,8 @@ class Call(NamedTuple):
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for value in values:
+        if type(value) in PLAIN:
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
