@@ -200,9 +200,7 @@ class GPipe(Partitioned):
 
     @property
     def plan(self) -> Prediction:
-        """The partition, the program, and the timeline that they foretell for a training step of M micro-batches.
-
-        The timeline is in seconds if `costs` were measured at construction, else in their own unit.
+        """The partition, the program, and the timeline that they foretell; in seconds if costs were measured.
 
         >>> import gpipe, torch
         >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4, costs=[1, 1, 1, 1])

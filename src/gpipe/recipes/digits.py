@@ -153,11 +153,18 @@ def _how(options: TrainOptions, layers: Sequence[nn.Module], sample: Tensor, wor
     if options.plan is None:
         return {"partitions": options.partitions, "schedule": options.schedule, "remat": options.remat}
     k, m = options.partitions, options.micro_batches // _replicas(options.partitions, world)
+
+    def found() -> dict[str, Any]:
+        plan = gpipe.find_plan(layers, sample, k, partitions=k, micro_batches=m, measure=True)
+        return {
+            "partitions": list(plan.layers_per_partition),
+            "schedule": plan.schedule,
+            "stages_per_rank": plan.stages_per_rank,
+            "remat": list(plan.remat),
+        }
+
     with one_thread():
-        plan = of_first(
-            world, lambda: gpipe.find_plan(layers, sample, k, partitions=k, micro_batches=m, measure=True)
-        )
-    return {"plan": plan}
+        return dict(of_first(world, found))
 
 
 def _replicas(partitions: int, world: World) -> int:

@@ -1,6 +1,7 @@
 """The processes that train together, as torchrun says, and how they meet."""
 
 import fcntl
+import json
 import logging
 import os
 import socket
@@ -10,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
 
-T = TypeVar("T")
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, or another launcher, sets in the environment of each process."""
 TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
@@ -91,13 +91,16 @@ def joined(world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def of_first(world: World, make: Callable[[], T]) -> T:
-    """What rank 0 makes, in every process."""
+def of_first(world: World, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, in every process: plain values, which JSON can hold."""
     if not world.launched:
         return make()
-    told = [make() if not world.rank else None]
-    dist.broadcast_object_list(told)
-    return told[0]  # type: ignore[return-value]  # it has come
+    text = b"" if world.rank else json.dumps(make()).encode()
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, 0)
+    told = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
+    dist.broadcast(told, 0)
+    return json.loads(bytes(told.tolist()))
 
 
 def _find_interface(address: str) -> str | None:
