@@ -1,6 +1,7 @@
 """Which modules a model is cut between."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -62,3 +63,29 @@ def test_several_lists_come_before_one_module_that_stands_alone() -> None:
 def test_a_model_without_any_list_is_refused() -> None:
     with pytest.raises(CannotSplitError, match="there is no list of blocks"):
         find_blocks(nn.ModuleDict({"one": nn.Linear(2, 2)}))
+
+
+def test_the_seconds_of_a_layer_are_those_of_its_own_run() -> None:
+    # The proof runs each block once more, on smaller numbers, and layers_of told the time of both.
+    slept = []
+
+    class Sleeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.max() < 1:
+                time.sleep(1)
+                slept.append(x)
+            return x + 0 * super().forward(x)
+
+    class Sleeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Sleeps(3, 3), Sleeps(3, 3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    layers = gpipe.layers_of(Sleeper(), torch.ones(2, 3))
+    assert len(slept) == 2
+    assert max(layer.seconds for layer in layers) < 1

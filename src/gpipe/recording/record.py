@@ -104,16 +104,20 @@ class _Echoing(Replay):
     another by the time it is read.
     """
 
-    writes = False  # whether the forward writes buffers, which an echo must not
+    writes = False
+    """Whether the forward writes buffers, which an echo must not."""
+    seconds_of_echoes = 0.0
 
     def event(self, call: Call) -> Any:
-        """Does an event, and its echo."""
-        is_own = self.begin <= self.at < self.end and call.unit is not None
+        """Does an event, and its echo; behind the last event the walk stops by an exception."""
+        is_own = self.begin <= self.at < self.end and call.unit is not None and self.dry is None
         try:
             return super().event(call)
         finally:
             if is_own:
+                start = time.perf_counter()
                 self._echo(call)
+                self.seconds_of_echoes += time.perf_counter() - start
 
     def _echo(self, call: Call) -> None:
         other = call.given(_other)
@@ -152,10 +156,8 @@ def _replayed(
         wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
         layer = Layer(index, str(index), parts.model)
         skeleton.refresh()
-        kind = _Echoing if dry is None else Replay
-        walk = kind(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
-        if isinstance(walk, _Echoing):
-            walk.writes = writes
+        walk = _Echoing(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
+        walk.writes = writes
         try:
             output = walk.go(inputs)
         except Exception as error:
@@ -163,7 +165,7 @@ def _replayed(
             raise
         values = dict(walk.made)
         values |= dict.fromkeys(wanted - values.keys())
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start - walk.seconds_of_echoes)
     return *take_apart(output), seconds
 
 
