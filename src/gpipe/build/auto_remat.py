@@ -57,9 +57,8 @@ def find_remat(
     Raises:
         ValueError: They do not fit though everything is recomputed.
     """
-    profile = profile_layers(layers, {1: sample}, [""] * len(layers)).of_micro_batch(
-        1
-    )  # of as many rows as there are
+    as_it_is = 1  # micro-batch, whatever its rows
+    profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers)).of_micro_batch(as_it_is)
     costs = [profile.cost(first, end, speed=1.0) for first, end in cuts.bounds]
     try:
         return fitting_remat(program, costs, _limits(asked, devices))

@@ -1,7 +1,7 @@
 """`find_plan`: the fastest way to train a network on given devices, found without them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from gpipe.splitting.reading import plain, read_model, why_not_layers
 from gpipe.values.microbatch import count_rows
 from gpipe.values.tree import Tree
 
+T = TypeVar("T")
 ROWS = (2, 4)
 """Of the micro-batches that are counted or measured, if the sample has so many: what all others cost is told from
 these."""
@@ -75,11 +76,15 @@ def find_plan(
     (2, 8, (2, 2), ('never', 'never'))
     """
     rows = count_rows(sample)
-    settled = ((partitions,), (micro_batches,), (schedule,))
-    choices = Choices(*(each if each != (None,) else None for each in settled))  # type: ignore[arg-type]  # not None
+    choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
     profile = _profile(model, plain(sample), rows, blocks, optimizer_numbers, measure, intra_op_threads)
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     return search(profile, here, rows if global_batch is None else global_batch, choices)
+
+
+def _only(settled: T | None) -> tuple[T, ...] | None:
+    """What there is to choose from, if it is settled; else anything."""
+    return None if settled is None else (settled,)
 
 
 def _profile(
