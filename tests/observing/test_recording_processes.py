@@ -6,15 +6,16 @@ from tests.support.jobs import recorded
 from tests.support.processes.launch import Crew
 from tests.support.processes.outcome import answers
 
+CLOCKS_APART = 1.0
+"""Seconds: one host has one clock, but what else runs on it may hold up what the clocks are compared by."""
+
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_has_all_ranks_and_parts_that_sum_to_its_wall_time(world: int, crew: Crew) -> None:
-    seconds = [0.02] * 5
-    for found in answers(crew.run(recorded.record, seconds, [4, 1], world=world)):
+    for found in answers(crew.run(recorded.record, world=world)):
         assert found["ranks"] == world
         assert sum(found["shares"].values()) == pytest.approx(1)
-        # Others may begin earlier, and this process may wait for the processor behind its last step.
-        assert 0.97 * found["wall"] <= found["seconds"] <= 1.005 * found["wall since all met"]
+        asleep = recorded.STEPS * recorded.MICRO_BATCHES * 4 * recorded.SECONDS  # the first stage, at least
+        assert asleep <= found["seconds"] <= found["wall since all met"] + CLOCKS_APART
         assert len(found["spans"]) == recorded.STEPS
         assert all(found["spans"])
-        assert any("Stage 0" in advice for advice in found["advice"])

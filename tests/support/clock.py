@@ -1,0 +1,20 @@
+"""Time that passes only where a test says so."""
+
+import threading
+import time
+
+import pytest
+
+
+class Clock:
+    """What `time.perf_counter` reads: it stands still but for `sleep`, of any thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 0.0
+        self._one_at_a_time = threading.Lock()
+        monkeypatch.setattr(time, "perf_counter", lambda: self._now)
+
+    def sleep(self, seconds: float) -> None:
+        """Lets so many seconds pass, for all threads."""
+        with self._one_at_a_time:
+            self._now += seconds
