@@ -69,6 +69,21 @@ def test_a_slow_stage_that_no_cut_mends_is_named_too() -> None:
     assert "no cuts are better" in sentence
 
 
+def test_a_rank_that_is_slower_than_those_with_the_same_layers_is_named() -> None:
+    quick, slow = (
+        simulate(lowered(2, M, "never"), [StageCost(1.0, 2.0), StageCost(last, 2 * last)]).timeline
+        for last in (1.0, 1.5)
+    )
+    both = replace(slow, ranks=4, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in slow.spans)))
+    found = Seen([both], breakdown([both]), given_cuts([1, 1], [1.0, 1.0]), "process")
+    assert explain(found).startswith("Rank 3 takes 50% longer than ranks with the same layers")
+    assert the_one(found, "Rank 3").gain == pytest.approx(slow.seconds / quick.seconds)
+    alike = replace(both, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in quick.spans)))
+    assert not any(
+        "Rank" in str(advice) for advice in advise(Seen([alike], breakdown([alike]), found.partition, "process"))
+    )
+
+
 def test_recompute_is_told_with_what_it_gives() -> None:
     always = seen([1.0, 1.0], [1, 1], "always")
     assert always.found.shares["recompute"] > 0.1

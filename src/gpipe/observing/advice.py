@@ -19,6 +19,8 @@ WORTH, MUCH = 1.02, 1.05
 """Gains below which nothing is advised, and from which on a free remedy comes before those that cost something."""
 SOME, APART = 0.2, 0.1
 """Cores of others that are worth a word; the part by which a prediction may be off without one."""
+SLOWER = 0.2
+"""The part by which a rank may take longer than others with the same layers."""
 MEASURED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
 
 
@@ -109,6 +111,7 @@ def _by_simulation(seen: Seen) -> Iterator[Advice]:
     costs = _costs([one for timeline in seen.timelines for one in replicas_of(timeline)], program.stages)
     wall, now = seen.found.seconds, simulate(program, costs).timeline.seconds
     yield from _other_cuts(seen, program, costs, wall, now)
+    yield from _slow_ranks(seen, program, wall)
     bare = program.only({*Kind} - {Kind.RECOMPUTE})
     gain = wall / (wall - now + simulate(bare, costs).timeline.seconds)
     yield Advice(
@@ -150,6 +153,26 @@ def _other_cuts(seen: Seen, program: Program, costs: Costs, wall: float, now: fl
         gain,
         f"{longer}: partitions={list(found.layers)} in place of {list(cuts.layers)} would give {gain:.2f} x",
     )
+
+
+def _slow_ranks(seen: Seen, program: Program, wall: float) -> Iterator[Advice]:
+    """Ranks that take longer than those of other replicas with the same layers: it is not the layers."""
+    by_step = [replicas_of(timeline) for timeline in seen.timelines]
+    each = [_costs(own, program.stages) for own in zip(*by_step, strict=True)]
+    lengths = [simulate(program, costs).timeline.seconds for costs in each]
+    for rank in range(program.ranks):
+        held = [stage for stage, own in enumerate(program.rank_of) if own == rank]
+        busy = [sum(sum(_parts(costs[stage])) for stage in held) for costs in each]
+        for replica, seconds in enumerate(busy):
+            others = [own for at, own in enumerate(busy) if at != replica]
+            if not others or seconds <= (1 + SLOWER) * max(others):
+                continue
+            pace = max(others) / seconds
+            mended = [_scaled(cost, pace) if stage in held else cost for stage, cost in enumerate(each[replica])]
+            then = simulate(program, mended).timeline.seconds
+            rest = max(length for at, length in enumerate(lengths) if at != replica)
+            gain = wall / (wall - max(lengths) + max(then, rest))
+            yield Advice(gain, SLOW.format(rank=replica * program.ranks + rank, more=1 / pace - 1, gain=gain))
 
 
 def _spread(cuts: Partition, stages: Sequence[float]) -> tuple[list[float], list[int]]:
@@ -214,6 +237,10 @@ REMEDIES: Mapping[str, str] = {
 ONE_THREAD = (
     "All ranks run in one thread (driver='lockstep'), one after the other: driver='threads' would give up to "
     "{gain:.2f} x"
+)
+SLOW = (
+    "Rank {rank} takes {more:.0%} longer than ranks with the same layers, so it is its device, or something else "
+    "that uses it: as fast as they are, it would give {gain:.2f} x"
 )
 LATE = (
     "Actions begin late, {share:.1%} of the time in all, though what they need is there: {why}, or layers are so "
