@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe.build.arguments import Arguments, draw_seed, is_count
+from gpipe.build.auto_remat import AUTO, memory_by_row
 from gpipe.build.mistakes import Mistakes
 from gpipe.build.planned import follow_plan
 from gpipe.build.schedules import count_ranks, read_schedule
 from gpipe.build.settings import TWO_ROWS, Settings, first_micro_batch, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
+from gpipe.costs.memory import memory_of
 from gpipe.distributed.construction import BUILDING, LINKING, Agreement
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.session import Session
@@ -133,8 +135,11 @@ def _find_position(asked: Arguments) -> Position:
 
 def _settle_together(asked: Arguments, position: Position, agreement: Agreement) -> Settings:
     """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
-    drawn = agreement.greet(drawn=draw_seed() if asked.seed is None else None)[0]["drawn"]
-    seed = drawn if asked.seed is None else asked.seed
+    drawn = draw_seed() if asked.seed is None else None
+    every = agreement.greet(drawn=drawn, memory=memory_of(position.device))
+    seed = every[0]["drawn"] if asked.seed is None else asked.seed
+    if asked.remat == AUTO and asked.memory is None:
+        asked = replace(asked, memory=memory_by_row(position, agreement.hosts, [one["memory"] for one in every]))
     costs: Any = asked.costs
     told: Mapping[str, Any] = {}
     if position.rank:

@@ -7,6 +7,7 @@ from torch import nn
 
 from gpipe.build.arguments import Arguments
 from gpipe.build.mistakes import Mistakes
+from gpipe.comm.mesh import Position
 from gpipe.costs.memory import memory_of
 from gpipe.costs.profile import profile_layers
 from gpipe.plan.lower import Remat
@@ -66,11 +67,26 @@ def find_remat(
         raise ValueError(NO_FIT.format(why=error)) from None
 
 
+def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[float]) -> list[float]:
+    """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's.
+
+    Args:
+        position: Of this process.
+        hosts: Of each process of the world.
+        memory: Of the device of each.
+    """
+    shared = position.device.type == "cpu"
+    each = [own / (hosts.count(host) if shared else 1) for own, host in zip(memory, hosts, strict=True)]
+    replicas = range(position.replicas)
+    return [
+        min(each[position.members[position.rank_of(row, replica)]] for replica in replicas)
+        for row in range(position.rows)
+    ]
+
+
 def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:
     if isinstance(asked.memory, Sequence):
         return list(asked.memory)
     if isinstance(asked.memory, (int, float)):
         return [asked.memory] * len(devices)
-    if asked.mesh is not None or asked.driver == "process":
-        return [memory_of(device) / (1 if device.type == "cuda" else len(devices)) for device in devices]
     return [memory_of(device) / list(devices).count(device) for device in devices]
