@@ -88,3 +88,22 @@ def test_it_starts_without_torch(run: Path) -> None:
     code = f"import sys; from gpipe.cli.main import main; main(['report', {str(run)!r}])"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_picture_in_place_of_the_page(suffix: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / f"step{suffix}"
+    main(["report", str(run), "--picture", str(file)])
+    assert capsys.readouterr().out == f"{file}\n"
+    assert file.stat().st_size > 1000
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(("name", "words"), [("step.gif", "has the suffix '.gif'"), ("no/step.svg", "No such file")])
+def test_a_picture_that_cannot_be_is_told(
+    name: str, words: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--picture", str(run / name)])
+    assert ended.value.code != 0
+    assert words in capsys.readouterr().err

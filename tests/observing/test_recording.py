@@ -106,8 +106,9 @@ def test_files_by_suffix(tmp_path: Path) -> None:
         assert "step 1: " in recording.save(tmp_path / "steps.html").read_text(encoding="utf-8")
         report = recording.report("three")
         assert read_report(report_json(report)) == report
-        with pytest.raises(ValueError, match=r"suffix '\.png'"):
-            recording.save(tmp_path / "step.png")
+        assert recording.save(tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+        with pytest.raises(ValueError, match=r"suffix '\.gif'"):
+            recording.save(tmp_path / "step.gif")
 
 
 def test_it_goes_on_until_it_is_stopped_and_keeps_the_last_steps() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.cli.schedule import COLORFUL
-from gpipe.report import Report, breakdown_lines, read_report, report_html
+from gpipe.report import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
 from gpipe.report.amounts import lasts
 from gpipe.report.lanes import fitted
 from gpipe.report.stored import NAME
@@ -28,13 +28,19 @@ class ReportOptions:
     text: bool = False
     """Draws in the terminal; no file is written."""
 
+    picture: Path | None = None
+    """A file for the step of median length, .svg or .png, in place of the page."""
+
 
 def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
-    """Draws a run as one page for a browser, RUN/report.html, or as text."""
+    """Draws a run as one page for a browser, RUN/report.html, as text, or as a picture for a paper."""
     with ending_by_mistakes():
         found = _read(options.run)
         if options.text:
             _show(found, Console(highlight=False))
+            return
+        if options.picture is not None:
+            _draw(found, options.picture)
             return
         page = options.run / PAGE
         page.write_text(report_html(found), encoding="utf-8")
@@ -55,6 +61,13 @@ def _read(run: Path) -> Report:
         return read_report(file.read_text(encoding="utf-8"))
     except ValueError as mistake:
         raise ValueError(f"{file} cannot be read: {mistake}; train again") from None
+
+
+def _draw(report: Report, picture: Path) -> None:
+    if not report.timelines:
+        raise ValueError("the run has no recorded step to draw: the page has all that is known of it")
+    write_picture(picture, typical_svg(report))
+    print(picture)
 
 
 def _show(report: Report, console: Console) -> None:

@@ -22,7 +22,7 @@ from gpipe.observing.machine import Meter, Others
 from gpipe.observing.memory import Held, Watch, held
 from gpipe.observing.windows import windows
 from gpipe.plan.timeline import Timeline
-from gpipe.report import Report, report_html, timeline_svg, timelines_svg, trace_json
+from gpipe.report import Report, report_html, trace_json, typical_svg, write_picture
 from gpipe.runtime.recorder import Interval, Recorder
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ T = TypeVar("T")
 KEPT = 100
 """Steps."""
 NOT_A_PIPE = "gpipe.record was given a {kind}; give the gpipe.GPipe whose steps it records"
-SUFFIXES = ".svg (a picture), .json (a trace for ui.perfetto.dev), .html (a page)"
+SUFFIXES = ".svg or .png (a picture), .json (a trace for ui.perfetto.dev), .html (a page)"
 
 
 class Recording(Recorder):
@@ -193,20 +193,17 @@ class Recording(Recorder):
         return self._watches.setdefault(rank, Watch())
 
     def save(self, path: str | Path) -> Path:
-        """Writes the steps as `.svg` (the typical one, with what was predicted), `.json` (all), or `.html`, a page.
+        """Writes the steps as `.svg` or `.png` (the typical one, with what was predicted), `.json` (all), or `.html`.
 
         Raises:
+            ImportError: A PNG is wanted, and resvg-py is missing: the extra `plots` brings it.
             ValueError: No step was recorded, or the suffix is another.
         """
         path = Path(path)
         report = self._steps(path.stem)
         match path.suffix:
-            case ".svg":
-                predicted = {} if report.predicted is None else {"predicted": report.predicted}
-                typical = report.timelines[report.typical]
-                path.write_text(
-                    timelines_svg({"measured": typical, **predicted}) if predicted else timeline_svg(typical)
-                )
+            case ".svg" | ".png":
+                write_picture(path, typical_svg(report))
             case ".json":
                 path.write_text(trace_json(report.timelines))
             case ".html":

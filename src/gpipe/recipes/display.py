@@ -60,7 +60,9 @@ class Display:
         self.say(f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x")
         if share := _largest_share(recording):
             self.say(share)
-        self.say(f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev)")
+        self.say(
+            f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev), report.json"
+        )
         self.say(f"a page of all this, for a browser: gpipe report {shlex.quote(str(out))}")
         self.say(f"\n{recording.explain()}")
 

@@ -2,6 +2,7 @@
 
 from gpipe.report.lanes import lanes_text
 from gpipe.report.page import report_html
+from gpipe.report.picture import typical_svg, write_picture
 from gpipe.report.stored import Report, read_report, report_json
 from gpipe.report.svg import timeline_svg, timelines_svg
 from gpipe.report.table import breakdown_lines, percentages
@@ -18,4 +19,6 @@ __all__ = [
     "timeline_svg",
     "timelines_svg",
     "trace_json",
+    "typical_svg",
+    "write_picture",
 ]
