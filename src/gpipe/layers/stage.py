@@ -154,8 +154,9 @@ class Stage:
     def _apart(self, tensor: Tensor) -> Tensor:
         """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
         if self._memory is None:
-            held = (t for layer in self.layers for t in (*layer.module.parameters(), *layer.module.buffers()))
-            self._memory = {storage_address(t) for t in held} - {0}
+            modules = (module for layer in self.layers for module in layer.module.modules())
+            held = (t for own in modules for t in (*own._parameters.values(), *own._buffers.values()))
+            self._memory = {storage_address(t) for t in held if t is not None} - {0}
         return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
 
     @property

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Never
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from gpipe.replay.absent import Absent
 from gpipe.replay.errors import CannotSplitError
+from gpipe.replay.path import Tag
 
 PLAIN = (bool, int, float, str, type(None))
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -44,14 +46,19 @@ def describe(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def stand_in(described: Sequence[Any], device: torch.device) -> Any:
+def stand_in(described: Sequence[Any], tag: Tag, device: torch.device) -> Any:
     """What stands for a leaf that did not cross: a plain value itself."""
     match described:
         case [dtype, shape, wants_gradient]:
-            return Absent.like(shape, DTYPES[dtype], device, wants_gradient=wants_gradient)
+            return _absent(tag, dtype, tuple(shape), device, wants_gradient)
         case [value]:
             return value
     return Unknown()
+
+
+@lru_cache(maxsize=1024)  # each micro-batch asks for the same; one for each tag, since walks tell tensors apart
+def _absent(tag: Tag, dtype: str, shape: tuple[int, ...], device: torch.device, wants_gradient: bool) -> Absent:
+    return Absent.like(shape, DTYPES[dtype], device, wants_gradient=wants_gradient)
 
 
 def written(log: Sequence[Sequence[Any]]) -> str:

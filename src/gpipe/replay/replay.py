@@ -117,7 +117,7 @@ class Replay(Walk):
         if found is None:
             found = self._values.get(tag)
             if found is None:
-                found = stand_in(described, self.device)
+                found = stand_in(described, tag, self.device)
             if isinstance(found, Tensor):
                 self.name_as(found, tag)
         return found
