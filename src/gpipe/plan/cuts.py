@@ -73,7 +73,10 @@ def least_slowest(chain: Chain) -> LayerCounts | None:
     """The cuts whose slowest stage is fastest, of these those of least variance; None if none fit in memory."""
     search = _search(chain)
     slowest = replace(search, mean=None)
-    return _best(slowest.below(_least(slowest)[0, 0], mean=search.mean))
+    least = _least(replace(slowest, cap=search.dealt))[0, 0]  # a few columns for each row, where that is enough
+    if least == math.inf:
+        least = _least(slowest)[0, 0]
+    return _best(slowest.below(least, mean=search.mean))
 
 
 def least_excess(chain: Chain) -> LayerCounts:
@@ -94,13 +97,15 @@ class _Search:
     """What to minimize over all cuts: the variance of the stages' spans around `mean`, or without, the longest span.
 
     The span of layers a to b-1 as stage k is x[b] - y[a] of `spans(k)`, and what they hold x[b] - y[a] of `bytes(k)`.
-    Spans above `cap` are out, and stages that hold more than their `limits`.
+    Spans above `cap` are out, and stages that hold more than their `limits`. None is longer than `dealt` where layers
+    are dealt out in turn, each stage taking some until it has its share, if memory allows that.
     """
 
     layers: int
     limits: tuple[float, ...]
     spans: Callable[[int], Edges]
     bytes: Callable[[int], Edges]
+    dealt: float = math.inf
     mean: float | None = None
     cap: float = math.inf
 
@@ -137,7 +142,8 @@ def _search(chain: Chain) -> _Search:
         return held, held - chain.in_flight[stage] * boundary
 
     mean = math.ldexp(sum(chain.costs) / sum(chain.speeds), scale)
-    return _Search(len(chain.costs), chain.limits, spans, bytes_, mean)
+    last_taken = max(chain.costs) / min(chain.speeds) + 2 * max(chain.transfers, default=0)
+    return _Search(len(chain.costs), chain.limits, spans, bytes_, mean + math.ldexp(last_taken, scale), mean)
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,8 @@ class _Rows:
     def halve(self) -> Reals:
         """The least of each row, if the column where it is moves right from row to row."""
         count = len(self.y)
+        if (self.last - self.first + 1).sum() <= _PAIRS_AT_ONCE:  # all are had sooner than many numpy calls are made
+            return self._least_between(np.arange(count), self.first, self.last)[0]
         least = np.empty(count)
         where = np.zeros(count + 2, np.intp)  # the column of a row's least is where[row + 1]
         where[-1] = len(self.x) - 1
