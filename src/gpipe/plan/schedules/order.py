@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, pairwise
 from typing import TypeAlias
 
@@ -29,7 +28,7 @@ def in_turn(cells: Iterable[Cell], micro_batches: int) -> Row:
             found = next((action for action in owed if stage in (None, action.stage)), None)
             if found is not None:
                 owed.remove(found)
-                row.append(replace(found, kind=Kind.BACKWARD_WEIGHT))
+                row.append(Action(Kind.BACKWARD_WEIGHT, found.stage, found.micro_batch))
             continue
         assert stage is not None
         done = forwards if kind == "F" else backwards
