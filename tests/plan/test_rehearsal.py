@@ -52,7 +52,7 @@ def test_seconds_and_bytes_are_those_of_the_simulator(data: st.DataObject, progr
     assert rehearsal.seconds(each, again) == simulation.timeline.seconds
     assert rehearsal.busy(each, again) == sum(map(simulation.timeline.busy, range(program.ranks)))
     peaks = (
-        rehearsal.peak(rank, each, tuple(remat[stage] for stage in rehearsal.stages_of[rank]))
+        rehearsal.peak(rank, rehearsal.of_rank(rank, each), rehearsal.of_rank(rank, remat))
         for rank in range(program.ranks)
     )
     assert tuple(peaks) == simulation.peak_bytes

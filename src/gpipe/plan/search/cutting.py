@@ -1,10 +1,12 @@
 """Finds the cuts of a shape with which a mini-batch is fastest."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import combinations, islice, pairwise, permutations
 from math import comb
+from operator import add, le
+from typing import TypeAlias
 
-from gpipe.plan.partition import Memory, partition
+from gpipe.plan.partition import Memory, given, partition
 from gpipe.plan.search.fitting import Misfit
 from gpipe.plan.search.trial import Settled, Trial
 
@@ -13,7 +15,10 @@ EVERY_CUT = 256
 MOST_STEPS = 300_000
 """Actions that are timed, at most, on the way from neighbour to neighbour."""
 
-Cuts = tuple[int, ...]
+Cuts: TypeAlias = tuple[int, ...]
+Numbers: TypeAlias = tuple[float, ...]
+Even: TypeAlias = Callable[[Numbers, Numbers], Cuts]
+"""From what each layer costs and each stage's speed, the cuts whose slowest stage is fastest."""
 
 
 class Cutter:
@@ -22,12 +27,13 @@ class Cutter:
     Args:
         trial: The shape.
         is_enough: Whether to look no further at cuts that take so many seconds at least.
-        even: Gives the most even cuts.
+        even: What `even` gives; shapes ask for the same again and again.
     """
 
-    def __init__(self, trial: Trial, is_enough: Callable[[float], bool], even: Callable[[], Cuts]) -> None:
+    def __init__(self, trial: Trial, is_enough: Callable[[float], bool], even: Even) -> None:
         self.trial, self._is_enough, self._even = trial, is_enough, even
         self.best: Settled | Misfit | None = None
+        self._tried: set[Cuts] = set()
         self.few = are_few(len(trial.sized.layers), trial.shape.stages)
 
     def begin(self) -> None:
@@ -36,9 +42,9 @@ class Cutter:
             for layers in every_cut(len(self.trial.sized.layers), self.trial.shape.stages):
                 self._attempt(layers)
             return
-        self._attempt(self._even())
+        self._attempt(self._even(tuple(self.trial.sized.work), self.trial.stage_speeds))
         fits = isinstance(self.best, Settled) and not self.trial.fitting.again(self.best.levels)
-        if self.best is not None and not fits and (fitting := _fitting(self.trial)):
+        if self.best is not None and not fits and (fitting := _fitting(self.trial, self._even)):
             self._attempt(fitting)
 
     def climb(self) -> None:
@@ -53,11 +59,18 @@ class Cutter:
                 left -= 1
 
     def _attempt(self, layers: Cuts) -> bool:
-        """Whether these cuts are the best so far."""
-        costs = self.trial.costs(layers)
-        if self._is_slower(self.trial.least(costs)) or self._is_slower(self.trial.rehearsal.seconds(costs, ())):
+        """Whether these cuts are better than all that were tried."""
+        if layers in self._tried:
             return False
-        found = self.trial.settle(layers, costs)
+        self._tried.add(layers)
+        costs = self.trial.costs(layers)
+        if self._is_slower(self.trial.least(costs)):
+            return False
+        found: Settled | Misfit | None = self.trial.fitting.misfit(costs)  # before the table is timed, which is slow
+        if found is None:
+            if self._is_slower(self.trial.rehearsal.seconds(costs, ())):
+                return False
+            found = self.trial.settle(layers, costs)
         better = self.best is None or _is_better(found, self.best)
         if better:
             self.best = found
@@ -108,34 +121,45 @@ def _neighbours(layers: Cuts) -> Iterator[Cuts]:
             yield tuple(moved)
 
 
-def even(work: Sequence[float], speeds: Sequence[float]) -> Cuts:
+def even(work: Numbers, speeds: Numbers) -> Cuts:
     """The cuts whose slowest stage is fastest.
 
-    >>> even([1, 1, 1, 3], speeds=[1, 1])
+    >>> even((1, 1, 1, 3), speeds=(1, 1))
     (3, 1)
     """
     return partition(work, len(speeds), balance="minmax", speeds=speeds).layers
 
 
-def _fitting(trial: Trial) -> Cuts | None:
+def _fitting(trial: Trial, even: Even) -> Cuts | None:
     """The most even cuts that fit if all is recomputed and each stage of a rank has an equal share of its memory."""
-    sized, speeds = trial.sized, [trial.speeds[rank] for rank in trial.program.rank_of]
-    work = [sum(both) for both in zip(sized.work, sized.forward, strict=True)]
+    work, speeds = tuple(map(add, trial.sized.work, trial.sized.forward)), trial.stage_speeds
+    memory = _memory(trial)
+    if memory is None:
+        return None
+    most_even = given(even(work, speeds), work, speeds=speeds, memory=memory)
+    if all(map(le, most_even.bytes, most_even.chain.limits)):
+        return most_even.layers
     try:
-        return partition(work, len(speeds), balance="minmax", speeds=speeds, memory=_memory(trial)).layers
+        return partition(work, len(speeds), balance="minmax", speeds=speeds, memory=memory).layers
     except ValueError:  # none do
         return None
 
 
-def _memory(trial: Trial) -> Memory:
-    """What the stages hold with all recomputed; one that begins with a layer holds what comes into it twice here."""
-    each, stages = trial.shape.stages_per_rank, range(trial.shape.stages)
-    layers = trial.sized.layers
-    working = max(layer.working.at(trial.sized.rows) for layer in layers)
+def _memory(trial: Trial) -> Memory | None:
+    """What the stages hold with all recomputed; one that begins with a layer holds what comes into it twice here.
+
+    None where the limits of all stages together are too low.
+    """
+    each, sized = trial.shape.stages_per_rank, trial.sized
+    state = [layer.state for layer in sized.layers]
+    working = max(layer.working.at(sized.rows) for layer in sized.layers)
+    limits = [trial.devices[rank].memory / each - working for rank in trial.program.rank_of]
+    if min(limits) <= 0 or sum(state) + sum(sized.kept) > sum(limits):
+        return None
     return Memory(
-        state=[layer.state for layer in layers],
-        boundary=[trial.sized.entering(at, at + 1) for at in range(len(layers))],
-        inside=trial.sized.kept,
-        limits=[trial.devices[rank].memory / each - working for rank in trial.program.rank_of],
-        in_flight=[trial.rehearsal.in_flight(stage) for stage in stages],
+        state=state,
+        boundary=[sized.entering(at, at + 1) for at in range(len(state))],
+        inside=sized.kept,
+        limits=limits,
+        in_flight=[trial.rehearsal.in_flight(stage) for stage in range(trial.shape.stages)],
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import product
 from math import prod
 from operator import ge
@@ -11,7 +12,7 @@ from gpipe.plan.cost import StageCost
 from gpipe.plan.lower import Remat
 from gpipe.plan.program import Program
 from gpipe.plan.search.device import bytes_text
-from gpipe.plan.search.rehearsal import Cell, Rehearsal
+from gpipe.plan.search.rehearsal import Cell, Own, Rehearsal
 
 Levels: TypeAlias = tuple[int, ...]
 """Of each stage of a rank, or of each stage, how many micro-batches at once keep what is inside."""
@@ -49,15 +50,27 @@ class Fitting:
     rehearsal: Rehearsal
     limits: Sequence[float]
 
-    def fastest(self, costs: Sequence[StageCost]) -> tuple[Levels, float] | Misfit:
-        """The levels of all stages with which a mini-batch is fastest, and its seconds."""
+    @cached_property
+    def _options(self) -> Callable[[int, Own], list[Levels]]:
+        """`_fitting`, which is asked again and again for ranks that keep their layers while others are moved."""
+        return cache(lambda rank, own: list(self._fitting(rank, own)))
+
+    def misfit(self, costs: Sequence[StageCost]) -> Misfit | None:
+        """The rank that is furthest over what it may hold, though everything is recomputed; None: all fit."""
+        found = []
+        for rank, limit in enumerate(self.limits):
+            own = self.rehearsal.of_rank(rank, costs)
+            if (held := self.rehearsal.peak(rank, own, (0,) * len(own))) > limit:
+                found.append(Misfit(rank, held, limit))
+        return max(found, key=lambda misfit: misfit.excess, default=None)
+
+    def fastest(self, costs: Sequence[StageCost]) -> tuple[Levels, float]:
+        """The levels of all stages, which are no `misfit`, with which a mini-batch is fastest; and its seconds."""
         ranks = range(len(self.limits))
-        options = [list(self._fitting(rank, costs)) for rank in ranks]
-        if not all(options):
-            misfits = (self._misfit(rank, costs) for rank in ranks if not options[rank])
-            return max(misfits, key=lambda misfit: misfit.excess)
+        owns = [self.rehearsal.of_rank(rank, costs) for rank in ranks]
+        options = list(map(self._options, ranks, owns))
         if prod(map(len, options)) > MOST_OPTIONS:
-            options = [[self._least_recomputed(rank, costs, own)] for rank, own in enumerate(options)]
+            options = [[self._least_recomputed(rank, owns[rank], options[rank])] for rank in ranks]
         timed = (self._timed(costs, choice) for choice in product(*options))
         return min(timed, key=lambda levels_and_seconds: levels_and_seconds[1])
 
@@ -67,17 +80,15 @@ class Fitting:
 
     def peaks(self, costs: Sequence[StageCost], levels: Levels) -> tuple[int, ...]:
         """The most bytes that each rank holds, with the levels of all stages."""
-        owns = (tuple(levels[stage] for stage in stages) for stages in self.rehearsal.stages_of)
-        return tuple(self.rehearsal.peak(rank, costs, own) for rank, own in enumerate(owns))
+        of_rank = self.rehearsal.of_rank
+        return tuple(
+            self.rehearsal.peak(rank, of_rank(rank, costs), of_rank(rank, levels)) for rank in range(len(self.limits))
+        )
 
     def remat(self, levels: Levels) -> tuple[Remat, ...]:
         """What the stages recompute, in the words of `GPipe`."""
         tops = map(self.rehearsal.in_flight, range(len(levels)))
         return tuple("never" if level == top else level or "always" for level, top in zip(levels, tops, strict=True))
-
-    def _misfit(self, rank: int, costs: Sequence[StageCost]) -> Misfit:
-        nothing = (0,) * len(self.rehearsal.stages_of[rank])
-        return Misfit(rank, self.rehearsal.peak(rank, costs, nothing), self.limits[rank])
 
     def _timed(self, costs: Sequence[StageCost], choice: Sequence[Levels]) -> tuple[Levels, float]:
         """The levels of all stages, of those that each rank has chosen for its own; and the seconds."""
@@ -87,49 +98,47 @@ class Fitting:
         in_order = tuple(levels[stage] for stage in range(len(levels)))
         return in_order, self.rehearsal.seconds(costs, self.again(in_order))
 
-    def _fitting(self, rank: int, costs: Sequence[StageCost]) -> Iterator[Levels]:
-        """The levels of a rank's stages with which it fits, but those where one could be higher; none: it does not.
+    def _fitting(self, rank: int, own: Own) -> Iterator[Levels]:
+        """The levels of a rank's stages with which it fits, but those where one could be higher.
 
         Many stages with many levels are raised together as far as they go, then one after the other.
         """
         tops = tuple(self.rehearsal.in_flight(stage) for stage in self.rehearsal.stages_of[rank])
-        nothing = (0,) * len(tops)
-        if self._fits(rank, costs, tops):
+        if self._fits(rank, own, tops):
             yield tops
-        elif not self._fits(rank, costs, nothing):
-            return
         elif prod(top + 1 for top in tops[:-1]) <= MOST_LEVELS:
             found: list[Levels] = []
             for firsts in product(*(range(top, -1, -1) for top in tops[:-1])):
-                if self._fits(rank, costs, (*firsts, 0)):
-                    levels = self._raised(rank, costs, (*firsts, 0), len(firsts), tops[-1])
+                if self._fits(rank, own, (*firsts, 0)):
+                    levels = self._raised(rank, own, (*firsts, 0), len(firsts), tops[-1])
                     if not any(all(map(ge, other, levels)) for other in found):
                         found.append(levels)
             yield from found
         else:
-            level = highest(0, max(tops), lambda level: self._fits(rank, costs, _capped(level, tops)))
+            level = highest(0, max(tops), lambda level: self._fits(rank, own, _capped(level, tops)))
             levels = _capped(level, tops)
             for at, top in enumerate(tops):
-                levels = self._raised(rank, costs, levels, at, top)
+                levels = self._raised(rank, own, levels, at, top)
             yield levels
 
-    def _raised(self, rank: int, costs: Sequence[StageCost], levels: Levels, at: int, top: int) -> Levels:
+    def _raised(self, rank: int, own: Own, levels: Levels, at: int, top: int) -> Levels:
         """The levels, with which the rank fits, with one of them as high as that goes."""
 
         def raised(level: int) -> Levels:
             return (*levels[:at], level, *levels[at + 1 :])
 
-        return raised(highest(levels[at], top, lambda level: self._fits(rank, costs, raised(level))))
+        return raised(highest(levels[at], top, lambda level: self._fits(rank, own, raised(level))))
 
-    def _fits(self, rank: int, costs: Sequence[StageCost], levels: Levels) -> bool:
-        return self.rehearsal.peak(rank, costs, levels) <= self.limits[rank]
+    def _fits(self, rank: int, own: Own, levels: Levels) -> bool:
+        return self.rehearsal.peak(rank, own, levels) <= self.limits[rank]
 
-    def _least_recomputed(self, rank: int, costs: Sequence[StageCost], options: Sequence[Levels]) -> Levels:
+    def _least_recomputed(self, rank: int, own: Own, options: Sequence[Levels]) -> Levels:
         """The levels with which a rank recomputes for the least time."""
+        stages = self.rehearsal.stages_of[rank]
 
         def recomputes(levels: Levels) -> float:
-            own = zip(self.rehearsal.stages_of[rank], levels, strict=True)
-            return sum(costs[stage].forward * len(self.rehearsal.recomputed(stage, level)) for stage, level in own)
+            each = zip(stages, own, levels, strict=True)
+            return sum(cost.forward * len(self.rehearsal.recomputed(stage, level)) for stage, cost, level in each)
 
         return min(options, key=recomputes)
 
@@ -162,8 +171,7 @@ def fitting_remat(program: Program, costs: Sequence[StageCost], limits: Sequence
     ('always', 'never')
     """
     fitting = Fitting(Rehearsal(program), limits)
-    match fitting.fastest(costs):
-        case Misfit() as misfit:
-            raise ValueError(str(misfit))
-        case levels, _:
-            return fitting.remat(levels)
+    if misfit := fitting.misfit(costs):
+        raise ValueError(str(misfit))
+    levels, _ = fitting.fastest(costs)
+    return fitting.remat(levels)

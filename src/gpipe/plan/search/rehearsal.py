@@ -1,8 +1,8 @@
 """Times a table again and again with other costs: many times as fast as `simulate`, to the same numbers."""
 
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
-from typing import TypeAlias
+from functools import cache, cached_property
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,10 @@ from gpipe.plan.rules import BACKWARDS
 Cell: TypeAlias = tuple[int, int | None]
 """A stage and a micro-batch."""
 Counts: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Own: TypeAlias = tuple[StageCost, ...]
+"""What the stages of one rank cost."""
+Each = TypeVar("Each")
 TIMED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
 ENDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Behind these a stage keeps nothing more of a micro-batch."""
@@ -30,7 +34,7 @@ class Rehearsal:
     >>> from gpipe.plan.schedules.by_name import program_of
     >>> rehearsal = Rehearsal(program_of("gpipe", ranks=2, micro_batches=4))
     >>> costs = [StageCost(forward=1.0, backward=2.0, boundary=10, inside=100)] * 2
-    >>> rehearsal.seconds(costs, set()), rehearsal.peak(0, costs, ("never",))
+    >>> rehearsal.seconds(costs, set()), rehearsal.peak(0, (costs[0],), ("never",))
     (15.0, 440)
     """
 
@@ -38,14 +42,17 @@ class Rehearsal:
         self.program = program
         self.cells = {cell: at for at, cell in enumerate(_cells(program))}
         self._timed = [Action(kind, stage) for stage in range(program.stages) for kind in TIMED]
-        self._steps = list(self._timed_steps())
         self.stages_of = [
             [s for s, own in enumerate(program.rank_of) if own == rank] for rank in range(program.ranks)
         ]
         self._by_stage, self.held = cache(self._recomputed), cache(self._held)
-        self._held_by = cache(self._held_by_stage)
+        self._held_by, self._masks = cache(self._held_by_stage), cache(self._find_masks)
 
-    def _timed_steps(self) -> Iterable[tuple[int, int, int, int, int, int]]:
+    @cached_property
+    def _steps(self) -> list[tuple[int, int, int, int, int, int]]:
+        return list(self._find_steps())
+
+    def _find_steps(self) -> Iterable[tuple[int, int, int, int, int, int]]:
         """Of each action six numbers, as `seconds` takes them.
 
         Its rank; its place in `takes` and that of a recompute before it, with its cell, or the one behind the last
@@ -92,9 +99,12 @@ class Rehearsal:
         again = recomputed(self.program.rows[rank], [remat] * self.program.stages)
         return {stage: frozenset(cell for cell in again if cell[0] == stage) for stage in self.stages_of[rank]}
 
-    def peak(self, rank: int, costs: Sequence[StageCost], remat: tuple[Remat, ...]) -> int:
-        """The most bytes that a rank holds, if its stages have this remat, each its own."""
-        own = [costs[stage] for stage in self.stages_of[rank]]
+    def of_rank(self, rank: int, of_stages: Sequence[Each]) -> tuple[Each, ...]:
+        """What is said of a rank's stages, of what is said of all."""
+        return tuple(of_stages[stage] for stage in self.stages_of[rank])
+
+    def peak(self, rank: int, own: Own, remat: tuple[Remat, ...]) -> int:
+        """The most bytes that a rank holds, if its stages cost so much and have this remat, each its own."""
         sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working)]
         return sum(cost.state for cost in own) + int((self.held(rank, remat) @ sizes).max())
 
@@ -108,16 +118,25 @@ class Rehearsal:
 
         What a forward makes inside lives at least until it ends.
         """
-        row, again = self.program.rows[self.program.rank_of[stage]], self.recomputed(stage, remat)
-        own = np.array([action.stage == stage for action in row])
-        forward = own & [action.kind is Kind.FORWARD for action in row]
-        ends = own & [action.kind in ENDS for action in row]
-        redone = np.array([(action.stage, action.micro_batch) in again for action in row])
-        working = own & [action.kind in BACKWARDS for action in row]
+        forward, ends, working, cells = self._masks(stage)
+        again = np.zeros(len(self.cells), np.bool_)
+        again[[self.cells[cell] for cell in self.recomputed(stage, remat)]] = True
+        redone = again[cells]
         backward = working & redone
         boundaries = _during(forward, forward.astype(int) - ends)
         insides = _during(forward | backward, (forward & ~redone).astype(int) + backward - ends)
         return boundaries, insides, working.astype(int)
+
+    def _find_masks(self, stage: int) -> tuple[Mask, Mask, Mask, Counts]:
+        """Which actions of its rank are forwards of a stage, ends, backwards that begin; and the cell of each."""
+        row = self.program.rows[self.program.rank_of[stage]]
+        own = [action.stage == stage for action in row]
+        forward, ends, working = (
+            np.array([is_own and action.kind in kinds for is_own, action in zip(own, row, strict=True)])
+            for kinds in ((Kind.FORWARD,), ENDS, BACKWARDS)
+        )
+        cells = [self.cells[action.stage, action.micro_batch] for action in row]
+        return forward, ends, working, np.array(cells)
 
     def in_flight(self, stage: int) -> int:
         """The most micro-batches of which a stage keeps something at once."""
@@ -126,7 +145,7 @@ class Rehearsal:
         return int(self.held(rank, ("never",) * len(self.stages_of[rank]))[:, at].max())
 
 
-def _during(added: npt.NDArray[np.bool_], change: Counts) -> Counts:
+def _during(added: Mask, change: Counts) -> Counts:
     """How many there are during each action; some add one meanwhile, and each changes the number when it ends."""
     count: Counts = np.cumsum(change) - change + added
     return count

@@ -8,8 +8,7 @@ be fast are tried first, with their most even cuts, until `MOST_ACTIONS` were ti
 from collections.abc import Sequence
 from functools import cache
 
-from gpipe.plan.schedules import Placement
-from gpipe.plan.search.cutting import Cuts, Cutter, even
+from gpipe.plan.search.cutting import Cutter, even
 from gpipe.plan.search.device import Device, bytes_text
 from gpipe.plan.search.fitting import Misfit
 from gpipe.plan.search.found import Plan, Rejection
@@ -64,7 +63,7 @@ class _Search:
         self.profile, self.devices, self.global_batch, self.wanted = profile, devices, global_batch, wanted
         self.speeds = profile.speeds(devices)
         self.size = cache(lambda m: profile.of_micro_batch(global_batch // m))
-        self.even = cache(self._even)
+        self.even = cache(even)
         self.actions = 0  # of all tables that fit and have many cuts
         self.fitting: list[tuple[Settled, Cutter]] = []
         self.rejected: list[Rejection] = []
@@ -77,10 +76,6 @@ class _Search:
     def least(self, shape: Shape) -> float:
         """A time that no cuts of a shape go below."""
         return least_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
-
-    def _even(self, micro_batches: int, rank_of: Placement) -> Cuts:
-        """The most even cuts, the stages on these ranks."""
-        return even(self.size(micro_batches).work, [self.speeds[rank] for rank in rank_of])
 
     def is_enough(self, seconds: float) -> bool:
         """Whether as many were found as are wanted, none of which takes longer than this."""
@@ -108,7 +103,7 @@ class _Search:
             self._cut(Trial(shape, program, self.size(shape.micro_batches), self.devices[used], self.speeds[used]))
 
     def _cut(self, trial: Trial) -> None:
-        cutter = Cutter(trial, self.is_enough, lambda: self.even(trial.shape.micro_batches, trial.program.rank_of))
+        cutter = Cutter(trial, self.is_enough, self.even)
         cutter.begin()
         match cutter.best:
             case Settled() as settled:

@@ -9,7 +9,7 @@ from gpipe.plan.action import Kind
 from gpipe.plan.cost import StageCost
 from gpipe.plan.program import Program
 from gpipe.plan.search.device import Device
-from gpipe.plan.search.fitting import Fitting, Levels, Misfit
+from gpipe.plan.search.fitting import Fitting, Levels
 from gpipe.plan.search.profile import SizedProfile, bounds
 from gpipe.plan.search.rehearsal import Rehearsal
 from gpipe.plan.search.shapes import Shape
@@ -47,6 +47,11 @@ class Trial:
     def rehearsal(self) -> Rehearsal:
         """The table, to be timed."""
         return Rehearsal(self.program)
+
+    @cached_property
+    def stage_speeds(self) -> tuple[float, ...]:
+        """Of the devices of its stages."""
+        return tuple(self.speeds[rank] for rank in self.program.rank_of)
 
     @cached_property
     def splits(self) -> bool:
@@ -92,7 +97,6 @@ class Trial:
             back += cost.backward + (costs[stage + 1].send_gradient or 0.0 if stage + 1 < len(costs) else 0.0)
         return max(found, ahead)
 
-    def settle(self, layers: tuple[int, ...], costs: tuple[StageCost, ...]) -> Settled | Misfit:
-        """Finds what each stage recomputes, no more than memory demands, and times the mini-batch."""
-        found = self.fitting.fastest(costs)
-        return found if isinstance(found, Misfit) else Settled(layers, costs, *found)
+    def settle(self, layers: tuple[int, ...], costs: tuple[StageCost, ...]) -> Settled:
+        """Finds what each stage of cuts that fit has to recompute for memory, and times the mini-batch."""
+        return Settled(layers, costs, *self.fitting.fastest(costs))
