@@ -221,7 +221,7 @@ def adam(rows: int, max_norm: float | None, turns: int = 1) -> tuple[nn.Module, 
 
 @pytest.fixture(scope="module")
 def torchs_own() -> list[Json]:
-    return answers(run_ranks(4, jobs.torchs_own, limit=400, timeout=300))  # much of torch to import
+    return answers(run_ranks(4, jobs.torchs_own))
 
 
 def test_the_zero_redundancy_optimizer_spreads_its_state_over_replicas(torchs_own: list[Json]) -> None:

@@ -10,9 +10,8 @@ from tests.support.jobs.stories import BIG, MICRO_BATCHES, ODD, build, data
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.launch import Crew, run_ranks
-from tests.support.processes.outcome import Outcome, answers, told_by
+from tests.support.processes.outcome import answers, told_by
 
-TIMEOUT, SOON = 90.0, 30.0  # seconds
 PLACE = "micro-batch 1, rank {rank}, stage {rank}, layer {rank} ({rank}: Guarded)"
 
 
@@ -25,7 +24,7 @@ def check_went_on(found: list[Json]) -> None:
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_exceptions_are_told_too(name: str, crew: Crew) -> None:
-    found = answers(crew.run(jobs.odd_exception, name, world=2, timeout=TIMEOUT))
+    found = answers(crew.run(jobs.odd_exception, name, world=2))
     kind = type(ODD[name]()).__name__
     assert [answer["error"] for answer in found] == ["RemoteError", kind]
     assert kind in found[0]["told"]
@@ -35,14 +34,14 @@ def test_odd_exceptions_are_told_too(name: str, crew: Crew) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_raise_at_once_each_raise_one_error(world: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.all_at_once, world=world, timeout=TIMEOUT))
+    found = answers(crew.run(jobs.all_at_once, world=world))
     assert all(answer["error"] in {"FaultError", "RemoteError"} for answer in found)
     assert all("FaultError" in answer["error"] + answer["told"] for answer in found)
     check_went_on(found)
 
 
 def test_ctrl_c_on_all_ranks_ends_the_step_on_all(crew: Crew) -> None:
-    found = answers(crew.run(jobs.ctrl_c, world=2, timeout=TIMEOUT))
+    found = answers(crew.run(jobs.ctrl_c, world=2))
     assert all("KeyboardInterrupt" in answer["error"] + answer["told"] for answer in found)
     check_went_on(found)
 
@@ -50,7 +49,7 @@ def test_ctrl_c_on_all_ranks_ends_the_step_on_all(crew: Crew) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("way", ["validation", "inference", "forward", "backward"])
 def test_it_is_the_same_for_every_way_to_run_a_pipe(way: str, who: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.ways, way, who, world=2, timeout=TIMEOUT))
+    found = answers(crew.run(jobs.ways, way, who, world=2))
     assert [answer["error"] for answer in found] == [
         "FaultError" if rank == who else "RemoteError" for rank in (0, 1)
     ]
@@ -62,7 +61,7 @@ def test_it_is_the_same_for_every_way_to_run_a_pipe(way: str, who: int, crew: Cr
 @pytest.mark.parametrize("length", [0, BIG])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_pipe_may_fail_again_and_again(world: int, length: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.again_and_again, length, world=world, timeout=TIMEOUT))
+    found = answers(crew.run(jobs.again_and_again, length, world=world))
     assert [answer["failed"] for answer in found] == [8] * world
     assert all(answer["losses"] == found[0]["losses"] for answer in found)
     assert found[0]["losses"] == pytest.approx(plain_losses(world, length), abs=0)
@@ -88,34 +87,26 @@ def descend(whole: nn.Module) -> None:
 
 
 def test_another_pipe_of_the_same_processes_does_not_notice(crew: Crew) -> None:
-    found = answers(crew.run(jobs.two_pipes, world=2, timeout=TIMEOUT))
+    found = answers(crew.run(jobs.two_pipes, world=2))
     assert found == [["FaultError", True], ["RemoteError", True]]
-
-
-def soon(outcome: Outcome) -> bool:
-    """Whether a rank raised long before its timeout."""
-    return outcome.seconds is not None and outcome.seconds < SOON
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_layer_that_cannot_be_built_on_one_rank_is_told_on_all(who: int, crew: Crew) -> None:
-    outcomes = crew.run(jobs.builder_fails, "FaultError", who, world=2, timeout=TIMEOUT, limit=150)
+    outcomes = crew.run(jobs.builder_fails, "FaultError", who, world=2)
     assert all("FaultError" in outcome.error + outcome.told for outcome in outcomes), told_by(outcomes)
-    assert all(map(soon, outcomes))
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_is_killed_while_a_pipe_is_made_is_missed(who: int) -> None:
-    outcomes = run_ranks(2, jobs.builder_fails, "SIGKILL", who, timeout=TIMEOUT, limit=150)
+    outcomes = run_ranks(2, jobs.builder_fails, "SIGKILL", who)
     assert outcomes[who].code == -9
     assert outcomes[1 - who].error, told_by(outcomes)
-    assert soon(outcomes[1 - who])
 
 
 def test_a_rank_that_never_makes_a_pipe_is_missed() -> None:
-    outcomes = run_ranks(2, jobs.not_there, 1, timeout=TIMEOUT, limit=150)
+    outcomes = run_ranks(2, jobs.not_there, 1)
     assert outcomes[0].error, told_by(outcomes)
-    assert soon(outcomes[0])
 
 
 def test_who_loses_a_rank_in_a_save_is_told_which_save(tmp_path: Path) -> None:

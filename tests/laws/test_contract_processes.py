@@ -16,7 +16,6 @@ from tests.support.processes.launch import Crew, run_ranks
 from tests.support.processes.outcome import answers, told_by
 
 WORLDS = [1, 2, 4]
-SOON, TIMEOUT = 60.0, 100.0  # seconds: far below the timeout of the process group
 
 
 def local(layers: Any = None) -> gpipe.GPipe:
@@ -146,7 +145,7 @@ def test_a_rank_that_does_something_else_is_named_and_all_can_go_on(name: str, o
     pipe = local()
     pipe.step(*data(0, 10), F.mse_loss)
     expected = pipe.step(*data(0, 10), F.mse_loss).item()
-    found = answers(crew.run(jobs.come_apart, name, odd, timeout=TIMEOUT, limit=SOON))
+    found = answers(crew.run(jobs.come_apart, name, odd))
     for raised, loss in found:
         assert raised is not None
         assert raised[0] in ("ValueError", "RemoteError")
@@ -156,7 +155,7 @@ def test_a_rank_that_does_something_else_is_named_and_all_can_go_on(name: str, o
 
 
 def test_backwards_in_different_orders_are_named(crew: Crew) -> None:
-    outcomes = crew.run(jobs.backward_apart, timeout=TIMEOUT, limit=SOON)
+    outcomes = crew.run(jobs.backward_apart)
     assert all("the call that backward belongs to" in outcome.told for outcome in outcomes), told_by(outcomes)
 
 
@@ -175,7 +174,7 @@ def test_a_run_opens_no_port_of_its_own(crew: Crew) -> None:
 
 @pytest.mark.parametrize("when", [1, 6], ids=["in the first step", "in a later step"])
 def test_a_killed_run_leaves_nothing_behind(when: int, tmp_path: Path) -> None:
-    outcomes = run_ranks(2, jobs.leave, str(tmp_path), when, limit=150)
+    outcomes = run_ranks(2, jobs.leave, str(tmp_path), when)
     assert outcomes[1].code == -9
     assert not outcomes[0].answered
     assert list(tmp_path.iterdir()) == []

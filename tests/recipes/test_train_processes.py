@@ -19,8 +19,9 @@ from gpipe.recipes import digits as job
 from gpipe.recipes.options import TrainOptions
 from gpipe.recipes.recipe import Recipe
 from tests.support.jobs.small_digits import BATCH_SIZE, EPOCHS, GO, few
-from tests.support.processes.launch import ONE_THREAD, ROOT, TICK
+from tests.support.processes.launch import TICK
 from tests.support.processes.listening import family, listening_sockets
+from tests.support.processes.nursery import ONE_THREAD, ROOT
 from tests.support.processes.torchrun import Launched, torchrun, wait_for
 
 OPTIONS = TrainOptions(filters=16, epochs=EPOCHS)

@@ -8,8 +8,6 @@ from tests.support.jobs import refusals as jobs
 from tests.support.processes.launch import Crew, Job, run_ranks
 from tests.support.processes.outcome import answers
 
-SOON = 20.0  # seconds, on a busy machine
-
 
 def test_what_needs_the_whole_model_names_the_remedy(tmp_path: Path, crew: Crew) -> None:
     first, other = answers(crew.run(jobs.of_a_part, str(tmp_path), world=2))
@@ -41,16 +39,12 @@ def test_inputs_of_another_kind_are_refused_everywhere(crew: Crew) -> None:
     ],
 )
 def test_what_differs_between_ranks_is_refused_everywhere(job: Job, what: str, crew: Crew) -> None:
-    outcomes = crew.run(job, world=2, limit=60)
+    outcomes = crew.run(job, world=2)
     for outcome in outcomes:
         assert outcome.error in ("ValueError", "RemoteError"), str(outcome)
-        assert outcome.seconds is not None
-        assert outcome.seconds < SOON
     assert any(what in outcome.told for outcome in outcomes)
 
 
 def test_a_rank_that_dies_is_noticed_by_all() -> None:
-    first, _ = run_ranks(2, jobs.dies, limit=60)
+    first, _ = run_ranks(2, jobs.dies)
     assert first.error == "RemoteError", str(first)
-    assert first.seconds is not None
-    assert first.seconds < SOON

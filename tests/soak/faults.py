@@ -32,6 +32,8 @@ from tests.support.processes.torchrun import torchrun, wait_for
 from . import construction, damage, resume
 from .results import RESULTS, describe, facts, of, table, with_time_left, write
 
+PATIENCE = 30.0
+"""Seconds beyond the timeout after which ranks hang."""
 WAIT = 5.0
 """Seconds after the launcher's death at which a worker that still runs is an orphan."""
 LATE = 2.0
@@ -194,7 +196,9 @@ def collect(options: argparse.Namespace, runtime: str, found: Found) -> None:
     found.due[runtime], results = len(due), found.results[runtime]
     with Crew(max(options.partitions)) as crew:
         for case in with_time_left(due, f"faults, {runtime}"):
-            results.append(Result(case, run(case, crew, runtime=runtime, timeout=options.timeout)))
+            limit = options.timeout + PATIENCE
+            findings = run(case, crew, runtime=runtime, timeout=options.timeout, limit=limit)
+            results.append(Result(case, findings))
             report(options, found)
 
 

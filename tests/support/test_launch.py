@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import harness as jobs
-from tests.support.processes.launch import ROOT, Crew, run_ranks
+from tests.support.processes.launch import Crew, run_ranks
+from tests.support.processes.nursery import ROOT
 from tests.support.processes.outcome import HungError, Outcome, answers
 
 
@@ -111,7 +112,7 @@ def test_a_rank_that_hangs_is_killed_at_the_limit_and_its_place_is_told(how: str
 
 
 def test_a_rank_that_is_meant_to_hang_is_waited_for_no_longer_than_the_others() -> None:
-    first, second = run_ranks(2, jobs.ends, 1, "SIGSTOP", stuck=[1], limit=150)
+    first, second = run_ranks(2, jobs.ends, 1, "SIGSTOP", stuck=[1])
     assert (first.answer, first.code, first.hung) == ("fine", 0, False)
     assert second.hung
 

@@ -24,11 +24,12 @@ from tests.support.processes.marks import FOLDER, mark
 OURS = str(Path(gpipe.__file__).parent)
 FEW = "few files"
 """A kind of fault: from here on, a process may open no more files than it has open."""
+PATIENCE = 120.0  # seconds
 BEFORE = -1
 """A place: the process group is made, the pipe not begun."""
 
 
-def construct(rank: int, world: int, who: int, kind: str, at: int, holds: float = 0.0) -> Json:
+def construct(rank: int, world: int, who: int, kind: str, at: int, holds: bool = False) -> Json:
     """Makes a pipe and does a step of it, while a fault strikes; gives how many calls of ours construction took.
 
     Args:
@@ -37,7 +38,7 @@ def construct(rank: int, world: int, who: int, kind: str, at: int, holds: float 
         who: Where the fault strikes.
         kind: Which.
         at: At which of the calls, or `BEFORE`.
-        holds: Seconds for which rank 0 builds its layer.
+        holds: Whether rank 0 builds its layer until rank 1 has ended.
     """
     if rank == who and at == BEFORE:
         happen(kind)
@@ -49,25 +50,25 @@ def construct(rank: int, world: int, who: int, kind: str, at: int, holds: float 
 
 
 class Slowly:
-    """Makes a layer; for real the first takes its time, and the others wait until it has begun."""
+    """Makes a layer; if held, the first for real until rank 1 has ended, and the others once it has begun."""
 
-    def __init__(self, stage: int, seconds: float) -> None:
-        self.stage, self.seconds = stage, seconds
+    def __init__(self, stage: int, holds: bool) -> None:
+        self.stage, self.holds = stage, holds
 
     def __call__(self) -> nn.Module:
         layer = nn.Linear(FEATURES, FEATURES)
-        if not layer.weight.is_meta and self.seconds:
+        if not layer.weight.is_meta and self.holds:
             building = Path(os.environ[FOLDER], "building")
             if self.stage == 0:
                 building.touch()
-                time.sleep(self.seconds)
+                wait_for(building.with_name("rank_1.json"))
             else:
                 wait_for(building)
         return layer
 
 
 def wait_for(file: Path) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not file.exists():
         if time.monotonic() > until:
             raise TimeoutError(f"there is no {file}")

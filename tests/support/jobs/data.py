@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import gpipe
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import one_thread, plain_loop, run_layers, squares, weights_of
-from tests.support.processes.marks import mark
 
 FEATURES, LAYERS, MICRO_BATCHES = 6, 4, 4
 
@@ -116,7 +115,6 @@ def build() -> list[nn.Module]:
 
 def run(rank: int, world: int, name: str) -> Json:
     """Does what a script says; gives losses, outputs, and this rank's parameters in the end."""
-    mark()
     script = SCRIPTS[name]
     odd = script.is_odd(rank, world)
     pipe = gpipe.GPipe(

@@ -11,7 +11,6 @@ import gpipe
 from tests.support.jobs.models import piped
 from tests.support.open_models import batch_of, model_of
 from tests.support.processes.digests import digest
-from tests.support.processes.marks import mark
 
 Json = Any
 
@@ -63,13 +62,11 @@ def other_kind(rank: int, world: int) -> list[Json]:
 
 def other_model(rank: int, world: int) -> None:
     """Builds another model on the last rank."""
-    mark()
     piped(model_of("llama" if rank < world - 1 else "gpt2"), "llama", world, driver="process")
 
 
 def other_sample(rank: int, world: int) -> None:
     """Gives another sample on the last rank, of other names."""
-    mark()
     sample = batch_of("llama")
     if rank == world - 1:
         del sample["attention_mask"], sample["labels"]
@@ -83,7 +80,6 @@ def dies(rank: int, world: int) -> None:
     pipe = piped(model_of("llama"), "llama", world, driver="process")
     pipe.step(batch_of("llama"))
     if rank == world - 1:
-        mark()
         os._exit(3)
     time.sleep(0.1)
     pipe.step(batch_of("llama"))

@@ -222,7 +222,6 @@ def two_pipes(rank: int, world: int) -> Json:
 
 def builder_fails(rank: int, world: int, kind: str, who: int) -> None:
     """A layer cannot be built, on one rank only."""
-    mark()
 
     def make() -> nn.Module:
         if rank == who:
@@ -234,7 +233,6 @@ def builder_fails(rank: int, world: int, kind: str, who: int) -> None:
 
 def not_there(rank: int, world: int, who: int) -> Json:
     """One rank never makes a pipe, and ends."""
-    mark()
     return None if rank == who else [pipe_of(world).partitions]
 
 

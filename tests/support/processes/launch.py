@@ -1,7 +1,8 @@
 """Tests over processes: starts ranks, has them do a job, and ends every one of them, whatever happened.
 
-Each rank is a fresh process (never a fork, torch would not survive it) in a session of its own. They meet at a file
-in a folder of mode 0700, talk over the loopback device, compute on one thread each, and die with their parent.
+Each rank is a process in a session of its own, in which torch is loaded and nothing else was done (`nursery`). They
+meet at a file in a folder of mode 0700, talk over the loopback device, compute on one thread each, and die with who
+started them.
 """
 
 import json
@@ -9,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -20,15 +20,16 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from tests.support.processes.marks import first_mark
+from tests.support.processes.nursery import ONE_THREAD, Forked, nurseries
 from tests.support.processes.outcome import HungError, Outcome
 from tests.support.processes.rank import Order
 
-ROOT = Path(__file__).parents[3]
-ONE_THREAD = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS"], "1")
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 TICK = 0.01
 GRACE, STUCK, HEARD = 2.0, 0.5, 10.0
 START = 150.0  # seconds until processes have imported torch, at most, on a busy machine with cold disks
+LIMIT, TIMEOUT = 300.0, 600.0
+"""Seconds after which ranks hang, on any machine; and that a group waits: who is done has not waited for it."""
 
 Job: TypeAlias = str | Callable[..., object]
 """A function of (rank, world, *args) at the top of a module, or its `module:name`."""
@@ -47,7 +48,7 @@ def run_ranks(world: int, job: Job, *args: Any, **how: Any) -> list[Outcome]:
 class _Process:
     """A rank's process, and what is known of the job that it does."""
 
-    popen: subprocess.Popen[str]
+    popen: Forked
     log: Path
     begun: int = 0  # how long the log was when the job began
     ended: float | None = None
@@ -69,7 +70,7 @@ class _Process:
 
 @dataclass
 class Crew:
-    """Ranks that do one job after another, since torch takes more than a second to import: use it as a context.
+    """Ranks that do one job after another, and keep what these have loaded: use it as a context.
 
     The processes are started by the first job, and anew after a job in which one died or hung. Each job has a
     process group of its own. A job that kills a rank says more with fresh processes: see `run_ranks`.
@@ -85,8 +86,8 @@ class Crew:
         job: Job,
         *args: Any,
         world: int | None = None,
-        limit: float = 180,
-        timeout: float = 120,
+        limit: float = LIMIT,
+        timeout: float = TIMEOUT,
         join: bool = True,
         stuck: Collection[int] = (),
         last: bool = False,
@@ -137,7 +138,6 @@ class Crew:
         """Ends all processes; those that are not at work end by themselves."""
         for process in self._processes:
             with suppress(OSError):
-                assert process.popen.stdin is not None
                 process.popen.stdin.close()
         until = time.monotonic() + grace
         for process in self._processes:
@@ -168,16 +168,8 @@ def free_port() -> int:
 def _start(rank: int, folder: Path) -> _Process:
     log = folder / f"rank_{rank}.log"
     with log.open("w") as stream:
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.processes.rank", str(rank), str(os.getpid()), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=stream,
-            cwd=ROOT,
-            env={**os.environ, **ONE_THREAD, **LOOPBACK},
-            text=True,
-            start_new_session=True,
-        )
+        nursery = nurseries()[rank % len(nurseries())]
+        popen = nursery.fork(rank, folder, stream, {**os.environ, **ONE_THREAD, **LOOPBACK})
     return _Process(popen, log)
 
 
@@ -197,7 +189,6 @@ def _is_ready(process: _Process) -> bool:
 def _tell(ranks: Sequence[_Process], order: Order) -> None:
     for process in ranks:
         process.begun, process.ended, process.left = process.log.stat().st_size, None, False
-        assert process.popen.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, and that is an outcome
             process.popen.stdin.write(json.dumps(asdict(order)) + "\n")
             process.popen.stdin.flush()

@@ -18,11 +18,9 @@ from tests.support.processes.faults import (
     VALUES,
     Fault,
 )
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import LIMIT, TIMEOUT, Crew
 from tests.support.processes.outcome import HungError, Outcome
 
-LIMIT = 30.0
-"""Seconds beyond the timeout after which ranks hang."""
 TOLERANCE = 1e-5
 """Of torch's own pipeline, which adds gradients up in another order."""
 
@@ -124,7 +122,15 @@ def wanted(case: Case, rank: int) -> dict[str, str]:
     return names
 
 
-def run(case: Case, crew: Crew, *, runtime: str = "gpipe", timeout: float = 3.0, length: int = 0) -> list[Finding]:
+def run(
+    case: Case,
+    crew: Crew,
+    *,
+    runtime: str = "gpipe",
+    timeout: float = TIMEOUT,
+    limit: float = LIMIT,
+    length: int = 0,
+) -> list[Finding]:
     """Has a case happen; gives what each rank made of it, in order.
 
     Where the faulty rank is gone afterwards, the ranks are fresh processes. Else they are the crew's, who catch what
@@ -139,7 +145,7 @@ def run(case: Case, crew: Crew, *, runtime: str = "gpipe", timeout: float = 3.0,
                 train,
                 *(asdict(case.fault), runtime, again, length),
                 world=case.partitions,
-                limit=timeout + LIMIT,
+                limit=limit,
                 timeout=timeout,
                 stuck=[case.origin] if case.stalls else [],
                 last=not again,

@@ -1,11 +1,8 @@
-"""One rank of `launch`: a fresh process that does what it is told, and writes down how that ended.
-
-python -m tests.support.processes.rank RANK PID_OF_PARENT FOLDER < orders, a line of JSON each
+"""One rank of `launch`: a process that does what it is told, a line of JSON on stdin each, and writes how that ended.
 
 It leaves `ready_<pid>` in FOLDER once it can do a job.
 """
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -25,8 +22,6 @@ import torch
 import torch.distributed as dist
 
 from tests.support.processes.marks import FOLDER
-
-SET_PARENT_DEATH_SIGNAL = 1
 
 
 @dataclass(frozen=True)
@@ -54,18 +49,14 @@ class Order:
     last: bool
 
 
-def main() -> None:
-    """Serves until told to end, or until whoever gives the orders is gone."""
-    rank, parent = map(int, sys.argv[1:3])
-    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+def main(rank: int, folder: str) -> None:
+    """Serves until stdin ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file of torch takes seconds to write
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # whoever hangs can be asked where
     torch.set_num_threads(1)
-    Path(sys.argv[3], f"ready_{os.getpid()}").touch()
+    Path(folder, f"ready_{os.getpid()}").touch()
     for line in sys.stdin:
         order = Order(**json.loads(line))
         try:
@@ -142,7 +133,3 @@ def _describe(error: BaseException) -> dict[str, str]:
         "told": "\n".join([str(error), *getattr(error, "__notes__", [])]),
         "text": "".join(traceback.format_exception(error)),
     }
-
-
-if __name__ == "__main__":
-    main()
