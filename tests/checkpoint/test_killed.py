@@ -20,22 +20,20 @@ from tests.support.killed import CASES, OPERATIONS
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(case: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.killed", case, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.killed", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    steps = found["steps"]
-    before, _ = CASES[case]
-    previous = before or None
-    new = before + 1
-    assert found["wrong"] == []
-    assert set(steps) == {previous, new}
-    if "background" not in case:  # there one waits for the other, by as many operations as that takes
-        assert steps == sorted(steps, key=lambda step: step == new)  # once it is the new one it stays
-    assert steps.count(previous) > 40
-    assert steps.count(new) > 4
+    assert found.keys() == CASES.keys()
+    for case, (before, _) in CASES.items():
+        steps, previous, new = found[case]["steps"], before or None, before + 1
+        assert found[case]["wrong"] == [], case
+        assert set(steps) == {previous, new}, case
+        if "background" not in case:  # there one waits for the other, by as many operations as that takes
+            assert steps == sorted(steps, key=lambda step: step == new), case  # once it is the new one it stays
+        assert steps.count(previous) > 40, case
+        assert steps.count(new) > 4, case
 
 
 Log = list[tuple[str, str]]

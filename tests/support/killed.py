@@ -1,6 +1,6 @@
 """Saves again and again, killed at one operation on files after another, and looks at what is left each time.
 
-python -m tests.support.killed CASE FOLDER    prints what was found, as JSON
+python -m tests.support.killed FOLDER    prints what was found in each case, as JSON
 """
 
 import json
@@ -59,7 +59,7 @@ def survives(number: int, save: Callable[[], object]) -> bool:
     """Whether a child process that is killed at its n-th operation was done before."""
     child = os.fork()
     if not child:
-        signal.alarm(60)
+        signal.alarm(300)
         kill_at(number)
         save()
         os._exit(0)
@@ -88,9 +88,8 @@ def go_on(folder: Path, run: Run) -> list[str]:
     return wrong + [path.name for path in folder.glob("step_*.tmp-*")]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    case, base = sys.argv[1], Path(sys.argv[2])
+def find(case: str, base: Path) -> dict[str, list[Any]]:
+    """The step that is found after each operation at which a save is killed, and all that is wrong then."""
     before, save = CASES[case]
     pipe, optimizer = trained(partitions=2, steps=1)
     known = {}
@@ -113,7 +112,12 @@ def main() -> None:
         steps.append(step)
         wrong += [f"{number}: {each}" for each in [*found, *go_on(folder, other)]]
         shutil.rmtree(folder)
-    print(json.dumps({"steps": steps, "wrong": wrong}))
+    return {"steps": steps, "wrong": wrong}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(json.dumps({case: find(case, Path(sys.argv[1], str(at))) for at, case in enumerate(CASES)}))
 
 
 if __name__ == "__main__":
