@@ -33,7 +33,7 @@ from tests.support.random_cases import Case, cases, check_case, count_valid, mea
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(LAW, max_examples=200)
+@settings(LAW, max_examples=120)
 @given(cases)
 def test_any_model_run_in_any_way_gives_the_bits_of_the_plain_loop(case: Case) -> None:
     check_case(case)

@@ -29,7 +29,7 @@ LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_c
 draws = st.randoms(use_true_random=True)
 
 
-@settings(LAW, max_examples=55)  # of up to four configurations
+@settings(LAW, max_examples=35)  # of up to four configurations
 @given(draws)
 def test_models_that_mix_everything_give_the_bits_of_k_1_and_of_the_plain_loop(draw: Random) -> None:
     task, found = check(draw)
@@ -64,7 +64,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
-@settings(LAW, max_examples=40)
+@settings(LAW, max_examples=25)
 @given(draws)
 def test_memory_that_is_filled_with_nan_when_taken_and_when_freed_changes_nothing(draw: Random) -> None:
     check_again(draw, poisoned_memory)
@@ -118,7 +118,7 @@ def poisoned_boundaries() -> Iterator[None]:
         yield
 
 
-@settings(LAW, max_examples=40)
+@settings(LAW, max_examples=25)
 @given(draws)
 def test_boundary_tensors_that_are_filled_with_nan_when_used_up_change_nothing(draw: Random) -> None:
     check_again(draw, poisoned_boundaries)
