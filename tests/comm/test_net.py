@@ -127,7 +127,7 @@ def test_a_message_that_comes_just_before_the_wait_is_seen(
     as_source: bool, kind: type[Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hung: `_wait` took what was wanted from the stream, and then waited for the stream."""
-    with nets(2, kind, limit=30) as (first, second):
+    with nets(2, kind) as (first, second):
         if as_source:
             second.expect({label_of(0): 0}, {0}, lambda peer, seen: "")
         wait = second._wait
@@ -144,7 +144,7 @@ def test_a_message_that_comes_just_before_the_wait_is_seen(
 @pytest.mark.parametrize("kind", KINDS)
 def test_room_that_comes_just_before_the_wait_is_seen(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
     """It hung: `_wait` heard that messages had left while it looked for others, and then waited to hear it."""
-    with nets(2, kind, limit=30) as (first, second):
+    with nets(2, kind) as (first, second):
         sent: list[int] = []
         wait, ended = first._wait, threading.Event()
 
@@ -166,13 +166,13 @@ def test_room_that_comes_just_before_the_wait_is_seen(kind: type[Link], monkeypa
 def test_who_waits_does_not_spin(kind: type[Link]) -> None:
     """A stream was still watched for writing, or for reading, when nobody wrote or read it any more."""
     with nets(3, kind, buffer=1) as (first, second, third):
-        polls: list[float] = []
+        polls: list[str] = []
         real = second._poll
 
         class Counted:
             def __getattr__(self, name: str) -> Any:
                 if name == "poll":
-                    polls.append(time.monotonic())
+                    polls.append(name)
                 return getattr(real, name)
 
         second._poll = Counted()  # type: ignore[assignment]
@@ -192,7 +192,7 @@ def test_who_waits_does_not_spin(kind: type[Link]) -> None:
             send(first, 1, 0)
 
         assert together(middle, others) == [None, None]
-        assert len(polls) < 10
+        assert len(polls) < 100  # who spins polls thousands of times
 
 
 # Runs.

@@ -8,7 +8,7 @@ from tests.support.processes.launch import Crew
 from tests.support.processes.outcome import answers
 
 
-def test_a_rank_that_sleeps_longer_is_named_by_rank_0_within_five_steps(crew: Crew) -> None:
+def test_a_rank_that_takes_longer_is_named_by_rank_0_within_five_steps(crew: Crew) -> None:
     first, *others = answers(crew.run(jobs.warned, 2, 4.0, True, WARMING_UP + WINDOW))
     (text,) = first
     assert text.startswith("rank 2 (stage 2, replica 0) is slow, and the others wait for it: it was busy ")
@@ -16,7 +16,7 @@ def test_a_rank_that_sleeps_longer_is_named_by_rank_0_within_five_steps(crew: Cr
 
 
 @pytest.mark.parametrize(("slow", "times"), [(-1, 1.0), (2, 4.0)])
-def test_nobody_is_named_where_all_sleep_alike_or_nobody_knows_what_they_should(
+def test_nobody_is_named_where_all_take_as_long_or_nobody_knows_what_they_should(
     slow: int, times: float, crew: Crew
 ) -> None:
     assert answers(crew.run(jobs.warned, slow, times, False, WARMING_UP + WINDOW)) == [[], [], [], []]

@@ -20,7 +20,7 @@ from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, s
 DRIVERS = ["lockstep", "threads"]
 WAYS = ["step", "call"]
 M = 3
-SOON, LIMIT = 30.0, 60.0  # seconds, also on a busy machine
+SOON, LIMIT = 200.0, 300.0  # seconds, on any machine
 X, Y = torch.randn(7, 4), torch.randn(7, 4)
 
 

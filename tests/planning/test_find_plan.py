@@ -69,7 +69,7 @@ def test_any_model_is_planned(meta: bool) -> None:
 def test_seconds_are_those_of_this_machine_if_measured() -> None:
     layers = [nn.Linear(32, 32) for _ in range(3)]
     plan = gpipe.find_plan(layers, torch.ones(4, 32), 2, measure=True, partitions=2, schedule="gpipe")
-    assert 0 < plan.seconds < 10
+    assert plan.seconds > 0
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
 

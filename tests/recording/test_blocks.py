@@ -1,7 +1,6 @@
 """Which modules a model is cut between."""
 
 import copy
-import time
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.recording.blocks import find_blocks
 from gpipe.replay.errors import CannotSplitError
+from tests.support.clock import Clock
 from tests.support.plain_loop import same_bits
 
 
@@ -65,14 +65,14 @@ def test_a_model_without_any_list_is_refused() -> None:
         find_blocks(nn.ModuleDict({"one": nn.Linear(2, 2)}))
 
 
-def test_the_seconds_of_a_layer_are_those_of_its_own_run() -> None:
+def test_the_seconds_of_a_layer_are_those_of_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # The proof runs each block once more, on smaller numbers, and layers_of told the time of both.
-    slept = []
+    clock, slept = Clock(monkeypatch), []
 
     class Sleeps(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if x.max() < 1:
-                time.sleep(1)
+                clock.sleep(1)
                 slept.append(x)
             return x + 0 * super().forward(x)
 
@@ -88,4 +88,4 @@ def test_the_seconds_of_a_layer_are_those_of_its_own_run() -> None:
 
     layers = gpipe.layers_of(Sleeper(), torch.ones(2, 3))
     assert len(slept) == 2
-    assert max(layer.seconds for layer in layers) < 1
+    assert [layer.seconds for layer in layers] == [0] * len(layers)

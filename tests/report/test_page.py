@@ -241,7 +241,7 @@ def test_fingers_tap_and_zoom(tab: Page, file: Path) -> None:
     tab.fingers("End")
     start, end = (float(number) for number in re.findall(r"(?:from|to) ([\d.]+) ms", tab.text("#range")))
     assert start < 70 < end
-    assert end - start == pytest.approx(480 / 4, rel=0.4)  # a browser takes the first moves for itself
+    assert 480 / 4 < (end - start) * 1.01 < 480  # zoomed, but a browser takes the first moves for itself
     assert tab.complaints == []
 
 

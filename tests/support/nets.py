@@ -19,7 +19,7 @@ from gpipe.values.messages import Label
 
 KINDS = (Link, RemoteLink)
 BIG = 2**20  # bytes: more than the stream takes
-LIMIT = 60.0  # seconds, the timeout of nets that shall not need one
+LIMIT = 240.0  # seconds, the timeout of nets that shall not need one
 
 
 @contextmanager

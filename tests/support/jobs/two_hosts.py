@@ -28,7 +28,7 @@ from tests.support.processes.listening import Listening, family, listening_socke
 
 FEATURES, ROWS, MICRO_BATCHES, SOUND_STEPS = 8, 10, 4, 3
 LENGTHS = (3, 9000)  # of sequences: messages that fit the stream, and larger ones
-PATIENCE = 120.0
+PATIENCE = 240.0
 
 
 class Middle(nn.Module):
@@ -49,7 +49,6 @@ class Middle(nn.Module):
     def strike(self) -> None:
         (self.folder / "middle").touch()
         if self.who is not None:
-            (self.folder / "killed").write_text(repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for(self.folder / "cut")
 
@@ -142,7 +141,7 @@ def main(folder: str, fault: str, timeout: str) -> None:
     try:
         train(Path(folder), fault, record)
     except BaseException as error:
-        record |= {"raised": time.monotonic(), "error": type(error).__name__, "told": str(error)}
+        record |= {"error": type(error).__name__, "told": str(error)}
         record["rank"] = getattr(error, "rank", None)
     part = Path(folder, f"rank_{rank}.part")
     part.write_text(json.dumps(record))

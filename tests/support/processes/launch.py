@@ -26,7 +26,7 @@ from tests.support.processes.rank import Order
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 TICK = 0.01
-GRACE, STUCK, HEARD = 2.0, 0.5, 10.0
+GRACE, STUCK, HEARD = 2.0, 0.5, 60.0
 START = 150.0  # seconds until processes have imported torch, at most, on a busy machine with cold disks
 LIMIT, TIMEOUT = 300.0, 600.0
 """Seconds after which ranks hang, on any machine; and that a group waits: who is done has not waited for it."""
