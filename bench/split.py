@@ -8,13 +8,12 @@ import torch
 from bench.machine import facts
 from bench.report import describe, interval, table, write
 from bench.workloads import WORKLOADS
-from gpipe.costs.measure import as_in_training, measure_backwards
-from gpipe.plan.cost import BackwardCost
+from gpipe.costs.measure import as_in_training, measure_seconds
 
 WORKS = ("transformer", "halves", "conv", "amoebanet")
 
 
-def rounds(name: str, count: int) -> list[BackwardCost]:
+def rounds(name: str, count: int) -> list[tuple[float, float, float]]:
     """The backward of one micro-batch through all layers but those without weights to wait for, once a round."""
     work, device = WORKLOADS[name], torch.device("cpu")
     layers, (inputs, _) = work.layers(), work.data()
@@ -22,8 +21,14 @@ def rounds(name: str, count: int) -> list[BackwardCost]:
     found = []
     with as_in_training(device, 1):
         for _ in range(count):
-            each = [cost for cost in measure_backwards(layers, sample, device) if cost.weights > SOME * cost.inputs]
-            found.append(BackwardCost(*(sum(parts) for parts in zip(*each, strict=True))))
+            every = measure_seconds(layers, sample, device, parts=True)
+            some = [
+                (each.backward, each.inputs, each.weights)
+                for each in every
+                if each.inputs is not None and each.weights is not None and each.weights > SOME * each.inputs
+            ]
+            whole, inputs, weights = (sum(parts) for parts in zip(*some, strict=True))
+            found.append((whole, inputs, weights))
     return found
 
 
@@ -38,10 +43,10 @@ def main() -> None:
     about, lines = facts(), []
     for name in WORKS:
         found = rounds(name, options.rounds)
-        ratios = [(cost.inputs + cost.weights) / cost.whole for cost in found]
+        ratios = [(inputs + weights) / whole for whole, inputs, weights in found]
         low, high = interval(ratios)
         parts = [1e3 * median(part) for part in zip(*found, strict=True)]
-        shares = median(cost.share for cost in found)
+        shares = median(weights / (inputs + weights) for _, inputs, weights in found)
         lines.append(
             [
                 name,

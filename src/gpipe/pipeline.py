@@ -208,7 +208,7 @@ class GPipe(Partitioned):
         0.158
         """
         found = self._settings
-        return predict(found.partition, self.program, in_seconds=found.in_seconds, backwards=found.backwards)
+        return predict(found.partition, self.program, found.stage_costs, in_seconds=found.in_seconds)
 
     @entrance
     @refuse_unknown(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)

@@ -3,6 +3,8 @@
 import copy
 import json
 import re
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 import gpipe
 from gpipe.build.arguments import Costs
 from gpipe.costs import measure
+from gpipe.plan.cost import LayerSeconds, StageCost
+from gpipe.plan.simulate import simulate
 from tests.support.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits
 
@@ -22,8 +26,8 @@ SAMPLE = torch.linspace(-1, 1, 40).reshape(8, 5)
 TARGET = torch.linspace(1, -1, 24).reshape(8, 3)
 
 
-class Clock:
-    """Stands for the module `time`: it goes on only when a layer says so."""
+class Clock(threading.local):
+    """Stands for the module `time`: it goes on only when a layer says so, in the layer's thread alone."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -197,9 +201,38 @@ def test_the_median_counts(clock: Clock) -> None:
             self.seconds = next(rounds)
             return super().forward(x)
 
-    rounds: Iterator[float] = iter([9.0, *[0.003, 0.001, 0.001, 0.004, 0.001, 0.05], *[0.0] * 9])
+    rounds: Iterator[float] = iter([9.0, *[0.003, 0.001, 0.001, 0.004, 0.001], *[0.0] * 9])
     pipe = gpipe.GPipe([Uneven(clock, 0)], 1, 1, costs="time", sample=SAMPLE, remat="never")
     assert pipe.costs == pytest.approx([0.011])
+
+
+def test_what_disturbs_now_one_layer_and_now_another_is_part_of_their_sum() -> None:
+    rounds = [[LayerSeconds(1, 0), LayerSeconds(1, 2)], [LayerSeconds(5, 0), LayerSeconds(1, 2)]]
+    rounds.append([LayerSeconds(1, 0), LayerSeconds(1, 6, 4, 5)])
+    assert measure._typical(rounds) == [LayerSeconds(2, 0), LayerSeconds(2, 4)]  # 4 and 8 in a round, by medians 4
+
+
+def test_a_measured_pipe_foretells_its_schedule_by_forward_and_backward(clock: Clock) -> None:
+    layers = [Ticking(clock, seconds) for seconds in (1, 2, 3)]
+    for schedule, remat in (("1f1b", "always"), ("gpipe", "except_last"), ("gpipe", "never")):
+        pipe = gpipe.GPipe(layers, [1, 1, 1], 4, sample=SAMPLE, schedule=schedule, remat=remat)
+        costs = [StageCost(seconds, 10 * seconds) for seconds in (1, 2, 3)]
+        assert pipe.plan.timeline == simulate(pipe.program, costs).timeline
+
+
+@pytest.mark.parametrize(("driver", "threads"), [(None, 3), ("lockstep", 1)])
+def test_layers_are_measured_in_the_company_that_they_will_have(driver: str | None, threads: int) -> None:
+    class Seen(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            seen[threading.get_ident(), self] += 1
+            return super().forward(input)
+
+    seen: Counter[tuple[int, nn.Module]] = Counter()
+    layers = [Seen(5, 5) for _ in range(3)]
+    gpipe.GPipe(layers, 2, 2, sample=SAMPLE, driver=driver)
+    assert len({thread for thread, _ in seen}) == threads
+    for layer in layers:  # once in the calling thread, and then in that of its group
+        assert len([None for _, own in seen if own is layer]) == min(threads, 2)
 
 
 def test_a_sample_alone_means_time_and_nothing_means_parameters(clock: Clock) -> None:
@@ -260,7 +293,7 @@ def test_measured_costs_can_be_kept_and_given_again(clock: Clock) -> None:
     assert again.costs == measured.costs
     assert again.layers_per_partition == measured.layers_per_partition
     assert again.plan.partition == measured.plan.partition
-    assert again.plan.timeline == measured.plan.timeline
+    assert (again.plan.unit, measured.plan.unit) == ("relative", "seconds")
 
 
 def test_operations_have_the_threads_that_they_will_have() -> None:

@@ -73,6 +73,34 @@ def test_seconds_are_those_of_this_machine_if_measured() -> None:
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
 
+def test_a_pipe_foretells_what_its_measured_plan_does() -> None:
+    class Counted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            rows.append(len(input))
+            return super().forward(input)
+
+    rows: list[int] = []
+    layers, sample = [Counted(8, 8) for _ in range(3)], torch.ones(12, 8)
+    plan = gpipe.find_plan(layers, sample, 2, measure=True, partitions=2, micro_batches=4, schedule="1f1b")
+    assert set(rows) == {3}  # those of its micro-batches
+    rows.clear()
+    pipe = gpipe.GPipe(layers, plan=plan, sample=sample)
+    assert rows == []
+    assert (pipe.plan.unit, pipe.plan.timeline.seconds) == ("seconds", plan.seconds)
+    assert pipe.costs == plan.work
+    other = gpipe.GPipe(layers, plan=plan, micro_batches=2)  # other micro-batches than those of the plan
+    assert (other.plan.unit, other.costs) == ("relative", (72, 72, 72))
+
+
+def test_a_plan_that_was_counted_gives_proportions() -> None:
+    layers, sample = [nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8)], torch.ones(4, 8)
+    plan = gpipe.find_plan(layers, sample, [HERE] * 2, partitions=2, micro_batches=2, schedule="gpipe")
+    pipe = gpipe.GPipe(layers, plan=plan)
+    assert pipe.plan.unit == "relative"
+    assert pipe.plan.timeline.idle_share() == pytest.approx(plan.bubble)
+    assert gpipe.GPipe(layers, plan=plan, sample=sample).plan.unit == "seconds"  # measured, since it can be
+
+
 def test_mistakes_are_told() -> None:
     layers = [nn.Linear(4, 4)]
     with pytest.raises(ValueError, match=r"devices=0; give gpipe\.Device"):

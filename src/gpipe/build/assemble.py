@@ -3,7 +3,7 @@
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from gpipe.layers.outline import Outline, outline, realize, release
 from gpipe.layers.sequence import cut_into_stages
 from gpipe.layers.stage import Layer, Stage
 from gpipe.layers.tied import find_ties, tie
-from gpipe.plan.cost import BackwardCost
+from gpipe.plan.cost import StageCost
 from gpipe.replay.stage import ReplayedStage
 from gpipe.runtime.engine import Engine
 from gpipe.splitting.model import ReplayedModel
@@ -155,11 +155,11 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
     settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, replayed)
     if not position.rank:
-        parts = [list(backward) for backward in settings.backwards]
-        agreement.tell(BUILDING, costs=list(settings.costs), backwards=parts, whole=sorted(settings.whole))
+        each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
+        agreement.tell(BUILDING, costs=list(settings.costs), stages=each, whole=sorted(settings.whole))
     else:
-        backwards = tuple(BackwardCost(*backward) for backward in told["backwards"])
-        settings = replace(settings, backwards=backwards, whole=frozenset(told["whole"]))
+        stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
+        settings = replace(settings, stage_costs=stages, whole=frozenset(told["whole"]))
     settings = _with_own_layers(settings, position, sketch, asked.ties)
     _compare(agreement, settings, asked)
     if position.replicas > 1:

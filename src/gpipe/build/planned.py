@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from gpipe.build.arguments import Arguments
+from gpipe.plan.cost import StageCost
 from gpipe.plan.search.found import Plan
 
 UNSAID = {"partitions": None, "micro_batches": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
@@ -11,6 +12,9 @@ UNSAID = {"partitions": None, "micro_batches": None, "schedule": "gpipe", "stage
 
 def follow_plan(asked: Arguments) -> Arguments:
     """The arguments with what the plan says of them, if there is one.
+
+    What the plan has measured is taken for the costs of the layers, where the user gives none; what it has counted,
+    if there is no sample on which to measure them.
 
     M may be given beside a plan, and is taken instead: a loss curve depends on it, and on nothing else in a plan.
 
@@ -26,7 +30,7 @@ def follow_plan(asked: Arguments) -> Arguments:
     said = [name for name, unsaid in UNSAID.items() if getattr(asked, name) != unsaid and name != "micro_batches"]
     if said:
         raise ValueError(f"plan= says {', '.join(f'{name}=' for name in said)} already; leave them out, or plan=")
-    return replace(
+    followed = replace(
         asked,
         partitions=list(plan.layers_per_partition),
         micro_batches=plan.micro_batches if asked.micro_batches is None else asked.micro_batches,
@@ -34,3 +38,15 @@ def follow_plan(asked: Arguments) -> Arguments:
         stages_per_rank=plan.stages_per_rank,
         remat=list(plan.remat),
     )
+    fits = asked.costs is None and followed.micro_batches == plan.micro_batches
+    return replace(followed, costs=plan.work) if fits and (plan.measured or asked.sample is None) else followed
+
+
+def planned_costs(asked: Arguments) -> tuple[StageCost, ...] | None:
+    """What the plan foretells of each stage, if nothing is to be measured anew: for its M, and by its costs."""
+    return asked.plan.costs if asked.plan is not None and asked.costs is asked.plan.work else None
+
+
+def has_measured(asked: Arguments) -> bool:
+    """Whether what the plan foretells was measured."""
+    return planned_costs(asked) is not None and asked.plan is not None and asked.plan.measured

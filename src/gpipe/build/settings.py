@@ -20,21 +20,21 @@ from gpipe.build.arguments import (
 )
 from gpipe.build.auto_remat import AUTO, check_auto, find_remat
 from gpipe.build.mistakes import Mistakes
+from gpipe.build.planned import has_measured, planned_costs
 from gpipe.build.schedules import read_placement, read_schedule
 from gpipe.comm.mesh import Position
 from gpipe.costs.counts import count_flops, count_parameters
-from gpipe.costs.measure import as_in_training, measure_backwards, measure_by, measure_seconds
+from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
 from gpipe.layers.invalid_layers import find_without_values
 from gpipe.layers.outline import Outline
 from gpipe.layers.sequence import build_layers
 from gpipe.layers.tied import Tied, tie
 from gpipe.plan.action import Kind
-from gpipe.plan.cost import BackwardCost
+from gpipe.plan.cost import StageCost, stage_cost
 from gpipe.plan.lower import Remat, place_recompute
 from gpipe.plan.partition import Partition, given, partition
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import Placement, Schedule, rows_in_training
-from gpipe.plan.simulate import stage_costs
 from gpipe.plan.splits import stages_left_whole
 from gpipe.splitting.model import ReplayedModel
 from gpipe.splitting.reading import why_not_layers
@@ -53,8 +53,8 @@ class Settings:
     layers: dict[str, nn.Module]
     partition: Partition
     placement: tuple[int, ...]  # the rank of each stage
-    in_seconds: bool  # the costs were measured
-    backwards: tuple[BackwardCost, ...]  # of each layer, where they were measured
+    stage_costs: tuple[StageCost, ...] | None  # measured, or as the plan has them; None: told by the partition alone
+    in_seconds: bool  # they were measured
     whole: frozenset[int]  # the stages whose backwards are not split
     micro_batches: int
     remat: tuple[Remat, ...]
@@ -122,18 +122,17 @@ def settle(
     if position is None:
         tie(tied)
     layers, sample = _to_measure(asked, list(named.values()), replayed)
-    found = _cut(asked, layers, sample, len(placement), remats, devices[0])
+    program = _to_weigh(schedule, placement, asked.micro_batches)
+    found, costs = _cut(asked, layers, sample, program, remats, devices)
     if asked.remat == AUTO:
         remats = find_remat(asked, layers, sample, found, _bare(schedule, placement, asked.micro_batches), devices)
-    program = _to_weigh(schedule, placement, asked.micro_batches, remats)
-    backwards = _measure_backwards(asked, layers, sample, program, devices[0])
     return Settings(
         layers=named,
         partition=found,
         placement=placement,
-        backwards=backwards,
-        whole=_find_whole(named, found, program, backwards),
-        in_seconds=asked.in_seconds,
+        stage_costs=costs,
+        in_seconds=asked.in_seconds or has_measured(asked),
+        whole=_find_whole(named, found, place_recompute(program, remats), costs),
         micro_batches=asked.micro_batches,
         remat=remats,
         devices=devices,
@@ -182,13 +181,24 @@ def _cut(
     asked: Arguments,
     layers: Sequence[nn.Module],
     sample: Tree,
-    stages: int,
+    program: Program,
     remats: Sequence[Remat],
-    device: torch.device,
-) -> Partition:
-    """Cuts the layers into stages: as the user says, or by what they cost."""
-    with as_in_training(device, asked.intra_op_threads):
-        costs = _find_costs("time" if asked.in_seconds else asked.costs, layers, sample, device, remats)
+    devices: Sequence[torch.device],
+) -> tuple[Partition, tuple[StageCost, ...] | None]:
+    """Cuts the layers into stages, as the user says or by what they cost; what the stages cost, if that is known."""
+    with as_in_training(devices[0], asked.intra_op_threads):
+        if not asked.in_seconds:
+            cuts = _partition(asked, _find_costs(asked.costs, layers, sample), program.stages)
+            return cuts, planned_costs(asked)
+        parts = any(action.kind is Kind.BACKWARD_WEIGHT for action in program.actions)
+        at_once = len(devices) if asked.driver in (None, "threads") and asked.mesh is None else 1
+        found = measure_seconds(layers, sample, devices[0], at_once=at_once, parts=parts)
+    forwards = 1 if "never" in remats else 2
+    cuts = _partition(asked, [forwards * each.forward + each.backward for each in found], program.stages)
+    return cuts, tuple(stage_cost(found[first:end]) for first, end in cuts.bounds)
+
+
+def _partition(asked: Arguments, costs: Sequence[float], stages: int) -> Partition:
     if isinstance(asked.partitions, int):
         return partition(costs, stages, balance=asked.balance)
     return given(asked.partitions, costs)
@@ -199,44 +209,29 @@ def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Progr
     return Program.of(rows_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement)
 
 
-def _to_weigh(schedule: Schedule, placement: Placement, micro_batches: int, remats: Sequence[Remat]) -> Program:
+def _to_weigh(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
     """The table by which it is decided which backwards are split: of no more than a fill, a middle and a drain."""
     some = min(micro_batches, 2 * len(set(placement)))
-    some = micro_batches if schedule.rows(placement, some) is None else some
-    return place_recompute(_bare(schedule, placement, some), remats)
-
-
-def _measure_backwards(
-    asked: Arguments, layers: Sequence[nn.Module], sample: Tree, program: Program, device: torch.device
-) -> tuple[BackwardCost, ...]:
-    """What the backwards of the layers cost whole and in two parts, where some are to be split and costs are time."""
-    if not asked.in_seconds or all(action.kind is not Kind.BACKWARD_WEIGHT for action in program.actions):
-        return ()
-    with as_in_training(device, asked.intra_op_threads):
-        return tuple(measure_backwards(layers, sample, device))
+    return _bare(schedule, placement, micro_batches if schedule.rows(placement, some) is None else some)
 
 
 def _find_whole(
-    layers: Mapping[str, nn.Module], cuts: Partition, program: Program, backwards: Sequence[BackwardCost]
+    layers: Mapping[str, nn.Module], cuts: Partition, program: Program, costs: Sequence[StageCost] | None
 ) -> frozenset[int]:
     """The stages whose backwards are not split: it would not pay, where that was measured, or nothing can wait."""
-    if backwards:
-        return stages_left_whole(program, stage_costs(cuts, program, backwards))
+    if costs is not None and all(cost.weight_share is not None for cost in costs):
+        return stages_left_whole(program, costs)
     trains = [any(p.requires_grad for p in layer.parameters()) for layer in layers.values()]
     return frozenset(stage for stage, (first, end) in enumerate(cuts.bounds) if not any(trains[first:end]))
 
 
-def _find_costs(
-    costs: Costs, layers: Sequence[nn.Module], sample: Tree, device: torch.device, remats: Sequence[Remat]
-) -> Sequence[float]:
+def _find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequence[float]:
     if callable(costs):
         return measure_by(layers, sample, costs)
     match costs:
-        case "time":
-            return measure_seconds(layers, sample, device, recomputes="never" not in remats)
         case "flops":
             return count_flops(layers, sample)
-        case None | "params":
+        case None | "params" | "time":  # time was measured before
             return count_parameters(layers)
         case _:
             return costs

@@ -1,11 +1,11 @@
 """Runs layers one after another on a sample, for their costs; nothing of it remains.
 
-They run in the calling thread, as in training. Gradients, buffers and other attributes of the layers and the devices
+Gradients, buffers and other attributes of the layers and the devices
 they are on are as before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -41,10 +41,20 @@ def measure_each(
                 numbers.append(measure(run))
                 value, stashed = run.output()
         except Exception as error:
-            error.add_note(f"while layer {index} ({type(layer).__name__}) was run on the sample, for its cost{where}")
+            error.add_note(run.what + where)
             raise
         held |= stashed
     return numbers
+
+
+@contextmanager
+def warmed_up(layers: Sequence[nn.Module], sample: Tree) -> Iterator[list["LayerRun"]]:
+    """All layers, each run once, to be run again on what the layers before it made of the sample."""
+    runs = measure_each(layers, sample, lambda run: run)
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(untouched(run.layer))
+        yield runs
 
 
 @dataclass(eq=False)
@@ -59,6 +69,11 @@ class LayerRun:
 
     def __post_init__(self) -> None:
         self.call: Callable[..., object] = self.layer
+
+    @property
+    def what(self) -> str:
+        """What is done with it, for an exception."""
+        return f"while layer {self.index} ({type(self.layer).__name__}) was run on the sample, for its cost"
 
     def given(self) -> LayerInput:
         """What the layer takes, for it to keep: it may work in place."""

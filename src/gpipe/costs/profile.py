@@ -7,6 +7,7 @@ what autograd saves, each storage once and in the first layer that saves it, par
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.costs.counts import counting
 from gpipe.costs.layer_run import LayerOutput, backward_of, untouched
-from gpipe.costs.measure import measure_directions
+from gpipe.costs.measure import measure_seconds
 from gpipe.layers.skips import skip_names, unpack_stashes
 from gpipe.layers.tied import put_parameter
+from gpipe.plan.cost import LayerSeconds
 from gpipe.plan.search.profile import LayerProfile, Line, Profile
 from gpipe.torch_private.fakes import Fakes
 from gpipe.values.tree import Tree, replace_tensors, tensors_in
@@ -46,6 +48,8 @@ def profile_layers(
     *,
     optimizer_numbers: float = ADAM,
     measured_on: torch.device | None = None,
+    at_once: int = 1,
+    parts: bool = False,
 ) -> Profile:
     """Profiles layers that are run one after another.
 
@@ -55,6 +59,8 @@ def profile_layers(
         names: Of the layers.
         optimizer_numbers: How many numbers the optimizer keeps of each that it trains.
         measured_on: The device on which to measure seconds; None: count floating-point operations.
+        at_once: How many ranks compute at once on this machine, where seconds are measured.
+        parts: Whether the two parts of a backward are measured too.
 
     >>> layers = [nn.Linear(4, 8), nn.Tanh()]
     >>> profile = profile_layers(layers, {2: torch.ones(2, 4), 4: torch.ones(4, 4)}, ["0", "1"])
@@ -62,19 +68,19 @@ def profile_layers(
     (Line(fixed=0.0, per_row=64.0), 640.0, Line(fixed=0.0, per_row=32.0))
     """
     counted = {rows: count(layers, sample) for rows, sample in samples.items()}
-    work: dict[int, list[tuple[float, float]]] = {
-        rows: [(each.forward, each.backward) for each in counts] for rows, counts in counted.items()
-    }
+    work = {rows: [LayerSeconds(each.forward, each.backward) for each in counts] for rows, counts in counted.items()}
     if measured_on is not None:
-        work = {rows: measure_directions(layers, sample, measured_on) for rows, sample in samples.items()}
+        measured = partial(measure_seconds, layers, device=measured_on, at_once=at_once, parts=parts)
+        work = {rows: measured(sample) for rows, sample in samples.items()}
     profiles = []
     for at, (name, layer) in enumerate(zip(names, layers, strict=True)):
         counts = {rows: each[at] for rows, each in counted.items()}
         profiles.append(
             LayerProfile(
                 name=name,
-                forward=_line({rows: max(_LEAST, each[at][0]) for rows, each in work.items()}),
-                backward=_line({rows: each[at][1] for rows, each in work.items()}),
+                forward=_line({rows: max(_LEAST, each[at].forward) for rows, each in work.items()}),
+                backward=_line({rows: each[at].backward for rows, each in work.items()}),
+                parts=_parts({rows: each[at] for rows, each in work.items()}),
                 boundary=_line({rows: each.boundary for rows, each in counts.items()}),
                 inside=_line({rows: each.inside for rows, each in counts.items()}),
                 keeps_input=_line({rows: each.keeps_input for rows, each in counts.items()}),
@@ -101,6 +107,12 @@ def _line(numbers: Mapping[int, float]) -> Line:
     if fixed < 0 or per_row < 0 or last == first:
         return Line(0.0, large / last) if per_row > 0 else Line(max(small, large))
     return Line(fixed, per_row)
+
+
+def _parts(work: Mapping[int, LayerSeconds]) -> tuple[Line, Line] | None:
+    inputs = {rows: each.inputs for rows, each in work.items() if each.inputs is not None}
+    weights = {rows: each.weights for rows, each in work.items() if each.weights is not None}
+    return (_line(inputs), _line(weights)) if inputs and weights else None
 
 
 def _state(layer: nn.Module, optimizer_numbers: float) -> float:

@@ -7,7 +7,6 @@ from torch.nn.parameter import is_lazy
 from gpipe.build.settings import Settings
 from gpipe.findings.before_training import layers_of_stages
 from gpipe.plan.action import Kind
-from gpipe.plan.cost import BackwardCost
 from gpipe.plan.simulate import Prediction, equal_bubble
 
 
@@ -39,13 +38,10 @@ def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
 def _weight_shares(settings: Settings, plan: Prediction) -> list[str]:
     """The share of W in the backward of each stage that is split: as measured, or half, as the plan takes it."""
     split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
-    whole = [BackwardCost(0.0, 0.0, 0.0)] * len(settings.layers)
-    shares = []
-    for stage, (first, end) in enumerate(settings.partition.bounds):
-        _, inputs, weights = (sum(parts) for parts in zip(*(settings.backwards or whole)[first:end], strict=True))
-        measured = f"{weights / (inputs + weights):.0%}" if inputs + weights else "half"
-        shares.append(measured if stage in split else "-")
-    return shares
+    costs = settings.stage_costs or [None] * plan.program.stages
+    shares = [None if cost is None else cost.weight_share for cost in costs]
+    words = ["half" if share is None else f"{share:.0%}" for share in shares]
+    return [word if stage in split else "-" for stage, word in enumerate(words)]
 
 
 def _balance(settings: Settings) -> Iterator[str]:

@@ -34,25 +34,45 @@ class StageCost:
     working: int = 0
     state: int = 0
 
+    @property
+    def weight_share(self) -> float | None:
+        """The share of the weights in the two parts of the backward, if these are known."""
+        if self.backward_input is None or self.backward_weight is None:
+            return None
+        parts = self.backward_input + self.backward_weight
+        return self.backward_weight / parts if parts else None
+
 
 Costs = Sequence[StageCost]
 
 
-class BackwardCost(NamedTuple):
-    """What the backward of one micro-batch costs, whole and in its two parts, which cost more together.
+class LayerSeconds(NamedTuple):
+    """What one micro-batch takes in a layer: its forward, its backward whole, and the backward in its two parts.
 
-    >>> BackwardCost(2.0, inputs=1.25, weights=0.75).share
-    0.375
+    The parts are None where they were not measured; together they take longer than the whole.
     """
 
-    whole: float
-    inputs: float
-    weights: float
+    forward: float
+    backward: float
+    inputs: float | None = None
+    weights: float | None = None
 
-    @property
-    def share(self) -> float:
-        """The share of the weights in the parts."""
-        return self.weights / (self.inputs + self.weights) if self.weights else 0.0
+
+def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
+    """What a stage of measured layers costs.
+
+    >>> stage_cost([LayerSeconds(1.0, 2.0), LayerSeconds(1.0, 3.0)])  # doctest: +ELLIPSIS
+    StageCost(forward=2.0, backward=5.0, backward_input=None, backward_weight=None, ...
+    """
+    inputs = [layer.inputs for layer in layers if layer.inputs is not None]
+    weights = [layer.weights for layer in layers if layer.weights is not None]
+    split = len(inputs) == len(weights) == len(layers)
+    return StageCost(
+        sum(layer.forward for layer in layers),
+        sum(layer.backward for layer in layers),
+        backward_input=sum(inputs) if split else None,
+        backward_weight=sum(weights) if split else None,
+    )
 
 
 def unit_costs(stages: int) -> Costs:

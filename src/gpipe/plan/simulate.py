@@ -1,11 +1,11 @@
 """Predicts a mini-batch from a program and costs: its timeline, its bubble, and the peak bytes of each rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from gpipe.plan.action import TRANSFERS, Action, Kind
-from gpipe.plan.cost import BackwardCost, Costs, StageCost, seconds
+from gpipe.plan.cost import Costs, StageCost, seconds
 from gpipe.plan.order import linearize
 from gpipe.plan.partition import Partition
 from gpipe.plan.program import Program
@@ -139,18 +139,15 @@ def equal_bubble(program: Program) -> float:
 
 
 def predict(
-    partition: Partition, program: Program, *, in_seconds: bool = False, backwards: Sequence[BackwardCost] = ()
+    partition: Partition, program: Program, costs: Costs | None = None, *, in_seconds: bool = False
 ) -> Prediction:
     """Predicts one mini-batch from what each stage costs.
-
-    A cost is that of one micro-batch: a forward, a backward of twice its length, and a recompute as long as the
-    forward where every stage recomputes. So a forward is a quarter of the cost, or a third without recompute.
 
     Args:
         partition: The layers of each stage.
         program: The table of as many stages.
+        costs: Of the actions of each stage; by default by the rule of `stage_costs`.
         in_seconds: Whether the costs are seconds.
-        backwards: What of the cost of each layer its backward is, if that is known.
 
     Raises:
         ValueError: The program is of another number of stages.
@@ -163,25 +160,21 @@ def predict(
     """
     if program.stages != len(partition.layers):
         raise ValueError(f"a program of {program.stages} stages for a partition into {len(partition.layers)}")
-    timeline = simulate(program, stage_costs(partition, program, backwards)).timeline
+    timeline = simulate(program, stage_costs(partition, program) if costs is None else costs).timeline
     peak_bytes = partition.bytes if any(partition.bytes) else None
     return Prediction(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)
 
 
-def stage_costs(
-    partition: Partition, program: Program, backwards: Sequence[BackwardCost] = ()
-) -> tuple[StageCost, ...]:
-    """What the actions of each stage cost: what its layers do, if that is known, else by `predict`'s rule."""
+def stage_costs(partition: Partition, program: Program) -> tuple[StageCost, ...]:
+    """What the actions of each stage cost, where nothing is known but what its layers cost in all.
+
+    Such a cost is that of one micro-batch: a forward, a backward of twice its length, and a recompute as long as the
+    forward where every stage recomputes. So a forward is a quarter of the cost, or a third without recompute.
+    """
     everywhere = all(_recomputes(program, stage) for stage in range(program.stages))
     costs = partition.seconds if any(partition.seconds) else partition.layers  # costs of zero count as equal
-    if not backwards:
-        forwards = 1 + BACKWARD_OVER_FORWARD + everywhere
-        return tuple(StageCost(cost / forwards, BACKWARD_OVER_FORWARD * cost / forwards) for cost in costs)
-    found = []
-    for cost, (first, end) in zip(costs, partition.bounds, strict=True):
-        whole, inputs, weights = (sum(parts) for parts in zip(*backwards[first:end], strict=True))
-        found.append(StageCost(max(0.0, cost - whole) / (1 + everywhere), whole, inputs, weights))
-    return tuple(found)
+    forwards = 1 + BACKWARD_OVER_FORWARD + everywhere
+    return tuple(StageCost(cost / forwards, BACKWARD_OVER_FORWARD * cost / forwards) for cost in costs)
 
 
 def _recomputes(program: Program, stage: int) -> bool:

@@ -1,9 +1,11 @@
 """`find_plan`: the fastest way to train a network on given devices, found without them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from gpipe.build.settings import TWO_ROWS, first_micro_batch
 from gpipe.costs.measure import as_in_training
@@ -12,7 +14,6 @@ from gpipe.costs.profile import ADAM, profile_layers
 from gpipe.layers.sequence import Maker, build, build_layers, name_layers
 from gpipe.plan.search.device import Device
 from gpipe.plan.search.found import Plan
-from gpipe.plan.search.profile import Profile
 from gpipe.plan.search.search import search
 from gpipe.plan.search.shapes import Choices
 from gpipe.splitting.reading import plain, read_model, why_not_layers
@@ -20,9 +21,11 @@ from gpipe.values.microbatch import count_rows
 from gpipe.values.tree import Tree
 
 T = TypeVar("T")
-ROWS = (2, 4)
-"""Of the micro-batches that are counted or measured, if the sample has so many: what all others cost is told from
-these."""
+ROWS, SHARES = (2, 4), (16, 4)
+"""Rows of the micro-batches that are counted, if the sample has so many, and from which all others are told. Where
+seconds are measured and M is not settled, they are these shares of the sample, if those have more rows."""
+WHOLE = ("gpipe", "1f1b", "interleaved")
+"""The schedules that split no backward."""
 CPU_FLOPS, GPU_FLOPS = 5e10, 5e13
 """What a CPU core and an accelerator here are taken to do in a second; whoever knows better gives `Device`s."""
 
@@ -76,10 +79,18 @@ def find_plan(
     (2, 8, (2, 2), ('never', 'never'))
     """
     rows = count_rows(sample)
+    batch = rows if global_batch is None else global_batch
     choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
-    profile = _profile(model, plain(sample), rows, blocks, optimizer_numbers, measure, intra_op_threads)
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
-    return search(profile, here, rows if global_batch is None else global_batch, choices)
+    layers, names, parts = _read(model, plain(sample), _sizes(rows, batch, micro_batches, measure), blocks, measure)
+    profiled = partial(profile_layers, layers, parts, names, optimizer_numbers=optimizer_numbers)
+    if not measure:
+        return search(profiled(), here, batch, choices)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    at_once = (partitions or len(here)) if isinstance(devices, int) else 1
+    with as_in_training(device, intra_op_threads):
+        profile = profiled(measured_on=device, at_once=at_once, parts=schedule not in WHOLE)
+    return search(profile, here, batch, choices)
 
 
 def _only(settled: T | None) -> tuple[T, ...] | None:
@@ -87,30 +98,31 @@ def _only(settled: T | None) -> tuple[T, ...] | None:
     return None if settled is None else (settled,)
 
 
-def _profile(
-    model: Any,
-    sample: Tree,
-    rows: int,
-    blocks: Sequence[str] | None,
-    optimizer_numbers: float,
-    measure: bool,
-    intra_op_threads: int,
-) -> Profile:
-    parts = {count_rows(part): part for part in (_rows_of(sample, rows, wanted) for wanted in ROWS)}
+def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> set[int]:
+    """The rows of the micro-batches that are run: where seconds are measured about as many as there will be."""
+    if not measure:
+        return set(ROWS)
+    if micro_batches is not None and 1 <= micro_batches <= batch:
+        return {batch // micro_batches}
+    return {max(least, rows // share) for least, share in zip(ROWS, SHARES, strict=True)}
+
+
+def _read(
+    model: Any, sample: Tree, sizes: Collection[int], blocks: Sequence[str] | None, measure: bool
+) -> tuple[Sequence[nn.Module], list[str], dict[int, Tree]]:
+    """The layers, their names, and what the first takes of micro-batches of these sizes."""
+    rows = count_rows(sample)
+    parts = {count_rows(part): part for part in (_rows_of(sample, rows, wanted) for wanted in sizes)}
     replayed = read_model(model, _rows_of(sample, rows, TWO_ROWS), blocks)
     if replayed is not None:
-        layers, names = replayed.alone(), list(replayed.segments)
-        parts = {count: replayed.begin([part]).states[0] for count, part in parts.items()}
-    else:
-        if wrong := why_not_layers(model, blocks):
-            raise ValueError("\n".join(wrong))
-        named, wrong = build_layers(model, seed=0) if measure else name_layers(model, _build_on_meta)
-        if wrong:
-            raise ValueError("\n".join(wrong))
-        layers, names = list(named.values()), list(named)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if measure else None
-    with as_in_training(device or torch.device("cpu"), intra_op_threads):
-        return profile_layers(layers, parts, names, optimizer_numbers=optimizer_numbers, measured_on=device)
+        states = {count: replayed.begin([part]).states[0] for count, part in parts.items()}
+        return replayed.alone(), list(replayed.segments), states
+    if wrong := why_not_layers(model, blocks):
+        raise ValueError("\n".join(wrong))
+    named, wrong = build_layers(model, seed=0) if measure else name_layers(model, _build_on_meta)
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return list(named.values()), list(named), parts
 
 
 def _build_on_meta(maker: Maker, index: int) -> object:

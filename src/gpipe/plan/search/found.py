@@ -51,6 +51,8 @@ class Plan:
         devices: Of the ranks.
         costs: Of the stages.
         names: Of the layers.
+        work: Of the layers, seconds of forward and backward of a micro-batch on the first device.
+        measured: Whether seconds were measured; else they follow from the devices' FLOP/s.
         alternatives: The next best, of other shapes.
         rejected: Why all others were not taken.
 
@@ -77,6 +79,8 @@ class Plan:
     devices: tuple[Device, ...] = field(repr=False)
     costs: tuple[StageCost, ...] = field(repr=False)
     names: tuple[str, ...] = field(repr=False)
+    work: tuple[float, ...] = field(repr=False)
+    measured: bool = False
     alternatives: tuple["Plan", ...] = field(default=(), repr=False)
     rejected: tuple[Rejection, ...] = field(default=(), repr=False)
 

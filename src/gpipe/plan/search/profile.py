@@ -43,6 +43,7 @@ class LayerProfile:
         working: Bytes that its backward needs beside: gradients of what it gave and took, and of its largest weight.
         state: Bytes of its weights, gradients and optimizer.
         popped: By the index of the layer that stashed it, bytes that come in by a skip connection.
+        parts: The work of the backward in its two parts, of the input and of the weights; None: half each.
     """
 
     name: str
@@ -54,6 +55,7 @@ class LayerProfile:
     working: Line = NOTHING
     state: float = 0.0
     popped: tuple[tuple[int, Line], ...] = ()
+    parts: tuple[Line, Line] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,16 @@ class SizedProfile:
         return [layer.inside.at(self.rows) + layer.keeps_input.at(self.rows) for layer in self.layers]
 
     @cached_property
-    def _before(self) -> list[tuple[float, float, float, float]]:
+    def _has_parts(self) -> bool:
+        return all(layer.parts is not None for layer in self.layers)
+
+    @cached_property
+    def _before(self) -> list[tuple[float, ...]]:
         """What the layers before each add up to."""
         state = (layer.state for layer in self.layers)
-        numbers: Iterable[Iterable[float]] = (self.forward, self.backward, self.kept, state)
+        parts = [layer.parts or (NOTHING, NOTHING) for layer in self.layers]
+        split = [[part.at(self.rows) for part in each] for each in zip(*parts, strict=True)]
+        numbers: Iterable[Iterable[float]] = (self.forward, self.backward, self.kept, state, *split)
         return list(zip(*(accumulate(each, initial=0.0) for each in numbers), strict=True))
 
     def entering(self, first: int, end: int) -> float:
@@ -136,10 +144,12 @@ class SizedProfile:
     def cost(self, first: int, end: int, speed: float) -> StageCost:
         """What a stage of the layers from `first` to before `end` costs, but for its messages."""
         pairs = zip(self._before[first], self._before[end], strict=True)
-        forward, backward, kept, state = (after - before for before, after in pairs)
+        forward, backward, kept, state, inputs, weights = (after - before for before, after in pairs)
         return StageCost(
             forward / speed,
             backward / speed,
+            inputs / speed if self._has_parts else None,
+            weights / speed if self._has_parts else None,
             boundary=round(self.entering(first, end)),
             inside=round(kept - self.layers[first].keeps_input.at(self.rows)),
             working=round(self.working(first, end)),

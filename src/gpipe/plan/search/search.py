@@ -135,7 +135,10 @@ class _Search:
         """
         if not self.fitting:
             raise ValueError(self._why_nothing())
-        first, *others = (_plan(settled, cutter.trial, self.global_batch) for settled, cutter in self.fitting)
+        measured = self.profile.unit == "seconds"
+        first, *others = (
+            _plan(settled, cutter.trial, self.global_batch, measured=measured) for settled, cutter in self.fitting
+        )
         return first.with_others(others, self.rejected)
 
     def _why_nothing(self) -> str:
@@ -178,7 +181,7 @@ def _why_not(shape: Shape, sized: SizedProfile, devices: Sequence[Device]) -> Re
     return None
 
 
-def _plan(settled: Settled, trial: Trial, global_batch: int) -> Plan:
+def _plan(settled: Settled, trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     shape = trial.shape
     again = trial.fitting.again(settled.levels)
     busy = trial.rehearsal.busy(settled.costs, again)
@@ -196,4 +199,6 @@ def _plan(settled: Settled, trial: Trial, global_batch: int) -> Plan:
         devices=tuple(trial.devices),
         costs=settled.costs,
         names=tuple(layer.name for layer in trial.sized.layers),
+        work=tuple(work / trial.speeds[0] for work in trial.sized.work),
+        measured=measured,
     )
