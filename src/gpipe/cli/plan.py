@@ -1,9 +1,10 @@
 """The command `gpipe plan`: the fastest way to train a network on devices, found without them."""
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -11,7 +12,7 @@ import tyro
 
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.plan.schedules import SCHEDULES
-from gpipe.plan.search.device import Device, parse_devices
+from gpipe.plan.search.device import PRESETS, Device, parse_devices
 
 IMAGE = (3, 224, 224)
 EXAMPLES = {"amoebanet_d": IMAGE, "amoebanet_b": IMAGE, "unet": (3, 192, 192), "transformer_lm": (1024,)}
@@ -25,6 +26,21 @@ SIZES = {
 """Their sizes, if nothing is said."""
 SAMPLE_ROWS = 4
 
+# What help says of options; the lines of a docstring would be kept as they are, whatever the width.
+MODEL = (
+    f"A network of gpipe.models: {', '.join(EXAMPLES)}; or MODULE:FUNCTION of your own, which gives (model, sample): "
+    "layers or any module, and an example mini-batch."
+)
+DEVICES = (
+    "COUNTxPRESET or COUNTxGiBxTFLOP/sxGB/s: how many, and memory, speed in training and link of each; several in "
+    f"the order in which they are linked, as 2xtpuv2 1x16x9.3x12. Presets: {', '.join(PRESETS)}."
+)
+SIZE = "Arguments of the network, by default " + "; ".join(
+    f"of {name} {' '.join(f'{argument}={number}' for argument, number in sizes.items())}"
+    for name, sizes in SIZES.items()
+)
+SCHEDULE = f"The schedule, if it is settled: {', '.join(SCHEDULES)}."
+
 
 class Network(NamedTuple):
     """What is to be planned."""
@@ -37,17 +53,11 @@ class Network(NamedTuple):
 class PlanOptions:
     """What is planned, and for which devices."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A network of gpipe.models: amoebanet_d, amoebanet_b, unet, transformer_lm; or MODULE:FUNCTION of your own,
-    which gives (model, sample): layers or any module, and an example mini-batch."""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL)]
 
-    devices: tuple[str, ...] = ("4xtpuv2",)
-    """COUNTxPRESET or COUNTxGiBxTFLOP/sxGB/s: how many, and memory, speed in training and link of each; several
-    in the order in which they are linked. Presets: tpuv2, tpuv3, p100, v100, t4, rtx3090, rtx4090, a100, a100-80,
-    h100, h200."""
+    devices: Annotated[tuple[str, ...], tyro.conf.arg(help=DEVICES)] = ("4xtpuv2",)
 
-    size: tuple[str, ...] = field(default=())
-    """Arguments of the network, as layers=18 filters=256."""
+    size: Annotated[tuple[str, ...], tyro.conf.arg(help=SIZE)] = ()
 
     batch: int = 128
     """The rows of a mini-batch."""
@@ -58,8 +68,7 @@ class PlanOptions:
     micro_batches: Annotated[int | None, tyro.conf.arg(aliases=["-m"])] = None
     """M, if it is settled."""
 
-    schedule: str | None = None
-    """The schedule, if it is settled."""
+    schedule: Annotated[str | None, tyro.conf.arg(help=SCHEDULE)] = None
 
     optimizer_numbers: float = 2.0
     """How many numbers the optimizer keeps of each that it trains: Adam 2, the paper's RMSProp 1."""
@@ -71,6 +80,8 @@ class PlanOptions:
         """A line for each option that cannot be, as far as that is known without the network."""
         if self.model not in EXAMPLES and ":" not in self.model:
             yield f"{self.model} is no network of gpipe.models ({', '.join(EXAMPLES)}), and no MODULE:FUNCTION"
+        if ":" in self.model and not _is_there(module := self.model.partition(":")[0]):
+            yield f"there is no module {module!r}; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
         for name in ("batch", "partitions", "micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -84,11 +95,16 @@ class PlanOptions:
                 yield f"--size has {one}: write NAME=NUMBER, as layers=18"
         if self.size and ":" in self.model:
             yield "--size is for the networks of gpipe.models; leave it to your function"
+        if not self.devices:
+            yield "--devices has none: give at least one, as 4xtpuv2"
+        devices = 0
         for text in self.devices:
             try:
-                parse_devices(text)
+                devices += len(parse_devices(text))
             except ValueError as error:
                 yield f"--devices: {error}"
+        if self.partitions is not None and self.partitions > devices > 0:
+            yield f"--partitions is {self.partitions}: choose at most {devices}, as many as there are devices"
 
     @property
     def fleet(self) -> list[Device]:
@@ -120,7 +136,11 @@ def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> None:
 
 def _network(options: PlanOptions) -> Network:
     if ":" in options.model:
-        return Network(*_own(options.model)())
+        given = _own(options.model)()
+        if not isinstance(given, tuple) or len(given) != len(Network._fields):
+            kind = type(given).__name__
+            raise ValueError(f"{options.model} gives {kind}; return (model, sample), sample an example mini-batch")
+        return Network(*given)
     import torch
 
     from gpipe import models
@@ -137,12 +157,22 @@ def _network(options: PlanOptions) -> Network:
     return Network(layers, example.long() if options.model == "transformer_lm" else example)
 
 
+def _is_there(module: str) -> bool:
+    """Whether a module can be imported, from the folder in which the command runs too."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def _own(where: str) -> Callable[[], Any]:
     """The user's function."""
     module, _, name = where.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
     try:
         found: Callable[[], Any] = getattr(importlib.import_module(module), name)
     except AttributeError:
         raise ValueError(f"{module} has no {name}; give MODULE:FUNCTION") from None
+    if not callable(found):
+        raise ValueError(f"{where} is no function; give MODULE:FUNCTION")
     return found
