@@ -1,5 +1,6 @@
 """No test depends on the machine, on who starts it, or on the tests before it."""
 
+import gc
 import os
 import re
 import signal
@@ -31,29 +32,30 @@ os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
 )  # before torch is imported: idle threads leave the cores to others
 
-STARTS_PROCESSES = re.compile(r"^from tests\.support\.processes\.(launch|torchrun) import", re.MULTILINE)
+STARTS_PROCESSES = re.compile(r"^from tests\.support\.processes\.(?:launch|torchrun) import (.*)", re.MULTILINE)
 FEW = 2  # cases of a test that `make quick` takes
 LEFT_OUT = f"most tests over processes, those marked slow, and of every other test the cases beyond {FEW}"
 T = TypeVar("T")
 
 
 @cache
-def starts_processes(module: Path) -> bool:
-    """Whether the tests of a module are over processes."""
-    return module.suffix == ".py" and STARTS_PROCESSES.search(module.read_text()) is not None
+def starts_processes(module: Path) -> str:
+    """Whether the tests of a module are over `"ranks"`, or over `"programs"` such as torchrun; else empty."""
+    used = STARTS_PROCESSES.findall(module.read_text()) if module.suffix == ".py" else []
+    return ("ranks" if re.search("Crew|run_ranks", str(used)) else "programs") if used else ""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests over processes go to one worker: one crew, and not two jobs of several ranks each on a few cores.
+    """Tests over ranks go to one worker, for one crew, those over programs to one; they are long, and begin first.
 
-    They are those of the modules that import what starts processes. The marker `xdist_group` says the same, but
+    They are those of the modules that import what starts them. The marker `xdist_group` says the same, but
     pytest-xdist 3.8 does not see it under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     def scope_of(nodeid: str) -> str:
-        return "processes" if starts_processes(config.rootpath / nodeid.partition("::")[0]) else nodeid
+        return starts_processes(config.rootpath / nodeid.partition("::")[0]) or nodeid
 
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scope_of
@@ -68,8 +70,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Chooses the tests of `make quick`: all in a few cases, but for those that are slow or over processes."""
-    strays = {item.path.name for item in items if "crew" in fixtures_of(item) and not starts_processes(item.path)}
-    assert not strays, f"annotate crew as Crew, so that all tests over processes go to one worker: {strays}"
+    strays = {
+        item.path.name for item in items if "crew" in fixtures_of(item) and starts_processes(item.path) != "ranks"
+    }
+    assert not strays, f"annotate crew as Crew, so that all tests over ranks go to one worker: {strays}"
     if not config.getoption("--quick"):
         return
     cases: dict[str, list[pytest.Item]] = {}
@@ -118,6 +122,13 @@ def _plain_environment() -> Iterator[None]:
         for name in [*LOOKS, *LAUNCHED, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collector_leaves_old_objects_alone() -> None:
+    """Else each collection of each test goes through all that libraries have made since the first test: a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
