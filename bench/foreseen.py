@@ -234,7 +234,8 @@ def compare_bytes(each: Configuration, seen: Seen) -> None:
     rows = len(inputs) // each.micro_batches
     sized = profile_layers(layers, {rows: inputs[:rows]}, [""] * len(layers)).of_micro_batch(rows)
     costs = [replace(sized.cost(*run, speed=1.0), state=0) for run in bounds(plan.layers_per_partition)]
-    costs[0] = replace(costs[0], boundary=0)
+    inputs_of_stage = sized.entering(0, plan.layers_per_partition[0])
+    costs[0] = replace(costs[0], boundary=costs[0].boundary - round(inputs_of_stage))
     with _pipe(each, layers, plan, driver="lockstep") as pipe, gpipe.record(pipe, memory=True) as recording:
         seen.foretold_bytes = simulate(pipe.program, costs).peak_bytes
         for _ in range(2):

@@ -142,12 +142,12 @@ def test_what_does_not_fit_is_recomputed_where_and_as_often_as_memory_demands() 
     first, second = Device(memory=45, flops=1.0), Device(memory=100, flops=1.0)
     plan = search(Profile((layer,) * 2), [first, second], 8, Choices([2], [8], ["gpipe"]))
     assert plan.remat == (2, "never")  # 8 boundaries, 2 insides and one more while it is made again
-    assert plan.peak_bytes == (38, 88)
+    assert plan.peak_bytes == (38, 89)  # and a message under way
 
 
 def test_what_cannot_fit_says_how_near_it_comes() -> None:
     layer = LayerProfile("layer", Line(1.0), Line(2.0), Line(1.0), inside=Line(per_row=100.0), state=10.0)
-    nearest = "nothing fits; the nearest is K=2 M=4 1f1b, where rank 0 needs 112 bytes of 111 bytes, all recomputed"
+    nearest = "nothing fits; the nearest is K=2 M=4 1f1b, where rank 0 needs 113 bytes of 111 bytes, all recomputed"
     with pytest.raises(ValueError, match=nearest):
         search(Profile((layer,) * 2), [Device(memory=111)] * 2, 4)
     with pytest.raises(ValueError, match="weights, gradients and optimizer are"):

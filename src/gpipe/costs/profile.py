@@ -4,6 +4,7 @@ Floating-point operations and bytes are counted on tensors without values: what 
 what autograd saves, each storage once and in the first layer that saves it, parameters and buffers left out.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from gpipe.costs.counts import counting
 from gpipe.costs.layer_run import LayerOutput, backward_of, untouched
 from gpipe.costs.measure import measure_seconds
+from gpipe.costs.watch import Watch, storage_identity
 from gpipe.layers.skips import skip_names, unpack_stashes
 from gpipe.layers.tied import put_parameter
 from gpipe.plan.cost import LayerSeconds
@@ -38,6 +40,7 @@ class LayerCounts:
     inside: float = 0.0
     keeps_input: float = 0.0
     working: float = 0.0
+    leaving: float = 0.0
     popped: dict[int, float] = field(default_factory=dict)
 
 
@@ -85,7 +88,9 @@ def profile_layers(
                 inside=_line({rows: each.inside for rows, each in counts.items()}),
                 keeps_input=_line({rows: each.keeps_input for rows, each in counts.items()}),
                 working=_line({rows: each.working for rows, each in counts.items()}),
+                leaving=_line({rows: each.leaving for rows, each in counts.items()}),
                 state=_state(layer, optimizer_numbers),
+                buffers=float(sum(t.numel() * t.element_size() for t in layer.buffers() if not is_lazy(t))),
                 popped=tuple(
                     (source, _line({rows: each.popped[source] for rows, each in counts.items()}))
                     for source in next(iter(counts.values())).popped
@@ -134,7 +139,7 @@ def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
         for index, layer in enumerate(layers):
             try:
                 with untouched(layer), run.on_fakes(layer):
-                    value = run.layer(index, layer, value)
+                    value = run.layer(index, layer, value, is_last=index + 1 == len(layers))
             except Exception as error:
                 name = type(layer).__name__
                 error.add_note(
@@ -178,7 +183,7 @@ class _Run:
             for module, name, tensor, own in held:
                 _put(module, name, tensor, own)
 
-    def layer(self, index: int, layer: nn.Module, value: Tree) -> Tree:
+    def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
         """Counts one layer; gives what it hands on."""
         own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
         entering = _storages(tensors_in(value))
@@ -195,17 +200,26 @@ class _Run:
                 saved[id(storage)] = storage
             return tensor
 
-        with self._fakes.inside(), counting() as counter:
+        for parameter in layer.parameters():  # as it is behind the first micro-batch
+            parameter.grad = self._fakes.like(parameter.detach()) if parameter.requires_grad else None
+        watch = Watch(storage_identity)
+        with self._fakes.inside(), counting() as counter, watch:
             with saved_tensors_hooks(save, lambda tensor: tensor):
                 output = self._forward(layer, value, {name: tensor for name, (_, tensor) in popped.items()})
             found.forward = float(counter.get_total_flops())
+            leaving = _storages([t for t in (*tensors_in(output[0]), *output[1].values()) if t is not None])
+            found.keeps_input = _bytes({at: storage for at, storage in saved.items() if at in entering})
+            found.inside = _bytes(saved) - found.keeps_input
+            found.leaving = _bytes(leaving if is_last else {at: s for at, s in leaving.items() if at not in saved})
+            still = {at: weakref.ref(storage) for at, storage in saved.items()}
+            saved.clear()
+            watch.end(gradients=())
+            before = watch.held
             backward_of(output)()
+            watch.end(gradients=())
             found.backward = counter.get_total_flops() - found.forward
-        found.keeps_input = _bytes({at: storage for at, storage in saved.items() if at in entering})
-        found.inside = _bytes(saved) - found.keeps_input
-        largest = max((p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad), default=0)
-        found.working = found.boundary + _bytes(_storages(tensors_in(output[0]))) + largest
-        self._kept |= saved
+        found.working = watch.peak - before
+        self._kept |= {at: storage for at, one in still.items() if (storage := one()) is not None}
         self.counts.append(found)
         for name, tensor in output[1].items():
             self._stashed[name] = index, None if tensor is None else _cut(tensor)

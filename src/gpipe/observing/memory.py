@@ -1,16 +1,20 @@
 """What a rank holds at its peak: state, which is counted, and activations, which are watched as they come and go."""
 
-import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe.torch_private.operations import Operations
+from gpipe.costs.watch import Watch
+from gpipe.plan.action import Kind
+from gpipe.runtime.steps import Step
+from gpipe.runtime.worker import Worker
 from gpipe.torch_private.trees import tree_leaves
+from gpipe.values.boundary import BoundaryValue
 from gpipe.values.layout import storage_address
+from gpipe.values.messages import Message
+from gpipe.values.tree import tensors_in
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,9 @@ class Held:
         gradients: Of parameters.
         optimizer: Of the states of optimizers that were stepped while recording.
         activations: All else that its operations make: what forwards keep for backwards, what goes to other ranks,
-            and what is there for the length of an operation. What another rank made counts there. None if they were
-            not watched.
+            and what is there for the length of an operation. Each rank is taken to have a device of its own: what
+            crosses between two counts at both, as far as both keep it. What the caller made counts nowhere. None if
+            they were not watched.
 
     >>> Held(weights=100, gradients=100, optimizer=200, activations=50).total
     450
@@ -45,52 +50,70 @@ class Held:
         return self.state + (self.activations or 0)
 
 
-class Watch(Operations):
-    """Watches the storages that operations inside make, until they are let go of.
+class Watches:
+    """Watches what each rank holds, as if it had a device of its own.
 
-    >>> import torch
-    >>> watch = Watch()
-    >>> with watch:
-    ...     kept = torch.zeros(10) + 1
-    >>> watch.peak(without=[])  # two of ten numbers at once
-    80
+    What crosses from rank to rank is one storage here, and would be two: it counts where it was taken until the
+    backward there is done, and where it was made as long as that is kept: while the graph behind it is.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._alive: set[int] = set()
-        self._events: list[tuple[int, int]] = []  # where, and how many bytes more or less are held
+        self._by_rank: dict[int, Watch] = {}
+        self._arrived: dict[tuple[int, int, int | None], list[Tensor]] = {}
 
-    def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Notes the storages that an operation made: neither those of what it was given, nor known ones."""
-        before = set(map(storage_address, given))
-        for tensor in made:
-            address = storage_address(tensor)
-            if address and address not in self._alive and address not in before:
-                storage = tensor.untyped_storage()
-                self._alive.add(address)
-                self._events.append((address, storage.nbytes()))
-                weakref.finalize(storage, self._let_go, address, storage.nbytes())
+    def of(self, rank: int) -> Watch:
+        """That of a rank."""
+        return self._by_rank.setdefault(rank, Watch())
 
-    def _let_go(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self._events.append((key, -size))
+    def taken(self, worker: Worker, step: Step) -> None:
+        """Counts what a step was brought where it is now, and where it was made no longer if it is not kept there."""
+        tensors = [tensor for message in worker.taken for tensor in _tensors_of(message)]
+        others = [watch for rank, watch in list(self._by_rank.items()) if rank != step.rank]
+        for tensor in tensors:
+            for watch in others:
+                watch.give_up(tensor, only_loose=True)
+            self.of(step.rank).add(tensor)
+        if step.action.kind is Kind.FORWARD:
+            self._arrived[step.rank, step.stage, step.micro_batch] = tensors
 
-    def peak(self, without: Collection[int]) -> int:
-        """The most bytes that were held at once, but for the storages with these addresses that are alive still."""
-        alive = {key for key in without if key in self._alive}
-        last = {key: at for at, (key, size) in enumerate(self._events) if size > 0 and key in alive}
-        some = (size for at, (key, size) in enumerate(self._events) if last.get(key) != at)
-        return max(accumulate(some), default=0)
+    def worked(self, worker: Worker, step: Step) -> None:
+        """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
+        watch, recomputed = self.of(step.rank), worker.stages[step.stage][1].recomputed
+        match step.action.kind:
+            case Kind.FORWARD if step.micro_batch not in recomputed:
+                watch.mark(loose=False)
+            case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
+                watch.mark(loose=True)
+                for tensor in self._arrived.pop((step.rank, step.stage, step.micro_batch), ()):
+                    watch.give_up(tensor)
+            case _:
+                watch.mark(loose=True)
+
+    def end(self, layers: Mapping[int, Sequence[nn.Module]]) -> None:
+        """Ends a run of ranks that have these layers."""
+        self._arrived.clear()
+        for rank, watch in self._by_rank.items():
+            parameters = (p for module in layers[rank] for p in module.parameters())
+            watch.end([p.grad for p in parameters if p.grad is not None])
+
+    def peaks(self) -> dict[int, int]:
+        """The most bytes that each rank held at once, but for its state."""
+        return {rank: watch.peak for rank, watch in self._by_rank.items()}
 
 
-def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], watch: Watch | None) -> Held:
+def _tensors_of(message: Message) -> list[Tensor]:
+    if isinstance(message, BoundaryValue):
+        return tensors_in(message.value)
+    return [gradient for gradient in message if isinstance(gradient, Tensor)]
+
+
+def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], activations: int | None) -> Held:
     """What the modules of a rank, optimizers and activations need.
 
     Args:
         modules: The layers of the rank.
         states: The states of optimizers, by parameter.
-        watch: What was seen while it computed.
+        activations: What was seen while it computed.
     """
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     buffers = dict.fromkeys(b for module in modules for b in module.buffers())
@@ -100,7 +123,7 @@ def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], w
         _bytes([*parameters, *buffers]),
         _bytes(gradients) or _bytes([p for p in parameters if p.requires_grad]),
         _bytes(leaf for leaf in tree_leaves(optimizer) if isinstance(leaf, Tensor)),
-        None if watch is None else watch.peak(list(map(storage_address, gradients))),
+        activations,
     )
 
 

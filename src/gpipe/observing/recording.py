@@ -19,11 +19,13 @@ from torch.optim.optimizer import (
 from gpipe.observing.advice import Advice, Seen, advise, beside, explain
 from gpipe.observing.breakdown import NOTHING, Breakdown, breakdown
 from gpipe.observing.machine import Meter, Others
-from gpipe.observing.memory import Held, Watch, held
+from gpipe.observing.memory import Held, Watches, held
 from gpipe.observing.windows import windows
 from gpipe.plan.timeline import Timeline
 from gpipe.report import Report, report_html, trace_json, typical_svg, write_picture
 from gpipe.runtime.recorder import Interval, Recorder
+from gpipe.runtime.steps import Step
+from gpipe.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -53,9 +55,9 @@ class Recording(Recorder):
 
     def __init__(self, pipe: "GPipe", keep: int, *, memory: bool = False) -> None:
         super().__init__(keep)
-        self._watches: dict[int, Watch] | None = {} if memory else None
-        if memory:
-            self.around = self._watched
+        self._watches = Watches() if memory else None
+        if self._watches is not None:
+            self.around = self._watches.of
         self._states: dict[int, Mapping[Tensor, Any]] = {}
         self._pipe, self._before = pipe, pipe.recorder
         self._updates: deque[Interval] = deque(maxlen=keep)
@@ -181,16 +183,34 @@ class Recording(Recorder):
         >>> recording.memory()[0].weights, recording.memory()[0].gradients  # six numbers of four bytes
         (24, 24)
         """
+        states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
+        return {rank: held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())}
+
+    def end(self) -> None:
+        """Ends a run, and adds its timeline."""
+        super().end()
+        if self._watches is not None:
+            self._watches.end(self._layers())
+
+    def take(self, worker: Worker, step: Step) -> None:
+        """Waits for what a step takes; what of it was already on its way counts as a RECEIVE."""
+        super().take(worker, step)
+        if self._watches is not None:
+            self._watches.taken(worker, step)
+
+    def work(self, worker: Worker, step: Step) -> None:
+        """Does what a step does once it has what it takes."""
+        super().work(worker, step)
+        if self._watches is not None:
+            self._watches.worked(worker, step)
+
+    def _layers(self) -> dict[int, list[nn.Module]]:
+        """Of each rank of this process."""
         engine = self._pipe.team.engine
         layers: dict[int, list[nn.Module]] = {}
         for stage in engine.own:
             layers.setdefault(engine.placement[stage.index], []).extend(layer.module for layer in stage.layers)
-        states, watches = list(self._states.values()), self._watches or {}
-        return {rank: held(modules, states, watches.get(rank)) for rank, modules in sorted(layers.items())}
-
-    def _watched(self, rank: int) -> Watch:
-        assert self._watches is not None
-        return self._watches.setdefault(rank, Watch())
+        return layers
 
     def save(self, path: str | Path) -> Path:
         """Writes the steps as `.svg` or `.png` (the typical one, with what was predicted), `.json` (all), or `.html`.

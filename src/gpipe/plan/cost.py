@@ -11,9 +11,9 @@ from gpipe.plan.action import Action, Kind
 class StageCost:
     """What one micro-batch costs at one stage, in seconds and bytes; a tie or reduction, what a mini-batch does.
 
-    `inside` is what a forward keeps for the backward of its own stage, `working` what that backward needs beside it;
-    `boundary` what crosses into the stage; `state` the weights, gradients and optimizer state, whatever the
-    micro-batches.
+    `boundary` is what a stage keeps of a micro-batch though it recomputes it, above all what crosses into it;
+    `inside` what a forward keeps beside for the backward of its own stage, `working` what that backward needs beside
+    both; `state` the weights, gradients and optimizer state, whatever the micro-batches.
 
     >>> from gpipe.plan.action import parse_action
     >>> seconds(parse_action("0R3"), [StageCost(forward=0.01, backward=0.02)])

@@ -220,7 +220,7 @@ class Worker:
             loss, batch.metrics[m] = call_loss(batch.loss_fn, made.values[0], target, made.for_loss)
         if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
-        batch.losses[m] = loss.detach()
+        batch.losses[m] = loss.detach().clone()  # mse_loss keeps the memory of all that it added up
         return loss
 
     def backward(self, step: Step) -> None:

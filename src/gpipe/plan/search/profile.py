@@ -40,8 +40,11 @@ class LayerProfile:
         boundary: Bytes that the main line brings to it.
         inside: Bytes that its forward keeps for its backward, beside what came in.
         keeps_input: Bytes of what came in that it keeps, and the layer before does not.
-        working: Bytes that its backward needs beside: gradients of what it gave and took, and of its largest weight.
+        working: Bytes that its backward needs beside at the most: gradients of what it gave and took, and others.
         state: Bytes of its weights, gradients and optimizer.
+        leaving: Bytes of what it gives that it does not keep itself: if it is the last of a stage, the graph does. Of
+            the last layer all that it gives, for a loss that keeps as much.
+        buffers: Bytes of its buffers, of which each micro-batch that is recomputed has a copy.
         popped: By the index of the layer that stashed it, bytes that come in by a skip connection.
         parts: The work of the backward in its two parts, of the input and of the weights; None: half each.
     """
@@ -56,6 +59,8 @@ class LayerProfile:
     state: float = 0.0
     popped: tuple[tuple[int, Line], ...] = ()
     parts: tuple[Line, Line] | None = None
+    leaving: Line = NOTHING
+    buffers: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,12 +139,19 @@ class SizedProfile:
         return self.boundary[first] + sum(size for source, size in skips.items() if source < first)
 
     def working(self, first: int, end: int) -> float:
-        """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then."""
-        most = gone = 0.0
+        """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then.
+
+        That of the loss needs its gradient, and that of what it kept. And what the stage has sent last may still wait
+        to be taken.
+        """
+        is_last = end == len(self.layers)
+        loss = self.layers[-1].leaving.at(self.rows) if is_last else 0.0
+        sent = self.entering(first, end) if first else 0.0 if is_last else self.boundary[end]
+        most, gone = 2 * loss, loss
         for layer in range(end - 1, first - 1, -1):
             most = max(most, self.layers[layer].working.at(self.rows) - gone)
             gone += self.kept[layer]
-        return most
+        return most + sent
 
     def cost(self, first: int, end: int, speed: float) -> StageCost:
         """What a stage of the layers from `first` to before `end` costs, but for its messages."""
@@ -150,8 +162,10 @@ class SizedProfile:
             backward / speed,
             inputs / speed if self._has_parts else None,
             weights / speed if self._has_parts else None,
-            boundary=round(self.entering(first, end)),
-            inside=round(kept - self.layers[first].keeps_input.at(self.rows)),
+            boundary=round(self.entering(first, end) + sum(layer.buffers for layer in self.layers[first:end])),
+            inside=round(
+                kept - self.layers[first].keeps_input.at(self.rows) + self.layers[end - 1].leaving.at(self.rows)
+            ),
             working=round(self.working(first, end)),
             state=round(state),
         )
