@@ -20,8 +20,9 @@ def main() -> int:
     if asked:
         print(f"A benchmark is run by its own name: python -m bench.{asked[0]}\n", file=sys.stderr)
     print("python -m bench.NAME [--help]\n")
-    for name, what in benchmarks().items():
-        print(f"  {name:<12}{what}")
+    found = benchmarks()
+    for name, what in found.items():
+        print(f"  {name:<{max(map(len, found)) + 2}}{what}")
     print("\nResults are kept in bench/results; bench/README.md tells how to read them.")
     return 2 if asked else 0
 
