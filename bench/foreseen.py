@@ -172,13 +172,14 @@ def main() -> None:
     seen = {each: Seen() for each in chosen}
     for each in chosen:
         compare_bytes(each, seen[each])
+    about = facts()
     turns = [each for _ in range(options.rounds) for each in chosen]
     for each in with_time_left(turns, "foreseen"):
         compare_seconds(each, seen[each])
-    about = facts()
-    text = f"# A step foretold and measured\n\n{describe(about)}\n\n{_seconds(seen)}\n\n{_bytes(seen)}"
-    kept = [asdict(each) | asdict(found) for each, found in seen.items()]
-    write(options.keep, text, {"facts": about, "options": vars(options), "configurations": kept})
+        if each is chosen[-1]:  # a round is done
+            text = f"# A step foretold and measured\n\n{describe(about)}\n\n{_seconds(seen)}\n\n{_bytes(seen)}"
+            kept = [asdict(one) | asdict(found) for one, found in seen.items()]
+            write(options.keep, text, {"facts": about, "options": vars(options), "configurations": kept})
 
 
 def _plan(each: Configuration, layers: list[nn.Module], inputs: Tensor, *, measure: bool) -> gpipe.Plan:

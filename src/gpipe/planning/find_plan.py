@@ -12,6 +12,8 @@ from gpipe.costs.measure import as_in_training
 from gpipe.costs.memory import memory_of
 from gpipe.costs.profile import ADAM, profile_layers
 from gpipe.layers.sequence import Maker, build, build_layers, name_layers
+from gpipe.plan.action import Kind
+from gpipe.plan.schedules.by_name import program_of
 from gpipe.plan.search.device import Device
 from gpipe.plan.search.found import Plan
 from gpipe.plan.search.search import search
@@ -24,8 +26,6 @@ T = TypeVar("T")
 ROWS, SHARES = (2, 4), (16, 4)
 """Rows of the micro-batches that are counted, if the sample has so many, and from which all others are told. Where
 seconds are measured and M is not settled, they are these shares of the sample, if those have more rows."""
-WHOLE = ("gpipe", "1f1b", "interleaved")
-"""The schedules that split no backward."""
 CPU_FLOPS, GPU_FLOPS = 5e10, 5e13
 """What a CPU core and an accelerator here are taken to do in a second; whoever knows better gives `Device`s."""
 
@@ -61,7 +61,8 @@ def find_plan(
         schedule: By name, if it is settled.
         blocks: The modules between which a model is cut, as `gpipe.GPipe` takes them.
         measure: Take the seconds of each layer on this machine for those on the first device, and on others by
-            `flops` in proportion.
+            `flops` in proportion. Where `devices` is a number of CPU cores, so many threads are measured at once, or
+            K, if it is settled.
         intra_op_threads: CPU threads that one operation may use, where seconds are measured.
         optimizer_numbers: How many numbers the optimizer keeps of each that it trains: Adam keeps 2.
 
@@ -86,10 +87,11 @@ def find_plan(
     profiled = partial(profile_layers, layers, parts, names, optimizer_numbers=optimizer_numbers)
     if not measure:
         return search(profiled(), here, batch, choices)
+    choices.check(len(here), batch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
-        profile = profiled(measured_on=device, at_once=at_once, parts=schedule not in WHOLE)
+        profile = profiled(measured_on=device, at_once=at_once, parts=_splits(schedule))
     return search(profile, here, batch, choices)
 
 
@@ -98,11 +100,19 @@ def _only(settled: T | None) -> tuple[T, ...] | None:
     return None if settled is None else (settled,)
 
 
+def _splits(schedule: str | None) -> bool:
+    """Whether some backwards may be split in two."""
+    if schedule is None:
+        return True
+    table = program_of(schedule, ranks=2, micro_batches=4)
+    return any(action.kind is Kind.BACKWARD_WEIGHT for action in table.actions)
+
+
 def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> set[int]:
     """The rows of the micro-batches that are run: where seconds are measured about as many as there will be."""
     if not measure:
         return set(ROWS)
-    if micro_batches is not None and 1 <= micro_batches <= batch:
+    if isinstance(micro_batches, int) and 1 <= micro_batches <= batch:
         return {batch // micro_batches}
     return {max(least, rows // share) for least, share in zip(ROWS, SHARES, strict=True)}
 
