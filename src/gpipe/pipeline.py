@@ -31,7 +31,7 @@ from gpipe.plan.partition import Balance
 from gpipe.plan.program import Program
 from gpipe.plan.schedules.given import Maker
 from gpipe.plan.search.found import Plan
-from gpipe.plan.simulate import Prediction, predict
+from gpipe.plan.simulate import Prediction
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
 from gpipe.runtime.modes import Ambient
@@ -207,8 +207,7 @@ class GPipe(Partitioned):
         >>> round(pipe.plan.bubble, 3)
         0.158
         """
-        found = self._settings
-        return predict(found.partition, self.program, found.stage_costs, in_seconds=found.in_seconds)
+        return self._settings.foretell(self.program)
 
     @entrance
     @refuse_unknown(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)

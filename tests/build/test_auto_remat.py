@@ -92,3 +92,13 @@ def test_a_plan_is_followed_as_it_is_or_refused() -> None:
         gpipe.GPipe(layers()[:5], plan=plan)
     with pytest.raises(ValueError, match=r"micro_batches=None; give M.*\n?.*partitions=None"):
         gpipe.GPipe(layers())
+
+
+def test_the_peak_of_each_partition_is_foretold_where_bytes_were_counted() -> None:
+    with pipe([300_000, 10**6]) as made:
+        foretold = made.plan.peak_bytes
+        assert foretold is not None
+        assert all(peak <= memory for peak, memory in zip(foretold, (300_000, 10**6), strict=True))
+        assert gpipe.GPipe(layers(), 2, 8, sample=X).plan.peak_bytes is None
+    plan = gpipe.find_plan(layers(), X, [gpipe.Device(memory=10**6, flops=1e9)] * 2, micro_batches=8)
+    assert gpipe.GPipe(layers(), plan=plan).plan.peak_bytes == plan.peak_bytes

@@ -5,8 +5,9 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from gpipe.plan.cost import StageCost
 from gpipe.plan.lower import place_recompute, place_transfers
-from gpipe.plan.partition import Memory, given, partition
+from gpipe.plan.partition import given, partition
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import fill_drain
 from gpipe.plan.simulate import predict
@@ -40,10 +41,10 @@ def test_a_recompute_hides_in_the_bubble() -> None:
     assert plan.bubble < bubble(4, 8)
 
 
-def test_bytes_are_known_where_memory_was_given() -> None:
-    memory = Memory(state=[4, 1, 1], boundary=[0, 2, 2], inside=[1, 1, 1], limits=100, in_flight=3)
-    assert predict(partition([1, 1, 1], 2, memory=memory), table(2, 3)).peak_bytes == (7, 8)
-    assert predict(partition([1, 1, 1], 2), table(2, 3)).peak_bytes is None
+def test_bytes_are_foretold_where_they_were_counted() -> None:
+    held = [StageCost(1.0, 2.0, boundary=2, inside=3, state=10)] * 2
+    assert predict(partition([1, 1, 1], 2), table(2, 4), held=held).peak_bytes == (10 + 4 * 5,) * 2
+    assert predict(partition([1, 1, 1], 2), table(2, 4)).peak_bytes is None
 
 
 def test_a_program_of_other_stages_is_refused() -> None:

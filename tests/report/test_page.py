@@ -68,7 +68,14 @@ PARTS: dict[str, Any] = {
 def test_a_whole_report_has_all_sections_and_the_numbers_that_one_looks_for() -> None:
     page = Balanced(report_html(full()))
     assert page.sections == [*PARTS]
-    for words in ("three ranks", "Rank 1 is slow.", "it took 33 % longer", "no finite number at epoch 3", "5.00 MiB"):
+    for words in (
+        "three ranks",
+        "Rank 1 is slow.",
+        "it took 33 % longer",
+        "no finite number at epoch 3",
+        "5.00 MiB",
+        "3.00 MiB predicted",
+    ):
         assert words in page.words
 
 

@@ -16,4 +16,5 @@ def full(ranks: int = 3, micro_batches: int = 4, steps: int = 3) -> Report:
         (2.5, 1.25, float("nan"), 0.5),
         "epoch",
         "Rank 1 is slow.",
+        tuple(3 * 2**20 for _ in range(ranks)),
     )

@@ -16,7 +16,7 @@ from gpipe.build.auto_remat import AUTO, memory_by_row
 from gpipe.build.mistakes import Mistakes
 from gpipe.build.planned import follow_plan
 from gpipe.build.schedules import count_ranks, read_schedule
-from gpipe.build.settings import TWO_ROWS, Settings, first_micro_batch, settle
+from gpipe.build.settings import Settings, settle
 from gpipe.comm.limits import explaining_limits
 from gpipe.comm.mesh import Position, find_position, is_joined
 from gpipe.costs.memory import memory_of
@@ -36,6 +36,7 @@ from gpipe.splitting.model import ReplayedModel
 from gpipe.splitting.reading import is_model, read_model
 from gpipe.values.digest import digest
 from gpipe.values.dtensor import local
+from gpipe.values.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.values.tree import Tree
 
 

@@ -10,6 +10,7 @@ from gpipe.build.mistakes import Mistakes
 from gpipe.comm.mesh import Position
 from gpipe.costs.memory import memory_of
 from gpipe.costs.profile import profile_layers
+from gpipe.plan.cost import StageCost
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import Partition
 from gpipe.plan.program import Program
@@ -37,30 +38,27 @@ def check_auto(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
     )
 
 
+def count_stages(layers: Sequence[nn.Module], sample: Tree, cuts: Partition) -> tuple[StageCost, ...]:
+    """What the stages of layers that run one by one hold of such a micro-batch as the sample, in bytes."""
+    as_it_is = 1  # micro-batch, whatever its rows
+    profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers)).of_micro_batch(as_it_is)
+    return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
+
+
 def find_remat(
-    asked: Arguments,
-    layers: Sequence[nn.Module],
-    sample: Tree,
-    cuts: Partition,
-    program: Program,
-    devices: Sequence[torch.device],
+    asked: Arguments, costs: Sequence[StageCost], program: Program, devices: Sequence[torch.device]
 ) -> tuple[Remat, ...]:
-    """What each stage recomputes, if its layers are run on micro-batches as the first of the sample.
+    """What each stage recomputes.
 
     Args:
         asked: What the user gave.
-        layers: As they run one by one.
-        sample: What the first layer takes of the first micro-batch.
-        cuts: The layers of each stage.
+        costs: What the stages hold.
         program: The table of forwards and backwards.
         devices: Of the partitions.
 
     Raises:
         ValueError: They do not fit though everything is recomputed.
     """
-    as_it_is = 1  # micro-batch, whatever its rows
-    profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers)).of_micro_batch(as_it_is)
-    costs = [profile.cost(first, end, speed=1.0) for first, end in cuts.bounds]
     try:
         return fitting_remat(program, costs, _limits(asked, devices))
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, count
+from itertools import count
 
 from torch import Tensor
 
@@ -32,16 +32,18 @@ class Watch(Operations):
     Attributes:
         held: The bytes that were held at the end of the last run, but for gradients.
         peak: The most bytes that were held at once in a run that ended, likewise.
+        crossed: How many of these had been added by hand.
     """
 
     def __init__(self, key: Callable[[Tensor], int] = storage_address) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.peak, self._key = 0, key
+        self.peak, self.crossed, self._key = 0, 0, key
         self.held = 0
         self._alive: dict[int, int] = {}  # by address, which storage it is
         self._events: list[tuple[int, int]] = []  # which storage, and how many bytes more or less are held
-        self._count = count()
+        self._numbers = count()
         self._loose: set[int] = set()
+        self._added: set[int] = set()
         self._marked = 0  # among the events
 
     def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -49,16 +51,23 @@ class Watch(Operations):
         before = set(map(self._key, given))
         for tensor in made:
             if self._key(tensor) not in before:
-                self.add(tensor)
+                self._count(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """Counts a tensor's storage, if it has one that is not known."""
+        """Counts the storage of a tensor that was brought, if it has one that is not known."""
+        which = self._count(tensor)
+        if which is not None:
+            self._added.add(which)
+
+    def _count(self, tensor: Tensor) -> int | None:
         address = self._key(tensor)
-        if address and address not in self._alive:
-            storage, which = tensor.untyped_storage(), next(self._count)
-            self._alive[address] = which
-            self._events.append((which, storage.nbytes()))
-            weakref.finalize(storage, self._let_go, address, which, storage.nbytes())
+        if not address or address in self._alive:
+            return None
+        storage, which = tensor.untyped_storage(), next(self._numbers)
+        self._alive[address] = which
+        self._events.append((which, storage.nbytes()))
+        weakref.finalize(storage, self._let_go, address, which, storage.nbytes())
+        return which
 
     def mark(self, *, loose: bool) -> None:
         """Notes whether what was made since the last mark is kept here for nobody but those to whom it is handed."""
@@ -81,9 +90,15 @@ class Watch(Operations):
         """Ends a run, with these gradients: they are no activations, whenever their storages were made."""
         known = (self._alive.pop(self._key(gradient), None) for gradient in gradients)
         state = {which for which in known if which is not None}
-        sizes = accumulate((size for which, size in self._events if which not in state), initial=self.held)
-        *during, self.held = sizes
-        self.peak = max(self.peak, self.held, *during)
+        crossed = 0
+        for which, size in self._events:
+            if which in state:
+                continue
+            self.held += size
+            crossed += size if which in self._added else 0
+            if self.held > self.peak:
+                self.peak, self.crossed = self.held, crossed
         self._events.clear()
         self._loose.clear()
+        self._added.clear()
         self._marked = 0

@@ -25,19 +25,26 @@ class Held:
         weights: Of parameters and buffers.
         gradients: Of parameters.
         optimizer: Of the states of optimizers that were stepped while recording.
-        activations: All else that its operations make: what forwards keep for backwards, what goes to other ranks,
-            and what is there for the length of an operation. Each rank is taken to have a device of its own: what
-            crosses between two counts at both, as far as both keep it. What the caller made counts nowhere. None if
-            they were not watched.
+        boundary: Of what came from other ranks: boundary tensors, and their gradients. Each rank is taken to have a
+            device of its own: what crosses between two counts at both, as far as both keep it. None if activations
+            were not watched.
+        inside: All else that its operations make: what forwards keep for backwards, what goes to other ranks, and
+            what is there for the length of an operation. What the caller made counts nowhere. None likewise.
 
-    >>> Held(weights=100, gradients=100, optimizer=200, activations=50).total
+    >>> Held(weights=100, gradients=100, optimizer=200, boundary=20, inside=30).total
     450
     """
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int | None = None
+    boundary: int | None = None
+    inside: int | None = None
+
+    @property
+    def activations(self) -> int | None:
+        """What is held beside state; None if it was not watched."""
+        return None if self.boundary is None or self.inside is None else self.boundary + self.inside
 
     @property
     def state(self) -> int:
@@ -96,9 +103,9 @@ class Watches:
             parameters = (p for module in layers[rank] for p in module.parameters())
             watch.end([p.grad for p in parameters if p.grad is not None])
 
-    def peaks(self) -> dict[int, int]:
-        """The most bytes that each rank held at once, but for its state."""
-        return {rank: watch.peak for rank, watch in self._by_rank.items()}
+    def peaks(self) -> dict[int, tuple[int, int]]:
+        """The most bytes that each rank held at once, but for its state: those from other ranks, and its own."""
+        return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self._by_rank.items()}
 
 
 def _tensors_of(message: Message) -> list[Tensor]:
@@ -107,13 +114,13 @@ def _tensors_of(message: Message) -> list[Tensor]:
     return [gradient for gradient in message if isinstance(gradient, Tensor)]
 
 
-def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], activations: int | None) -> Held:
+def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None) -> Held:
     """What the modules of a rank, optimizers and activations need.
 
     Args:
         modules: The layers of the rank.
         states: The states of optimizers, by parameter.
-        activations: What was seen while it computed.
+        peak: Of activations, from other ranks and its own, if they were watched.
     """
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     buffers = dict.fromkeys(b for module in modules for b in module.buffers())
@@ -123,7 +130,7 @@ def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], a
         _bytes([*parameters, *buffers]),
         _bytes(gradients) or _bytes([p for p in parameters if p.requires_grad]),
         _bytes(leaf for leaf in tree_leaves(optimizer) if isinstance(leaf, Tensor)),
-        activations,
+        *(peak or (None, None)),
     )
 
 

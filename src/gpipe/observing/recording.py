@@ -160,9 +160,11 @@ class Recording(Recorder):
         memory = [
             {name: size for name, size in asdict(held).items() if size is not None} for held in self.memory().values()
         ]
-        steps = self._steps(title)
+        steps, peaks = self._steps(title), self._pipe.plan.peak_bytes
         known = tuple(memory) if len(memory) == steps.timelines[0].ranks else ()  # of other processes it is not
-        return replace(steps, shares=self.breakdown().shares, sentence=self.explain(), memory=known)
+        return replace(
+            steps, shares=self.breakdown().shares, sentence=self.explain(), memory=known, predicted_memory=peaks or ()
+        )
 
     def _steps(self, title: str) -> Report:
         """The steps alone, and what was predicted."""

@@ -103,7 +103,7 @@ class Prediction:
         program: What each rank does, in order.
         timeline: When, if each rank has a device or a core of its own and all micro-batches are of one size.
         unit: Of costs and timeline: seconds where costs were measured, else only proportions have a meaning.
-        peak_bytes: The most that each stage holds; None if no memory was given to the partitioner.
+        peak_bytes: The most that each rank holds; None where no bytes were counted.
 
     >>> from gpipe.plan.partition import given
     >>> from gpipe.plan.schedules import fill_drain
@@ -116,7 +116,7 @@ class Prediction:
     program: Program
     timeline: Timeline
     unit: Literal["seconds", "relative"]
-    peak_bytes: tuple[float, ...] | None
+    peak_bytes: tuple[int, ...] | None
 
     @property
     def bubble(self) -> float:
@@ -139,7 +139,12 @@ def equal_bubble(program: Program) -> float:
 
 
 def predict(
-    partition: Partition, program: Program, costs: Costs | None = None, *, in_seconds: bool = False
+    partition: Partition,
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    in_seconds: bool = False,
+    held: Costs | None = None,
 ) -> Prediction:
     """Predicts one mini-batch from what each stage costs.
 
@@ -148,6 +153,7 @@ def predict(
         program: The table of as many stages.
         costs: Of the actions of each stage; by default by the rule of `stage_costs`.
         in_seconds: Whether the costs are seconds.
+        held: What stages hold, in bytes, where that was counted.
 
     Raises:
         ValueError: The program is of another number of stages.
@@ -161,7 +167,7 @@ def predict(
     if program.stages != len(partition.layers):
         raise ValueError(f"a program of {program.stages} stages for a partition into {len(partition.layers)}")
     timeline = simulate(program, stage_costs(partition, program) if costs is None else costs).timeline
-    peak_bytes = partition.bytes if any(partition.bytes) else None
+    peak_bytes = None if held is None else simulate(program, held).peak_bytes
     return Prediction(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)
 
 

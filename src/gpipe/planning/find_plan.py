@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gpipe.build.settings import TWO_ROWS, first_micro_batch
 from gpipe.costs.measure import as_in_training
 from gpipe.costs.memory import memory_of
 from gpipe.costs.profile import ADAM, profile_layers
@@ -19,7 +18,7 @@ from gpipe.plan.search.found import Plan
 from gpipe.plan.search.search import search
 from gpipe.plan.search.shapes import Choices
 from gpipe.splitting.reading import plain, read_model, why_not_layers
-from gpipe.values.microbatch import count_rows
+from gpipe.values.microbatch import TWO_ROWS, count_rows, first_micro_batch
 from gpipe.values.tree import Tree
 
 T = TypeVar("T")

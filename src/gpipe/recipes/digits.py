@@ -4,7 +4,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from gpipe.recipes.options import TrainOptions
 from gpipe.recipes.plain import measure_plain_step, one_thread
 from gpipe.recipes.progress import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.recipe import Recipe
+from gpipe.recipes.recorded import Recorded
 from gpipe.recipes.world import World, of_first
 from gpipe.report import Report, report_json
 from gpipe.report.stored import NAME
@@ -47,6 +48,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     progress: Progress
     world: World
+    how: Mapping[str, Any]
 
     @property
     def name(self) -> str:
@@ -131,6 +133,7 @@ def prepare(
         layers = amoebanet_d(options.layers, options.filters, CLASSES)
     replicas = _replicas(options.partitions, world)
     sample = digits.train.images[: recipe.batch_size // replicas]
+    how = _how(options, layers, sample, world)
     pipe = gpipe.GPipe(
         layers,
         micro_batches=options.micro_batches // replicas,
@@ -139,11 +142,11 @@ def prepare(
         seed=options.seed,
         intra_op_threads=1,
         driver="process" if world.launched else None,
-        **_how(options, layers, sample, world),
+        **how,
     )
     options.out.mkdir(parents=True, exist_ok=True)
     optimizer = recipe.optimizer(pipe.parameters())
-    job = Job(options, recipe, digits, pipe, optimizer, Progress(), world)
+    job = Job(options, recipe, digits, pipe, optimizer, Progress(), world, how)
     return replace(job, progress=_begin(job))
 
 
@@ -154,17 +157,21 @@ def _how(options: TrainOptions, layers: Sequence[nn.Module], sample: Tensor, wor
         return {"partitions": options.partitions, "schedule": options.schedule, "remat": options.remat}
     k, m = options.partitions, options.micro_batches // _replicas(options.partitions, world)
 
-    def found() -> dict[str, Any]:
-        plan = gpipe.find_plan(layers, sample, k, partitions=k, micro_batches=m, measure=True)
-        return {
-            "partitions": list(plan.layers_per_partition),
-            "schedule": plan.schedule,
-            "stages_per_rank": plan.stages_per_rank,
-            "remat": list(plan.remat),
-        }
+    def found() -> gpipe.Plan:
+        return gpipe.find_plan(layers, sample, k, partitions=k, micro_batches=m, measure=True)
 
     with one_thread():
-        return dict(of_first(world, found))
+        return dict(of_first(world, lambda: _parts(found()))) if world.launched else {"plan": found()}
+
+
+def _parts(plan: gpipe.Plan) -> dict[str, Any]:
+    """What a plan says to `GPipe`, in plain values."""
+    return {
+        "partitions": list(plan.layers_per_partition),
+        "schedule": plan.schedule,
+        "stages_per_rank": plan.stages_per_rank,
+        "remat": list(plan.remat),
+    }
 
 
 def _replicas(partitions: int, world: World) -> int:
@@ -197,34 +204,34 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
     display = Display(console or Console(quiet=job.world.rank > 0), job.options.epochs, job.steps)
     with job.pipe, one_thread():
         with gpipe.catch_sigterm(job.pipe) as is_to_end:
-            recording = _train(job, display, is_to_end)
+            recorded = _train(job, display, is_to_end)
         checkpoint = job.begin_save()()
     if not job.world.rank:
-        write_files(job, checkpoint, recording)
-        if recording is not None:
-            _report(job, display, recording)
+        write_files(job, checkpoint, recorded)
+        if recorded is not None:
+            _report(job, display, recorded)
     return job.progress.epochs
 
 
-def _train(job: Job, display: Display, is_to_end: Callable[[], bool]) -> gpipe.Recording | None:
-    """Trains what is left; gives the steps of the last epoch, if there is one left."""
-    progress, recording = job.progress, None
+def _train(job: Job, display: Display, is_to_end: Callable[[], bool]) -> Recorded | None:
+    """Trains what is left; gives what was recorded of the last epoch, if there is one left."""
+    progress, recorded = job.progress, None
     if progress.epochs or progress.losses:
         display.say(f"goes on after {progress}, from {job.checkpoints}")
     _write_metrics(job)
     with display.training(job.name, job.pipe, len(progress.epochs) * job.steps + len(progress.losses)):
         while len(progress.epochs) < job.options.epochs:
-            epoch, recording = _epoch(job, display, is_to_end)
+            epoch, recorded = _epoch(job, display, is_to_end)
             progress.epochs.append(epoch)
             progress.losses, progress.seconds = [], 0.0
             _write_metrics(job)
             display.epoch_ended(epoch.epoch, epoch.loss, epoch.accuracy)
             if epoch.epoch % job.options.checkpoint_every == 0 and epoch.epoch < job.options.epochs:
                 job.begin_save()
-    return recording
+    return recorded
 
 
-def _epoch(job: Job, display: Display, is_to_end: Callable[[], bool]) -> tuple[Epoch, gpipe.Recording | None]:
+def _epoch(job: Job, display: Display, is_to_end: Callable[[], bool]) -> tuple[Epoch, Recorded | None]:
     """Trains and evaluates the next epoch, or what is left of it; the last one is recorded."""
     progress, number = job.progress, len(job.progress.epochs) + 1
     first, start = len(progress.losses), time.perf_counter() - progress.seconds
@@ -238,13 +245,13 @@ def _epoch(job: Job, display: Display, is_to_end: Callable[[], bool]) -> tuple[E
             display.say(f"SIGTERM: saved to {job.begin_save()()}; --resume goes on from there")
             raise SystemExit(TERMINATED)
 
-    with gpipe.record(job.pipe, keep=job.steps) if last else nullcontext() as recording:
+    with Recorded.of(job.pipe, job.steps - first) if last else nullcontext() as recorded:
         batches, rates = job.batches(number, first), job.learning_rates(number, first)
-        given = batches if recording is None else recording.loading(batches)
+        given = batches if recorded is None else recorded.loading(batches)
         train_epoch(job.pipe, job.optimizer, given, rates, F.cross_entropy, after_step)
     accuracy = measure_accuracy(job.pipe, job.digits.held_out)
     loss = sum(progress.losses) / len(progress.losses)
-    return Epoch(number, loss, accuracy, time.perf_counter() - start), recording
+    return Epoch(number, loss, accuracy, time.perf_counter() - start), recorded
 
 
 def _write_metrics(job: Job) -> None:
@@ -253,25 +260,28 @@ def _write_metrics(job: Job) -> None:
         (job.options.out / "metrics.jsonl").write_text("".join(lines))
 
 
-def write_files(job: Job, checkpoint: Path, recording: gpipe.Recording | None) -> None:
+def write_files(job: Job, checkpoint: Path, recorded: Recorded | None) -> None:
     """Writes weights under unpartitioned names, the typical step as a picture, all as a trace and as a report."""
     out = job.options.out
     weights = {name: value.contiguous() for name, value in gpipe.load(checkpoint).state_dict().items()}
     (out / "model.safetensors").write_bytes(save(weights))
-    if recording is not None:
-        recording.save(out / "timeline.svg")
-        recording.save(out / "trace.json")
-        (out / NAME).write_text(report_json(to_report(job, recording)), encoding="utf-8")
+    if recorded is not None:
+        recorded.steps.save(out / "timeline.svg")
+        recorded.steps.save(out / "trace.json")
+        (out / NAME).write_text(report_json(to_report(job, recorded)), encoding="utf-8")
 
 
-def to_report(job: Job, recording: gpipe.Recording) -> Report:
+def to_report(job: Job, recorded: Recorded) -> Report:
     """What `gpipe report` draws."""
     options = {name.replace("_", " "): value for name, value in asdict(job.options).items()}
-    pipe = job.pipe
+    pipe, plan = job.pipe, job.how.get("plan")
+    how = job.how if plan is None else _parts(plan)
     return replace(
-        recording.report(job.name),
+        recorded.steps.report(job.name),
+        memory=recorded.held,
         configuration={
             **options,
+            **{name.replace("_", " "): str(value) for name, value in how.items()},
             "out": str(job.options.out),
             "partitions": pipe.partitions,
             "layers of each stage": ", ".join(map(str, pipe.layers_per_partition)),
@@ -283,9 +293,9 @@ def to_report(job: Job, recording: gpipe.Recording) -> Report:
     )
 
 
-def _report(job: Job, display: Display, recording: gpipe.Recording) -> None:
+def _report(job: Job, display: Display, recorded: Recorded) -> None:
     """Says how the pipeline compares to the plain loop, of layers of its own: this process may not have all."""
     batch, device = job.digits.train[: job.recipe.batch_size], job.pipe.devices[0]
     make = partial(amoebanet_d, job.options.layers, job.options.filters, CLASSES)
     plain = measure_plain_step(make, batch, job.options.micro_batches, F.cross_entropy, device)
-    display.report(recording, plain, job.options.out)
+    display.report(recorded, plain, job.options.out)

@@ -1,7 +1,7 @@
 """What the terminal shows of a training: how far it is, each epoch's line, and where the time went."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import gpipe
+from gpipe.recipes.recorded import Recorded
 
 
 class Display:
@@ -49,8 +50,9 @@ class Display:
         width = len(str(self._epochs))
         self.say(f"epoch {epoch:{width}}/{self._epochs}  loss {loss!r:<22}  held-out accuracy {accuracy:.2%}")
 
-    def report(self, recording: gpipe.Recording, plain_seconds: float, out: Path) -> None:
+    def report(self, recorded: Recorded, plain_seconds: float, out: Path) -> None:
         """Says where the time of the recorded steps went, how the plain loop compares, and what to change."""
+        recording = recorded.steps
         own = median(timeline.seconds for timeline in recording.timelines)
         in_turn = median(sum(map(step.busy, range(step.ranks))) for step in recording.timelines)
         self.say(f"\nWhere a step's time went, in the last epoch:\n{recording}\n")
@@ -58,7 +60,7 @@ class Display:
         plain = f"{plain_seconds * 1000:8.1f} ms: {plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
         self.say(f"forward and backward, plain loop      {plain}")
         self.say(f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x")
-        if share := _largest_share(recording):
+        if share := _largest_share(recorded.held):
             self.say(share)
         self.say(
             f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev), report.json"
@@ -71,12 +73,10 @@ class Display:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _largest_share(recording: gpipe.Recording) -> str:
-    """How much of all state the largest partition holds; nothing where other processes have some of it."""
-    held = recording.memory()
-    if len(held) < recording.timelines[0].ranks:
+def _largest_share(held: Sequence[Mapping[str, int]]) -> str:
+    """How much of all memory the rank with most of it holds."""
+    totals = [sum(parts.values()) / 2**20 for parts in held]
+    if not totals:
         return ""
-    states = [rank.state for rank in held.values()]
-    most, every = max(states) / 2**20, sum(states) / 2**20
-    share = f"{most:.1f} of {every:.1f} MiB, {most / every:.0%}"
-    return f"weights, gradients and optimizer      {share} in the largest partition"
+    share = f"{max(totals):.1f} of {sum(totals):.1f} MiB, {max(totals) / sum(totals):.0%}"
+    return f"weights, gradients, optimizer, activations: {share} in the largest partition"

@@ -211,6 +211,8 @@ def _memory_lines(report: Report) -> Iterator[str]:
         told = ", ".join(f"{escape(name)} {held(count)}" for name, count in parts.items())
         yield f'<div class="rank"><p><b>rank {rank}</b><span>{held(sum(parts.values()))}</span></p>'
         yield from _bar(parts, colors, most)
+        if "inside" in parts and report.predicted_memory:
+            told += f"; {held(report.predicted_memory[rank])} predicted"
         yield f"<small>{told}</small></div>"
     yield from _legend((escape(name), f"background:{colors[name]}") for name in names)
 

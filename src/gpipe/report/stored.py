@@ -29,6 +29,7 @@ class Report:
         losses: In order; may be NaN or infinite.
         loss_each: What one loss is of.
         sentence: What holds the run back, and what to change.
+        predicted_memory: For each rank the bytes that were foretold of its peak.
 
     >>> Report("two ranks", losses=(2.5, 0.5)).predicted is None
     True
@@ -43,6 +44,7 @@ class Report:
     losses: tuple[float, ...] = ()
     loss_each: Literal["step", "epoch"] = "step"
     sentence: str = ""
+    predicted_memory: tuple[int, ...] = ()
 
     @property
     def typical(self) -> int:
@@ -74,6 +76,7 @@ def report_json(report: Report) -> str:
         "sentence": report.sentence,
         "shares": {name: _plain(share) for name, share in report.shares.items()},
         "memory": [dict(parts) for parts in report.memory],
+        "predicted_memory": list(report.predicted_memory),
         "losses": [_plain(loss) for loss in report.losses],
         "loss_each": report.loss_each,
         "predicted": None if report.predicted is None else _timeline_members(report.predicted),
@@ -115,6 +118,7 @@ def _read(members: Mapping[str, Any]) -> Report:
         predicted=None if members["predicted"] is None else _timeline(members["predicted"]),
         shares={name: float(share) for name, share in members["shares"].items()},
         memory=tuple({name: int(count) for name, count in parts.items()} for parts in members["memory"]),
+        predicted_memory=tuple(map(int, members.get("predicted_memory", ()))),
         losses=tuple(map(float, members["losses"])),
         loss_each=each,
         sentence=str(members["sentence"]),

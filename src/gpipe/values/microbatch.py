@@ -250,3 +250,17 @@ def _weight(returned: object) -> float:
             f"reduction must return the weight of a micro-batch, one number such as how many labels count; it "
             f"returned {found}"
         ) from error
+
+
+TWO_ROWS = 2
+"""What a model's forward is recorded on at least, if there are so many: BatchNorm in training refuses one."""
+
+
+def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
+    """The first micro-batch of a sample, of so many rows at least, if it has them."""
+    if sample is None:
+        return None
+    if isinstance(sample, MicroBatches):
+        return take_parts(sample)[0]
+    rows = count_rows(sample)
+    return split(sample, rows, min(micro_batches, max(rows // least, 1)), "sample")[0]
