@@ -157,10 +157,13 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, replayed)
     if not position.rank:
         each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
-        agreement.tell(BUILDING, costs=list(settings.costs), stages=each, whole=sorted(settings.whole))
+        costs, measured = list(settings.costs), settings.in_seconds
+        agreement.tell(BUILDING, costs=costs, stages=each, in_seconds=measured, whole=sorted(settings.whole))
     else:
         stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
-        settings = replace(settings, stage_costs=stages, whole=frozenset(told["whole"]))
+        settings = replace(
+            settings, stage_costs=stages, in_seconds=told["in_seconds"], whole=frozenset(told["whole"])
+        )
     settings = _with_own_layers(settings, position, sketch, asked.ties)
     _compare(agreement, settings, asked)
     if position.replicas > 1:
