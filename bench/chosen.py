@@ -5,6 +5,7 @@ cores. The choice is as good as the best where the interval of the ratio of thei
 """
 
 import argparse
+import logging
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--keep", default="chosen", help="write the result under another name")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("gpipe").setLevel(logging.ERROR)  # of small micro-batches, of which some are tried
     data: dict[str, object] = {"facts": facts()}
     lines = list(lines_of(options.rounds, data))
     head = ["network", "chosen", "ms", "best by hand", "ms", "longer (95 %)", "place", "cores of others"]
