@@ -25,7 +25,7 @@ from bench.report import describe, table, with_time_left, write
 from bench.table1 import RMSPROP, WORDS, plan_of
 from bench.table2 import MICRO_BATCHES, NETWORKS, PARTITIONS, ROWS
 from bench.workloads import WORKLOADS
-from gpipe.costs.measure import as_in_training, measure_directions
+from gpipe.costs.measure import as_in_training, measure_seconds
 from gpipe.costs.profile import profile_layers
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.plan.lower import place_recompute, place_transfers
@@ -76,15 +76,15 @@ def measured_layers(
         device: Of the paper.
     """
     with as_in_training(CPU, threads=1):
-        seconds = measure_directions(layers, seen, CPU)
+        seconds = measure_seconds(layers, seen, CPU)
     names = list(map(str, range(len(layers))))
     counted = profile_layers(layers, {rows: example(rows) for rows in (1, 2)}, names, optimizer_numbers=RMSPROP)
     flops = sum(layer.forward.per_row + layer.backward.per_row for layer in counted.layers)
-    faster = sum(map(sum, seconds)) * device.flops / flops
+    faster = sum(each.forward + each.backward for each in seconds) * device.flops / flops
     return Profile(
         tuple(
-            replace(layer, forward=Line(per_row=forward / faster), backward=Line(per_row=backward / faster))
-            for layer, (forward, backward) in zip(counted.layers, seconds, strict=True)
+            replace(layer, forward=Line(per_row=each.forward / faster), backward=Line(per_row=each.backward / faster))
+            for layer, each in zip(counted.layers, seconds, strict=True)
         ),
         "seconds",
     )

@@ -13,7 +13,7 @@ from gpipe.plan.search.device import PRESETS, Device
 from gpipe.plan.search.found import Plan
 from gpipe.plan.search.profile import LayerProfile, Line, Profile, bounds
 from gpipe.plan.search.rehearsal import Rehearsal
-from gpipe.plan.search.search import search
+from gpipe.plan.search.search import ALIKE, search
 from gpipe.plan.search.shapes import Choices, Shape, least_seconds, likely_seconds
 from gpipe.plan.search.trial import Trial
 from gpipe.plan.simulate import simulate
@@ -190,3 +190,15 @@ def test_many_layers_are_cut_evenly_and_better_than_evenly_where_that_pays() -> 
     cut = Trial(plan.shape, trial, profile, plan.devices, [1.0] * 4)
     every = (Rehearsal(trial).seconds(cut.costs(layers), ()) for layers in every_cut(31, 4))
     assert plan.seconds <= 1.02 * min(every)
+
+
+def test_of_those_that_a_measurement_cannot_tell_apart_the_fewest_stages_are_taken() -> None:
+    layer = LayerProfile("layer", forward=Line(per_row=1.0), backward=Line(per_row=2.0))
+    devices = [Device(flops=1.0)] * 2
+    some = Choices([2], [32], ["1f1b", "interleaved"])
+    counted, measured = (search(Profile((layer,) * 16, unit), devices, 32, some) for unit in ("flops", "seconds"))
+    assert counted.stages_per_rank > 1  # a smaller bubble, on paper
+    assert measured.stages_per_rank == 1
+    assert counted.seconds < measured.seconds <= ALIKE * counted.seconds
+    assert counted.shape in [other.shape for other in measured.alternatives]
+    assert "less, with more stages" in measured.explain()

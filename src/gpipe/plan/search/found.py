@@ -135,10 +135,14 @@ class Plan:
 
     def _others(self) -> Iterator[str]:
         for other in self.alternatives:
-            yield f"next: {other.shape}: {other.seconds:.4g} s, {other.seconds / self.seconds - 1:.1%} longer"
+            yield f"next: {other.shape}: {other.seconds:.4g} s, {_longer(other.seconds / self.seconds - 1)}"
         for reason, count in Counter(each.reason for each in self.rejected).items():
             first = next(each for each in self.rejected if each.reason == reason)
             yield f"rejected, {reason}: {count}, first {first}"
+
+
+def _longer(part: float) -> str:
+    return f"{part:.1%} longer" if part >= 0 else f"{-part:.1%} less, with more stages"
 
 
 def _span(names: Sequence[str], first: int, end: int) -> str:
