@@ -99,6 +99,12 @@ def test_a_picture_in_place_of_the_page(suffix: str, run: Path, capsys: pytest.C
     assert not (run / "report.html").exists()
 
 
+def test_text_and_a_picture_at_once_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", str(run), "--text", "--picture", str(run / "step.svg")])
+    assert "choose one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "words"), [("step.gif", "has the suffix '.gif'"), ("no/step.svg", "No such file")])
 def test_a_picture_that_cannot_be_is_told(
     name: str, words: str, run: Path, capsys: pytest.CaptureFixture[str]

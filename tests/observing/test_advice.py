@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe.observing.advice import Advice, Seen, advise, explain
 from gpipe.observing.breakdown import breakdown
+from gpipe.plan.action import Kind
 from gpipe.plan.cost import StageCost
 from gpipe.plan.lower import Remat
 from gpipe.plan.partition import given as given_cuts
@@ -116,3 +117,32 @@ def test_advice_is_sorted_by_gain_and_worth_something(layers: list[float], remat
     gains = [advice.gain for advice in advise(seen(layers, [1] * len(layers), remat, driver))]
     assert gains == sorted(gains, reverse=True)
     assert all(gain >= 1.02 for gain in gains)
+
+
+def test_smaller_micro_batches_are_advised_where_there_are_rows_for_them() -> None:
+    slow = seen([1.0, 1.0], [1, 1])
+    for asked, said in ((M, True), (2 * M, False)):  # with M=16 there were rows for 8
+        texts = [advice.text for advice in advise(replace(slow, micro_batches=asked))]
+        assert any("micro_batches=16" in text for text in texts) == said
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_of_one_micro_batch_more_are_advised_unless_they_would_be_recomputed(recomputes: bool) -> None:
+    timeline = simulate(lowered(2, 1, "never"), [StageCost(1.0, 2.0)] * 2).timeline
+    one = Seen([timeline], breakdown([timeline]), given_cuts([1, 1], [1.0, 1.0]), "threads", None, 1, recomputes)
+    assert any("micro_batches=2" in advice.text for advice in advise(one)) != recomputes
+
+
+def test_cuts_by_guess_are_told_as_such() -> None:
+    slow = seen([3.0, 1.0, 1.0], [1, 1, 1])
+    assert "with sample=, GPipe measures" in explain(replace(slow, measured=False))
+    assert not the_one(slow, "no cuts are better").is_free
+
+
+def test_of_calls_the_gain_of_no_recompute_is_at_most_its_share() -> None:
+    step_ = step([1.0, 1.0], [1, 1], "always")
+    half = replace(step_, spans=tuple(span for span in step_.spans if span.action.kind is not Kind.FORWARD))
+    calls = Seen([half], breakdown([half]), given_cuts([1, 1], [1.0, 1.0]), "threads", recomputes=True)
+    share = calls.found.shares["recompute"]
+    assert the_one(calls, "remat='never'").gain == pytest.approx(1 / (1 - share))
+    assert not any("partitions=" in advice.text for advice in advise(calls))

@@ -95,3 +95,14 @@ def test_watching_changes_no_bit_and_must_be_asked_for() -> None:
             pipe.step(x, x, squares)
         assert recording.memory()[0].activations is None
         assert recording.report("a run").memory[0].keys() == {"weights", "gradients", "optimizer"}
+
+
+def test_boundary_tensors_of_a_call_stay_what_they_are_until_its_backward() -> None:
+    with weights_of(1):
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * LAYERS)]
+    with (
+        gpipe.GPipe(layers, [LAYERS, LAYERS], M, remat="never") as pipe,
+        gpipe.record(pipe, memory=True) as recording,
+    ):
+        squares(pipe(X), X).backward()
+    assert recording.memory()[1].boundary == M * ONE

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -202,3 +203,50 @@ def test_a_stopped_recording_is_not_begun_again() -> None:
         recording.stop()
         with pytest.raises(ValueError, match="has been stopped"), recording:
             pass
+
+
+def test_evaluations_between_steps_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    layers = [Slow(1.0, clock), Slow(0.5, clock)]
+    with gpipe.GPipe(layers, 2, 4, remat="always", driver="lockstep") as pipe, gpipe.record(pipe) as recording:
+        for _ in range(3):
+            pipe.step(X, Y, squares)
+            for _ in range(2):
+                with torch.no_grad():
+                    pipe(X)
+    assert len(recording.timelines) == 9
+    assert len(recording._seen().timelines) == 3
+    assert recording._seen().found.stage_seconds == pytest.approx((2 * 1.0, 2 * 0.5))
+    assert recording.report("").timelines[recording.report("").typical].is_step
+
+
+def test_what_is_loaded_ahead_and_what_updates_within_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def ahead(batches: list[Any], made: list[Any]) -> None:
+        made.extend(recording.loading(batches))
+
+    def updating() -> Any:
+        for _ in range(3):
+            clock.sleep(0.25)
+            optimizer.step()
+            yield X, Y
+
+    with gpipe.GPipe([Slow(1.0, clock), Slow(1.0, clock)], 2, 4, remat="never", driver="lockstep") as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters())
+        optimizer.register_step_pre_hook(lambda *_: clock.sleep(0.5))
+        with gpipe.record(pipe) as recording:
+            start = time.perf_counter()
+            for x, y in recording.loading(updating()):
+                if not recording.runs:
+                    start = time.perf_counter()
+                pipe.step(x, y, squares)
+            wall = time.perf_counter() - start
+            thread = threading.Thread(target=ahead, args=([1, 2, 3], []))
+            thread.start()
+            thread.join()
+    found = recording.breakdown()
+    assert found.seconds * found.steps == pytest.approx(wall)
+    assert found.shares["data"] * found.seconds * found.steps == pytest.approx(2 * 0.25)
+    assert found.shares["weight update"] * found.seconds * found.steps == pytest.approx(2 * 0.5)
+    assert len(recording._loads) == 3

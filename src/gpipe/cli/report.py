@@ -35,6 +35,8 @@ class ReportOptions:
 def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
     """Draws a run as one page for a browser, RUN/report.html, as text, or as a picture for a paper."""
     with ending_by_mistakes():
+        if options.text and options.picture is not None:
+            raise ValueError("--text draws in the terminal and --picture in a file: choose one")
         found = _read(options.run)
         if options.text:
             _show(found, Console(highlight=False))

@@ -15,7 +15,9 @@ train = SubcommandApp()
 @train.command(name="digits")
 def digits(options: Annotated[TrainOptions, tyro.conf.arg(name="")] = TrainOptions()) -> None:  # noqa: B008 frozen
     """Trains AmoebaNet-D on scikit-learn's handwritten digits, 1797 real images, here of 64x64 pixels."""
-    from gpipe.recipes import digits as job  # torch loads here, so that --help and mistyped options stay quick
+    with ending_by_mistakes():
+        options.check()
+    from gpipe.recipes import digits as job  # torch loads here, so that --help and mistakes stay quick
     from gpipe.recipes.world import find_world, joined
 
     world = find_world(os.environ)

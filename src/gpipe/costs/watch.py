@@ -38,7 +38,7 @@ class Watch(Operations):
     def __init__(self, key: Callable[[Tensor], int] = storage_address) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.peak, self.crossed, self._key = 0, 0, key
-        self.held = 0
+        self.held = self._held_crossed = 0
         self._alive: dict[int, int] = {}  # by address, which storage it is
         self._events: list[tuple[int, int]] = []  # which storage, and how many bytes more or less are held
         self._numbers = count()
@@ -90,15 +90,14 @@ class Watch(Operations):
         """Ends a run, with these gradients: they are no activations, whenever their storages were made."""
         known = (self._alive.pop(self._key(gradient), None) for gradient in gradients)
         state = {which for which in known if which is not None}
-        crossed = 0
         for which, size in self._events:
             if which in state:
                 continue
             self.held += size
-            crossed += size if which in self._added else 0
+            self._held_crossed += size if which in self._added else 0
             if self.held > self.peak:
-                self.peak, self.crossed = self.held, crossed
+                self.peak, self.crossed = self.held, self._held_crossed
         self._events.clear()
         self._loose.clear()
-        self._added.clear()
+        self._added.intersection_update(self._alive.values())
         self._marked = 0

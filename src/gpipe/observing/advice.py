@@ -52,6 +52,9 @@ class Seen:
         partition: The cuts.
         driver: What runs the ranks.
         others: What other processes used of this machine meanwhile; None if that is not known.
+        micro_batches: M, as it was asked for; there are fewer where there are fewer rows.
+        recomputes: Whether more micro-batches would be recomputed, at least in some stages.
+        measured: Whether the costs of layers are their seconds.
     """
 
     timelines: Sequence[Timeline]
@@ -59,6 +62,9 @@ class Seen:
     partition: Partition
     driver: str
     others: Others | None = None
+    micro_batches: int | None = None
+    recomputes: bool = False
+    measured: bool = True
 
 
 def advise(seen: Seen) -> list[Advice]:
@@ -76,11 +82,11 @@ def explain(seen: Seen) -> str:
     return f"{text} ({seen.others})." if seen.others is not None and seen.others.cores > SOME else f"{text}."
 
 
-def beside(timelines: Sequence[Timeline], predicted: Timeline, others: Others | None) -> str:
+def beside(timelines: Sequence[Timeline], predicted: Timeline, why_longer: str) -> str:
     """What was predicted of a step beside what the median took, and why, if they are more than 10 % apart.
 
-    >>> beside([Timeline(1, (), 0.30)], Timeline(1, (), 0.20), Others(cores=1.2, of=2))  # doctest: +ELLIPSIS
-    "pipeline: 300.0 ms measured, 200.0 ms predicted: 50% more, since other processes used 1.2 of this machine's ..."
+    >>> beside([Timeline(1, (), 0.30)], Timeline(1, (), 0.20), "memory was watched")
+    'pipeline: 300.0 ms measured, 200.0 ms predicted: 50% more, since memory was watched'
     """
     typical = sorted(timelines, key=lambda timeline: timeline.seconds)[len(timelines) // 2]
     more = typical.seconds / predicted.seconds - 1
@@ -91,8 +97,8 @@ def beside(timelines: Sequence[Timeline], predicted: Timeline, others: Others | 
         sum(map(typical.busy, range(typical.ranks))) / (sum(map(predicted.busy, range(predicted.ranks))) or 1.0) - 1
     )
     why = f"what ranks compute took {abs(work):.0%} {_than(work)} than when it was measured"
-    if more > 0 and others is not None and others.cores > SOME:
-        why = str(others)
+    if more > 0 and why_longer:
+        why = why_longer
     elif abs(work) < abs(more) / 2:
         why = "ranks waited otherwise than predicted: see late starts and communication"
     return f"{text}: {abs(more):.0%} {_than(more)}, since {why}"
@@ -104,6 +110,8 @@ def _than(more: float) -> str:
 
 def _by_simulation(seen: Seen) -> Iterator[Advice]:
     """What other cuts, no recompute and smaller micro-batches would give."""
+    if not seen.timelines[-1].is_step:
+        return
     replica = replicas_of(seen.timelines[-1])[0]
     program = program_of_run(replica)
     if len(seen.partition.layers) != program.stages:
@@ -114,17 +122,14 @@ def _by_simulation(seen: Seen) -> Iterator[Advice]:
     yield from _slow_ranks(seen, program, wall)
     bare = program.only({*Kind} - {Kind.RECOMPUTE})
     gain = wall / (wall - now + simulate(bare, costs).timeline.seconds)
-    yield Advice(
-        gain,
-        f"Recomputing takes {seen.found.shares.get('recompute', 0.0):.1%} of the time, for less memory: where "
-        f"memory allows, remat='never' would give {gain:.2f} x",
-        is_free=False,
-    )
+    text = RECOMPUTE.format(share=seen.found.shares.get("recompute", 0.0), gain=f"{gain:.2f}")
+    yield Advice(gain, text, is_free=False)
     bubble = seen.found.shares["bubble"]
     gain, more = 1 / (1 - bubble / 2), 2 * program.micro_batches
     forward = fmean(cost.forward for cost in costs)
-    recomputes = any(action.kind is Kind.RECOMPUTE for action in program.actions)
-    if program.ranks > 1 and forward > TINY and (recomputes or program.micro_batches > 1):  # one is not recomputed
+    has_rows = seen.micro_batches in (None, program.micro_batches)
+    is_bare = seen.recomputes and not any(action.kind is Kind.RECOMPUTE for action in program.actions)  # as one is
+    if program.ranks > 1 and forward > TINY and has_rows and not is_bare:
         yield Advice(
             gain,
             f"The bubble takes {bubble:.1%} of the time: micro_batches={more} would halve it and give {gain:.2f} x, "
@@ -142,7 +147,9 @@ def _other_cuts(seen: Seen, program: Program, costs: Costs, wall: float, now: fl
     if found.layers == cuts.layers:
         even = [_scaled(cost, fmean(stages) / (own or 1.0)) for cost, own in zip(costs, stages, strict=True)]
         gain = wall / (wall - now + simulate(program, even).timeline.seconds)
-        yield Advice(gain, f"{longer}, and no cuts are better: lighter layers in it would give up to {gain:.2f} x")
+        better = "no cuts are better" if seen.measured else BY_GUESS
+        text = f"{longer}, and {better}: lighter layers in it would give up to {gain:.2f} x"
+        yield Advice(gain, text, is_free=False)
         return
     moved = [
         _sum([_scaled(costs[of_layer[at]], layers[at] / (stages[of_layer[at]] or 1.0)) for at in range(first, end)])
@@ -219,6 +226,7 @@ def _parts(cost: StageCost) -> tuple[float, ...]:
     )
 
 
+BY_GUESS = "no cuts are better as far as its layers' sizes tell (with sample=, GPipe measures their time)"
 REMEDIES: Mapping[str, str] = {
     "data": "Making mini-batches ready takes {share:.1%} of the time: in worker processes "
     "(DataLoader(num_workers=...)), or ahead of time, it would give up to {gain:.2f} x",
@@ -234,6 +242,10 @@ REMEDIES: Mapping[str, str] = {
     "between steps": "Your own code between steps takes {share:.1%} of the time: metrics, logging, loss.item(), or "
     "data, of which recording.loading(loader) says how much; all of it gone would give {gain:.2f} x",
 }
+RECOMPUTE = (
+    "Recomputing takes {share:.1%} of the time, for less memory: where memory allows, remat='never' would give "
+    "{gain} x"
+)
 ONE_THREAD = (
     "All ranks run in one thread (driver='lockstep'), one after the other: driver='threads' would give up to "
     "{gain:.2f} x"
@@ -255,6 +267,9 @@ def _by_share(seen: Seen) -> Iterator[Advice]:
         share = seen.found.shares.get(name, 0.0)
         gain = 1 / (1 - share) if share < 1 else 1.0
         yield Advice(gain, text.format(share=share, gain=gain))
+    if not seen.timelines[-1].is_step and (share := seen.found.shares.get("recompute", 0.0)):
+        gain = 1 / (1 - share)
+        yield Advice(gain, RECOMPUTE.format(share=share, gain=f"up to {gain:.2f}"), is_free=False)
     share = seen.found.shares["late starts"]
     gain = 1 / (1 - share)
     if seen.driver == "lockstep":

@@ -109,7 +109,9 @@ def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
         raise ValueError(NOTHING)
     steps = [_of_step(timeline) for timeline in timelines]
     busy = tuple(map(fmean, zip(*(step.busy for step in steps), strict=True)))
-    return replace(_mean(steps), steps=len(steps), busy=busy)
+    mean = _mean(steps)
+    shares = {name: mean.shares[name] for name in MEANING if name in mean.shares}
+    return replace(mean, shares=shares, steps=len(steps), busy=busy)
 
 
 def _mean(each: Sequence[Breakdown]) -> Breakdown:

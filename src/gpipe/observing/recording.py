@@ -1,5 +1,6 @@
 """`gpipe.record`: what each rank did when, where the time went, and what to change."""
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -16,12 +18,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gpipe.observing.advice import Advice, Seen, advise, beside, explain
+from gpipe.costs.watch import Watch
+from gpipe.observing.advice import SOME, Advice, Seen, advise, beside, explain
 from gpipe.observing.breakdown import NOTHING, Breakdown, breakdown
 from gpipe.observing.machine import Meter, Others
 from gpipe.observing.memory import Held, Watches, held
 from gpipe.observing.windows import windows
-from gpipe.plan.timeline import Timeline
+from gpipe.plan.timeline import Timeline, steps_among
 from gpipe.report import Report, report_html, trace_json, typical_svg, write_picture
 from gpipe.runtime.recorder import Interval, Recorder
 from gpipe.runtime.steps import Step
@@ -58,10 +61,13 @@ class Recording(Recorder):
         self._watches = Watches() if memory else None
         if self._watches is not None:
             self.around = self._watches.of
+            with Watch():  # the first costs seconds, which are no layer's
+                torch.zeros(1).add(1)
         self._states: dict[int, Mapping[Tensor, Any]] = {}
         self._pipe, self._before = pipe, pipe.recorder
         self._updates: deque[Interval] = deque(maxlen=keep)
         self._loads: deque[Interval] = deque(maxlen=keep)
+        self._thread = threading.get_ident()
         self._begun: list[float] = []  # updates: one optimizer may step another inside
         self._meter = Meter()
         own = weakref.ref(self)  # the hooks are torch's, of all optimizers: they are not to keep the pipe alive
@@ -116,7 +122,8 @@ class Recording(Recorder):
                 batch = next(rest)
             except StopIteration:
                 return
-            self._loads.append((start, time.perf_counter()))
+            if threading.get_ident() == self._thread:  # else it is ahead of time, and nobody waits
+                self._loads.append((start, time.perf_counter()))
             yield batch
 
     @property
@@ -171,7 +178,8 @@ class Recording(Recorder):
         if not (timelines := tuple(self.timelines)):
             raise ValueError(NOTHING)
         plan = self._pipe.plan
-        return Report(title, timelines=timelines, predicted=plan.timeline if plan.unit == "seconds" else None)
+        foretold = plan.unit == "seconds" and any(timeline.is_step for timeline in timelines)
+        return Report(title, timelines=timelines, predicted=plan.timeline if foretold else None)
 
     def memory(self) -> dict[int, Held]:
         """What each rank of this process held when it held most; activations if `record(pipe, memory=True)` watched.
@@ -241,15 +249,36 @@ class Recording(Recorder):
 
     def beside_prediction(self) -> str:
         """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
-        plan = self._pipe.plan
-        if plan.unit != "seconds" or not self.runs:
-            return ""
-        return beside(self.timelines, plan.timeline, self._others())
+        plan, steps = self._pipe.plan, [timeline for timeline in self.timelines if timeline.is_step]
+        return beside(steps, plan.timeline, self._why()) if plan.unit == "seconds" and steps else ""
+
+    def _why(self) -> str:
+        """Why steps may take longer than foretold, where that is known."""
+        if self._driver == "lockstep" and self._pipe.plan.program.ranks > 1:
+            return "all ranks run in one thread (driver='lockstep')"
+        if self._watches is not None:
+            return "memory was watched, which takes time"
+        others = self._others()
+        return str(others) if others is not None and others.cores > SOME else ""
+
+    @property
+    def _driver(self) -> str:
+        team = self._pipe.team
+        return "process" if team.position is not None else "threads" if team.engine.threaded else "lockstep"
 
     def _seen(self) -> Seen:
-        team = self._pipe.team
-        driver = "process" if team.position is not None else "threads" if team.engine.threaded else "lockstep"
-        return Seen(self.timelines, self.breakdown(), self._pipe.plan.partition, driver, self._others())
+        """The training steps, if there are any: evaluations between have other tables."""
+        steps, settings = steps_among(self.timelines), self._pipe._settings
+        return Seen(
+            steps,
+            breakdown(steps),
+            settings.partition,
+            self._driver,
+            self._others(),
+            micro_batches=settings.micro_batches,
+            recomputes=any(remat != "never" for remat in settings.remat),
+            measured=settings.in_seconds,
+        )
 
     def _others(self) -> Others | None:
         """What other processes used; of several processes of a pipe that is not known."""

@@ -7,7 +7,7 @@ data                           |--------|
 window   |----------------------------------|---------------------|     a run, and all until the next begins
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpipe.plan.timeline import Timeline
@@ -27,12 +27,13 @@ def windows(
     if not runs:
         return []
     entries = [_entry(run, inside) for run in runs]
+    apart = _apart(inside, updates, loads)
     known = [end for _, end in (*inside, *updates, *(run.when for run in runs))]
     found = []
     for run, start, end in zip(runs, entries, [*entries[1:], max(known)], strict=True):
         began, ended = run.when
         rest = (start, began), (ended, end)
-        data, update, host = (sum(_shared(marks, part) for part in rest) for marks in (loads, updates, inside))
+        host, update, data = (sum(_shared(marks, part) for part in rest) for marks in apart)
         between = sum(until - since for since, until in rest) - data - update - host
         host += max(0.0, ended - began - run.timeline.seconds)
         other = {"data": data, "weight update": update, "host": host, "between steps": max(0.0, between)}
@@ -44,6 +45,33 @@ def _entry(run: Run, inside: Iterable[Interval]) -> float:
     """When the call began that a run is of, or another process began it; a backward by autograd is of no call."""
     began = run.when[0]
     return min(began, next((start for start, end in inside if start <= run.when[1] <= end), began))
+
+
+def _apart(*each: Iterable[Interval]) -> list[list[Interval]]:
+    """Marks of several kinds, each without what those before it cover: an optimizer may call the pipe, a loader both.
+
+    >>> _apart([(1.0, 2.0)], [(0.0, 3.0)], [(2.5, 4.0)])
+    [[(1.0, 2.0)], [(0.0, 1.0), (2.0, 3.0)], [(3.0, 4.0)]]
+    """
+    covered: list[Interval] = []
+    found = []
+    for marks in each:
+        free = [piece for mark in marks for piece in _without(mark, covered)]
+        found.append(free)
+        covered = sorted((*covered, *free))
+    return found
+
+
+def _without(mark: Interval, covered: Iterable[Interval]) -> Iterator[Interval]:
+    start, end = mark
+    for since, until in covered:
+        if until <= start or since >= end:
+            continue
+        if start < since:
+            yield start, since
+        start = max(start, until)
+    if start < end:
+        yield start, end
 
 
 def _shared(marks: Iterable[Interval], part: Interval) -> float:

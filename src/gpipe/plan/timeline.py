@@ -1,9 +1,10 @@
 """When things happen: written by the simulator and by the recorder alike, so that they can be compared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe.plan.action import COMPUTE, Action
+from gpipe.plan.action import COMPUTE, Action, Kind
+from gpipe.plan.rules import BACKWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,12 @@ class Timeline:
     seconds: float
     other: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def is_step(self) -> bool:
+        """Whether there are forwards and backwards in it: not of a call, of its backward, or of an evaluation."""
+        kinds = {span.action.kind for span in self.spans}
+        return Kind.FORWARD in kinds and not kinds.isdisjoint(BACKWARDS)
+
     def busy(self, rank: int) -> float:
         """Seconds that a rank spent computing."""
         return sum(span.seconds for span in self.spans if span.rank == rank and span.action.kind in COMPUTE)
@@ -50,6 +57,11 @@ class Timeline:
     def idle_share(self) -> float:
         """The share of rank-seconds in which nothing was computed: the bubble of the paper if stages are equal."""
         return 1 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.seconds)
+
+
+def steps_among(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The training steps among runs; all of these where there is none."""
+    return [timeline for timeline in timelines if timeline.is_step] or list(timelines)
 
 
 def bubble(stages: int, micro_batches: int) -> float:

@@ -10,7 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import gpipe
+from gpipe.plan.action import Kind
 from gpipe.recipes.recorded import Recorded
+
+NOTICEABLE = 1.1
+"""Times as long as alone."""
 
 
 class Display:
@@ -60,6 +64,8 @@ class Display:
         plain = f"{plain_seconds * 1000:8.1f} ms: {plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
         self.say(f"forward and backward, plain loop      {plain}")
         self.say(f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x")
+        if shared := _price_of_company(recording, plain_seconds):
+            self.say(shared)
         if share := _largest_share(recorded.held):
             self.say(share)
         self.say(
@@ -71,6 +77,21 @@ class Display:
     def say(self, text: str) -> None:
         """Writes a line as it is, neither wrapped nor colored."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _price_of_company(recording: gpipe.Recording, plain_seconds: float) -> str:
+    """How much longer layers take while other ranks compute than alone, where that says why a pipeline gives less."""
+    bare = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    together = median(
+        sum(span.seconds for span in step.spans if span.action.kind in bare) for step in recording.timelines
+    )
+    times, ranks = together / plain_seconds, recording.timelines[0].ranks
+    if ranks == 1 or times < NOTICEABLE:
+        return ""
+    return (
+        f"the same layers take {times:.2f} x as long with {ranks} ranks at work as in the plain loop: they share "
+        f"cores, caches and memory, and whatever else runs on this machine has its part"
+    )
 
 
 def _largest_share(held: Sequence[Mapping[str, int]]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from gpipe.plan.action import parse_action
-from gpipe.plan.timeline import Span, Timeline
+from gpipe.plan.timeline import Span, Timeline, steps_among
 
 FORMAT = "gpipe report 1"
 NAME = "report.json"
@@ -48,13 +48,13 @@ class Report:
 
     @property
     def typical(self) -> int:
-        """The number, from 0, of the recorded step of median length; there must be one.
+        """The number, from 0, of the recorded step of median length, among the training steps if there are any.
 
         >>> Report("", timelines=tuple(Timeline(1, (), seconds) for seconds in (1.0, 5.0, 2.0))).typical
         2
         """
-        by_length = sorted(range(len(self.timelines)), key=lambda step: self.timelines[step].seconds)
-        return by_length[len(by_length) // 2]
+        by_length = sorted(steps_among(self.timelines), key=lambda step: step.seconds)
+        return self.timelines.index(by_length[len(by_length) // 2])
 
 
 def report_json(report: Report) -> str:
