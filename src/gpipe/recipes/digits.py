@@ -281,7 +281,7 @@ def to_report(job: Job, recorded: Recorded) -> Report:
         memory=recorded.held,
         configuration={
             **options,
-            **{name.replace("_", " "): str(value) for name, value in how.items()},
+            **{name.replace("_", " "): _words(value) for name, value in how.items()},
             "out": str(job.options.out),
             "partitions": pipe.partitions,
             "layers of each stage": ", ".join(map(str, pipe.layers_per_partition)),
@@ -291,6 +291,10 @@ def to_report(job: Job, recorded: Recorded) -> Report:
         losses=tuple(epoch.loss for epoch in job.progress.epochs),
         loss_each="epoch",
     )
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _report(job: Job, display: Display, recorded: Recorded) -> None:
