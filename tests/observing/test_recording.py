@@ -191,7 +191,7 @@ def test_a_recording_that_is_never_stopped_keeps_no_pipe_alive() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("keep", [0, -1, 1.5, "3"])
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "3", True])
 def test_keep_is_a_number_of_steps(keep: Any) -> None:
     with two_stages() as pipe, pytest.raises(ValueError, match="keep="):
         gpipe.record(pipe, keep=keep)

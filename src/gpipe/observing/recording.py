@@ -322,6 +322,6 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
-    if not isinstance(keep, int) or keep < 1:
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep={keep!r}: how many of the last steps are kept, 1 or more")
     return Recording(pipe, keep, memory=memory)
