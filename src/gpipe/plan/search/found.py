@@ -17,6 +17,10 @@ from gpipe.plan.simulate import Simulation, simulate
 Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
 
 
+LEAST_TOLD = 5e-4
+"""The least share of a plan's seconds that stands on what it explains."""
+
+
 @dataclass(frozen=True)
 class Rejection:
     """Why a shape was not taken.
@@ -142,7 +146,7 @@ class Plan:
 
 
 def _longer(part: float) -> str:
-    return f"{part:.1%} longer" if part >= 0 else f"{-part:.1%} less, with more stages"
+    return f"{-part:.1%} less, with more stages" if part <= -LEAST_TOLD else f"{max(part, 0):.1%} longer"
 
 
 def _span(names: Sequence[str], first: int, end: int) -> str:

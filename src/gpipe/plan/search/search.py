@@ -3,7 +3,8 @@
 Where the cuts of a shape are few, all are tried, unless the least time that the shape can take is more than that of
 what was found: then the answer is the best of all that there are. Where they are many, the shapes that are likely to
 be fast are tried first, with their most even cuts, until `MOST_ACTIONS` were timed; and neighbours of the best cuts.
-Of those that a measurement cannot tell apart, that of fewest stages is taken: each costs a little more than is known.
+Of those that rounding, or a measurement, cannot tell apart, that of fewest stages is taken: each costs a little more
+than is known.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ MOST_ACTIONS = 40_000
 """In all tables that fit and have many cuts."""
 ALIKE = 1.05
 """How much longer may take, where seconds are measured, what is taken for as fast."""
+ROUNDING = 1 + 1e-9
+"""Likewise where they are counted: sums of the same seconds in another order."""
 
 
 def search(
@@ -53,7 +56,7 @@ def search(
     _check(profile, devices, global_batch, choices)
     found = _Search(profile, devices, global_batch, alternatives + 1)
     possible = filter(found.is_possible, choices.shapes(len(devices), global_batch))
-    for shape in sorted(possible, key=found.likely):
+    for shape in sorted(possible, key=found.promise):
         found.attempt(shape)
     found.improve()
     return found.best()
@@ -75,6 +78,10 @@ class _Search:
     def likely(self, shape: Shape) -> float:
         """About the time of a shape."""
         return likely_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+
+    def promise(self, shape: Shape) -> tuple[float, int]:
+        """By this shapes are tried in order: the fast first, and of those that are alike the simple."""
+        return float(f"{self.likely(shape):.9g}"), shape.stages
 
     def least(self, shape: Shape) -> float:
         """A time that no cuts of a shape go below."""
@@ -139,16 +146,15 @@ class _Search:
         if not self.fitting:
             raise ValueError(self._why_nothing())
         measured = self.profile.unit == "seconds"
-        if measured:
-            self._prefer_fewer_stages()
+        self._prefer_fewer_stages(ALIKE if measured else ROUNDING)
         first, *others = (
             _plan(settled, cutter.trial, self.global_batch, measured=measured) for settled, cutter in self.fitting
         )
         return first.with_others(others, self.rejected)
 
-    def _prefer_fewer_stages(self) -> None:
-        """Puts the shape of fewest stages before others that are faster by less than a measurement can tell."""
-        alike = ALIKE * self.fitting[0][0].seconds
+    def _prefer_fewer_stages(self, alike: float) -> None:
+        """Puts the shape of fewest stages before others that are faster by less than can be told."""
+        alike *= self.fitting[0][0].seconds
         simplest = min(
             (each for each in self.fitting if each[0].seconds <= alike), key=lambda each: each[1].trial.shape.stages
         )

@@ -10,7 +10,9 @@ from gpipe.plan.schedules import SCHEDULES
 from gpipe.plan.search.profile import SizedProfile
 
 STAGES_PER_RANK = (1, 2, 4)
-"""How many stages a rank is given, where a schedule leaves it open, on up to `EVERY_K` devices."""
+"""How many stages a rank is given, where a schedule leaves it open, on 2 to `EVERY_K` devices."""
+ALONE = ("gpipe", "1f1b")
+"""The schedules of one rank, where none is settled: all forwards first, or with less memory one after the other."""
 EVERY_K = 8
 """Up to so many devices every number of ranks is tried, beyond all of them and halves of that."""
 FEW_RANKS = 4
@@ -89,8 +91,9 @@ class Choices:
         """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size."""
         for partitions in self.partitions or _rank_counts(devices):
             for m in self.micro_batches or _divisors(global_batch):
-                for name in self.schedules or SCHEDULES:
-                    for each in STAGES_PER_RANK if devices <= EVERY_K else (SCHEDULES[name].stages_per_rank,):
+                for name in self.schedules or (SCHEDULES if partitions > 1 else ALONE):
+                    every = partitions > 1 and devices <= EVERY_K
+                    for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
                         if SCHEDULES[name].placement(partitions, each) and (each == 1 or name != "gpipe"):
                             yield Shape(partitions, m, name, each)
 
