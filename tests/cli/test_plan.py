@@ -1,13 +1,16 @@
 """`gpipe plan`, which plans a network by name or by a function of the user's."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gpipe import models
 from gpipe.cli.main import main
-from gpipe.plan.search.device import PRESETS
+from gpipe.cli.plan import ARGUMENTS
+from gpipe.plan.search.device import PRESETS, parse_devices
 
 SMALL = ("--size", "layers=2", "model_dim=64", "ffn_dim=64", "heads=2", "vocab=50", "--batch", "8")
 
@@ -44,7 +47,21 @@ def test_a_function_of_the_users_is_planned(
         (["unet", "--schedule", "zbv"], "--schedule is zbv: choose one of gpipe, 1f1b"),
         (["unet", "--size", "b"], "--size has b: write NAME=NUMBER"),
         (["unet", "--devices", "4xtpu"], "'4xtpu' is no devices; give COUNTxPRESET"),
-        (["unet", "--size", "depth=3"], "--size: "),
+        (
+            ["unet", "--devices", "2x1x1"],
+            "'2x1x1' is one device of 2 GiB, or 2 devices without a link; write 1x2x1x1 for the one",
+        ),
+        (["unet", "--devices", "0xv100"], "'0xv100' is no device at all; give a count of at least 1"),
+        (["unet", "--devices", "1.5x1x1x1"], "'1.5x1x1x1' begins with 1.5, which is no number of devices"),
+        (["unet", "--devices", "2xnanx1x1"], "'2xnanx1x1' is no devices; give COUNTxPRESET"),
+        (["unet", "--devices", "2x1x1x1x1"], "'2x1x1x1x1' is no devices"),
+        (["unet", "--devices", "2x0x1x1"], "memory=0.0; give more than 0, in bytes"),
+        (["unet", "--optimizer-numbers", "nan"], "--optimizer-numbers is nan: choose 0 or more"),
+        (["unet", "--optimizer-numbers", "-1"], "--optimizer-numbers is -1.0: choose 0 or more"),
+        (["unet", "--size", "depth=3"], "--size has depth=3: unet takes b, c, inputs, outputs, dropout"),
+        (["transformer_lm", "--size", "heads=0"], "--size has heads=0: choose 1 or more"),
+        (["mine:"], "mine: has no function; give MODULE:FUNCTION"),
+        ([":net"], ":net has no module; give MODULE:FUNCTION"),
         (["nosuch:f"], "there is no module 'nosuch'; give MODULE:FUNCTION"),
         (["gpipe.nosuch.deep:f"], "there is no module 'gpipe.nosuch.deep'"),
         (["math:tau", "--size", "b=1"], "--size is for the networks of gpipe.models"),
@@ -52,6 +69,10 @@ def test_a_function_of_the_users_is_planned(
         (["unet", "--devices"], "--devices has none: give at least one, as 4xtpuv2"),
         (["math:tau"], "math:tau is no function; give MODULE:FUNCTION"),
         (["time:localtime"], "time:localtime gives struct_time; return (model, sample)"),
+        (
+            ["math:dist"],
+            "math:dist is called without arguments: missing a required argument: 'p'; give them defaults",
+        ),
         (["gpipe:nothing"], "nothing"),
         (["transformer_lm", *SMALL, "--devices", "1x0.00001x1x1"], "nothing fits"),
     ],
@@ -63,6 +84,15 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(
         main(["plan", *arguments])
     assert ended.value.code == 2
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_sizes_are_what_the_networks_take() -> None:
+    for name, arguments in ARGUMENTS.items():
+        assert set(inspect.signature(getattr(models, name)).parameters) == set(arguments)
+
+
+def test_numbers_without_a_count_are_one_device() -> None:
+    assert parse_devices("0.5x9.3x12") == parse_devices("1x0.5x9.3x12")
 
 
 def test_help_lists_the_presets_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.util
+import inspect
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,6 +26,15 @@ SIZES = {
     "transformer_lm": {"layers": 48},
 }
 """Their sizes, if nothing is said."""
+ARGUMENTS = {
+    "amoebanet_d": ("layers", "filters", "classes", "aux_head", "dropout", "image_size"),
+    "amoebanet_b": ("layers", "filters", "classes", "aux_head", "dropout", "image_size"),
+    "unet": ("b", "c", "inputs", "outputs", "dropout"),
+    "transformer_lm": ("layers", "model_dim", "ffn_dim", "heads", "vocab", "tied", "dropout"),
+}
+"""All that they take, so that mistakes are told before torch loads."""
+MAY_BE_NONE = {"aux_head", "dropout", "tied"}
+"""Of these, what may be 0."""
 SAMPLE_ROWS = 4
 
 # What help says of options; the lines of a docstring would be kept as they are, whatever the width.
@@ -78,10 +89,7 @@ class PlanOptions:
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, as far as that is known without the network."""
-        if self.model not in EXAMPLES and ":" not in self.model:
-            yield f"{self.model} is no network of gpipe.models ({', '.join(EXAMPLES)}), and no MODULE:FUNCTION"
-        if ":" in self.model and not _is_there(module := self.model.partition(":")[0]):
-            yield f"there is no module {module!r}; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
+        yield from _about_model(self.model)
         for name in ("batch", "partitions", "micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -90,11 +98,9 @@ class PlanOptions:
             yield f"--micro-batches is {self.micro_batches}: choose a number that divides --batch {self.batch}"
         if self.schedule is not None and self.schedule not in SCHEDULES:
             yield f"--schedule is {self.schedule}: choose one of {', '.join(SCHEDULES)}"
-        for one in self.size:
-            if not one.partition("=")[2].isdecimal():
-                yield f"--size has {one}: write NAME=NUMBER, as layers=18"
-        if self.size and ":" in self.model:
-            yield "--size is for the networks of gpipe.models; leave it to your function"
+        yield from _about_size(self.model, self.size)
+        if not 0 <= self.optimizer_numbers < math.inf:
+            yield f"--optimizer-numbers is {self.optimizer_numbers}: choose 0 or more, as 2 for Adam"
         if not self.devices:
             yield "--devices has none: give at least one, as 4xtpuv2"
         devices = 0
@@ -110,6 +116,34 @@ class PlanOptions:
     def fleet(self) -> list[Device]:
         """All devices."""
         return [device for text in self.devices for device in parse_devices(text)]
+
+
+def _about_model(model: str) -> Iterator[str]:
+    """A line if there is no such network, as far as that is known without torch."""
+    module, colon, function = model.partition(":")
+    if not colon:
+        if model not in EXAMPLES:
+            yield f"{model} is no network of gpipe.models ({', '.join(EXAMPLES)}), and no MODULE:FUNCTION"
+    elif not (module and function):
+        yield f"{model} has no {'function' if module else 'module'}; give MODULE:FUNCTION, as my_module:network"
+    elif not _is_there(module):
+        yield f"there is no module {module!r}; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
+
+
+def _about_size(model: str, size: Sequence[str]) -> Iterator[str]:
+    """A line for each argument that the network does not take."""
+    if size and ":" in model:
+        yield "--size is for the networks of gpipe.models; leave it to your function"
+        return
+    for one in size:
+        name, _, number = one.partition("=")
+        taken = ARGUMENTS.get(model, (name,))
+        if not (name and number.isascii() and number.isdecimal()):
+            yield f"--size has {one}: write NAME=NUMBER, as layers=18"
+        elif name not in taken:
+            yield f"--size has {one}: {model} takes {', '.join(taken)}"
+        elif int(number) == 0 and name not in MAY_BE_NONE:
+            yield f"--size has {one}: choose 1 or more"
 
 
 def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> None:
@@ -149,11 +183,8 @@ def _network(options: PlanOptions) -> Network:
         name: int(number) for name, _, number in (one.partition("=") for one in options.size)
     }
     example = torch.zeros(SAMPLE_ROWS, *EXAMPLES[options.model])
-    try:
-        with torch.device("cpu" if options.measure else "meta"):
-            layers = getattr(models, options.model)(**sizes)
-    except TypeError as error:
-        raise ValueError(f"--size: {error}") from None
+    with torch.device("cpu" if options.measure else "meta"):
+        layers = getattr(models, options.model)(**sizes)
     return Network(layers, example.long() if options.model == "transformer_lm" else example)
 
 
@@ -175,4 +206,10 @@ def _own(where: str) -> Callable[[], Any]:
         raise ValueError(f"{module} has no {name}; give MODULE:FUNCTION") from None
     if not callable(found):
         raise ValueError(f"{where} is no function; give MODULE:FUNCTION")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ValueError(f"{where} is called without arguments: {error}; give them defaults") from None
+    except ValueError:  # of C, without a signature
+        pass
     return found

@@ -1,11 +1,16 @@
 """What a plan is made for: devices by their memory, speed and link."""
 
 import math
+import re
 from dataclasses import dataclass
 
 GIB = 2**30
 ATTAINED = 0.4
 """The share of its printed peak that a device is taken to attain in training, where a preset says no better."""
+
+
+NUMBERS = "COUNTxGiBxTFLOP/sxGB/s, as 4x16x9.3x12: how many, memory, speed in training and link of each"
+COUNT, NUMBER = re.compile("[0-9]+"), re.compile(r"[0-9]+([.][0-9]*)?(e[+-]?[0-9]+)?|[.][0-9]+")
 
 
 @dataclass(frozen=True)
@@ -90,25 +95,35 @@ def parse_devices(text: str) -> list[Device]:
 
     >>> parse_devices("2xtpuv3") == [PRESETS["tpuv3"]] * 2
     True
-    >>> parse_devices("16x9.3x12")[0].text  # GiB, TFLOP/s, GB/s
+    >>> parse_devices("1x16x9.3x12")[0].text  # how many, GiB, TFLOP/s, GB/s
     '16.00 GiB, 9.3 TFLOP/s, link 12 GB/s'
 
     Raises:
-        ValueError: It cannot be read; says how devices are written.
+        ValueError: It cannot be read, or may be read in two ways; says how devices are written.
     """
-    first, _, rest = text.partition("x")
+    count, of, kind = text.partition("x")
     if text in PRESETS:
         return [PRESETS[text]]
-    if first.isdecimal() and rest in PRESETS:
-        return [PRESETS[rest]] * int(first)
-    try:
-        *count, memory, speed, link = map(float, text.split("x"))
-        if len(count) > 1 or any(number < 1 or number % 1 for number in count):
-            raise ValueError
-    except ValueError:
-        presets = ", ".join(PRESETS)
+    if of and kind in PRESETS and COUNT.fullmatch(count):
+        return [PRESETS[kind]] * _at_least_one(count, text)
+    parts = text.split("x")
+    if len(parts) not in (3, 4) or not all(map(NUMBER.fullmatch, parts)):
         raise ValueError(
-            f"{text!r} is no devices; give COUNTxPRESET, as 8xtpuv3, of {presets}; or COUNTxGiBxTFLOP/sxGB/s, as "
-            f"4x16x9.3x12: how many, memory, speed in training and link of each"
-        ) from None
-    return [Device(memory * GIB, speed * 1e12, link * 1e9)] * int(*count or [1])
+            f"{text!r} is no devices; give COUNTxPRESET, as 8xtpuv3, of {', '.join(PRESETS)}; or {NUMBERS}"
+        )
+    *counts, memory, speed, link = parts
+    if not counts and COUNT.fullmatch(memory):
+        raise ValueError(
+            f"{text!r} is one device of {memory} GiB, or {memory} devices without a link; write 1x{text} for the "
+            f"one, {text}xGB/s for the others: {NUMBERS}"
+        )
+    if counts and not COUNT.fullmatch(counts[0]):
+        raise ValueError(f"{text!r} begins with {counts[0]}, which is no number of devices; give {NUMBERS}")
+    each = Device(float(memory) * GIB, float(speed) * 1e12, float(link) * 1e9)
+    return [each] * (_at_least_one(counts[0], text) if counts else 1)
+
+
+def _at_least_one(count: str, text: str) -> int:
+    if not int(count):
+        raise ValueError(f"{text!r} is no device at all; give a count of at least 1")
+    return int(count)
