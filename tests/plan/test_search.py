@@ -1,6 +1,6 @@
 """The plan that is found fits, is what the simulator says, and no other is faster."""
 
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 from typing import Literal
 
@@ -74,13 +74,15 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices
         assert each.seconds * ROUNDING >= plan.seconds
         assert sum(each.layers_per_partition) == len(profile.layers)
     shapes = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
-    assert sorted(map(str, shapes)) == sorted(map(str, Choices().shapes(len(devices), batch)))  # nothing is lost
+    assert sorted(map(str, shapes)) == sorted(
+        map(str, Choices().shapes(len(devices), batch, len(profile.layers)))
+    )  # nothing is lost
 
 
 def brute_force(profile: Profile, devices: list[Device], batch: int, choices: Choices) -> float:
     """The least seconds of all shapes, cuts and numbers of insides kept, each simulated by itself."""
     best = inf
-    for shape in choices.shapes(len(devices), batch):
+    for shape in choices.shapes(len(devices), batch, len(profile.layers)):
         bare = shape.program() if shape.stages <= len(profile.layers) else None
         if bare is None:
             continue
@@ -112,7 +114,7 @@ def test_brute_force_finds_nothing_better(
 def test_no_cuts_take_less_than_the_bounds(
     profile: Profile, devices: list[Device], batch: int, data: st.DataObject
 ) -> None:
-    shape = data.draw(st.sampled_from(list(Choices().shapes(len(devices), batch))))
+    shape = data.draw(st.sampled_from(list(Choices().shapes(len(devices), batch, len(profile.layers)))))
     program = shape.program()
     if program is None or shape.stages > len(profile.layers):
         return
@@ -125,6 +127,16 @@ def test_no_cuts_take_less_than_the_bounds(
     assert least_seconds(shape, sized, speeds) <= seconds * (1 + 1e-9)
     assert trial.least(costs) <= seconds * (1 + 1e-9)
     assert likely_seconds(shape, sized, speeds) >= least_seconds(shape, sized, speeds)
+
+
+def test_a_split_backward_may_end_before_its_weights_are_on_the_way() -> None:
+    layer = LayerProfile("layer", Line(1.0), Line(2.0))
+    sized, shape = Profile((layer,) * 16).of_micro_batch(1), Shape(8, 4, "interleaved_zb", 2)
+    program = shape.program()
+    assert program is not None
+    trial = Trial(shape, program, sized, [Device(flops=1.0)] * 8, [1.0] * 8)
+    seconds = trial.rehearsal.seconds(trial.costs((1,) * 16), ())
+    assert least_seconds(shape, sized, [1.0] * 8) <= seconds < sum(sized.work)
 
 
 def test_a_stage_costs_what_its_layers_do() -> None:
@@ -226,3 +238,12 @@ def test_of_alike_shapes_the_one_of_fewest_stages_is_taken() -> None:
     layers = tuple(LayerProfile("layer", Line(0, work), Line(0, 2 * work)) for work in (0.1, 0.7))
     plan = search(Profile(layers), [Device(flops=1.0), Device(flops=1e-3)], 3)
     assert plan.partitions == 1
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+def test_more_devices_make_no_plan_slower(layers: int) -> None:
+    profile = Profile((LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0)),) * layers)
+    seconds = [search(profile, [Device(flops=1.0)] * many, 8, Choices(None, [4])).seconds for many in (8, 9, 16, 20)]
+    assert all(more <= fewer * ROUNDING for fewer, more in pairwise(seconds))
+    most = max(shape.partitions for shape in Choices().shapes(1000, 8, layers))
+    assert most == layers  # stages of no layers are none

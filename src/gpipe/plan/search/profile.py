@@ -106,6 +106,13 @@ class SizedProfile:
         return [layer.backward.at(self.rows) for layer in self.layers]
 
     @cached_property
+    def inputs(self) -> list[float]:
+        """The work of each layer's backward for its input alone."""
+        if not self._has_parts:
+            return [backward / 2 for backward in self.backward]
+        return [layer.parts[0].at(self.rows) for layer in self.layers if layer.parts is not None]
+
+    @cached_property
     def work(self) -> list[float]:
         """Of each layer, forward and backward."""
         return [sum(both) for both in zip(self.forward, self.backward, strict=True)]

@@ -55,7 +55,7 @@ def search(
     """
     _check(profile, devices, global_batch, choices)
     found = _Search(profile, devices, global_batch, alternatives + 1)
-    possible = filter(found.is_possible, choices.shapes(len(devices), global_batch))
+    possible = filter(found.is_possible, choices.shapes(len(devices), global_batch, len(profile.layers)))
     for shape in sorted(possible, key=found.promise):
         found.attempt(shape)
     found.improve()

@@ -4,17 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from gpipe.plan.action import Kind
 from gpipe.plan.figures import figures
 from gpipe.plan.program import Program
 from gpipe.plan.schedules import SCHEDULES
+from gpipe.plan.schedules.by_name import program_of
 from gpipe.plan.search.profile import SizedProfile
 
-STAGES_PER_RANK = (1, 2, 4)
-"""How many stages a rank is given, where a schedule leaves it open, on 2 to `EVERY_K` devices."""
+STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
+"""How many stages a rank is given, where a schedule leaves it open; of so many ranks and of one, only its default."""
 ALONE = ("gpipe", "1f1b")
 """The schedules of one rank, where none is settled: all forwards first, or with less memory one after the other."""
-EVERY_K = 8
-"""Up to so many devices every number of ranks is tried, beyond all of them and halves of that."""
+EVERY_K = 16
+"""Up to so many ranks every number is tried; beyond, those of `_rank_counts`."""
 FEW_RANKS = 4
 """On which the share of idle time is about that on more."""
 
@@ -87,21 +89,25 @@ class Choices:
         if wrong:
             raise ValueError("\n".join(wrong))
 
-    def shapes(self, devices: int, global_batch: int) -> Iterator[Shape]:
+    def shapes(self, devices: int, global_batch: int, layers: int) -> Iterator[Shape]:
         """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size."""
-        for partitions in self.partitions or _rank_counts(devices):
+        for partitions in self.partitions or _rank_counts(min(devices, layers)):
             for m in self.micro_batches or _divisors(global_batch):
                 for name in self.schedules or (SCHEDULES if partitions > 1 else ALONE):
-                    every = partitions > 1 and devices <= EVERY_K
+                    every = 1 < partitions < MANY_RANKS
                     for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
                         if SCHEDULES[name].placement(partitions, each) and (each == 1 or name != "gpipe"):
                             yield Shape(partitions, m, name, each)
 
 
-def _rank_counts(devices: int) -> list[int]:
-    if devices <= EVERY_K:
-        return list(range(1, devices + 1))
-    return sorted({max(1, devices >> halved) for halved in range(devices.bit_length())})
+def _rank_counts(most: int) -> list[int]:
+    """Every number of ranks up to `EVERY_K`, powers of two, and the most that there can be and halves of it.
+
+    >>> _rank_counts(100)
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 25, 32, 50, 64, 100]
+    """
+    beyond = {number for times in range(most.bit_length()) for number in (1 << times, most >> times)}
+    return sorted({*range(1, min(EVERY_K, most) + 1), *beyond})
 
 
 def _divisors(number: int) -> list[int]:
@@ -123,7 +129,8 @@ def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) ->
     """
     m = shape.micro_batches
     forward, backward, work = (_Work.of(each, speeds) for each in (sized.forward, sized.backward, sized.work))
-    least = max(work.path, m * work.slowest)
+    path = forward.path + sum(sized.inputs) / max(speeds) if splits(shape.schedule) else work.path
+    least = max(path, m * work.slowest)
     match shape.schedule:
         case "gpipe":  # the forwards pass through all stages one behind the other, and then the backwards do
             return max(least, work.path + (m - 1) * (forward.slowest + backward.slowest))
@@ -131,6 +138,13 @@ def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) ->
             return max(least, work.path + (m - 1) * backward.mean + max(0, m - shape.partitions) * forward.mean)
         case _:
             return least
+
+
+@cache
+def splits(schedule: str) -> bool:
+    """Whether a schedule splits backwards, so that none of their halves for the weights need lie on the way back."""
+    program = program_of(schedule, ranks=2, micro_batches=4)
+    return any(action.kind is Kind.BACKWARD_INPUT for action in program.actions)
 
 
 @dataclass(frozen=True)
