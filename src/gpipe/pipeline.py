@@ -61,7 +61,8 @@ class GPipe(Partitioned):
         partitions: K, the number of ranks, or the number of layers of each stage.
         micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows. Of ready-made ones,
             `gpipe.MicroBatches`, at most so many are taken.
-        plan: What `gpipe.find_plan` gave, for the cuts, the schedule and `remat`; and for M, if that is not given.
+        plan: What `gpipe.find_plan` gave, for the cuts, the schedule and `remat`, which are left out beside it: one
+            that is given is refused, unless it is the default, which has no say. And for M, if that is not given.
         costs: What each layer costs: one number a layer; a function of a layer and its sample input; `"time"`,
             seconds of forward, recompute and backward; `"flops"`; or `"params"`. By default time if there is a
             sample, else parameters, at least 1. `pipe.costs` can be saved and given again, so that the cuts stay.
