@@ -90,6 +90,39 @@ def test_attention_is_counted() -> None:
     assert each.backward == 2.5 * each.forward
 
 
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_counted_by_their_weights(kind: Callable[..., nn.Module], gates: int) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = kind(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inside(x)[0]
+            return found
+
+    (each,) = count([Recurrent()], torch.ones(3, 7, 6, requires_grad=True))
+    weights = 2 * gates * 5 * (6 + 5 + 10 + 5)
+    assert each.forward == 2 * 3 * 7 * weights
+    assert each.backward == pytest.approx(2 * each.forward, rel=0.1)  # the first state wants no gradient
+
+
+def test_a_matrix_by_a_vector_and_a_bilinear_layer_are_counted() -> None:
+    class ByVector(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return torch.stack([torch.mv(self.weight, row) for row in input])
+
+    class Both(nn.Bilinear):
+        def forward(self, input1: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(input1, input1)
+
+    by_vector, both = count([ByVector(8, 6), Both(6, 6, 3)], torch.ones(2, 8, requires_grad=True))
+    assert by_vector.forward == 2 * 2 * 8 * 6
+    assert by_vector.backward >= by_vector.forward
+    assert both.forward == 2 * 2 * 3 * 6 * 6
+    assert both.backward == 3 * both.forward
+
+
 def test_a_layer_that_needs_values_is_named() -> None:
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Counts what each layer costs without running it for real: floating-point operations, or parameters."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from gpipe.costs.layer_run import LayerRun, measure_each
-from gpipe.torch_private.modes import ATTENTION_ON_CPU, ATTENTION_ON_CPU_BACKWARD, flop_counter
+from gpipe.torch_private.modes import (
+    ATTENTION_ON_CPU,
+    ATTENTION_ON_CPU_BACKWARD,
+    BILINEAR,
+    LSTM_ON_CPU,
+    LSTM_ON_CPU_BACKWARD,
+    flop_counter,
+)
 from gpipe.values.tree import Tree, replace_tensors
 
 
@@ -26,7 +34,7 @@ def count_parameters(layers: Sequence[nn.Module]) -> list[float]:
 def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
     """Floating-point operations of forward and backward of each layer, at least 1, counted on the meta device.
 
-    What counts is matrix products, convolutions and attention, a multiplication and an addition as two.
+    What counts is matrix products, convolutions, attention and LSTMs, a multiplication and an addition as two.
     """
 
     def flops(run: LayerRun) -> float:
@@ -40,11 +48,16 @@ def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
 
 
 def counting() -> FlopCounterMode:
-    """Counts the floating-point operations of matrix products, convolutions and attention inside it."""
+    """Counts the floating-point operations of matrix products, convolutions, attention and LSTMs inside it."""
     formulas: dict[object, Callable[..., int]] = {
         torch.ops.aten.convolution_backward: _flops_of_convolution_backward,
         ATTENTION_ON_CPU: _flops_of_attention,
         ATTENTION_ON_CPU_BACKWARD: _flops_of_attention_backward,
+        LSTM_ON_CPU: _flops_of_lstm,
+        LSTM_ON_CPU_BACKWARD: _flops_of_lstm_backward,
+        torch.ops.aten.mv: _flops_of_matrix_by_vector,
+        torch.ops.aten.addmv: _flops_of_sum_with_matrix_by_vector,
+        BILINEAR: _flops_of_bilinear,
     }
     return flop_counter(formulas)
 
@@ -61,6 +74,33 @@ def _flops_of_attention_backward(
     """Of the scores once more, of their gradient, and of those of the queries, keys and values."""
     rows, heads, length, width = query
     return 2 * rows * heads * length * key[-2] * (3 * width + 2 * value[-1])
+
+
+def _flops_of_lstm(x: list[int], weight: list[int], recurrent: list[int], *others: Any, **more: Any) -> int:
+    """Of each weight for each row of each time step."""
+    return 2 * prod(x[:-1]) * (prod(weight) + prod(recurrent))
+
+
+def _flops_of_lstm_backward(*shapes: Any, **more: Any) -> int:
+    """As often for the gradients of what the weights multiply, and again for those of the weights."""
+    return 2 * _flops_of_lstm(*shapes)
+
+
+def _flops_of_matrix_by_vector(matrix: list[int], *others: Any, **more: Any) -> int:
+    return 2 * prod(matrix)
+
+
+def _flops_of_sum_with_matrix_by_vector(summand: list[int], matrix: list[int], *others: Any, **more: Any) -> int:
+    return 2 * prod(matrix)
+
+
+def _flops_of_bilinear(*shapes_and_new: Any, **more: Any) -> int:
+    """Of all three factors, as they are broadcast: shapes, and where each has a dimension of one put in."""
+    shapes = [list(shape) for shape in shapes_and_new[:3]]
+    for shape, new in zip(shapes, shapes_and_new[3:6], strict=True):
+        for at in sorted(new):
+            shape.insert(at, 1)
+    return 2 * prod(max(sizes) for sizes in zip(*shapes, strict=True))
 
 
 def _flops_of_convolution_backward(

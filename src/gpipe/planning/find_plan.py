@@ -46,8 +46,8 @@ def find_plan(
     """Finds the fastest way to train a network on devices that it fits on: K, M, cuts, schedule and remat.
 
     Nothing runs on an accelerator, and without `measure` nothing is computed at all: floating-point operations and
-    bytes are counted, and layers may be on the meta device. What counts is matrix products, convolutions and
-    attention; data loading and the weight update are left out.
+    bytes are counted, and layers may be on the meta device. What counts is matrix products, convolutions,
+    attention and LSTMs; data loading and the weight update are left out.
 
     Args:
         model: What `gpipe.GPipe` takes: layers, callables that build one, or any module.

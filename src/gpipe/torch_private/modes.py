@@ -56,6 +56,12 @@ ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What attention is to the dispatcher on the CPU, of which torch does not count the operations."""
 ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+LSTM_ON_CPU = torch.ops.aten.mkldnn_rnn_layer
+"""What a layer of an LSTM is to the dispatcher on the CPU, likewise; other recurrent layers are matrix products."""
+LSTM_ON_CPU_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
+BILINEAR = torch.ops.aten._trilinear
+"""What `torch.nn.functional.bilinear` is to it, and its backward."""
+
 
 class _Everywhere:
     """Says of all operations that they are in no module."""
