@@ -130,7 +130,9 @@ def test_a_layer_that_needs_values_is_named() -> None:
 
     with pytest.raises(RuntimeError) as refused:
         count([nn.Identity(), Looks()], torch.ones(2, 4))
-    assert "while layer 1 (Looks) was counted without values" in str(refused.value.__notes__)
+    assert "while layer 1 (Looks) was counted without values; if it needs them, to branch on" in str(
+        refused.value.__notes__
+    )
 
 
 def test_seconds_are_measured_by_direction() -> None:

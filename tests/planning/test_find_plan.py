@@ -1,5 +1,7 @@
 """From a network to a plan, and nothing of the network is touched."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -120,3 +122,40 @@ def test_mistakes_are_told() -> None:
         gpipe.find_plan(layers, torch.ones(4, 4), [HERE], micro_batches=3)
     with pytest.raises(ValueError, match="layer 0"):
         gpipe.find_plan([3], torch.ones(4, 4), [HERE])
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"devices": "cpu"}, r"devices='cpu'; give gpipe\.Device objects"),
+        ({"devices": ["v100"] * 2}, r"devices has 'v100'; give gpipe\.Device objects"),
+        ({"devices": [torch.device("cpu")]}, r"devices has device\(type='cpu'\); give gpipe\.Device objects"),
+        ({"devices": HERE}, r"give a list: \[gpipe\.Device\(\.\.\.\)\] \* 4"),
+        ({"devices": []}, r"devices=\[\]; give gpipe\.Device objects"),
+        *(({"partitions": k}, "partitions=.*; give K, a whole number") for k in (True, "2", 2.0, [2, 2], 0)),
+        *(({"micro_batches": m}, "micro_batches=.*; give M, a whole number") for m in ("4", 4.0, [1, 2], -1)),
+        ({"schedule": ["gpipe"]}, "schedule=.*; give the name of one"),
+        ({"global_batch": 8.0}, "global_batch=8.0; give the rows of a mini-batch"),
+        *(({"optimizer_numbers": n}, "optimizer_numbers=.*Adam 2") for n in (-1, float("nan"), "2", None)),
+        *(({"intra_op_threads": n}, "intra_op_threads=.*; give a whole number of at least 1") for n in (0, "x")),
+        ({"measure": "no"}, "measure='no'; give True or False"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(given: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        gpipe.find_plan([nn.Linear(4, 4)] * 2, torch.ones(4, 4), **{"devices": [HERE] * 2, **given})
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="devices=") as refused:
+        gpipe.find_plan([nn.Linear(4, 4)], torch.ones(4, 4), "cpu", partitions="2", measure="no")  # type: ignore[arg-type]
+    assert [line.split("=")[0] for line in str(refused.value).splitlines()] == ["devices", "partitions", "measure"]
+
+
+def test_what_is_on_the_meta_device_is_not_measured() -> None:
+    layers, x = [nn.Linear(4, 4, device="meta")], torch.ones(4, 4)
+    for model in (layers, nn.Sequential(*layers), Net().to("meta")):
+        with pytest.raises(ValueError, match="measure=True runs the layers, of which some are on the meta device"):
+            gpipe.find_plan(model, x, 2, measure=True)
+    with pytest.raises(ValueError, match="measure=True runs the sample, which is on the meta device; give one"):
+        gpipe.find_plan([nn.Linear(4, 4)], x.to("meta"), 2, measure=True)

@@ -100,7 +100,8 @@ def _flops_of_bilinear(*shapes_and_new: Any, **more: Any) -> int:
     for shape, new in zip(shapes, shapes_and_new[3:6], strict=True):
         for at in sorted(new):
             shape.insert(at, 1)
-    return 2 * prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    sizes: list[int] = [max(each) for each in zip(*shapes, strict=True)]
+    return 2 * prod(sizes)
 
 
 def _flops_of_convolution_backward(

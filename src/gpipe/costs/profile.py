@@ -30,6 +30,11 @@ from gpipe.values.tree import Tree, replace_tensors, tensors_in
 ADAM = 2
 """Numbers that the optimizer keeps of each that it trains: Adam keeps two."""
 
+IF_IT_NEEDS_VALUES = (
+    "if it needs them, to branch on, no plan and no remat='auto' can be found: give partitions=, micro_batches= and "
+    "remat= to GPipe yourself"
+)
+
 
 @dataclass
 class LayerCounts:
@@ -142,9 +147,7 @@ def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
                 value = run.layer(index, layer, value, is_last=index + 1 == len(layers))
             except Exception as error:
                 name = type(layer).__name__
-                error.add_note(
-                    f"while layer {index} ({name}) was counted without values; if it needs them, measure=True"
-                )
+                error.add_note(f"while layer {index} ({name}) was counted without values; {IF_IT_NEEDS_VALUES}")
                 raise
     return run.counts
 

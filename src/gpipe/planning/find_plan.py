@@ -17,6 +17,7 @@ from gpipe.plan.search.device import Device
 from gpipe.plan.search.found import Plan
 from gpipe.plan.search.search import search
 from gpipe.plan.search.shapes import Choices
+from gpipe.planning.check import check_arguments, check_measurable
 from gpipe.splitting.reading import plain, read_model, why_not_layers
 from gpipe.values.microbatch import TWO_ROWS, count_rows, first_micro_batch
 from gpipe.values.tree import Tree
@@ -81,12 +82,15 @@ def find_plan(
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
     choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
+    others = {"measure": measure, "intra_op_threads": intra_op_threads, "optimizer_numbers": optimizer_numbers}
+    check_arguments(choices, devices, batch, **others)
+    if measure:
+        check_measurable(model, sample)
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     layers, names, parts = _read(model, plain(sample), _sizes(rows, batch, micro_batches, measure), blocks, measure)
     profiled = partial(profile_layers, layers, parts, names, optimizer_numbers=optimizer_numbers)
     if not measure:
         return search(profiled(), here, batch, choices)
-    choices.check(len(here), batch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
@@ -111,7 +115,7 @@ def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> s
     """The rows of the micro-batches that are run: where seconds are measured about as many as there will be."""
     if not measure:
         return set(ROWS)
-    if isinstance(micro_batches, int) and 1 <= micro_batches <= batch:
+    if micro_batches is not None:
         return {batch // micro_batches}
     return {max(least, rows // share) for least, share in zip(ROWS, SHARES, strict=True)}
 
@@ -146,8 +150,6 @@ def _rows_of(sample: Tree, rows: int, wanted: int) -> Tree:
 
 def _devices_here(count: int) -> list[Device]:
     """So many devices of this machine."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"devices={count!r}; give gpipe.Device objects, or how many of this machine, at least 1")
     there = torch.cuda.device_count()
     if not there:
         return [Device(memory_of(torch.device("cpu")) / count, CPU_FLOPS, name="cpu")] * count
