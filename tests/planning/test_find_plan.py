@@ -100,7 +100,10 @@ def test_a_plan_that_was_counted_gives_proportions() -> None:
     pipe = gpipe.GPipe(layers, plan=plan)
     assert pipe.plan.unit == "relative"
     assert pipe.plan.timeline.idle_share() == pytest.approx(plan.bubble)
-    assert gpipe.GPipe(layers, plan=plan, sample=sample).plan.unit == "seconds"  # measured, since it can be
+    timed = gpipe.GPipe(layers, plan=plan, sample=sample).plan
+    assert timed.unit == "seconds"  # measured, since it can be
+    assert timed.peak_bytes == pipe.plan.peak_bytes == plan.simulation.peak_bytes
+    assert gpipe.GPipe(layers, plan=plan, sample=sample, micro_batches=4).plan.peak_bytes is None
 
 
 def test_a_default_that_is_given_beside_a_plan_has_no_say() -> None:

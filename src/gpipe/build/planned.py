@@ -47,6 +47,11 @@ def planned_costs(asked: Arguments) -> tuple[StageCost, ...] | None:
     return asked.plan.costs if asked.plan is not None and asked.costs is asked.plan.work else None
 
 
+def planned_bytes(asked: Arguments) -> tuple[StageCost, ...] | None:
+    """What the plan foretells that each stage holds, if M is its own: the cuts are, whatever the layers' costs."""
+    return asked.plan.costs if asked.plan is not None and asked.micro_batches == asked.plan.micro_batches else None
+
+
 def has_measured(asked: Arguments) -> bool:
     """Whether what the plan foretells was measured."""
     return planned_costs(asked) is not None and asked.plan is not None and asked.plan.measured

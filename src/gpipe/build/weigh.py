@@ -8,7 +8,7 @@ from torch import nn
 from gpipe.build.arguments import Arguments, Costs
 from gpipe.build.auto_remat import AUTO, count_stages, find_remat
 from gpipe.build.check import Checked
-from gpipe.build.planned import has_measured, planned_costs
+from gpipe.build.planned import has_measured, planned_bytes, planned_costs
 from gpipe.costs.counts import count_flops, count_parameters
 from gpipe.costs.measure import as_in_training, measure_by, measure_seconds
 from gpipe.plan.action import Kind
@@ -54,7 +54,7 @@ def weigh(checked: Checked, replayed: ReplayedModel | None) -> Weighed:
     layers, sample = _to_measure(asked, list(checked.layers.values()), replayed)
     program = _to_weigh(checked.schedule, checked.placement, asked.micro_batches)
     cuts, seconds = _cut(checked, layers, sample, program)
-    remat, held = checked.remat, planned_costs(asked)
+    remat, held = checked.remat, planned_bytes(asked)
     if asked.remat == AUTO:
         held = count_stages(layers, sample, cuts)
         whole_table = _bare(checked.schedule, checked.placement, asked.micro_batches)
