@@ -127,6 +127,25 @@ def test_mistakes_are_told() -> None:
         gpipe.find_plan([3], torch.ones(4, 4), [HERE])
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_batch_norm_has_two_rows_at_least() -> None:
+    model, x = Normed(), torch.randn(8, 4)
+    for either in (model, list(model.blocks), [lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))] * 4):
+        assert gpipe.find_plan(either, x, [HERE] * 2, partitions=2, schedule="gpipe").micro_batches == 4
+    assert gpipe.find_plan(model, x, [HERE] * 2, partitions=2, micro_batches=8, schedule="gpipe").micro_batches == 8
+    assert gpipe.find_plan(model.eval(), x, [HERE] * 2, partitions=2, schedule="gpipe").micro_batches == 8
+
+
 @pytest.mark.parametrize(
     ("given", "refusal"),
     [

@@ -1,6 +1,7 @@
 """`find_plan`: the fastest way to train a network on given devices, found without them."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from gpipe.plan.search.search import search
 from gpipe.plan.search.shapes import Choices
 from gpipe.planning.check import check_arguments, check_measurable
 from gpipe.splitting.reading import plain, read_model, why_not_layers
+from gpipe.torch_private.modules import AnyBatchNorm
 from gpipe.values.microbatch import TWO_ROWS, count_rows, first_micro_batch
 from gpipe.values.tree import Tree
 
@@ -57,7 +59,7 @@ def find_plan(
             that share its memory.
         global_batch: The rows of a mini-batch; by default those of the sample.
         partitions: K, if it is settled.
-        micro_batches: M, if it is settled.
+        micro_batches: M, if it is settled; else a micro-batch has at least 2 rows where there is a BatchNorm.
         schedule: By name, if it is settled.
         blocks: The modules between which a model is cut, as `gpipe.GPipe` takes them.
         measure: Take the seconds of each layer on this machine for those on the first device, and on others by
@@ -89,6 +91,7 @@ def find_plan(
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     layers, names, parts = _read(model, plain(sample), _sizes(rows, batch, micro_batches, measure), blocks, measure)
     profiled = partial(profile_layers, layers, parts, names, optimizer_numbers=optimizer_numbers)
+    choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
         return search(profiled(), here, batch, choices)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,6 +104,12 @@ def find_plan(
 def _only(settled: T | None) -> tuple[T, ...] | None:
     """What there is to choose from, if it is settled; else anything."""
     return None if settled is None else (settled,)
+
+
+def _least_rows(parts: Sequence[object]) -> int:
+    """Of a micro-batch: those of one row may have no variance."""
+    modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
+    return 2 if any(isinstance(module, AnyBatchNorm) and module.training for module in modules) else 1
 
 
 def _splits(schedule: str | None) -> bool:

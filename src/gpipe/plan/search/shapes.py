@@ -59,11 +59,13 @@ class Choices:
         partitions: K, to choose from.
         micro_batches: M, to choose from.
         schedules: By name.
+        least_rows: Of each micro-batch, where M is not settled and there is more than one.
     """
 
     partitions: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
+    least_rows: int = 1
 
     def check(self, devices: int, global_batch: int) -> None:
         """Refuses what cannot be chosen.
@@ -93,6 +95,8 @@ class Choices:
         """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size."""
         for partitions in self.partitions or _rank_counts(min(devices, layers)):
             for m in self.micro_batches or _divisors(global_batch):
+                if m > 1 and not self.micro_batches and global_batch // m < self.least_rows:
+                    continue
                 for name in self.schedules or (SCHEDULES if partitions > 1 else ALONE):
                     every = 1 < partitions < MANY_RANKS
                     for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
