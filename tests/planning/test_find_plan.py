@@ -181,3 +181,22 @@ def test_what_is_on_the_meta_device_is_not_measured() -> None:
             gpipe.find_plan(model, x, 2, measure=True)
     with pytest.raises(ValueError, match="measure=True runs the sample, which is on the meta device; give one"):
         gpipe.find_plan([nn.Linear(4, 4)], x.to("meta"), 2, measure=True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "memory", "times"),
+    [("gpipe", 2e7, 1.0), ("1f1b", 4e6, 1.0), ("zb_h1", 4.3e6, 1.25), ("interleaved", 3.2e6, 1.17)],
+)
+def test_a_rank_holds_as_much_more_than_foretold_as_the_docs_say(schedule: str, memory: float, times: float) -> None:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+    x, devices = torch.randn(8192, 64), [gpipe.Device(memory, 1e9)] * 2
+    plan = gpipe.find_plan(layers, x, devices, micro_batches=8, schedule=schedule, partitions=2)
+    with gpipe.GPipe(layers, plan=plan, driver="lockstep") as pipe:
+        adam = torch.optim.Adam(pipe.parameters())
+        with gpipe.record(pipe, memory=True) as watched:
+            for _ in range(2):
+                pipe.step(x, x, nn.functional.mse_loss)
+                adam.step()
+                adam.zero_grad()
+    held = [rank.total for rank in watched.memory().values()]
+    assert max(held) <= times * max(plan.peak_bytes)
