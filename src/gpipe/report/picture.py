@@ -12,7 +12,12 @@ NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give 
 
 
 def typical_svg(report: Report) -> str:
-    """Draws the step of median length, and below it what was predicted; the report must have a step."""
+    """Draws the step of median length, and below it what was predicted; the report must have a step.
+
+    >>> from gpipe.plan.timeline import Timeline
+    >>> typical_svg(Report("", timelines=(Timeline(1, (), 0.2),)))[:4]
+    '<svg'
+    """
     typical = report.timelines[report.typical]
     if report.predicted is None:
         return timeline_svg(typical)
@@ -25,6 +30,10 @@ def write_picture(path: Path, svg: str) -> None:
     Raises:
         ImportError: A PNG is wanted, and resvg-py is missing.
         ValueError: The suffix is another.
+
+    >>> write_picture(Path("step.jpg"), "<svg/>")
+    Traceback (most recent call last):
+    ValueError: step.jpg has the suffix '.jpg'; a picture has .svg or .png
     """
     match path.suffix:
         case ".svg":
