@@ -8,7 +8,9 @@ than is known.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
+from operator import attrgetter
 
 from gpipe.plan.search.cutting import Cutter, even
 from gpipe.plan.search.device import Device, bytes_text
@@ -19,6 +21,7 @@ from gpipe.plan.search.shapes import Choices, Shape, least_seconds, likely_secon
 from gpipe.plan.search.trial import Settled, Trial
 
 ANYTHING = Choices()
+micro_batches = attrgetter("micro_batches")
 MOST_ACTIONS = 40_000
 """In all tables that fit and have many cuts."""
 ALIKE = 1.05
@@ -55,9 +58,13 @@ def search(
     """
     _check(profile, devices, global_batch, choices)
     found = _Search(profile, devices, global_batch, alternatives + 1)
-    possible = filter(found.is_possible, choices.shapes(len(devices), global_batch, len(profile.layers)))
-    for shape in sorted(possible, key=found.promise):
+    shapes = partial(choices.shapes, len(devices), global_batch, len(profile.layers))
+    for shape in sorted(filter(found.is_possible, shapes()), key=found.promise):
         found.attempt(shape)
+    for _, alike in groupby(sorted(shapes(beyond=True), key=micro_batches), key=micro_batches):
+        if not found.fitting:  # smaller micro-batches may
+            for shape in sorted(filter(found.is_possible, alike), key=found.promise):
+                found.attempt(shape)
     found.improve()
     return found.best()
 

@@ -17,6 +17,8 @@ ALONE = ("gpipe", "1f1b")
 """The schedules of one rank, where none is settled: all forwards first, or with less memory one after the other."""
 EVERY_K = 16
 """Up to so many ranks every number is tried; beyond, those of `_rank_counts`."""
+ENOUGH = 32
+"""Micro-batches for each rank, beyond which at most 3 % of the time is still to be had: 1/33 idle with fill-drain."""
 FEW_RANKS = 4
 """On which the share of idle time is about that on more."""
 
@@ -91,17 +93,24 @@ class Choices:
         if wrong:
             raise ValueError("\n".join(wrong))
 
-    def shapes(self, devices: int, global_batch: int, layers: int) -> Iterator[Shape]:
-        """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size."""
+    def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
+        """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size.
+
+        With `beyond` those of more micro-batches than are enough, for which only memory may ask.
+        """
         for partitions in self.partitions or _rank_counts(min(devices, layers)):
-            for m in self.micro_batches or _divisors(global_batch):
-                if m > 1 and not self.micro_batches and global_batch // m < self.least_rows:
-                    continue
+            for m in self._micro_batches(global_batch, ENOUGH * partitions, beyond=beyond):
                 for name in self.schedules or (SCHEDULES if partitions > 1 else ALONE):
                     every = 1 < partitions < MANY_RANKS
                     for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
                         if SCHEDULES[name].placement(partitions, each) and (each == 1 or name != "gpipe"):
                             yield Shape(partitions, m, name, each)
+
+    def _micro_batches(self, global_batch: int, enough: int, *, beyond: bool) -> Sequence[int]:
+        if self.micro_batches:
+            return () if beyond else self.micro_batches
+        found = _divisors(global_batch, enough)[beyond]
+        return [m for m in found if m == 1 or global_batch // m >= self.least_rows]
 
 
 def _rank_counts(most: int) -> list[int]:
@@ -114,12 +123,19 @@ def _rank_counts(most: int) -> list[int]:
     return sorted({*range(1, min(EVERY_K, most) + 1), *beyond})
 
 
-def _divisors(number: int) -> list[int]:
-    """The numbers that divide another.
+def _divisors(number: int, enough: int) -> tuple[list[int], list[int]]:
+    """The numbers that divide another: up to the first that is enough, and beyond.
 
-    >>> _divisors(12)
-    [1, 2, 3, 4, 6, 12]
+    >>> _divisors(24, enough=5), _divisors(7, enough=5)
+    (([1, 2, 3, 4, 6], [8, 12, 24]), ([1, 7], []))
     """
+    all_of_them = _all_divisors(number)
+    end = 1 + sum(divisor < enough for divisor in all_of_them)
+    return all_of_them[:end], all_of_them[end:]
+
+
+@cache
+def _all_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
