@@ -70,6 +70,7 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices
         assert each.peak_bytes == simulation.peak_bytes
         assert all(peak <= device.memory for peak, device in zip(each.peak_bytes, each.devices, strict=True))
         assert each.seconds == pytest.approx(simulation.timeline.seconds)
+        assert each.communication <= each.seconds * ROUNDING
         assert each.bubble == pytest.approx(simulation.timeline.idle_share())
         assert each.seconds * ROUNDING >= plan.seconds
         assert sum(each.layers_per_partition) == len(profile.layers)
@@ -259,3 +260,12 @@ def test_more_micro_batches_than_are_enough_are_tried_only_where_memory_asks_for
     assert max(small.peak_bytes) <= 120
     prime = search(profile, [Device(flops=1.0)] * 2, 101)
     assert prime.micro_batches == 101  # the least that is enough
+
+
+def test_a_link_carries_one_message_after_the_other() -> None:
+    layer = LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0), boundary=Line(per_row=10.0))
+    devices = [Device(flops=1.0, link=1.0)] * 2
+    plan = search(Profile((layer,) * 2), devices, 8, Choices([2], [8], ["gpipe"]))
+    assert plan.communication == 80  # and as many seconds back, none of which begins before all have come
+    assert plan.seconds == 1 + 80 + 1 + 2 + 80 + 2
+    assert search(Profile((layer,) * 2), devices, 8).partitions == 1

@@ -9,7 +9,7 @@ from gpipe.plan.cost import Costs, StageCost, seconds
 from gpipe.plan.order import linearize
 from gpipe.plan.partition import Partition
 from gpipe.plan.program import Program
-from gpipe.plan.rules import BACKWARDS, needs
+from gpipe.plan.rules import BACKWARDS, needs, receiver_of
 from gpipe.plan.timeline import Span, Timeline
 
 BACKWARD_OVER_FORWARD = 2.0
@@ -35,8 +35,9 @@ class Simulation:
 def simulate(program: Program, costs: Costs, duration: Callable[[Action], float] | None = None) -> Simulation:
     """Runs a program on paper: each rank does its row in order, each action as soon as what it needs is done.
 
-    Transfers keep no rank busy; a message arrives `costs[stage].send` seconds after it was sent. `duration`
-    replaces the seconds that `costs` gives, by action.
+    Transfers keep no rank busy; a message arrives `costs[stage].send` seconds after it was sent, or after the one
+    before it on the same link and in the same direction arrived. `duration` replaces the seconds that `costs` gives,
+    by action.
 
     >>> from gpipe.plan.cost import unit_costs
     >>> from gpipe.plan.schedules import fill_drain
@@ -45,14 +46,18 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     0.428571
     """
     free = [0.0] * program.ranks
+    idle = dict[tuple[int, int], float]()  # from when on links are
     done: dict[Action, float] = {}
     spans = []
     for rank, _, action in linearize(program):
         takes = seconds(action, costs) if duration is None else duration(action)
         ready = max((done[need] for need in needs(action, program)), default=0.0)
+        if action.kind is Kind.SEND:  # waits for its turn on its rank and its link
+            link = rank, program.rank_of[receiver_of(action)]
+            done[action] = idle[link] = max(free[rank], ready, idle.get(link, 0.0)) + takes
+            continue
         if action.kind in TRANSFERS:
-            sent = max(free[rank], ready) if action.kind is Kind.SEND else ready  # a SEND waits for its turn
-            done[action] = sent + takes
+            done[action] = ready + takes
             continue
         start = max(free[rank], ready)
         done[action] = free[rank] = start + takes

@@ -1,9 +1,10 @@
 """What a search found: the plan, the next best, and why the others were rejected."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from gpipe.plan.cost import StageCost
@@ -100,10 +101,13 @@ class Plan:
 
     @property
     def communication(self) -> float:
-        """The seconds of a mini-batch in which the busiest link between two stages carries messages."""
-        pairs = zip(self.costs, self.costs[1:], strict=False)
-        each = (before.send + (after.send_gradient or 0.0) for before, after in pairs)
-        return self.micro_batches * max(each, default=0.0)
+        """The seconds of a mini-batch in which the busiest link of two ranks carries messages in one direction."""
+        links: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for stage, (before, after) in enumerate(pairwise(self.program.rank_of)):
+            if before != after:
+                links[before, after] += self.costs[stage].send
+                links[after, before] += self.costs[stage + 1].send_gradient or 0.0
+        return self.micro_batches * max(links.values(), default=0.0)
 
     @cached_property
     def program(self) -> Program:

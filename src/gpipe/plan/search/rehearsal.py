@@ -49,24 +49,28 @@ class Rehearsal:
         self._held_by, self._masks = cache(self._held_by_stage), cache(self._find_masks)
 
     @cached_property
-    def _steps(self) -> list[tuple[int, int, int, int, int, int]]:
-        return list(self._find_steps())
-
-    def _find_steps(self) -> Iterable[tuple[int, int, int, int, int, int]]:
-        """Of each action six numbers, as `seconds` takes them.
+    def _steps(self) -> list[tuple[int, int, int, int, int, int, int]]:
+        """Of each action seven numbers, as `seconds` takes them.
 
         Its rank; its place in `takes` and that of a recompute before it, with its cell, or the one behind the last
-        where none can be; the step on another rank that it waits for or -1, and its message's place in `under_way`.
+        where none can be; the step on another rank that it waits for or -1; the link that carries what it makes to
+        another rank or -1, and that message's place in `under_way`.
         """
         at: dict[Action, int] = {}
+        steps, links = [], dict[tuple[int, int], int]()
+        messages: dict[int, tuple[int, int]] = {}
         for rank, _, action, needed in linearize_with_needs(self.program):
             stage, gradient = action.stage, action.kind in BACKWARDS
             far = [need for need in needed if self.program.rank_of[need.stage] != rank]
             place = stage * len(TIMED)
             cell = self.cells[stage, action.micro_batch] if gradient else len(self.cells)
-            awaited = (at[far[0]], 2 * far[0].stage + gradient) if far else (-1, 0)
-            yield rank, place + TIMED.index(action.kind), place + TIMED.index(Kind.RECOMPUTE), cell, *awaited
+            if far:
+                link = links.setdefault((self.program.rank_of[far[0].stage], rank), len(links))
+                messages[at[far[0]]] = link, 2 * far[0].stage + gradient
+            before = at[far[0]] if far else -1
+            steps.append((rank, place + TIMED.index(action.kind), place + TIMED.index(Kind.RECOMPUTE), cell, before))
             at[action] = len(at)
+        return [(*step, *messages.get(number, (-1, 0))) for number, step in enumerate(steps)]
 
     def seconds(self, costs: Sequence[StageCost], again: Collection[Cell]) -> float:
         """How long a mini-batch takes, with these cells recomputed."""
@@ -75,14 +79,17 @@ class Rehearsal:
         recomputes = bytearray(len(self.cells) + 1)
         for stage_and_micro_batch in again:
             recomputes[self.cells[stage_and_micro_batch]] = 1
-        free, ends = [0.0] * self.program.ranks, [0.0] * len(self._steps)
-        for at, (rank, place, recompute, cell, far, message) in enumerate(self._steps):
+        free, arrivals = [0.0] * self.program.ranks, [0.0] * len(self._steps)
+        idle = [0.0] * self.program.ranks**2  # from when on links are
+        for at, (rank, place, recompute, cell, far, link, message) in enumerate(self._steps):
             start = free[rank]
             if recomputes[cell]:
                 start += takes[recompute]
             if far >= 0:
-                start = max(start, ends[far] + under_way[message])
-            free[rank] = ends[at] = start + takes[place]
+                start = max(start, arrivals[far])
+            free[rank] = end = start + takes[place]
+            if link >= 0:
+                arrivals[at] = idle[link] = max(end, idle[link]) + under_way[message]
         return max(free)
 
     def busy(self, costs: Sequence[StageCost], again: Collection[Cell]) -> float:
