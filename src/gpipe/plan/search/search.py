@@ -113,7 +113,11 @@ class _Search:
             self.rejected.append(
                 Rejection(shape, "slower", f"would take about {self.likely(shape):.4g} s, and faster ones were tried")
             )
-        elif (program := shape.program()) is None:
+        else:
+            self._rehearse(shape)
+
+    def _rehearse(self, shape: Shape) -> None:
+        if (program := shape.program()) is None:
             self.rejected.append(Rejection(shape, "no table of this size"))
         else:
             used = slice(shape.partitions)
@@ -169,11 +173,23 @@ class _Search:
         self.fitting.insert(0, simplest)
 
     def _why_nothing(self) -> str:
+        if not self.misfits:
+            self._cut_what_is_too_big()
         if self.misfits:
             misfit, shape = min(self.misfits, key=lambda each: each[0].excess)
             remedy = "take more or larger devices, more micro-batches, or divide the largest layers"
             return f"nothing fits; the nearest is {shape}, where {misfit}: {remedy}"
-        return "nothing fits: " + "; ".join(map(str, {each.reason: each for each in self.rejected}.values()))
+        reasons = "; ".join(map(str, {each.reason: each for each in self.rejected}.values()))
+        return f"nothing fits: {reasons}; settle fewer partitions, or another schedule or number of micro-batches"
+
+    def _cut_what_is_too_big(self) -> None:
+        """Cuts shapes of the most ranks and micro-batches, which cannot fit, for how near they come."""
+        too_big = [each.shape for each in self.rejected if each.reason == "too big"]
+        quick = [shape for shape in too_big if 2 * shape.stages * shape.micro_batches <= MOST_ACTIONS]
+        most = max(((shape.partitions, shape.micro_batches) for shape in quick), default=None)
+        for shape in quick:
+            if (shape.partitions, shape.micro_batches) == most:
+                self._rehearse(shape)
 
 
 def _check(profile: Profile, devices: Sequence[Device], global_batch: int, choices: Choices) -> None:
