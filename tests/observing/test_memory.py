@@ -42,7 +42,8 @@ def test_activations_are_those_of_the_law(remat: str, most: int, driver: str) ->
     _, recording = recorded(remat, driver)
     for rank, held in recording.memory().items():
         assert held.activations is not None
-        assert held.boundary == (M if rank else 1) * ONE  # one gradient comes back at a time
+        assert held.boundary is not None
+        assert held.boundary == M * ONE if rank else held.boundary <= ONE  # one gradient comes back at a time
         inputs = M if rank == 0 and remat == "always" else 0  # which the caller made
         losses = 2 * M if remat == "never" else 0  # and what is taken from another rank
         assert (most - inputs) * ONE <= held.activations <= (most + losses + 4) * ONE  # what is made on the way
