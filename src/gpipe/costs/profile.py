@@ -84,26 +84,36 @@ def profile_layers(
     profiles = []
     for at, (name, layer) in enumerate(zip(names, layers, strict=True)):
         counts = {rows: each[at] for rows, each in counted.items()}
-        profiles.append(
-            LayerProfile(
-                name=name,
-                forward=_line({rows: max(_LEAST, each[at].forward) for rows, each in work.items()}),
-                backward=_line({rows: each[at].backward for rows, each in work.items()}),
-                parts=_parts({rows: each[at] for rows, each in work.items()}),
-                boundary=_line({rows: each.boundary for rows, each in counts.items()}),
-                inside=_line({rows: each.inside for rows, each in counts.items()}),
-                keeps_input=_line({rows: each.keeps_input for rows, each in counts.items()}),
-                working=_line({rows: each.working for rows, each in counts.items()}),
-                leaving=_line({rows: each.leaving for rows, each in counts.items()}),
-                state=_state(layer, optimizer_numbers),
-                buffers=float(sum(t.numel() * t.element_size() for t in layer.buffers() if not is_lazy(t))),
-                popped=tuple(
-                    (source, _line({rows: each.popped[source] for rows, each in counts.items()}))
-                    for source in next(iter(counts.values())).popped
-                ),
-            )
-        )
+        taken = {rows: each[at] for rows, each in work.items()}
+        profiles.append(_profile(name, layer, counts, taken, optimizer_numbers))
     return Profile(tuple(profiles), "flops" if measured_on is None else "seconds")
+
+
+def _profile(
+    name: str,
+    layer: nn.Module,
+    counts: Mapping[int, LayerCounts],
+    work: Mapping[int, LayerSeconds],
+    optimizer_numbers: float,
+) -> LayerProfile:
+    """The profile of a layer of which is known, by rows, what it counts and takes."""
+    return LayerProfile(
+        name=name,
+        forward=_line({rows: max(_LEAST, each.forward) for rows, each in work.items()}),
+        backward=_line({rows: each.backward for rows, each in work.items()}),
+        parts=_parts(work),
+        boundary=_line({rows: each.boundary for rows, each in counts.items()}),
+        inside=_line({rows: each.inside for rows, each in counts.items()}),
+        keeps_input=_line({rows: each.keeps_input for rows, each in counts.items()}),
+        working=_line({rows: each.working for rows, each in counts.items()}),
+        leaving=_line({rows: each.leaving for rows, each in counts.items()}),
+        state=_state(layer, optimizer_numbers),
+        buffers=float(sum(t.numel() * t.element_size() for t in layer.buffers() if not is_lazy(t))),
+        popped=tuple(
+            (source, _line({rows: each.popped[source] for rows, each in counts.items()}))
+            for source in next(iter(counts.values())).popped
+        ),
+    )
 
 
 _LEAST = 1e-9
