@@ -9,14 +9,13 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
 import torch
 
 import gpipe
-from bench.foreseen import NETWORKS, Network
+from bench.foreseen import NETWORKS, Configuration, Network
 from bench.machine import facts
 from bench.report import describe, interval, table, with_time_left, write
 from gpipe.observing.machine import Meter
@@ -24,26 +23,16 @@ from gpipe.observing.machine import Meter
 NAMES = ("transformer", "amoebanet", "mlp", "conv")
 
 
-@dataclass(frozen=True)
-class Tried:
-    """One way to train."""
-
-    partitions: int
-    micro_batches: int
-    schedule: str
-    remat: str
-
-    def __str__(self) -> str:
-        return f"K={self.partitions} M={self.micro_batches} {self.schedule} remat {self.remat}"
+def by_hand(name: str) -> list[Configuration]:
+    """All that one would try of a network: K, M, remat, schedule."""
+    ways = product((2, 4, 8, 16), ("never", "always"), ("gpipe", "1f1b", "zb_h1"))
+    return [
+        *(Configuration(name, 1, m, "never", "gpipe") for m in (1, 2, 4, 8)),
+        *(Configuration(name, 2, *way) for way in ways),
+    ]
 
 
-BY_HAND = [
-    *(Tried(1, m, "gpipe", "never") for m in (1, 2, 4, 8)),
-    *(Tried(2, *one) for one in product((2, 4, 8, 16), ("gpipe", "1f1b", "zb_h1"), ("never", "always"))),
-]
-
-
-def pipe_by_hand(network: Network, tried: Tried) -> gpipe.GPipe:
+def pipe_by_hand(network: Network, tried: Configuration) -> gpipe.GPipe:
     """As a user would set it up: cut by what layers take."""
     return gpipe.GPipe(
         network.build(),
@@ -56,10 +45,11 @@ def pipe_by_hand(network: Network, tried: Tried) -> gpipe.GPipe:
     )
 
 
-def pipes_of(network: Network) -> tuple[dict[str, gpipe.GPipe], gpipe.Plan]:
+def pipes_of(name: str) -> tuple[dict[str, gpipe.GPipe], gpipe.Plan]:
     """Each way to train, by name, and what was chosen, under the name `chosen`."""
+    network = NETWORKS[name]
     plan = gpipe.find_plan(network.build(), network.batch()[0], 2, measure=True, intra_op_threads=1)
-    pipes = {str(tried): pipe_by_hand(network, tried) for tried in BY_HAND}
+    pipes = {str(tried): pipe_by_hand(network, tried) for tried in by_hand(name)}
     pipes["chosen"] = gpipe.GPipe(network.build(), plan=plan, intra_op_threads=1)
     return pipes, plan
 
@@ -92,7 +82,7 @@ def lines_of(rounds: int, data: dict[str, object]) -> Iterator[list[str]]:
     for name in with_time_left(NAMES, "networks"):
         torch.manual_seed(0)
         meter = Meter()
-        pipes, plan = pipes_of(NETWORKS[name])
+        pipes, plan = pipes_of(name)
         found = in_turns(NETWORKS[name], pipes, rounds)
         meter.stop()
         for pipe in pipes.values():
@@ -128,8 +118,8 @@ def main() -> None:
     text = [
         "# The plan that is chosen, beside all that one would try",
         describe(facts()),
-        f"{len(BY_HAND)} ways by hand: K=1 and 2, M from 1 to 16, three schedules, remat never and always, cut by "
-        f"what layers take. {options.rounds} steps of each, in turns.",
+        f"{len(by_hand(NAMES[0]))} ways by hand: K=1 and 2, M from 1 to 16, three schedules, remat never and always, "
+        f"cut by what layers take. {options.rounds} steps of each, in turns.",
         table(head, lines),
     ]
     write(options.keep, "\n\n".join(text), data)
