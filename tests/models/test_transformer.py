@@ -81,6 +81,27 @@ def test_logits_start_at_unit_scale_at_any_depth(layers: int) -> None:
     assert 0.5 < logits.std().item() < 2
 
 
+@pytest.mark.parametrize(("scaled", "factor"), [(True, 4), (False, 1)])
+def test_feed_forward_weights_start_smaller_the_deeper_the_stack(scaled: bool, factor: int) -> None:
+    bound = (6 / (16 + 32)) ** 0.5 / factor
+    for block in tiny(16, scaled_init=scaled)[1:-1]:
+        assert 0.9 * bound < block.get_parameter("ffn.0.weight").abs().max() <= bound
+
+
+def test_logits_are_clipped_in_training_only() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(*tiny(1, clip_logits=0.5))
+    tokens = torch.randint(11, (2, 8))
+    clipped, whole = network(tokens), network.eval()(tokens)
+    assert whole.abs().max() > 0.5
+    assert torch.equal(clipped, whole.clamp(-0.5, 0.5))
+
+
+def test_clipping_all_logits_away_is_refused() -> None:
+    with pytest.raises(ValueError, match="clip_logits=0"):
+        tiny(1, clip_logits=0)
+
+
 @pytest.mark.parametrize(("layers", "dim", "heads"), [(0, 16, 4), (1, 18, 4), (1, 15, 3)])
 def test_impossible_sizes_are_refused(layers: int, dim: int, heads: int) -> None:
     with pytest.raises(ValueError, match=f"got layers={layers}, model_dim={dim}, heads={heads}"):

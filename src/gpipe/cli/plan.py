@@ -30,10 +30,13 @@ ARGUMENTS = {
     "amoebanet_d": ("layers", "filters", "classes", "aux_head", "dropout", "image_size"),
     "amoebanet_b": ("layers", "filters", "classes", "aux_head", "dropout", "image_size"),
     "unet": ("b", "c", "inputs", "outputs", "dropout"),
-    "transformer_lm": ("layers", "model_dim", "ffn_dim", "heads", "vocab", "tied", "dropout"),
+    "transformer_lm": (
+        *("layers", "model_dim", "ffn_dim", "heads", "vocab", "tied", "dropout"),
+        *("scaled_init", "clip_logits"),
+    ),
 }
 """All that they take, so that mistakes are told before torch loads."""
-MAY_BE_NONE = {"aux_head", "dropout", "tied"}
+MAY_BE_NONE = {"aux_head", "dropout", "tied", "scaled_init"}
 """Of these, what may be 0."""
 SAMPLE_ROWS = 4
 
