@@ -28,6 +28,12 @@ def test_a_network_by_name_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
     assert "rejected, slower" in out
 
 
+def test_a_network_of_two_inputs_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--size", "layers=1", "model_dim=16", "ffn_dim=16", "heads=2", "vocab=50", "--batch", "8")
+    main(["plan", "transformer", *small, "--devices", "2xtpuv2", "-k", "2"])
+    assert capsys.readouterr().out.startswith("K=2 M=")
+
+
 def test_a_function_of_the_users_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,13 +17,22 @@ from gpipe.plan.schedules import SCHEDULES
 from gpipe.plan.search.device import PRESETS, Device, parse_devices
 
 IMAGE = (3, 224, 224)
-EXAMPLES = {"amoebanet_d": IMAGE, "amoebanet_b": IMAGE, "unet": (3, 192, 192), "transformer_lm": (1024,)}
+EXAMPLES = {
+    "amoebanet_d": IMAGE,
+    "amoebanet_b": IMAGE,
+    "unet": (3, 192, 192),
+    "transformer_lm": (1024,),
+    "transformer": (64,),
+}
 """The networks of `gpipe.models`, and what one row of their input is."""
+READERS = {"transformer_lm", "transformer"}
+"""Of these, what reads tokens."""
 SIZES = {
     "amoebanet_d": {"layers": 18, "filters": 256},
     "amoebanet_b": {"layers": 18, "filters": 512},
     "unet": {"b": 5, "c": 64},
     "transformer_lm": {"layers": 48},
+    "transformer": {"layers": 6},
 }
 """Their sizes, if nothing is said."""
 ARGUMENTS = {
@@ -34,9 +43,13 @@ ARGUMENTS = {
         *("layers", "model_dim", "ffn_dim", "heads", "vocab", "tied", "dropout"),
         *("scaled_init", "clip_logits"),
     ),
+    "transformer": (
+        *("layers", "ffn_dim", "heads", "model_dim", "head_dim", "vocab", "matrices", "dropout"),
+        *("scaled_init", "clip_logits", "pad"),
+    ),
 }
 """All that they take, so that mistakes are told before torch loads."""
-MAY_BE_NONE = {"aux_head", "dropout", "tied", "scaled_init"}
+MAY_BE_NONE = {"aux_head", "dropout", "tied", "scaled_init", "pad"}
 """Of these, what may be 0."""
 SAMPLE_ROWS = 4
 
@@ -188,7 +201,9 @@ def _network(options: PlanOptions) -> Network:
     example = torch.zeros(SAMPLE_ROWS, *EXAMPLES[options.model])
     with torch.device("cpu" if options.measure else "meta"):
         layers = getattr(models, options.model)(**sizes)
-    return Network(layers, example.long() if options.model == "transformer_lm" else example)
+    if options.model in READERS:
+        example = example.long()
+    return Network(layers, (example, example) if options.model == "transformer" else example)
 
 
 def _is_there(module: str) -> bool:

@@ -2,6 +2,13 @@
 
 from gpipe.models.amoebanet import amoebanet_b, amoebanet_d
 from gpipe.models.transformer import transformer_lm
+from gpipe.models.translation import transformer
 from gpipe.models.unet import unet
 
-__all__ = ["amoebanet_b", "amoebanet_d", "transformer_lm", "unet"]
+__all__ = [
+    "amoebanet_b",
+    "amoebanet_d",
+    "transformer",
+    "transformer_lm",
+    "unet",
+]
