@@ -119,7 +119,7 @@ def amoebanet_d(
     The last layer gives logits (N, classes). With `aux_head`, the last cell of the second stack is classified
     too, and in training mode the last layer gives (logits, auxiliary logits), both (N, classes); the loss of
     the second is commonly weighted by 0.4. Only that head depends on `image_size`, height and width in pixels.
-    The defaults are the network of the paper's Table 2.
+    The defaults are the network of the paper's Table 2. For ScheduledDropPath, see `gpipe.models.set_keep`.
 
     >>> import torch
     >>> with torch.device("meta"):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpipe.models.drop_path import DropPath
+
 State = tuple[Tensor, ...]
 
 
@@ -202,6 +204,7 @@ class Cell(nn.Module):
 
     The first cell of a network gets its input alone, `skip=None`, and reads it, unadapted, as the skip too.
     What comes behind the pair is handed on. An `auxiliary` classifier adds its logits there in training mode.
+    `drop_path` falls on what each operation gives but `none`, each time anew.
     """
 
     def __init__(
@@ -218,6 +221,7 @@ class Cell(nn.Module):
         self.genotype = genotype
         self.auxiliary: nn.Module | None = None
         self.project = relu_conv_norm(inputs, filters)
+        self.drop_path = DropPath()
         self.adapt = nn.Identity() if skip is None else _adapt(skip, filters, larger)
         self.operations = nn.ModuleList()
         for name, source in (term for pair in genotype.pairs for term in pair):
@@ -229,9 +233,14 @@ class Cell(nn.Module):
         x, skip, *rest = (state, state) if isinstance(state, Tensor) else state
         states = [self.project(x), self.adapt(skip)]
         operations = iter(self.operations)
-        for (_, left), (_, right) in self.genotype.pairs:
-            states.append(next(operations)(states[left]) + next(operations)(states[right]))
+        for pair in self.genotype.pairs:
+            left, right = (self._operate(name, next(operations), states[source]) for name, source in pair)
+            states.append(left + right)
         output = torch.cat([states[i] for i in self.genotype.outputs], dim=1)
         if self.auxiliary is not None and self.training:
             rest.append(self.auxiliary(output))
         return (output, x, *rest)
+
+    def _operate(self, name: str, operation: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = operation(x)
+        return out if name == "none" else self.drop_path(out)
