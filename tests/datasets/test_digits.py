@@ -44,3 +44,34 @@ def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'gpipe\[digits\]'"):
         load_digits()
+
+
+def test_classes_are_kept_and_numbered_in_the_order_given() -> None:
+    every, some = load_digits(8), load_digits(8, classes=(7, 2))
+    for all_of_it, kept in ((every.train, some.train), (every.held_out, some.held_out)):
+        for number, digit in enumerate((7, 2)):
+            assert torch.equal(kept.images[kept.classes == number], all_of_it.images[all_of_it.classes == digit])
+        assert set(kept.classes.tolist()) == {0, 1}
+
+
+def test_a_few_of_each_class_are_chosen_by_the_seed_and_nothing_else() -> None:
+    few = load_digits(8, per_class=3, seed=1)
+    assert few.train.classes.bincount().tolist() == [3] * 10
+    assert len(few.held_out) == 355
+    alone = load_digits(8, classes=[4], per_class=3, seed=1)
+    assert torch.equal(alone.train.images, few.train.images[few.train.classes == 4])
+    other = load_digits(8, per_class=3, seed=2)
+    assert not torch.equal(few.train.images, other.train.images)
+    more = load_digits(8, per_class=6, seed=1)
+    assert {image.numpy().tobytes() for image in few.train.images} <= {
+        image.numpy().tobytes() for image in more.train.images
+    }
+
+
+def test_all_mistakes_of_a_choice_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match=r"classes is \[3, 3, 10\];.*per_class is 0; give a number from 1 to 147"):
+        load_digits(8, classes=[3, 3, 10], per_class=0)
+    with pytest.raises(ValueError, match=r"classes is \[\];"):
+        load_digits(8, classes=[])
+    with pytest.raises(ValueError, match="per_class is 141; give a number from 1 to 140, or None"):
+        load_digits(8, per_class=141)
