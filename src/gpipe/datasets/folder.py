@@ -1,10 +1,14 @@
 """Images of one's own: a folder of class folders."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpipe.datasets.digits import SUBSET
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,6 +75,43 @@ def load_folder(directory: str | os.PathLike[str]) -> SplitFolder:
     if held_out is None:
         return _split(root / "train", train)
     return _pair(root / "train", train, held_out, _find(held_out))
+
+
+def select(
+    found: SplitFolder, classes: Sequence[str] | None = None, per_class: int | None = None, seed: int = 0
+) -> SplitFolder:
+    """Keeps some of the images of a folder.
+
+    `classes` keeps only these, numbered from 0 in the order given. `per_class` keeps only so many training images of
+    each, chosen by `seed`, of which fewer are always a part of more; no held-out image is left out by it.
+
+    Raises:
+        ValueError: There is no such class, or `per_class` is more than there are.
+    """
+    kept = found.classes if classes is None else tuple(classes)
+    train = {name: _names_of(found.train, name) for name in kept}
+    mistakes = [f"there is no class {name}; there are {_some([*found.classes])}" for name in kept if not train[name]]
+    most = min((len(names) for names in train.values() if names), default=1)
+    if per_class is not None and not 1 <= per_class <= most:
+        mistakes.append(f"per_class is {per_class}; give a number from 1 to {most}, or None for all")
+    _refuse(found.train.root, mistakes)
+    if per_class is not None:
+        train = {name: _some_of(names, per_class, (seed, number)) for number, (name, names) in enumerate(train.items())}
+    held_out = {name: _names_of(found.held_out, name) for name in kept}
+    return SplitFolder(_folder(found.train.root, train, kept), _folder(found.held_out.root, held_out, kept))
+
+
+def _names_of(folder: ImageFolder, name: str) -> list[str]:
+    """The files of a class; none where there is no such class."""
+    if name not in folder.classes:
+        return []
+    label = folder.classes.index(name)
+    return [file for file, own in zip(folder.names, folder.labels, strict=True) if own == label]
+
+
+def _some_of(names: Sequence[str], count: int, key: tuple[int, int]) -> list[str]:
+    order = np.random.default_rng((*key, SUBSET)).permutation(len(names))
+    return [names[place] for place in sorted(order[:count])]
 
 
 def read_image(file: Path) -> "Image":
