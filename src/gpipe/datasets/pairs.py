@@ -1,0 +1,133 @@
+"""Sentences with their English translations, read from tables, and split by what the English says."""
+
+import hashlib
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+UNKNOWN_LANGUAGE = "und"  # what BCP 47 calls a language that nobody named
+MISTAKES_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A text in a language, such as `"de"` or `"zh_Hant"`, and what it is in English.
+
+    >>> Pair("de", source="Guten Tag", english="Good day").english
+    'Good day'
+    """
+
+    language: str
+    source: str
+    english: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Pairs to learn from, to choose by, and to judge with; no English text is in two of them."""
+
+    train: list[Pair]
+    validation: list[Pair]
+    test: list[Pair]
+
+
+def split_by_english(pairs: Iterable[Pair], held_out: float = 0.1) -> Split:
+    """Splits pairs by their English text, so that none of the test is seen in training in any language.
+
+    The share `held_out` of the English texts, a tenth by default, goes to the test and half as much (a twentieth) to
+    validation. Which part a text falls into is a function of that text and of `held_out` alone: more pairs move none
+    of the others. Texts that differ in case, in whitespace around them or in punctuation at their end fall together;
+    a singular and its plural are two texts.
+    Each part keeps the order of `pairs`.
+
+    >>> split = split_by_english([Pair("de", "Ja.", "Yes."), Pair("fr", "oui", "yes"), Pair("fr", "non", "No")])
+    >>> len(split.train), len(split.validation), len(split.test)
+    (3, 0, 0)
+
+    Raises:
+        ValueError: `held_out` leaves nothing to train on, or is negative.
+    """
+    if not 0 <= held_out < 2 / 3:
+        raise ValueError(
+            f"held_out is {held_out}; choose a share from 0 to less than 2/3, for half as much again is validation"
+        )
+    split = Split([], [], [])
+    for pair in pairs:
+        place = place_of(pair.english)
+        part = split.test if place < held_out else split.validation if place < 1.5 * held_out else split.train
+        part.append(pair)
+    return split
+
+
+def place_of(english: str) -> float:
+    """Returns a number in [0, 1) that is a function of the text alone, apart from case and what ends it.
+
+    >>> place_of(" Delete? ") == place_of("delete")
+    True
+    """
+    digest = hashlib.sha256(_normalised(english).encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def _normalised(text: str) -> str:
+    text = text.casefold().strip()
+    while text and (text[-1].isspace() or unicodedata.category(text[-1]).startswith("P")):
+        text = text[:-1]
+    return text
+
+
+def read_tsv(file: str | PathLike[str]) -> list[Pair]:
+    r"""Reads pairs from a table in UTF-8 whose columns are separated by tabs, without a heading.
+
+    The columns are language, source and English, or only source and English, whose language is then `"und"`.
+    Blank lines are skipped, and spaces around a text are not part of it. Quotation marks mean themselves.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     table = Path(folder, "pairs.tsv")
+    ...     _ = table.write_text("de\tja\tyes\nbonjour\tgood day\n")
+    ...     read_tsv(table)
+    [Pair(language='de', source='ja', english='yes'), Pair(language='und', source='bonjour', english='good day')]
+
+    Raises:
+        ValueError: Lines that are not in UTF-8 or not of two or three filled columns (the first ten are told), or no
+            pair at all.
+    """
+    pairs, mistakes = [], []
+    for number, line in enumerate(Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            text = line.decode()
+            if text.strip():
+                pairs.append(_pair_of(text.rstrip("\r").split("\t")))
+        except UnicodeDecodeError as error:
+            mistakes.append(f"line {number} is not in UTF-8, from byte {error.start + 1} on; save the file as UTF-8")
+        except ValueError as error:
+            mistakes.append(f"line {number} {error}")
+    if mistakes:
+        raise ValueError(_told(file, mistakes))
+    if not pairs:
+        raise ValueError(f"{file} holds no pairs; write one a line: language, source and English, separated by tabs")
+    return pairs
+
+
+def _pair_of(columns: Sequence[str]) -> Pair:
+    columns = [column.strip() for column in columns]
+    if len(columns) not in (2, 3):
+        raise ValueError(
+            f"has {len(columns)} column{'s' * (len(columns) > 1)}; write two (source, English) or three (language, "
+            "source, English), separated by tabs"
+        )
+    *language, source, english = columns
+    names = ("language", "source", "English")[-len(columns) :]
+    empty = [name for name, column in zip(names, columns, strict=True) if not column]
+    if empty:
+        raise ValueError(f"says nothing in: {', '.join(empty)}; fill the column or delete the line")
+    return Pair(language[0] if language else UNKNOWN_LANGUAGE, source, english)
+
+
+def _told(file: str | PathLike[str], mistakes: Sequence[str]) -> str:
+    more = len(mistakes) - MISTAKES_SHOWN
+    shown = [*mistakes[:MISTAKES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    return "\n  ".join([f"{file} cannot be read as pairs:", *shown])
