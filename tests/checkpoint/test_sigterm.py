@@ -53,7 +53,7 @@ def test_all_ranks_end_at_the_same_step() -> None:
         termination = Termination(own)  # without the signal, which only a main thread hears
         for step in range(9):
             if own.team.rank == 1 and step == 4:
-                termination._asked = True
+                termination._asked = signal.SIGTERM
             if termination():
                 return step
         return -1
@@ -70,6 +70,16 @@ def test_the_callers_handler_comes_back() -> None:
         assert is_to_end()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_is_noted_where_that_is_wanted_and_the_second_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with gpipe.catch_sigterm(make(), ctrl_c=True) as is_to_end:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_to_end() == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_another_thread_is_told_that_it_hears_no_signals() -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM: the run is told to end soon, and wants to save before it does."""
+"""SIGTERM, or Ctrl-C: the run is told to end soon, and wants to save before it does."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from types import FrameType
 
 from torch import nn
 
-from gpipe.distributed.agree import any_says, team_of
+from gpipe.distributed.agree import team_of
 
 TERMINATED = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
 
@@ -17,24 +17,30 @@ class Termination:
 
     def __init__(self, pipe: nn.Module) -> None:
         self._team = team_of(pipe)
-        self._asked = False
+        self._asked = 0
 
-    def __call__(self) -> bool:
-        """Whether any rank was told to end: all ranks hear the same, at the same step."""
-        return any_says(self._team, self._asked)
+    def __call__(self) -> int:
+        """The number of the signal by which any rank was told to end, else 0: all ranks hear the same."""
+        return max(map(int, self._team.exchange(str(self._asked).encode())))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one quits
+        self._asked = number
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @contextmanager
-def catch_sigterm(pipe: nn.Module) -> Iterator[Termination]:
+def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Termination]:
     """Notes the first SIGTERM, so that the run can save at the end of a step; a second one ends it at once.
 
     Schedulers of clusters send SIGTERM some time before they take a machine away. Leave with exit code 143
     (`gpipe.checkpoint.sigterm.TERMINATED`), which is what a process has that SIGTERM ended, so that nobody takes the
     run for finished.
+
+    Args:
+        pipe: Whose run it is.
+        ctrl_c: Whether Ctrl-C is noted as well; the second one raises KeyboardInterrupt. Leave with 130 then. What is
+            given, called once a step by every rank, tells the signal's number, `signal.SIGTERM` or `signal.SIGINT`,
+            and 0 where there was none.
 
     Raises:
         ValueError: This is not the main thread, which alone hears signals.
@@ -50,8 +56,10 @@ def catch_sigterm(pipe: nn.Module) -> Iterator[Termination]:
         ...             raise SystemExit(143)
     """
     termination = Termination(pipe)
-    before = signal.signal(signal.SIGTERM, termination._ask)
+    caught = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
+    before = {number: signal.signal(number, termination._ask) for number in caught}
     try:
         yield termination
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
