@@ -96,7 +96,9 @@ def select(
         mistakes.append(f"per_class is {per_class}; give a number from 1 to {most}, or None for all")
     _refuse(found.train.root, mistakes)
     if per_class is not None:
-        train = {name: _some_of(names, per_class, (seed, number)) for number, (name, names) in enumerate(train.items())}
+        train = {
+            name: _some_of(names, per_class, (seed, number)) for number, (name, names) in enumerate(train.items())
+        }
     held_out = {name: _names_of(found.held_out, name) for name in kept}
     return SplitFolder(_folder(found.train.root, train, kept), _folder(found.held_out.root, held_out, kept))
 

@@ -87,13 +87,18 @@ def collate(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) 
     if len(sources) != len(targets) or not sources:
         raise ValueError(f"{len(sources)} sources and {len(targets)} targets; give one target a source, at least one")
     return (
-        _padded([[*source, END] for source in sources]),
-        _padded([[BEGIN, *target] for target in targets]),
-        _padded([[*target, END] for target in targets]),
+        padded([[*source, END] for source in sources]),
+        padded([[BEGIN, *target] for target in targets]),
+        padded([[*target, END] for target in targets]),
     )
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Returns rows [N, T] of the longest one's length, with `PAD` at the right.
+
+    >>> padded([[5], [6, 7]]).tolist()
+    [[5, 0], [6, 7]]
+    """
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
 
 
