@@ -1,17 +1,22 @@
 """Runs the command `gpipe`, by way of its subcommands."""
 
+import sys
 from collections.abc import Sequence
 
 from tyro.extras import SubcommandApp
 
 from gpipe.cli.ending import ending_by_interrupt
+from gpipe.cli.evaluate import evaluate
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
-from gpipe.cli.train import train
+from gpipe.cli.train import train, with_files
+from gpipe.cli.translate import translate
 
 app = SubcommandApp()
 app.command(train, name="train", help="Trains a network, partitioned and pipelined, and shows where the time went.")
+app.command(name="evaluate")(evaluate)
+app.command(name="translate")(translate)
 app.command(name="schedule")(schedule)
 app.command(name="report")(report)
 app.command(name="plan")(plan)
@@ -21,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command.
 
     Mistakes of its user end it with a message and status 2, a failure in another process with status 1, SIGTERM in a
-    training, which is saved, with status 143, and Ctrl-C with status 130.
+    training, which is saved, with status 143, and Ctrl-C with status 130; in a training it is saved, too.
     """
+    given = sys.argv[1:] if arguments is None else arguments
     with ending_by_interrupt():
-        app.cli(prog="gpipe", args=arguments, description="Pipeline parallelism for PyTorch.")
+        app.cli(prog="gpipe", args=with_files(given), description="Pipeline parallelism for PyTorch.")

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import gpipe
 from gpipe.plan.action import Kind
+from gpipe.recipes.progress import Epoch
 from gpipe.recipes.recorded import Recorded
 
 NOTICEABLE = 1.1
@@ -18,7 +19,13 @@ NOTICEABLE = 1.1
 
 
 class Display:
-    """Writes to a console; a progress bar with the time left shows only on a terminal, never in a log."""
+    """Writes to a console; a progress bar with the time left shows only on a terminal, never in a log.
+
+    Args:
+        console: Where.
+        epochs: How many there are in all.
+        steps: How many there are in all.
+    """
 
     def __init__(self, console: Console, epochs: int, steps: int) -> None:
         self._console = console
@@ -33,7 +40,7 @@ class Display:
             transient=True,
             disable=not console.is_terminal or console.quiet,
         )
-        self._task = self._progress.add_task("", total=epochs * steps, start=False)
+        self._task = self._progress.add_task("", total=steps, start=False)
 
     @contextmanager
     def training(self, name: str, pipe: gpipe.GPipe, done: int = 0) -> Iterator[None]:
@@ -49,22 +56,24 @@ class Display:
         """Moves the bar on by a step."""
         self._progress.advance(self._task)
 
-    def epoch_ended(self, epoch: int, loss: float, accuracy: float) -> None:
+    def epoch_ended(self, epoch: Epoch) -> None:
         """Writes the epoch's line; nothing in it depends on the number of partitions."""
         width = len(str(self._epochs))
-        self.say(f"epoch {epoch:{width}}/{self._epochs}  loss {loss!r:<22}  held-out accuracy {accuracy:.2%}")
+        measured = ", ".join(f"{name} {_amount(name, value)}" for name, value in epoch.measured.items())
+        self.say(f"epoch {epoch.epoch:{width}}/{self._epochs}  loss {epoch.loss!r:<22}  held-out {measured}")
 
-    def report(self, recorded: Recorded, plain_seconds: float, out: Path) -> None:
+    def report(self, recorded: Recorded, plain_seconds: float | None, out: Path) -> None:
         """Says where the time of the recorded steps went, how the plain loop compares, and what to change."""
         recording = recorded.steps
         own = median(timeline.seconds for timeline in recording.timelines)
         in_turn = median(sum(map(step.busy, range(step.ranks))) for step in recording.timelines)
         self.say(f"\nWhere a step's time went, in the last epoch:\n{recording}\n")
         self.say(f"forward and backward, pipelined       {own * 1000:8.1f} ms")
-        plain = f"{plain_seconds * 1000:8.1f} ms: {plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
-        self.say(f"forward and backward, plain loop      {plain}")
+        if plain_seconds is not None:
+            plain = f"{plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
+            self.say(f"forward and backward, plain loop      {plain_seconds * 1000:8.1f} ms: {plain}")
         self.say(f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x")
-        if shared := _price_of_company(recording, plain_seconds):
+        if plain_seconds is not None and (shared := _price_of_company(recording, plain_seconds)):
             self.say(shared)
         if share := _largest_share(recorded.held):
             self.say(share)
@@ -77,6 +86,10 @@ class Display:
     def say(self, text: str) -> None:
         """Writes a line as it is, neither wrapped nor colored."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
 
 
 def _price_of_company(recording: gpipe.Recording, plain_seconds: float) -> str:

@@ -1,23 +1,35 @@
 """How far a training is: all that it needs to go on, beside what a checkpoint holds anyway."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from gpipe.recipes.options import TrainOptions
-
-DECISIVE = ("micro_batches", "layers", "filters", "epochs", "seed")
-"""The options that decide the numbers."""
+from gpipe.recipes.options.training import TrainOptions, flag
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch came to, a line of metrics.jsonl; accuracy is a share of the held-out images."""
+    """What an epoch came to, a line of metrics.jsonl.
+
+    Attributes:
+        epoch: Its number, from 1.
+        loss: The mean over its steps.
+        measured: How well the network does on held-out data, by name.
+        seconds: How long it took, measuring included.
+    """
 
     epoch: int
     loss: float
-    accuracy: float
+    measured: Mapping[str, float]
     seconds: float
+
+    def line(self) -> dict[str, float]:
+        """The line of metrics.jsonl.
+
+        >>> Epoch(1, 0.5, {"accuracy": 0.25}, 2.0).line()
+        {'epoch': 1, 'loss': 0.5, 'accuracy': 0.25, 'seconds': 2.0}
+        """
+        return {"epoch": self.epoch, "loss": self.loss, **self.measured, "seconds": self.seconds}
 
 
 @dataclass
@@ -34,7 +46,13 @@ class Progress:
 
 def to_extra(progress: Progress, options: TrainOptions) -> dict[str, Any]:
     """The progress and decisive options, for a checkpoint to keep."""
-    return {**asdict(progress), "options": {name: getattr(options, name) for name in DECISIVE}}
+    return {**asdict(progress), "options": decisive(options)}
+
+
+def decisive(options: TrainOptions) -> dict[str, Any]:
+    """The options that decide the numbers, as a checkpoint can keep them."""
+    values = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in options.UNDECISIVE}
+    return {name: value if isinstance(value, int | float | None) else str(value) for name, value in values.items()}
 
 
 def from_extra(extra: Mapping[str, Any], options: TrainOptions) -> Progress:
@@ -47,12 +65,12 @@ def from_extra(extra: Mapping[str, Any], options: TrainOptions) -> Progress:
     Traceback (most recent call last):
     ValueError: --seed is 1, and the checkpoint is of a training with 0: give that, or start anew without --resume
     """
-    before = extra["options"]
+    before, now = extra["options"], decisive(options)
     problems = [
-        f"--{name.replace('_', '-')} is {getattr(options, name)}, and the checkpoint is of a training with "
-        f"{before[name]}: give that, or start anew without --resume"
-        for name in DECISIVE
-        if before[name] != getattr(options, name)
+        f"{flag(name)} is {value}, and the checkpoint is of a training with {before.get(name)}: give that, or start "
+        f"anew without --resume"
+        for name, value in now.items()
+        if before.get(name) != value
     ]
     if problems:
         raise ValueError("\n".join(problems))

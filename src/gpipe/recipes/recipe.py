@@ -1,40 +1,168 @@
-"""How weights are learnt: the mini-batch, the optimizer and its learning rate over the whole training."""
+"""The shape of a recipe: what is particular to a workload. `job` does what is common to all."""
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, pi
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.recipes.options.training import TrainOptions
+
+Options = TypeVar("Options", bound=TrainOptions)
+
+
+class Batch(NamedTuple):
+    """A mini-batch: what the first layer reads, and what the loss compares with; tensors, or tuples of them."""
+
+    inputs: Any
+    targets: Any
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """SGD with Nesterov momentum; its learning rate rises for `warm_up` of all steps and falls to 0 as a cosine."""
+class Share:
+    """Which part of each mini-batch this process reads.
 
-    batch_size: int = 128
-    learning_rate: float = 0.2
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    warm_up: float = 0.15
+    Attributes:
+        replica: The part, of `replicas`, into which rows are split as `torch.tensor_split` does.
+        replicas: How many parts there are.
+        reads_inputs: Whether the first layer is here; elsewhere only the size of inputs matters.
+    """
 
-    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Makes the optimizer of these parameters."""
-        return torch.optim.SGD(
-            parameters,
-            lr=self.learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            nesterov=True,
-        )
+    replica: int = 0
+    replicas: int = 1
+    reads_inputs: bool = True
 
-    def learning_rate_at(self, step: int, steps: int) -> float:
-        """Returns the learning rate of the step, counted from 0, of `steps` in all.
+    def of(self, rows: Tensor) -> Tensor:
+        """This replica's rows of a mini-batch.
 
-        >>> recipe = Recipe(learning_rate=1.0, warm_up=0.2)
-        >>> [round(recipe.learning_rate_at(step, 10), 3) for step in (0, 1, 2, 6, 9)]
-        [0.5, 1.0, 1.0, 0.5, 0.038]
+        >>> Share(1, 2).of(torch.arange(5))
+        tensor([3, 4])
         """
-        rising = max(1.0, self.warm_up * steps)
-        if step < rising:
-            return self.learning_rate * min(1.0, (step + 1) / rising)
-        return self.learning_rate * (1 + cos(pi * (step - rising) / (steps - rising))) / 2
+        return rows.tensor_split(self.replicas)[self.replica]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `gpipe evaluate` found.
+
+    Attributes:
+        numbers: By name; what the mean over several runs is taken of.
+        details: What else evaluation.json has.
+        text: Tables for the terminal.
+    """
+
+    numbers: Mapping[str, float]
+    details: Mapping[str, Any]
+    text: str
+
+
+class Recipe(ABC, Generic[Options]):
+    """A workload: its network, data, loss, way of learning, and how well it does.
+
+    Args:
+        options: All that can be told of it.
+
+    Attributes:
+        name: As `gpipe train` calls it.
+        steps_per_epoch: How many mini-batches the training data are.
+    """
+
+    name: ClassVar[str]
+    steps_per_epoch: int
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The network and its size."""
+
+    @abstractmethod
+    def layers(self) -> list[nn.Module]:
+        """Builds the network; its weights come from torch's generator."""
+
+    @abstractmethod
+    def sample(self, replicas: int) -> Batch:
+        """A typical mini-batch of one of so many replicas, to measure layers by."""
+
+    @abstractmethod
+    def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
+        """Makes the mini-batches of an epoch, counted from 1, from the one numbered `first`, counted from 0."""
+
+    @abstractmethod
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        """The loss of a micro-batch, 0-dim, to be lessened."""
+
+    @property
+    def reduction(self) -> Any:
+        """How losses of micro-batches make one, as `GPipe.step` takes it: by default a mean over rows."""
+        return "mean"
+
+    @abstractmethod
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Makes the optimizer of these parameters."""
+
+    @abstractmethod
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0, of `steps` in all."""
+
+    def before_step(self, pipe: gpipe.GPipe, step: int, steps: int) -> None:
+        """Changes what layers do over the training; by default nothing."""
+
+    @property
+    def largest_norm(self) -> float:
+        """To which norm gradients are scaled down; 0: they are not."""
+        return 0.0
+
+    @property
+    def averaging(self) -> float:
+        """How much of itself a moving average of the weights keeps at each step; 0: there is none."""
+        return 0.0
+
+    @abstractmethod
+    def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
+        """How well the network does after an epoch, on data held out for that; by name."""
+
+    @abstractmethod
+    def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
+        """How well the network does, at length, on data that no training has seen."""
+
+    def fit(self, state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
+        """Gives layers the weights of another run that this one starts from, by name; by default all of them.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+        load(state, layers)
+
+    def write(self, run: Path) -> None:
+        """Writes what else must be kept to use the network, to the folder of the run; by default nothing."""
+
+
+def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Iterable[str] = ()) -> None:
+    """Gives layers weights and buffers by name, all but the `new` ones, which stay as they were built.
+
+    Raises:
+        ValueError: Names or sizes differ: all that do not fit, the first ten by name.
+    """
+    fresh, plain = set(new), nn.Sequential(*layers)
+    own = {name: value for name, value in plain.state_dict().items() if name not in fresh}
+    other = {name: value for name, value in state.items() if name not in fresh}
+    odd = [
+        f"{name}: {_size(other.get(name))} in the run, {_size(own.get(name))} here"
+        for name in sorted(own.keys() | other.keys())
+        if _size(own.get(name)) != _size(other.get(name))
+    ]
+    if odd:
+        more = [f"and {len(odd) - 10} more"] if len(odd) > 10 else []
+        raise ValueError("\n".join(["the run has trained another network: give its options", *odd[:10], *more]))
+    plain.load_state_dict(other, strict=False)
+
+
+def _size(value: Tensor | None) -> str:
+    return "missing" if value is None else "x".join(map(str, value.shape)) or "a number"

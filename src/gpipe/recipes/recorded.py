@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import gpipe
-from gpipe.datasets import Images
+
+T = TypeVar("T")
+KEPT = 100
+"""Steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +26,8 @@ class Recorded:
 
     @classmethod
     def of(cls, pipe: gpipe.GPipe, steps: int) -> Self:
-        """Begins to record so many steps."""
-        time = gpipe.record(pipe, keep=steps)
+        """Begins to record the last of so many steps."""
+        time = gpipe.record(pipe, keep=min(steps, KEPT))
         return cls(time, gpipe.record(pipe, memory=True) if steps > 1 else None)
 
     def __enter__(self) -> Self:
@@ -36,7 +39,7 @@ class Recorded:
         self._stop_watching()
         self.steps.stop()
 
-    def loading(self, batches: Iterable[Images]) -> Iterator[Images]:
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
         """Iterates over the mini-batches; memory is watched until the second is asked for."""
         for batch in self.steps.loading(batches):
             yield batch

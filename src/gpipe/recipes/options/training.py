@@ -1,16 +1,18 @@
-"""What `gpipe train digits` can be told, and what it refuses."""
+"""What every recipe can be told, and what it refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal, Self
+
+import tyro
 
 from gpipe.plan.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How the network is built, cut and trained.
+    """How a network is cut and trained, whichever it is.
 
     >>> TrainOptions(partitions=0, epochs=0).check()
     Traceback (most recent call last):
@@ -18,13 +20,24 @@ class TrainOptions:
     --epochs is 0: choose 1 or more
     """
 
+    UNDECISIVE: ClassVar[frozenset[str]] = frozenset(
+        {"config", "partitions", "remat", "schedule", "plan", "paper", "out", "checkpoint_every", "resume", "from_"}
+    )
+    """Options that decide no number: a run may go on with others."""
+    NETWORK: ClassVar[tuple[str, ...]] = ()
+    """Options that say which network it is: those of the run that `--from` names hold."""
+
+    config: Path | None = None
+    """A file of options, such as config.toml in the folder of a run, or the name of a preset. Flags beside it come
+    before what it says."""
+
     partitions: int | None = None
     """K: how many partitions the layers are cut into, each run by a thread of its own; by default 2. Under torchrun
     each is run by a process, by default all; K must divide their number, and then several replicas share each
     mini-batch. Losses do not depend on K."""
 
     micro_batches: int = 8
-    """M: how many micro-batches each mini-batch of 128 images is split into; 4 K or more keep the bubble small."""
+    """M: how many micro-batches each mini-batch is split into; 4 K or more keep the bubble small."""
 
     remat: Literal["always", "except_last", "never"] = "always"
     """Which micro-batches keep only what crosses partitions, and recompute the rest in the backward pass."""
@@ -42,32 +55,41 @@ class TrainOptions:
     paper: bool = False
     """Trains as the paper does: fill-drain with remat always, which are the defaults too; refuses anything else."""
 
-    layers: int = 3
-    """How many normal cells AmoebaNet-D has; 6 more layers (stem, reductions, head) stand around them."""
-
-    filters: int = 32
-    """How many filters the first stack of normal cells has; both reductions after it double them."""
+    bf16: bool = False
+    """Computes what torch.autocast does in bfloat16, which takes half the memory; weights stay in float32."""
 
     epochs: int = 15
-    """How often the training images are gone through."""
+    """How often the training data are gone through."""
+
+    steps: int | None = None
+    """How many mini-batches are trained on in all, in place of --epochs."""
 
     seed: int = 0
-    """Decides the first weights, the order and the jitter of the images, and dropout."""
+    """Decides the first weights, the order of the data and what is done to them, and dropout."""
 
-    out: Path = Path("out/digits")
-    """The folder for metrics.jsonl, model.safetensors, timeline.svg, trace.json and report.json, which `gpipe report`
-    draws; older ones are replaced, and checkpoints of an earlier run are put aside as checkpoints.old. Several hosts
-    must share it."""
+    out: Path = Path("out/run")
+    """The folder of the run: config.toml, metrics.jsonl, model.safetensors, checkpoints, timeline.svg, trace.json and
+    report.json, which `gpipe report` draws. Older ones are replaced, and checkpoints of an earlier run are put aside
+    as checkpoints.old. Several hosts must share it."""
 
     checkpoint_every: int = 1
     """After how many epochs a checkpoint is saved to OUT/checkpoints, which keeps the last two; also at the end, and
-    at the end of a step after SIGTERM, which ends the run with status 143."""
+    at the end of a step after Ctrl-C or SIGTERM, which end the run with status 130 or 143."""
 
     resume: bool = False
-    """Goes on from the latest checkpoint in OUT/checkpoints, if there is one, to the same numbers as if the run had
-    never ended, also with other partitions. A run that torchrun starts anew always does."""
+    """Goes on from the latest checkpoint in OUT/checkpoints, if there is one, with the options in OUT/config.toml, to
+    the same numbers as if the run had never ended, also with other partitions. A run that torchrun starts anew always
+    does."""
 
-    def settled(self, processes: int | None = None) -> "TrainOptions":
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """The folder of a run whose weights are where this one starts, and whose options say which network it is."""
+
+    @property
+    def depth(self) -> int | None:
+        """How many layers the network has to be cut between; None where that cannot be said."""
+        return None
+
+    def settled(self, processes: int | None = None) -> Self:
         """Fills in the number of partitions, for one process or, under a launcher, for so many.
 
         Raises:
@@ -89,22 +111,20 @@ class TrainOptions:
         Raises:
             ValueError: One line for each option that cannot be, with what to do.
         """
-        problems = list(self._problems())
+        problems = list(self.problems())
         if problems:
             raise ValueError("\n".join(problems))
 
-    def _problems(self) -> Iterator[str]:
-        least = {"micro_batches": 1, "layers": 3, "filters": 16, "epochs": 1, "seed": 0, "checkpoint_every": 1}
-        for name, minimum in {"partitions": 1, **least}.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                yield f"--{name.replace('_', '-')} is {value}: choose {minimum} or more"
+    def problems(self) -> Iterator[str]:
+        """A line for each option that cannot be, with what to do."""
+        least = {"partitions": 1, "micro_batches": 1, "epochs": 1, "steps": 1, "seed": 0, "checkpoint_every": 1}
+        yield from self.too_small(least)
         each = SCHEDULES[self.schedule].stages_per_rank
-        if self.layers >= 3 and (self.partitions or 1) * each > self.layers + 6:
+        if self.depth is not None and (self.partitions or 1) * each > self.depth:
             stages = f" of {each} stages each" if each > 1 else ""
             yield (
-                f"--partitions is {self.partitions}{stages}, but --layers {self.layers} makes {self.layers + 6} "
-                f"layers: choose {(self.layers + 6) // each} or fewer partitions, or more layers"
+                f"--partitions is {self.partitions}{stages}, but --layers {getattr(self, 'layers', '')} makes "
+                f"{self.depth} layers: choose {self.depth // each} or fewer partitions, or more layers"
             )
         if self.plan is not None and self._other_than_paper:
             yield f"--plan {self.plan} chooses {', '.join(self._other_than_paper)} itself: leave them out, or --plan"
@@ -112,6 +132,13 @@ class TrainOptions:
             yield f"--paper is --schedule gpipe --remat always: leave {', '.join(other)} out, or --paper"
         if self.out.exists() and not self.out.is_dir():
             yield f"--out is {self.out}, a file: choose a folder"
+
+    def too_small(self, least: Mapping[str, float]) -> Iterator[str]:
+        """A line for each number that is less than it may be."""
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                yield f"{flag(name)} is {value}: choose {minimum} or more"
 
     @property
     def _other_than_paper(self) -> list[str]:
@@ -129,3 +156,21 @@ class TrainOptions:
                 f"--micro-batches is {self.micro_batches}, but {processes} processes of {self.partitions} partitions "
                 f"are {processes // self.partitions} replicas, which share them evenly: choose a multiple"
             )
+
+
+def name_of(field: str) -> str:
+    """An option's name in a file.
+
+    >>> name_of("from_"), name_of("micro_batches")
+    ('from', 'micro_batches')
+    """
+    return field.rstrip("_")
+
+
+def flag(field: str) -> str:
+    """An option's name on the command line.
+
+    >>> flag("from_"), flag("micro_batches")
+    ('--from', '--micro-batches')
+    """
+    return "--" + name_of(field).replace("_", "-")

@@ -1,0 +1,88 @@
+"""The files of a run, and what is said at its end."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+import gpipe
+from gpipe.recipes.display import Display
+from gpipe.recipes.job import Job, parts_of
+from gpipe.recipes.plain import measure_plain_step
+from gpipe.recipes.recorded import Recorded
+from gpipe.report import Report, report_json
+from gpipe.report.stored import NAME
+
+WEIGHTS = "model.safetensors"
+METRICS = "metrics.jsonl"
+COMPARED = 2**27
+"""Parameters, above which the plain loop, which needs all of them once more, is not timed."""
+
+
+def write_metrics(job: Job) -> None:
+    """Writes a line for each epoch so far."""
+    if not job.world.rank:
+        lines = [json.dumps(epoch.line()) + "\n" for epoch in job.progress.epochs]
+        (job.options.out / METRICS).write_text("".join(lines))
+
+
+def write_files(job: Job, display: Display, checkpoint: Path, recorded: Recorded | None) -> None:
+    """Writes weights under unpartitioned names, the typical step as a picture, all as a trace and as a report."""
+    out = job.options.out
+    state = gpipe.load(checkpoint).state_dict()
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    (out / WEIGHTS).write_bytes(save(weights))
+    if job.checkpoints not in checkpoint.parents:
+        shutil.rmtree(checkpoint.parent)
+    if recorded is not None:
+        recorded.steps.save(out / "timeline.svg")
+        recorded.steps.save(out / "trace.json")
+        (out / NAME).write_text(report_json(to_report(job, recorded)), encoding="utf-8")
+        parameters = sum(value.numel() for value in weights.values())
+        display.report(recorded, _plain_seconds(job) if parameters <= COMPARED else None, out)
+
+
+def _plain_seconds(job: Job) -> float:
+    """Seconds of a step of the plain loop, of layers of its own: this process may not have all."""
+    recipe, device = job.recipe, job.pipe.devices[0]
+    return measure_plain_step(recipe, job.options.micro_batches, device)
+
+
+def to_report(job: Job, recorded: Recorded) -> Report:
+    """What `gpipe report` draws."""
+    options = {name.replace("_", " ").strip(): _words(value) for name, value in asdict(job.options).items()}
+    pipe = job.pipe
+    return replace(
+        recorded.steps.report(job.name),
+        memory=recorded.held,
+        configuration={
+            **options,
+            **{name.replace("_", " "): _words(value) for name, value in _how(job).items()},
+            "partitions": pipe.partitions,
+            "layers of each stage": ", ".join(map(str, pipe.layers_per_partition)),
+            "devices": ", ".join(dict.fromkeys(map(str, pipe.devices))),
+            "torch": torch.__version__,
+        },
+        losses=tuple(epoch.loss for epoch in job.progress.epochs),
+        loss_each="epoch",
+    )
+
+
+def _how(job: Job) -> Mapping[str, Any]:
+    plan = job.how.get("plan")
+    return job.how if plan is None else parts_of(plan)
+
+
+def _words(value: Any) -> Any:
+    match value:
+        case list() | tuple():
+            return ", ".join(map(str, value))
+        case Path():
+            return str(value)
+        case _:
+            return value

@@ -1,0 +1,1 @@
+"""The recipe of image classification: AmoebaNet on the digits, or on any folder of class folders."""

@@ -1,0 +1,1 @@
+"""How weights are learnt, beside what torch's optimizers do."""

@@ -1,0 +1,169 @@
+"""Options as a TOML file, and what a file says as flags: a file and the command line have one set of names.
+
+What the command is told becomes one line of flags, of which the later ones hold:
+
+    gpipe train digits  [the network of --from RUN]  [--config FILE, or with --resume OUT/config.toml]  flags given
+"""
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from gpipe.recipes.options.training import TrainOptions, flag, name_of
+
+CONFIG = "config.toml"
+RECIPE = "recipe"
+"""The key that says whose options they are."""
+PRESETS = Path(__file__).parent / "presets"
+NOT_SAVED = frozenset({"config", "resume"})
+SCALARS = (str, int, float, bool)
+
+
+def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
+    """Writes the options of a run to `folder`/config.toml."""
+    (folder / CONFIG).write_text(tomli_w.dumps(to_table(recipe, options)), encoding="utf-8")
+
+
+def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:
+    """The options as a TOML table; those that say nothing are left out.
+
+    >>> to_table("digits", TrainOptions(steps=7))["steps"], "from" in to_table("digits", TrainOptions())
+    (7, False)
+    """
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in NOT_SAVED}
+    return {RECIPE: recipe} | {
+        name_of(name): _plain(value) for name, value in values.items() if value is not None and value != ()
+    }
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Path():
+            return str(value)
+        case tuple():
+            return list(value)
+        case _:
+            return value
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The table in a file of options.
+
+    Raises:
+        ValueError: It is no TOML, or there is no such file.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no TOML file: {error}") from None
+
+
+def recipe_of(run: Path) -> str:
+    """Which recipe a run is of.
+
+    Raises:
+        ValueError: The folder is none of a run.
+    """
+    if not (run / CONFIG).is_file():
+        raise ValueError(f"{run} has no {CONFIG}: give the folder of a run, such as `gpipe train` writes")
+    return str(read_config(run / CONFIG).get(RECIPE))
+
+
+def find_preset(name: Path, recipe: str) -> Path:
+    """The file that `--config` names: a preset's, or the file itself."""
+    preset = PRESETS / recipe / f"{name}.toml"
+    return preset if preset.is_file() and not name.exists() else name
+
+
+def expanded(recipe: str, options: type[TrainOptions], given: Sequence[str]) -> list[str]:
+    """Puts before the given flags those that files say, to which `--config`, `--resume` and `--from` send.
+
+    Raises:
+        ValueError: A file says what cannot be: a line for each mistake.
+    """
+    config, out, start = (_value(given, name) for name in ("--config", "--out", "--from"))
+    before: list[str] = []
+    folder = Path(out) if out is not None else Path(str(options.out))
+    if config is not None:
+        file = find_preset(Path(config), recipe)
+        table = read_config(file)
+        before = to_flags(table, recipe, options, file)
+        start = start or table.get("from")
+    elif "--resume" in given and (folder / CONFIG).is_file():
+        before = to_flags(read_config(folder / CONFIG), recipe, options, folder / CONFIG)
+        start = None
+    if start is not None:
+        before = _network(Path(start), recipe, options) + before
+    return [*before, *given]
+
+
+def _network(run: Path, recipe: str, options: type[TrainOptions]) -> list[str]:
+    """The flags that say which network a run has trained."""
+    recipe_of(run)
+    table = read_config(run / CONFIG)
+    kept = {name: value for name, value in table.items() if name in options.NETWORK}
+    return to_flags(kept, recipe, options, run / CONFIG)
+
+
+def to_flags(table: Mapping[str, Any], recipe: str, options: type[TrainOptions], file: Path) -> list[str]:
+    """What a table says, as flags.
+
+    Raises:
+        ValueError: A name is no option, or a value none of an option: a line for each.
+
+    >>> to_flags({"steps": 7, "resume": False}, "digits", TrainOptions, Path("my.toml"))
+    ['--steps=7', '--no-resume']
+    """
+    if problems := list(_problems(table, recipe, options, file)):
+        raise ValueError("\n".join(problems))
+    return [word for name, value in table.items() if name != RECIPE for word in _words(name, value)]
+
+
+def _problems(table: Mapping[str, Any], recipe: str, options: type[TrainOptions], file: Path) -> Iterator[str]:
+    names = {name_of(field.name) for field in fields(options)}
+    if (other := table.get(RECIPE, recipe)) not in SAME.get(recipe, (recipe,)):
+        yield f"{file} is of the recipe {other}, and this is `gpipe train {recipe}`"
+        return
+    for name, value in table.items():
+        if name not in {*names, RECIPE}:
+            near = get_close_matches(name, names, 1)
+            instead = f"; did you mean {near[0]}?" if near else f": see `gpipe train {recipe} --help`"
+            yield f"{file}: {name} is no option{instead}"
+        elif not isinstance(value, SCALARS) and not _is_list(value):
+            yield f"{file}: {name} is {value!r}: give a number, a text, true, false or a list of them"
+
+
+SAME = {"digits": ("digits", "images"), "images": ("digits", "images")}
+"""Recipes with the same options."""
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, SCALARS) for one in value)
+
+
+def _words(name: str, value: Any) -> Iterable[str]:
+    match value:
+        case bool():
+            return [flag(name) if value else f"--no-{name.replace('_', '-')}"]
+        case list():
+            return [flag(name), *map(str, value)]
+        case _:
+            return [f"{flag(name)}={value}"]
+
+
+def _value(given: Sequence[str], name: str) -> str | None:
+    """What was given for a flag, the last time."""
+    found = None
+    for i, word in enumerate(given):
+        if word == name and i + 1 < len(given):
+            found = given[i + 1]
+        elif word.startswith(f"{name}="):
+            found = word.removeprefix(f"{name}=")
+    return found

@@ -1,0 +1,123 @@
+"""What the recipe of translation can be told."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from gpipe.recipes.options.training import TrainOptions
+
+
+@dataclass(frozen=True)
+class TranslationOptions(TrainOptions):
+    """Which Transformer learns to translate which languages to English, and how; the defaults suit a laptop.
+
+    >>> TranslationOptions(model_dim=33, temperature=0).check()
+    Traceback (most recent call last):
+    ValueError: --temperature is 0: choose more than 0
+    --model-dim is 33: choose an even number
+    """
+
+    UNDECISIVE: ClassVar[frozenset[str]] = TrainOptions.UNDECISIVE | {"epochs", "steps", "beam"}
+    NETWORK: ClassVar[tuple[str, ...]] = (
+        *("model", "layers", "ffn_dim", "heads", "model_dim", "head_dim", "vocabulary", "matrices"),
+    )
+
+    out: Path = Path("out/translation")
+
+    model: Literal["encoder-decoder", "decoder"] = "encoder-decoder"
+    """encoder-decoder: T(L, H, A) of the paper's section 5; decoder: its Table 1's language model, of 2 L layers,
+    which reads a sentence and goes on in English."""
+
+    layers: int = 3
+    """L: how many layers the encoder has, and how many the decoder."""
+
+    ffn_dim: int = 512
+    """H: how wide feed-forward layers are inside."""
+
+    heads: int = 4
+    """A: how many heads attention has."""
+
+    model_dim: int = 128
+    """How wide the values between layers are; 1024 in the paper."""
+
+    head_dim: int = 32
+    """How wide a head is; 64 in the paper. A decoder's are --model-dim / --heads."""
+
+    vocabulary: int = 4000
+    """How many subwords there are at most, of all languages; 64000 in the paper."""
+
+    matrices: Literal[1, 2, 3] = 3
+    """How many matrices of the vocabulary there are: tables of source and of target words and the softmax layer, of
+    which 2 share the last two, 1 all. Of a decoder 3 keeps both its own."""
+
+    dropout: float = 0.1
+    """How much of what attention and feed-forward layers add is dropped."""
+
+    scaled_init: bool = True
+    """Weights of feed-forward layers start the smaller the more layers there are, which deep models need."""
+
+    clip_logits: float = 0.0
+    """In training, logits are kept between this and its opposite; 0: they are not."""
+
+    tsv: Path | None = None
+    """A file of lines of language, sentence and English sentence, with tabs between them; by default the catalogues
+    of Django, 96 languages."""
+
+    languages: tuple[str, ...] = ()
+    """Codes of the languages that are learnt; by default all."""
+
+    temperature: float = 1.43
+    """T: languages are drawn in proportion to the 1/T-th power of their numbers of sentences. 1.43 is multilingual
+    BERT's, which the paper takes; with 5 they are drawn nearly alike."""
+
+    tokens: int = 4096
+    """How many subwords, of both languages and with padding, a mini-batch has at most."""
+
+    longest: int = 100
+    """Pairs with more subwords than this, on either side, are not trained on."""
+
+    learning_rate: float = 3e-3
+    """The largest; Adam's, which falls as the inverse root of steps."""
+
+    warm_up: int = 400
+    """For how many steps the learning rate rises."""
+
+    label_smoothing: float = 0.1
+    """How much of each target is spread over the vocabulary."""
+
+    clip_norm: float = 0.0
+    """Gradients are scaled down to this norm; 0: they are not."""
+
+    beam: int = 4
+    """How many translations of a sentence are followed at once in an evaluation, beside the greedy one; 1: none."""
+
+    @property
+    def depth(self) -> int | None:
+        """An embedding, the layers, in the middle what leads from the encoder to the decoder, and a softmax layer."""
+        if self.layers < 1:
+            return None
+        return 2 * self.layers + (3 if self.model == "encoder-decoder" else 2)
+
+    def problems(self) -> Iterator[str]:
+        """A line for each option that cannot be, with what to do."""
+        ones = ("layers", "ffn_dim", "heads", "model_dim", "head_dim", "longest", "warm_up", "beam")
+        yield from self.too_small({**dict.fromkeys(ones, 1), "vocabulary": 300, "tokens": 64})
+        yield from super().problems()
+        for name in ("temperature", "learning_rate"):
+            if not 0 < getattr(self, name) < float("inf"):
+                yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose more than 0"
+        for name in ("clip_logits", "clip_norm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose 0 or more"
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose 0 to less than 1"
+        if self.model_dim % 2:
+            yield f"--model-dim is {self.model_dim}: choose an even number"
+        elif self.model == "decoder" and self.heads >= 1 and self.model_dim % self.heads:
+            yield f"--model-dim is {self.model_dim}: choose a multiple of {self.heads}, --heads"
+        if self.tokens < 2 * self.longest + 4:
+            yield f"--tokens is {self.tokens}: choose {2 * self.longest + 4} or more, for a pair of --longest each"
+        if self.tsv is not None and not self.tsv.is_file():
+            yield f"--tsv is {self.tsv}, which is no file"

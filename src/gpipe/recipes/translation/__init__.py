@@ -1,0 +1,1 @@
+"""The recipe of multilingual translation: one Transformer from many languages to English."""

@@ -1,0 +1,113 @@
+"""The sentences of a translation recipe: split, drawn by language, as subwords and in mini-batches."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpipe.datasets.catalogues import read_catalogues
+from gpipe.datasets.pairs import Pair, Split, read_tsv, split_by_english
+from gpipe.datasets.sampling import draw
+from gpipe.datasets.token_batches import short_enough, steps_per_epoch, token_batches
+from gpipe.datasets.vocabulary import Vocabulary
+from gpipe.recipes.options.translation import TranslationOptions
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A pair of sentences as subwords, without the special ones."""
+
+    pair: Pair
+    source: Sequence[int]
+    english: Sequence[int]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many subwords either side has."""
+        return len(self.source), len(self.english)
+
+
+class Corpus:
+    """All pairs that the options name.
+
+    Args:
+        options: Of the recipe.
+        vocabulary: Of another run; by default it is learnt from the pairs to train on.
+
+    Attributes:
+        split: The pairs to train on, to look at meanwhile, and to judge by.
+        vocabulary: The subwords of all languages.
+        train: The sentences to train on, those of `longest` subwords at most.
+        steps_per_epoch: How many mini-batches they are.
+
+    Raises:
+        ValueError: There is no such language, or too few pairs.
+        ImportError: A library is missing.
+    """
+
+    def __init__(self, options: TranslationOptions, vocabulary: Vocabulary | None = None) -> None:
+        self._options = options
+        self.split = _read(options)
+        self.vocabulary = vocabulary or _learn(self.split.train, options)
+        sentences = self._encoded(self.split.train)
+        self.train = [sentences[i] for i in short_enough([one.lengths for one in sentences], options.longest)]
+        if not self.train:
+            raise ValueError(f"no pair is of --longest {options.longest} subwords at most: choose more")
+        self.steps_per_epoch = steps_per_epoch([one.lengths for one in self.train], options.tokens)
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """How many pairs of each language there are to train on."""
+        return Counter(pair.language for pair in self.split.train)
+
+    @cached_property
+    def validation(self) -> list[Sentence]:
+        """The sentences to look at while training goes on."""
+        return self._encoded(self.split.validation)
+
+    @cached_property
+    def test(self) -> list[Sentence]:
+        """The sentences to judge by."""
+        return self._encoded(self.split.test)
+
+    def _encoded(self, pairs: Sequence[Pair]) -> list[Sentence]:
+        sources = self.vocabulary.encode_all([pair.source for pair in pairs])
+        english = self.vocabulary.encode_all([pair.english for pair in pairs])
+        return [Sentence(*one) for one in zip(pairs, sources, english, strict=True)]
+
+    def mini_batches(self, epoch: int) -> list[list[Sentence]]:
+        """The sentences of each mini-batch of an epoch: a function of the options and the epoch."""
+        o = self._options
+        numbers = draw([one.pair for one in self.train], o.temperature, len(self.train), seed=o.seed, epoch=epoch)
+        drawn = [self.train[number] for number in numbers]
+        lengths = [one.lengths for one in drawn]
+        batches = token_batches(lengths, o.tokens, self.steps_per_epoch, seed=o.seed, epoch=epoch)
+        return [[drawn[row] for row in batch.tolist()] for batch in batches]
+
+
+def in_order(sentences: Sequence[Sentence], tokens: int) -> list[list[Sentence]]:
+    """All sentences, each once, those of similar length together, of so many subwords at most with padding."""
+    lengths = [one.lengths for one in sentences]
+    tokens = max([tokens, *(sum(sides) + 2 for sides in lengths)])
+    batches = token_batches(lengths, tokens, steps_per_epoch(lengths, tokens), seed=0, epoch=0) if lengths else []
+    return [[sentences[row] for row in batch.tolist()] for batch in batches]
+
+
+def _read(options: TranslationOptions) -> Split:
+    """The pairs of the languages that the options name, split."""
+    pairs = read_catalogues() if options.tsv is None else read_tsv(options.tsv)
+    there = {pair.language for pair in pairs}
+    if absent := [language for language in options.languages if language not in there]:
+        raise ValueError(f"--languages has {', '.join(absent)}: there are {', '.join(sorted(there))}")
+    chosen = set(options.languages) or there
+    split = split_by_english([pair for pair in pairs if pair.language in chosen])
+    if not split.train:
+        raise ValueError("there is no pair to train on: a tenth of the English sentences is held out to judge by")
+    return split
+
+
+def _learn(pairs: Sequence[Pair], options: TranslationOptions) -> Vocabulary:
+    """Learns subwords from both sides, of languages as they are drawn in training."""
+    numbers = draw(pairs, options.temperature, len(pairs), seed=options.seed, epoch=0)
+    drawn = [pairs[number] for number in numbers]
+    return Vocabulary.learn([text for pair in drawn for text in (pair.source, pair.english)], options.vocabulary)

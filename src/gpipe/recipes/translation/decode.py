@@ -1,0 +1,132 @@
+"""Translates by a trained network: greedily, or following several translations at once.
+
+    source  ein Haus END
+    t = 0   BEGIN            -> a      the likeliest next word, or of a beam the likeliest few
+    t = 1   BEGIN a          -> house
+    t = 2   BEGIN a house    -> END    this sentence is done
+
+A `Network` gives logits [N, T, vocabulary] for sources [N, S] and beginnings of translations [N, T]: a pipe in
+evaluation mode, to which the same sentences are given again with one word more each time.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gpipe.datasets.token_batches import padded
+from gpipe.datasets.vocabulary import BEGIN, END
+
+Network = Callable[[Tensor, Tensor], Tensor]
+ALPHA = 0.6
+"""How much longer translations are favoured, of Wu et al. (2016), equation 14."""
+
+
+def limit_of(source: Sequence[int]) -> int:
+    """How many words a translation may have, END included."""
+    return 2 * len(source) + 10
+
+
+@torch.no_grad()
+def greedy(network: Network, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Takes the likeliest word each time, for each of the sources, which end without END.
+
+    Returns:
+        The words of each translation, without BEGIN and END.
+    """
+    found: list[list[int]] = [[] for _ in sources]
+    limits = torch.tensor([limit_of(source) for source in sources])
+    alive = torch.arange(len(sources))
+    words = padded([[*source, END] for source in sources])
+    begun = torch.full((len(sources), 1), BEGIN)
+    while len(alive):
+        best = network(words[alive], begun)[:, -1].argmax(dim=1)
+        begun = torch.cat([begun, best[:, None]], dim=1)
+        ended = (best == END) | (begun.shape[1] - 1 >= limits[alive])
+        for row, number in zip(begun[ended].tolist(), alive[ended].tolist(), strict=True):
+            found[number] = cut(row)
+        alive, begun = alive[~ended], begun[~ended]
+    return found
+
+
+def cut(row: Sequence[int]) -> list[int]:
+    """The words between BEGIN and END.
+
+    >>> cut([BEGIN, 7, 8, END]), cut([BEGIN, 7])
+    ([7, 8], [7])
+    """
+    return [word for word in row[1:] if word != END]
+
+
+@torch.no_grad()
+def beam(network: Network, sources: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+    """Follows the `width` likeliest beginnings of each translation, and takes the best that ended.
+
+    Translations are compared by their log-probability over ((5 + words) / 6)^0.6, so that short ones do not win for
+    being short. A search ends when no beginning can still be better.
+
+    Returns:
+        The words of each translation, without BEGIN and END.
+    """
+    searches = [Search(source, width) for source in sources]
+    while alive := [search for search in searches if not search.is_over]:
+        words = padded([[*search.source, END] for search in alive for _ in search.beginnings])
+        begun = torch.tensor([row for search in alive for row in search.beginnings])
+        logs = network(words, begun)[:, -1].log_softmax(dim=1)
+        own = logs.split([len(search.beginnings) for search in alive])
+        for search, scores in zip(alive, own, strict=True):
+            search.go_on(scores)
+    return [search.best for search in searches]
+
+
+class Search:
+    """The beam search for the translation of one sentence.
+
+    Attributes:
+        source: The sentence.
+        beginnings: Those that are followed, from BEGIN on, likeliest first, all of one length.
+    """
+
+    def __init__(self, source: Sequence[int], width: int) -> None:
+        self.source = source
+        self.beginnings: list[list[int]] = [[BEGIN]]
+        self._scores = torch.zeros(1)
+        self._width = width
+        self._ended: list[tuple[float, list[int]]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing better can be found, or no longer beginning is allowed."""
+        if not self.beginnings or len(self.beginnings[0]) > limit_of(self.source):
+            return True
+        best_possible = float(self._scores.max()) / penalty(limit_of(self.source))
+        return len(self._ended) >= self._width and max(self._ended)[0] >= best_possible
+
+    def go_on(self, logs: Tensor) -> None:
+        """Takes the likeliest words after the beginnings, from log-probabilities [beginnings, vocabulary]."""
+        scores = self._scores[:, None] + logs
+        wanted = min(2 * self._width, scores.numel())  # so many that enough go on though some end
+        values, places = scores.flatten().topk(wanted)
+        beginnings: list[list[int]] = []
+        kept: list[float] = []
+        for value, place in zip(values.tolist(), places.tolist(), strict=True):
+            row = self.beginnings[place // logs.shape[1]]
+            word = place % logs.shape[1]
+            if word == END:
+                self._ended.append((value / penalty(len(row)), row))
+            elif len(beginnings) < self._width:
+                beginnings.append([*row, word])
+                kept.append(value)
+        self.beginnings, self._scores = beginnings, torch.tensor(kept)
+
+    @property
+    def best(self) -> list[int]:
+        """The best translation that ended, else the likeliest beginning."""
+        if self._ended:
+            return cut(max(self._ended)[1])
+        return cut(self.beginnings[0]) if self.beginnings else []
+
+
+def penalty(words: int) -> float:
+    """What the log-probability of a translation of so many words, END included, is divided by."""
+    return float(((5 + words) / 6) ** ALPHA)

@@ -1,0 +1,168 @@
+"""One Transformer that translates many languages to English, as section 5 of the GPipe paper trains it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import fsum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe.datasets.vocabulary import PAD, Vocabulary
+from gpipe.recipes.learning.rates import inverse_root
+from gpipe.recipes.options.translation import TranslationOptions
+from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share
+from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
+from gpipe.recipes.translation.decode import Network
+from gpipe.recipes.translation.evaluation import evaluation_of
+from gpipe.recipes.translation.shapes import SHAPES, Shape
+
+VOCABULARY = "vocabulary.json"
+
+
+class TranslationRecipe(Recipe[TranslationOptions]):
+    """A Transformer on the catalogues of Django, or on a table of sentences."""
+
+    name: ClassVar[str] = "translation"
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The sentences; a vocabulary that the run has, or the one it starts from, is kept."""
+        return Corpus(self.options, self._kept_vocabulary)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The subwords; they are learnt from the sentences unless the run has some."""
+        return self._kept_vocabulary or self.corpus.vocabulary
+
+    @cached_property
+    def _kept_vocabulary(self) -> Vocabulary | None:
+        run = self.options.out if self.options.resume else self.options.from_
+        if run is None or not (run / VOCABULARY).is_file():
+            return None
+        return Vocabulary.load(run / VOCABULARY)
+
+    @property
+    def steps_per_epoch(self) -> int:  # type: ignore[override]  # found out when asked for
+        """How many mini-batches the sentences to train on are."""
+        return self.corpus.steps_per_epoch
+
+    @property
+    def title(self) -> str:
+        """The network and its size."""
+        o = self.options
+        if o.model == "decoder":
+            return f"Transformer-{2 * o.layers}, {o.model_dim} wide"
+        return f"Transformer T({o.layers}, {o.ffn_dim}, {o.heads}), {o.model_dim} wide"
+
+    @property
+    def _shape(self) -> Shape:
+        return SHAPES[self.options.model]
+
+    def layers(self) -> list[nn.Module]:
+        """Builds the network."""
+        return self._shape.layers(self.options, len(self.vocabulary))
+
+    def sample(self, replicas: int) -> Batch:
+        """The mini-batch of median length of the first epoch."""
+        by_length = sorted(self.corpus.mini_batches(1), key=lambda some: max(sum(one.lengths) for one in some))
+        typical = by_length[len(by_length) // 2]
+        return self._shape.batch(typical[: max(1, len(typical) // replicas)])
+
+    def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
+        """Makes the mini-batches of an epoch; their numbers and lengths of sentences differ."""
+        for sentences in self.corpus.mini_batches(epoch)[first:]:
+            own = share.of(torch.arange(len(sentences)))
+            yield self._shape.batch([sentences[row] for row in own.tolist()])
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Smoothed cross-entropy, the mean over the words of a micro-batch."""
+        return _cross_entropy(output, targets, "mean", self.options.label_smoothing)
+
+    @property
+    def reduction(self) -> Any:
+        """A micro-batch counts as many times as it has words."""
+        return count_words
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Adam with the constants of Vaswani et al. (2017, section 5.3)."""
+        return torch.optim.Adam(parameters, lr=self.options.learning_rate, betas=(0.9, 0.98), eps=1e-9)
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Rises, then falls as the inverse root of the step."""
+        return self.options.learning_rate * inverse_root(step, self.options.warm_up)
+
+    @property
+    def largest_norm(self) -> float:
+        """To which gradients are scaled down."""
+        return self.options.clip_norm
+
+    def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
+        """The mean negative log-likelihood of a word of the sentences held out for that, in nats."""
+        return {"nll": nll(self.nlls(pipe, self.corpus.validation))}
+
+    @torch.no_grad()
+    def nlls(self, pipe: gpipe.GPipe, sentences: Sequence[Sentence]) -> dict[str, tuple[float, int]]:
+        """The negative log-likelihood of each language's sentences, and how many words it is of."""
+        found: dict[str, list[tuple[float, int]]] = {}
+        for some in in_order(sentences, self.options.tokens):
+            batch = self._shape.batch(some)
+            logits = pipe(batch.inputs, gather=True)
+            for sentence, own, targets in zip(some, logits, batch.targets.to(logits.device), strict=True):
+                value = float(_cross_entropy(own, targets, "sum"))
+                found.setdefault(sentence.pair.language, []).append((value, int(count_words(targets))))
+        return {
+            language: (fsum(value for value, _ in some), sum(words for _, words in some))
+            for language, some in found.items()
+        }
+
+    def network(self, pipe: gpipe.GPipe) -> Network:
+        """What decoding asks: the pipelined forward."""
+        return self._shape.network(lambda inputs: pipe(inputs, gather=True).float().cpu())
+
+    def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
+        """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
+        test = self.corpus.test
+        return evaluation_of(
+            test,
+            self.nlls(pipe, test),
+            self.network(pipe),
+            self.corpus,
+            tokens=self.options.tokens,
+            width=self.options.beam,
+        )
+
+    def write(self, run: Path) -> None:
+        """Writes the subwords."""
+        self.vocabulary.save(run / VOCABULARY)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str, smoothing: float = 0.0) -> Tensor:
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        targets.reshape(-1),
+        ignore_index=PAD,
+        reduction=reduction,
+        label_smoothing=smoothing,
+    )
+
+
+def count_words(targets: Tensor) -> Tensor:
+    """How many words are to be said.
+
+    >>> count_words(torch.tensor([[5, 2, 0], [2, 0, 0]]))
+    tensor(3)
+    """
+    return (targets != PAD).sum()
+
+
+def nll(found: Mapping[str, tuple[float, int]]) -> float:
+    """The mean over all words.
+
+    >>> nll({"de": (6.0, 3), "fr": (2.0, 1)})
+    2.0
+    """
+    return fsum(value for value, _ in found.values()) / max(1, sum(words for _, words in found.values()))
