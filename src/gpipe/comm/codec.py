@@ -18,6 +18,7 @@ from gpipe.comm.tree_text import At, read_dtype, read_leaf, read_tree, write_lea
 from gpipe.comm.untrusted import Damaged, check_shape, reading, why_too_wide
 from gpipe.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from gpipe.values.boundary import BoundaryValue
+from gpipe.values.crossed import Payload
 from gpipe.values.layout import alignment, allocate
 from gpipe.values.messages import Message
 
@@ -110,6 +111,20 @@ def encode(message: Message) -> Encoded:
     extents = extents_of(shapes)
     named = [[str(dtype).removeprefix("torch."), *others] for dtype, *others in shapes]
     return Encoded(json.dumps([tree, leaves, named]).encode(), extents, _end_of(extents), tensors)
+
+
+def payload_of(message: Message) -> tuple[Payload, ...]:
+    """What tensors a message carries, each once, with the bytes that travel; the same at both ends.
+
+    >>> payload_of([torch.ones(2, 3), None, torch.ones(1).expand(4)])
+    (Payload(dtype='float32', shape=(2, 3), size=24), Payload(dtype='float32', shape=(4,), size=4))
+    """
+    items = tree_flatten(message.value)[0] if isinstance(message, BoundaryValue) else message
+    tensors = {id(item): item for item in items if isinstance(item, Tensor)}.values()
+    return tuple(
+        Payload(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), extents_of((shape_of(tensor),))[0].end)
+        for tensor in tensors
+    )
 
 
 def _end_of(extents: Sequence[Extent]) -> int:

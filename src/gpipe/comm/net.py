@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe.comm.codec import Encoded, decode, encode
+from gpipe.comm.codec import Encoded, decode, encode, payload_of
 from gpipe.comm.failures import LONG, Lookout, in_no_step, report_of
 from gpipe.comm.frames import Frame, Gone
 from gpipe.comm.local import Link
@@ -33,6 +33,7 @@ from gpipe.comm.poll import Poll
 from gpipe.comm.status import Seen, Status
 from gpipe.comm.untrusted import Damaged, damaged
 from gpipe.values.boundary import BoundaryValue
+from gpipe.values.crossed import Crossed
 from gpipe.values.messages import Control, Label, Message, ReadyEvent
 from gpipe.values.tree import Tree
 
@@ -49,6 +50,7 @@ class Net:
         at: How far its row is.
         due: Where in this rank's row each message is received.
         waited: Seconds spent waiting, in all.
+        noted: What crossed in this run, if anybody wants to know.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Net:
         self.due: Mapping[Label, int] = {}
         self.at = 0
         self.waited = 0.0
+        self.noted: list[Crossed] | None = None
         self.status = Status()
         self._groups = groups
         self._parting = False
@@ -101,17 +104,25 @@ class Net:
 
     def send(self, peer: int, label: Label, message: Message) -> None:
         """Puts a message on its way to a process; waits for room."""
+        if self.noted is None:
+            self._encode_and_send(peer, label, message)
+            return
+        asked = time.perf_counter()
+        begun = self._encode_and_send(peer, label, message)
+        self.noted.append(Crossed(True, peer, label, payload_of(message), asked, begun, time.perf_counter()))
+
+    def _encode_and_send(self, peer: int, label: Label, message: Message) -> float:
         if self._groups is None:
-            self._send(peer, label, encode(message))
-        else:
-            packed, following = self._groups.pack(peer, message)
-            self._send(peer, label, encode(packed), following)
+            return self._send(peer, label, encode(message))
+        packed, following = self._groups.pack(peer, message)
+        return self._send(peer, label, encode(packed), following)
 
     def send_value(self, peer: int, label: Label, value: Tree) -> None:
         """Puts a value on its way that belongs to no graph."""
         self.send(peer, label, BoundaryValue(value, []))
 
-    def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> None:
+    def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> float:
+        """Gives when there was room for it."""
         link = self.links[peer]
         self._tells_at = time.monotonic() + LONG
         try:
@@ -119,7 +130,8 @@ class Net:
                 link.want_room()
                 self._wait(peer, room=message.size)
             with self._groups.all_or_nothing() if following and self._groups else nullcontext():
-                left = link.put(self.run, label, message, time.perf_counter())
+                begun = time.perf_counter()
+                left = link.put(self.run, label, message, begun)
                 if following and self._groups:
                     self._groups.follow(peer, following)
             while not left:
@@ -127,9 +139,18 @@ class Net:
                 left = link.flush()
         except Gone as gone:
             self.lookout.lose(peer, gone)
+        return begun
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message from a process."""
+        if self.noted is None:
+            return self._receive(peer, label)
+        asked = time.perf_counter()
+        message, mark = self._receive(peer, label)
+        self.noted.append(Crossed(False, peer, label, payload_of(message), asked, asked, time.perf_counter()))
+        return message, mark
+
+    def _receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         key = (peer, label)
         self._tells_at = time.monotonic() + LONG
         while key not in self._early:

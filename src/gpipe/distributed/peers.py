@@ -24,9 +24,10 @@ from gpipe.plan.timeline import Span, Timeline
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.others import Others
-from gpipe.runtime.recorder import Recorder
+from gpipe.runtime.recorder import Recorder, Told
 from gpipe.runtime.state import Output
 from gpipe.runtime.steps import CompiledProgram
+from gpipe.values.crossed import Traffic
 from gpipe.values.messages import Control, Label
 from gpipe.values.tree import Tree
 
@@ -115,7 +116,7 @@ class LinkedPeers(Peers):
         """Ends a run once all processes have come to its end; gives what each tells, by rank."""
         busy = time.perf_counter() - self._began - (self.net.waited - self._waited)
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
-        every = self.net.agree((told, seconds, None if recorder is None else _timeline_text(recorder)))
+        every = self.net.agree((told, seconds, None if recorder is None else self._recorded_text(recorder, run)))
         run.settle()
         texts = [text for _, _, text in every]
         silent = [rank for rank, text in enumerate(texts) if text is None]
@@ -123,22 +124,24 @@ class LinkedPeers(Peers):
             recorder.forget()
             logger.warning(NOT_RECORDED.format(ranks=", ".join(map(str, silent))))
         elif recorder is not None:
-            recorder.join(self.net.rank, [_read_timeline(rank, text) for rank, text in enumerate(texts)])
+            recorder.join(self.net.rank, [_read_recorded(rank, text) for rank, text in enumerate(texts)])
         if trains and not self.net.rank:
             for finding in self.stragglers.note([float(theirs) for _, theirs, _ in every]):
                 logger.warning(finding)
         return [theirs for theirs, _, _ in every]
 
+    def _recorded_text(self, recorder: Recorder, run: MiniBatchRun) -> str:
+        """What this process recorded of a run, for the others."""
+        timeline, program = recorder.runs[-1].timeline, run.compiled.program
+        spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
+        traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(self.net.noted or ()))
+        told = traffic.moved(-recorder.began).to_json()
+        return json.dumps([_host(), recorder.began, timeline.seconds, spans, told])
+
     def exchange(self, asked: Asked, told: Tree) -> list[Any]:
         """Tells all processes something between runs; gives what each told, by rank."""
         self.head(Header(asked), lambda told: 0)
         return self.net.agree(told)
-
-
-def _timeline_text(recorder: Recorder) -> str:
-    timeline = recorder.runs[-1].timeline
-    spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
-    return json.dumps([_host(), recorder.began, timeline.seconds, spans])
 
 
 def _host() -> str:
@@ -148,7 +151,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _read_timeline(rank: int, text: str) -> tuple[str, float, Timeline]:
-    host, began, seconds, spans = json.loads(text)
+def _read_recorded(rank: int, text: str) -> Told:
+    host, began, seconds, spans, traffic = json.loads(text)
     found = tuple(Span(rank, parse_action(action), start, end) for action, start, end in spans)
-    return host, began, Timeline(1, found, seconds)
+    return Told(host, began, Timeline(1, found, seconds), Traffic.of_json(traffic))

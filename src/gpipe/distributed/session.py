@@ -147,14 +147,18 @@ class Session:
             self._net = None
 
     @contextmanager
-    def run(self) -> Iterator[Peers]:
-        """One run in all processes: whoever fails inside tells the others, and they fail too."""
+    def run(self, recorder: Recorder | None = None) -> Iterator[Peers]:
+        """One run in all processes: whoever fails inside tells the others, and they fail too.
+
+        With a recorder it is noted what crosses.
+        """
         if self.position is None:
             yield Peers()
             return
         net = self.linked()
         try:
             net.begin()
+            net.noted = None if recorder is None else []
             sync = self.sync_batch_norm
             yield LinkedPeers(self.engine, net, self.position, self._stragglers, sync_batch_norm=sync)
         except BaseException as error:
@@ -170,7 +174,7 @@ class Session:
         self, given: StepInputs, batch: MiniBatch, header: Header, recorder: Recorder | None
     ) -> tuple[int, Any, list[object]]:
         """Runs a step; gives the least rows of a micro-batch, the loss and the metrics of all replicas."""
-        with self.run() as peers:
+        with self.run(recorder) as peers:
             given = given.scaled(self.engine.stages[-1].device, processes=self.size)
             header, targets = self._read(peers, given, batch, replace(header, asked=Asked.STEP))
             told = peers.head(header, partial(self._checksum, batch))
@@ -301,7 +305,7 @@ class Session:
         gather: bool,
     ) -> tuple[int, Any]:
         """Runs the pipelined forward; gives the least rows of a micro-batch, and the output where it is wanted."""
-        with self.run() as peers:
+        with self.run(recorder) as peers:
             if ambient.grad and not gather and self.position is not None:
                 raise ValueError(NEEDS_GATHER)
             rows, values = split_alike(self.micro_batches, inputs=inputs) if self.reads_inputs else ([], [[]])
@@ -317,7 +321,9 @@ class Session:
                 batch.input_gradients = {m: [] for m in range(told.micro_batches)}
             run = self._start(peers, told, batch)
             if ambient.grad:
-                call = PipelinedCall(self.run, peers, run, told, ambient, recorder, awaited=self._awaited)
+                call = PipelinedCall(
+                    partial(self.run, recorder), peers, run, told, ambient, recorder, awaited=self._awaited
+                )
                 leaves = [leaves for _, leaves in cuts] or [[]] * told.micro_batches
                 return min(told.rows), self._as_given(told, pipelined(call, leaves))
             run.go(ambient, recorder)

@@ -23,6 +23,7 @@ from gpipe.observing.advice import SOME, Advice, Seen, advise, beside, explain
 from gpipe.observing.breakdown import NOTHING, Breakdown, breakdown
 from gpipe.observing.machine import Meter, Others
 from gpipe.observing.memory import Held, Watches, held
+from gpipe.observing.messages import Message, messages_of, write_messages
 from gpipe.observing.windows import windows
 from gpipe.plan.timeline import Timeline, steps_among
 from gpipe.report import Report, report_html, trace_json, typical_svg, write_picture
@@ -37,7 +38,7 @@ T = TypeVar("T")
 KEPT = 100
 """Steps."""
 NOT_A_PIPE = "gpipe.record was given a {kind}; give the gpipe.GPipe whose steps it records"
-SUFFIXES = ".svg or .png (a picture), .json (a trace for ui.perfetto.dev), .html (a page)"
+SUFFIXES = ".svg or .png (a picture), .json (a trace for ui.perfetto.dev), .html (a page), .jsonl (messages)"
 
 
 class Recording(Recorder):
@@ -196,6 +197,13 @@ class Recording(Recorder):
         states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
         return {rank: held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())}
 
+    def messages(self) -> list[Message]:
+        """What crossed between processes, of all ranks: each message at both ends, each reduction on each rank.
+
+        Of a pipe in one process there are none.
+        """
+        return messages_of(self.runs)
+
     def end(self) -> None:
         """Ends a run, and adds its timeline."""
         super().end()
@@ -225,6 +233,8 @@ class Recording(Recorder):
     def save(self, path: str | Path) -> Path:
         """Writes the steps as `.svg` or `.png` (the typical one, with what was predicted), `.json` (all), or `.html`.
 
+        `.jsonl` has `messages()`, a JSON object a line behind one that names the schema, of all ranks.
+
         Raises:
             ImportError: A PNG is wanted, and resvg-py is missing: the extra `plots` brings it.
             ValueError: No step was recorded, or the suffix is another.
@@ -238,6 +248,8 @@ class Recording(Recorder):
                 path.write_text(trace_json(report.timelines))
             case ".html":
                 path.write_text(report_html(self.report(path.stem)), encoding="utf-8")
+            case ".jsonl":
+                write_messages(path, self.messages())
             case _:
                 raise ValueError(f"{path} has the suffix {path.suffix!r}; give one of {SUFFIXES}")
         return path

@@ -152,7 +152,7 @@ class Program:
                 case ["micro_batches", cell]:
                     micro_batches = int(cell)
                 case ["routes", *cells]:
-                    routes = tuple(map(_parse_route, cells))
+                    routes = tuple(map(parse_route, cells))
                 case ["row", *cells]:
                     rows.append(tuple(map(parse_action, cells)))
                 case _:
@@ -165,7 +165,12 @@ def main_line(stages: int) -> tuple[Route, ...]:
     return tuple(Route(s, s + 1, MAIN) for s in range(stages - 1))
 
 
-def _parse_route(text: str) -> Route:
+def parse_route(text: str) -> Route:
+    """Reads a route back from its printed form.
+
+    >>> parse_route("early/5:0>2")
+    Route(source=0, target=2, name='early/5')
+    """
     name, _, ends = text.rpartition(":")
     source, _, target = ends.partition(">")
     return Route(int(source), int(target), name)

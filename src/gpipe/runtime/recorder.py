@@ -15,6 +15,7 @@ from gpipe.plan.timeline import Span, Timeline
 from gpipe.runtime.steps import Step
 from gpipe.runtime.streams import RankStream, Stamp
 from gpipe.runtime.worker import Worker
+from gpipe.values.crossed import Traffic
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Interval: TypeAlias = tuple[float, float]
@@ -22,10 +23,23 @@ Interval: TypeAlias = tuple[float, float]
 
 
 class Run(NamedTuple):
-    """A recorded run: a `step` is one, a call and its backward are two."""
+    """A recorded run: a `step` is one, a call and its backward are two.
+
+    `traffic` is what crossed between processes, by rank, by the clock of `when`; nothing where one is alone.
+    """
 
     timeline: Timeline
     when: Interval
+    traffic: tuple[Traffic, ...] = ()
+
+
+class Told(NamedTuple):
+    """What one process has recorded of a run: its host, when the run began by the clock there, and what since."""
+
+    host: str
+    began: float
+    timeline: Timeline
+    traffic: Traffic
 
 
 class Recorder:
@@ -86,23 +100,23 @@ class Recorder:
             worker.do(step)
         self._stamps.append((step.rank, step.action, start, worker.stream.stamp()))
 
-    def join(self, own: int, every: Sequence[tuple[str, float, Timeline]]) -> None:
+    def join(self, own: int, every: Sequence[Told]) -> None:
         """Makes one of the last timelines of all processes, by the clock of this one, which has the rank `own`.
 
         Args:
             own: This process among them.
-            every: By rank the host, the time when the run began by its clock, and the timeline since.
+            every: What each has recorded, by rank.
         """
-        ahead = offsets([host for host, _, _ in every], [_moved(timeline, began) for _, began, timeline in every])
-        starts = [began + more - ahead[own] for (_, began, _), more in zip(every, ahead, strict=True)]
+        ahead = offsets([told.host for told in every], [_moved(told.timeline, told.began) for told in every])
+        starts = [told.began + more - ahead[own] for told, more in zip(every, ahead, strict=True)]
         first = min(starts)
-        moved = [_moved(timeline, start - first) for (_, _, timeline), start in zip(every, starts, strict=True)]
+        moved = [_moved(told.timeline, start - first) for told, start in zip(every, starts, strict=True)]
         spans = sorted(chain(*(timeline.spans for timeline in moved)), key=lambda span: (span.start, span.rank))
         seconds = max(start - first + timeline.seconds for start, timeline in zip(starts, moved, strict=True))
+        traffic = tuple(told.traffic.moved(start) for told, start in zip(every, starts, strict=True))
         last = self.runs.pop()
-        self.runs.append(
-            Run(Timeline(len(every), tuple(spans), seconds), (first, max(last.when[1], first + seconds)))
-        )
+        when = first, max(last.when[1], first + seconds)
+        self.runs.append(Run(Timeline(len(every), tuple(spans), seconds), when, traffic))
 
     def forget(self) -> None:
         """Forgets the last run: others were in it that do not record."""

@@ -1,0 +1,82 @@
+"""What crossed between processes in one run, as data: each end notes for itself which tensors, and when."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
+
+from gpipe.values.messages import Label
+
+DIGITS = 9
+"""Of seconds, as processes tell each other: nanoseconds."""
+
+
+class Payload(NamedTuple):
+    """A tensor of a message; `size` are the bytes that travel, what is only repeated once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class Crossed(NamedTuple):
+    """A message, as one of its ends knows it.
+
+    `asked` is when this end called for it, `begun` when a sender had room for it and began to write, `ended` when
+    this end was done, all in seconds. A receiver does not know when it was begun: for it that is when it asked.
+    """
+
+    sends: bool
+    peer: int
+    label: Label
+    tensors: tuple[Payload, ...]
+    asked: float
+    begun: float
+    ended: float
+
+
+class Traffic(NamedTuple):
+    """All that one process sent and received in a run; `routes` are what the numbers of labels stand for.
+
+    >>> sent = Crossed(True, 1, Label(0, 3, False), (Payload("float32", (2, 4), 32),), 0.5, 0.5, 0.75)
+    >>> traffic = Traffic(("x:0>1",), 4, (sent,))
+    >>> Traffic.of_json(traffic.to_json()) == traffic
+    True
+    >>> traffic.moved(1.0).crossed[0].ended
+    1.75
+    """
+
+    routes: tuple[str, ...] = ()
+    micro_batches: int = 0
+    crossed: tuple[Crossed, ...] = ()
+
+    def moved(self, by: float) -> Self:
+        """The same by another clock."""
+        return self._replace(
+            crossed=tuple(
+                one._replace(asked=one.asked + by, begun=one.begun + by, ended=one.ended + by) for one in self.crossed
+            )
+        )
+
+    def to_json(self) -> list[Any]:
+        """As lists of numbers and words, what tensors there are written once."""
+        kinds = {one.tensors: None for one in self.crossed}
+        number = {tensors: at for at, tensors in enumerate(kinds)}
+        rows = [
+            [int(one.sends), one.peer, *map(int, one.label), number[one.tensors], *_rounded(one[-3:])]
+            for one in self.crossed
+        ]
+        return [self.routes, self.micro_batches, list(kinds), rows]
+
+    @classmethod
+    def of_json(cls, told: list[Any]) -> Self:
+        """Reads what `to_json` gave."""
+        routes, micro_batches, kinds, rows = told
+        payloads = [tuple(Payload(dtype, tuple(shape), size) for dtype, shape, size in kind) for kind in kinds]
+        crossed = (
+            Crossed(bool(sends), peer, Label(route, micro_batch, bool(gradient)), payloads[at], *times)
+            for sends, peer, route, micro_batch, gradient, at, *times in rows
+        )
+        return cls(tuple(routes), micro_batches, tuple(crossed))
+
+
+def _rounded(times: Iterable[float]) -> list[float]:
+    return [round(seconds, DIGITS) for seconds in times]
