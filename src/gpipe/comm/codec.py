@@ -121,10 +121,13 @@ def payload_of(message: Message) -> tuple[Payload, ...]:
     """
     items = tree_flatten(message.value)[0] if isinstance(message, BoundaryValue) else message
     tensors = {id(item): item for item in items if isinstance(item, Tensor)}.values()
-    return tuple(
-        Payload(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), extents_of((shape_of(tensor),))[0].end)
-        for tensor in tensors
-    )
+    return tuple(_payload(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors)
+
+
+@lru_cache(KEPT)
+def _payload(dtype: torch.dtype, size: torch.Size, strides: tuple[int, ...]) -> Payload:
+    (extent,) = extents_of(((dtype, tuple(size), strides, False, APART),))
+    return Payload(str(dtype).removeprefix("torch."), tuple(size), extent.end)
 
 
 def _end_of(extents: Sequence[Extent]) -> int:
