@@ -8,6 +8,7 @@ from tyro.extras import SubcommandApp
 from gpipe.cli.ending import ending_by_interrupt
 from gpipe.cli.evaluate import evaluate
 from gpipe.cli.plan import plan
+from gpipe.cli.record import record
 from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
 from gpipe.cli.train import train, with_files
@@ -19,6 +20,7 @@ app.command(name="evaluate")(evaluate)
 app.command(name="translate")(translate)
 app.command(name="schedule")(schedule)
 app.command(name="report")(report)
+app.command(name="record")(record)
 app.command(name="plan")(plan)
 
 
