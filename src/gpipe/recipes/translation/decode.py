@@ -35,6 +35,8 @@ def greedy(network: Network, sources: Sequence[Sequence[int]]) -> list[list[int]
         The words of each translation, without BEGIN and END.
     """
     found: list[list[int]] = [[] for _ in sources]
+    if not sources:
+        return found
     limits = torch.tensor([limit_of(source) for source in sources])
     alive = torch.arange(len(sources))
     words = padded([[*source, END] for source in sources])
