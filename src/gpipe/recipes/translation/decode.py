@@ -102,7 +102,7 @@ class Search:
         if not self.beginnings or len(self.beginnings[0]) > limit_of(self.source):
             return True
         best_possible = float(self._scores.max()) / penalty(limit_of(self.source))
-        return len(self._ended) >= self._width and max(self._ended)[0] >= best_possible
+        return bool(self._ended) and max(self._ended)[0] >= best_possible
 
     def go_on(self, logs: Tensor) -> None:
         """Takes the likeliest words after the beginnings, from log-probabilities [beginnings, vocabulary]."""
