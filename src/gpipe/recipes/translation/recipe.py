@@ -111,9 +111,9 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         for some in in_order(sentences, self.options.tokens):
             batch = self._shape.batch(some)
             logits = pipe(batch.inputs, gather=True)
-            for sentence, own, targets in zip(some, logits, batch.targets.to(logits.device), strict=True):
-                value = float(_cross_entropy(own, targets, "sum"))
-                found.setdefault(sentence.pair.language, []).append((value, int(count_words(targets))))
+            words = _cross_entropy(logits, batch.targets.to(logits.device), "none").view_as(batch.targets)
+            for sentence, value in zip(some, words.sum(dim=1).tolist(), strict=True):
+                found.setdefault(sentence.pair.language, []).append((value, len(sentence.english) + 1))
         return {
             language: (fsum(value for value, _ in some), sum(words for _, words in some))
             for language, some in found.items()
@@ -142,7 +142,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
 def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str, smoothing: float = 0.0) -> Tensor:
     return F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]),
+        logits.reshape(-1, logits.shape[-1]).float(),
         targets.reshape(-1),
         ignore_index=PAD,
         reduction=reduction,
