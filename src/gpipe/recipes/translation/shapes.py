@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gpipe.datasets.token_batches import collate, padded
 from gpipe.datasets.vocabulary import BEGIN, END, PAD
@@ -98,10 +99,9 @@ class Decoder:
 
         def ask(words: Tensor, begun: Tensor) -> Tensor:
             lengths = (words != PAD).sum(dim=1)
-            rows = [torch.cat([row[:length], more]) for row, length, more in zip(words, lengths, begun, strict=True)]
-            logits = forward(padded([row.tolist() for row in rows]))
-            ends = lengths + begun.shape[1] - 1
-            return logits[torch.arange(len(rows)), ends][:, None]
+            places = lengths[:, None] + torch.arange(begun.shape[1])
+            rows = F.pad(words, (0, begun.shape[1]), value=PAD).scatter(1, places, begun)
+            return forward(rows)[torch.arange(len(rows)), places[:, -1]][:, None]
 
         return ask
 
