@@ -40,10 +40,10 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     @cached_property
     def _kept_vocabulary(self) -> Vocabulary | None:
-        run = self.options.out if self.options.resume else self.options.from_
-        if run is None or not (run / VOCABULARY).is_file():
-            return None
-        return Vocabulary.load(run / VOCABULARY)
+        runs = [self.options.out if self.options.resume else None, self.options.from_]
+        files = [run / VOCABULARY for run in runs if run is not None]
+        found = next((file for file in files if file.is_file()), None)
+        return None if found is None else Vocabulary.load(found)
 
     @property
     def steps_per_epoch(self) -> int:  # type: ignore[override]  # found out when asked for
