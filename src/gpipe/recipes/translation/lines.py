@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpipe.recipes.options.files import recipe_of
 from gpipe.recipes.trained import open_recipe, opened
 from gpipe.recipes.translation.decode import beam, greedy
-from gpipe.recipes.translation.recipe import TranslationRecipe
+from gpipe.recipes.translation.recipe import VOCABULARY, TranslationRecipe
 from gpipe.recipes.world import World
 
 Translator = Callable[[Sequence[str]], list[str]]
@@ -21,9 +22,12 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
         ImportError: A library is missing.
     """
     world = World()
-    recipe = open_recipe(run, partitions, world)
-    if not isinstance(recipe, TranslationRecipe):
-        raise ValueError(f"{run} is a run of the recipe {recipe.name}: give one of `gpipe train translation`")
+    if (name := recipe_of(run)) != TranslationRecipe.name:
+        raise ValueError(f"{run} is a run of the recipe {name}: give one of `gpipe train translation`")
+    if not (run / VOCABULARY).is_file():
+        raise ValueError(f"{run} has no {VOCABULARY}, which says what its network reads: give a run that has all files")
+    recipe = open_recipe(run, partitions, world, tsv=None)  # what it was trained on need not be there
+    assert isinstance(recipe, TranslationRecipe)
     with opened(recipe, world) as trained:
         vocabulary, network = recipe.vocabulary, recipe.network(trained.pipe)
 
