@@ -123,6 +123,18 @@ def scores_of(translated: Sequence[Translated], train: int, nll: tuple[float, in
     )
 
 
+def check_installed() -> None:
+    """Looks for sacrebleu, before hours of translating.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import sacrebleu  # noqa: F401 (to see whether it is there)
+    except ImportError as error:
+        raise ImportError("translations are scored by sacrebleu: pip install 'gpipe[translation]'") from error
+
+
 def chrf(translations: Sequence[str], right: Sequence[str]) -> float:
     """The chrF of sacrebleu, with its defaults.
 

@@ -17,7 +17,7 @@ from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
 from gpipe.recipes.translation.decode import Network
-from gpipe.recipes.translation.evaluation import evaluation_of
+from gpipe.recipes.translation.evaluation import check_installed, evaluation_of
 from gpipe.recipes.translation.shapes import SHAPES, Shape
 
 VOCABULARY = "vocabulary.json"
@@ -125,6 +125,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
+        check_installed()
         test = self.corpus.test
         return evaluation_of(
             test,
