@@ -75,8 +75,13 @@ class TranslationRecipe(Recipe[TranslationOptions]):
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         """Makes the mini-batches of an epoch; their numbers and lengths of sentences differ."""
         for sentences in self.corpus.mini_batches(epoch)[first:]:
-            own = share.of(torch.arange(len(sentences)))
-            yield self._shape.batch([sentences[row] for row in own.tolist()])
+            own = share.of(torch.arange(len(sentences))).tolist()
+            yield self._shape.batch([sentences[row] for row in own]) if own else self._nothing_of(sentences)
+
+    def _nothing_of(self, sentences: Sequence[Sentence]) -> Batch:
+        """For a replica that gets none of too few sentences: one of them, of which no word counts."""
+        batch = self._shape.batch(sentences[:1])
+        return batch._replace(targets=torch.full_like(batch.targets, PAD))
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Smoothed cross-entropy, the mean over the words of a micro-batch."""
