@@ -101,8 +101,12 @@ def _read(options: TranslationOptions) -> Split:
         raise ValueError(f"--languages has {', '.join(absent)}: there are {', '.join(sorted(there))}")
     chosen = set(options.languages) or there
     split = split_by_english([pair for pair in pairs if pair.language in chosen])
-    if not split.train:
-        raise ValueError("there is no pair to train on: a tenth of the English sentences is held out to judge by")
+    sizes = {"train on": len(split.train), "look at meanwhile": len(split.validation), "judge by": len(split.test)}
+    if absent := [purpose for purpose, size in sizes.items() if not size]:
+        raise ValueError(
+            f"of {sum(sizes.values())} pairs none falls to those to {', nor to those to '.join(absent)}, which are a "
+            "part of the English sentences each: give more pairs, or more languages"
+        )
     return split
 
 
