@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,12 @@ class Job:
         return precision(self.options, self.pipe)
 
     def begin_save(self) -> Callable[[], Path]:
-        """Begins to save a checkpoint; what it gives waits for it, and gives its folder."""
-        extra = to_extra(self.progress, self.options)
+        """Begins to save a checkpoint; what it gives waits for it, and gives its folder.
+
+        A last epoch that was short is saved as one that has begun: more steps may come.
+        """
+        whole = self.progress.epochs[: self.steps // self.recipe.steps_per_epoch]
+        extra = to_extra(replace(self.progress, epochs=whole), self.options)
         return gpipe.save(
             self.checkpoints, self.pipe, self.optimizer, extra=extra, background=True, keep=KEPT, limit=PATIENCE
         ).wait

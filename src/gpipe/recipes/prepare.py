@@ -113,7 +113,14 @@ def _begin(job: Job) -> Progress:
     wanted = job.options.resume or job.world.restarts > 0
     found = wanted and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
     if any(job.pipe.team.exchange(b"found" if found else b"")):
-        return from_extra(gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra, job.options)
+        progress = from_extra(gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra, job.options)
+        done = len(progress.epochs) * job.recipe.steps_per_epoch + len(progress.losses)
+        if done > job.steps:
+            raise ValueError(
+                f"{done} steps were trained before, and this is a training of {job.steps}: give as many or more by "
+                "--steps or --epochs, or start anew without --resume"
+            )
+        return progress
     if not job.world.rank:
         (job.options.out / WEIGHTS).unlink(missing_ok=True)
         if job.checkpoints.exists():

@@ -51,7 +51,8 @@ def _train(job: Job, display: Display, is_to_end: Callable[[], int]) -> Recorded
         while len(progress.epochs) < job.epochs:
             epoch, recorded = _epoch(job, display, is_to_end)
             progress.epochs.append(epoch)
-            progress.losses, progress.seconds = [], 0.0
+            if len(progress.losses) == job.recipe.steps_per_epoch:
+                progress.losses, progress.seconds = [], 0.0
             write_metrics(job)
             display.epoch_ended(epoch)
             if epoch.epoch % job.options.checkpoint_every == 0 and epoch.epoch < job.epochs:
@@ -72,7 +73,7 @@ def _epoch(job: Job, display: Display, is_to_end: Callable[[], int]) -> tuple[Ep
         if told := is_to_end():
             _end(job, display, signal.Signals(told))
 
-    with Recorded.of(job.pipe, steps - first) if last else nullcontext() as recorded:
+    with Recorded.of(job.pipe, steps - first) if last and first < steps else nullcontext() as recorded:
         batches = zip(range(first, steps), job.recipe.batches(number, first, job.share), strict=False)
         given: Iterator[tuple[int, Batch]] = batches if recorded is None else recorded.loading(batches)
         train_epoch(job, number, given, after_step)
