@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tomli_w
 
+from gpipe.recipes.options.kinds import fits, in_words
 from gpipe.recipes.options.training import TrainOptions, flag, name_of
 
 CONFIG = "config.toml"
@@ -21,7 +22,7 @@ RECIPE = "recipe"
 """The key that says whose options they are."""
 PRESETS = Path(__file__).parent / "presets"
 NOT_SAVED = frozenset({"config", "resume"})
-SCALARS = (str, int, float, bool)
+"""What a file cannot say: it would send on to itself."""
 
 
 def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
@@ -77,9 +78,20 @@ def recipe_of(run: Path) -> str:
 
 
 def find_preset(name: Path, recipe: str) -> Path:
-    """The file that `--config` names: a preset's, or the file itself."""
-    preset = PRESETS / recipe / f"{name}.toml"
-    return preset if preset.is_file() and not name.exists() else name
+    """The file that `--config` names: a preset's, or the file itself.
+
+    Raises:
+        ValueError: There is neither.
+
+    >>> find_preset(Path("paper"), "digits").name
+    'paper.toml'
+    """
+    presets = {file.stem: file for file in sorted((PRESETS / recipe).glob("*.toml"))}
+    if name.exists():
+        return name
+    if str(name) not in presets:
+        raise ValueError(f"--config is {name}, neither a file nor a preset: of those there are {', '.join(presets)}")
+    return presets[str(name)]
 
 
 def expanded(recipe: str, options: type[TrainOptions], given: Sequence[str]) -> list[str]:
@@ -108,7 +120,7 @@ def _network(run: Path, recipe: str, options: type[TrainOptions]) -> list[str]:
     """The flags that say which network a run has trained."""
     recipe_of(run)
     table = read_config(run / CONFIG)
-    kept = {name: value for name, value in table.items() if name in options.NETWORK}
+    kept = {name: value for name, value in table.items() if name in (RECIPE, *options.NETWORK)}
     return to_flags(kept, recipe, options, run / CONFIG)
 
 
@@ -118,8 +130,8 @@ def to_flags(table: Mapping[str, Any], recipe: str, options: type[TrainOptions],
     Raises:
         ValueError: A name is no option, or a value none of an option: a line for each.
 
-    >>> to_flags({"steps": 7, "resume": False}, "digits", TrainOptions, Path("my.toml"))
-    ['--steps=7', '--no-resume']
+    >>> to_flags({"steps": 7, "bf16": False}, "digits", TrainOptions, Path("my.toml"))
+    ['--steps=7', '--no-bf16']
     """
     if problems := list(_problems(table, recipe, options, file)):
         raise ValueError("\n".join(problems))
@@ -127,25 +139,24 @@ def to_flags(table: Mapping[str, Any], recipe: str, options: type[TrainOptions],
 
 
 def _problems(table: Mapping[str, Any], recipe: str, options: type[TrainOptions], file: Path) -> Iterator[str]:
-    names = {name_of(field.name) for field in fields(options)}
     if (other := table.get(RECIPE, recipe)) not in SAME.get(recipe, (recipe,)):
         yield f"{file} is of the recipe {other}, and this is `gpipe train {recipe}`"
         return
+    hints = get_type_hints(options)
+    kinds = {name_of(one.name): hints[one.name] for one in fields(options) if one.name not in NOT_SAVED}
     for name, value in table.items():
-        if name not in {*names, RECIPE}:
-            near = get_close_matches(name, names, 1)
+        if name == RECIPE:
+            continue
+        if name not in kinds:
+            near = get_close_matches(name, kinds, 1)
             instead = f"; did you mean {near[0]}?" if near else f": see `gpipe train {recipe} --help`"
             yield f"{file}: {name} is no option{instead}"
-        elif not isinstance(value, SCALARS) and not _is_list(value):
-            yield f"{file}: {name} is {value!r}: give a number, a text, true, false or a list of them"
+        elif not fits(value, kinds[name]):
+            yield f"{file}: {name} is {value!r}: give {in_words(kinds[name])}"
 
 
 SAME = {"digits": ("digits", "images"), "images": ("digits", "images")}
 """Recipes with the same options."""
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, SCALARS) for one in value)
 
 
 def _words(name: str, value: Any) -> Iterable[str]:
