@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.datasets import Digits, batches
+from gpipe.datasets import batches
 from gpipe.models import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.images.evaluation import Counts, count, to_evaluation
 from gpipe.recipes.images.sources import Source, open_source
@@ -24,14 +24,13 @@ class ImagesRecipe(Recipe[ImagesOptions]):
 
     Args:
         options: All that can be told of it.
-        digits: In place of all digits.
     """
 
     name: ClassVar[str] = "images"
 
-    def __init__(self, options: ImagesOptions, digits: Digits | None = None) -> None:
+    def __init__(self, options: ImagesOptions) -> None:
         super().__init__(options)
-        self.source: Source = open_source(options, digits)
+        self.source: Source = open_source(options)
         self.steps_per_epoch = self.source.rows // options.batch_size
 
     @property

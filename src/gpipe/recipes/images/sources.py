@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gpipe.datasets import (
     Augmentation,
-    Digits,
     ImageFolder,
     Images,
     Reader,
@@ -45,14 +44,14 @@ class Source(Protocol):
         """Yields all images that are held out."""
 
 
-def open_source(options: ImagesOptions, digits: Digits | None = None) -> Source:
+def open_source(options: ImagesOptions) -> Source:
     """Opens the images that the options name.
 
     Raises:
         ValueError: The folder is not as it should be, or there are too few images.
         ImportError: The library that has or reads them is not installed.
     """
-    source: Source = DigitImages(options, digits) if options.image_folder is None else FolderImages(options)
+    source: Source = DigitImages(options) if options.image_folder is None else FolderImages(options)
     if source.rows < options.batch_size:
         raise ValueError(
             f"--batch-size is {options.batch_size}, and there are {source.rows} images to train on: choose fewer"
@@ -61,14 +60,12 @@ def open_source(options: ImagesOptions, digits: Digits | None = None) -> Source:
 
 
 class DigitImages:
-    """The digits; of them `digits`, if given, else those that the options name."""
+    """The digits that the options name."""
 
-    def __init__(self, options: ImagesOptions, digits: Digits | None = None) -> None:
+    def __init__(self, options: ImagesOptions) -> None:
         self._options = options
         chosen = tuple(map(int, options.classes)) or None
-        self._digits = digits or load_digits(
-            options.image_size, classes=chosen, per_class=options.per_class, seed=options.seed
-        )
+        self._digits = load_digits(options.image_size, classes=chosen, per_class=options.per_class, seed=options.seed)
         self.classes = options.classes or tuple(map(str, range(DIGITS)))
         self.rows = len(self._digits.train)
 
