@@ -40,6 +40,8 @@ def spread(found: Sequence[Evaluation]) -> str:
     top1  0.8500 +- 0.0707
     """
     names = [name for name in found[0].numbers if all(name in one.numbers for one in found)]
+    if not names:
+        return f"{len(found)} runs, which have no number in common: give runs of one recipe"
     width = max(map(len, names))
     lines = []
     for name in names:
