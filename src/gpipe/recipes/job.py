@@ -82,7 +82,7 @@ class Job:
     @property
     def precision(self) -> AbstractContextManager[Any]:
         """What forwards are computed in."""
-        return precision(self.options, self.pipe)
+        return precision(self.options, self.pipe.devices[0])
 
     def begin_save(self) -> Callable[[], Path]:
         """Begins to save a checkpoint; what it gives waits for it, and gives its folder.
@@ -96,9 +96,9 @@ class Job:
         ).wait
 
 
-def precision(options: TrainOptions, pipe: gpipe.GPipe) -> AbstractContextManager[Any]:
+def precision(options: TrainOptions, device: torch.device) -> AbstractContextManager[Any]:
     """What forwards are computed in: float32, or under autocast."""
-    return torch.autocast(pipe.devices[0].type, torch.bfloat16) if options.bf16 else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext()
 
 
 def parts_of(plan: gpipe.Plan) -> dict[str, Any]:

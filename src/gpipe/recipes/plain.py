@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.recipes.job import precision
 from gpipe.recipes.recipe import Batch, Recipe
 
 REPEATS = 3  # and one before them to warm up
@@ -45,10 +46,11 @@ def _split(batch: Batch, micro_batches: int, device: torch.device) -> list[Batch
 
 def _plain_step(plain: nn.Module, parts: list[Batch], recipe: Recipe[Any]) -> None:
     plain.zero_grad()
-    for part in parts:
-        loss = recipe.loss(plain(part.inputs), part.targets) / len(parts)
-        loss.backward()
     device = next(plain.parameters()).device
+    for part in parts:
+        with precision(recipe.options, device):
+            loss = recipe.loss(plain(part.inputs), part.targets) / len(parts)
+        loss.backward()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

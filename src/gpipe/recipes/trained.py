@@ -55,6 +55,6 @@ def opened(recipe: Recipe[Any], world: World) -> Iterator[Trained]:
     layers = build(recipe)
     load(read_weights(recipe.options.out), layers)
     pipe, _ = make_pipe(recipe, layers, [1.0] * len(layers), world)
-    with pipe, one_thread(), torch.no_grad(), precision(recipe.options, pipe):
+    with pipe, one_thread(), torch.no_grad(), precision(recipe.options, pipe.devices[0]):
         pipe.eval()
         yield Trained(recipe, pipe)
