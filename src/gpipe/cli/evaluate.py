@@ -24,14 +24,19 @@ class EvaluateOptions:
     beam: int | None = None
     """Of a translation, how many translations of a sentence are followed at once, beside the greedy one; 1: none."""
 
+    sentences: int | None = None
+    """Of a translation, how many sentences of each language are translated at most; by default all of the test."""
+
 
 def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> None:
     """Evaluates a run on data that its training has not seen: a table, and RUN/evaluation.json."""
     with ending_by_mistakes():
         if not options.runs:
             raise ValueError("give the folder of a run, such as out/digits; `gpipe train` writes it")
-        if options.beam is not None and options.beam < 1:
-            raise ValueError(f"--beam is {options.beam}: choose 1 or more")
+        for name in ("beam", "sentences"):
+            if (value := getattr(options, name)) is not None and value < 1:
+                raise ValueError(f"--{name} is {value}: choose 1 or more")
+        changes = {"beam": options.beam, "sentences": options.sentences}
         from gpipe.recipes.evaluating import evaluate_run, spread
         from gpipe.recipes.world import find_world, joined
 
@@ -40,7 +45,7 @@ def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> Non
         found = []
         for run in options.runs:
             with ending_by_mistakes():
-                found.append(evaluate_run(run, options.partitions, options.beam, world))
+                found.append(evaluate_run(run, options.partitions, changes, world))
             if not world.rank:
                 print(f"{run}: {found[-1].text}\n" if len(options.runs) > 1 else found[-1].text)
         if len(found) > 1 and not world.rank:

@@ -1,13 +1,15 @@
 """What the terminal shows of a training: how far it is, each epoch's line, and where the time went."""
 
+import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 import gpipe
 from gpipe.plan.action import Kind
@@ -16,6 +18,25 @@ from gpipe.recipes.recorded import Recorded
 
 NOTICEABLE = 1.1
 """Times as long as alone."""
+
+
+T = TypeVar("T")
+
+
+def watched(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """Iterates over items; meanwhile a terminal shows how far it is, and the time left.
+
+    Args:
+        items: Of any kind.
+        what: Is being done.
+        total: How many items there are; by default as many as their length says.
+
+    >>> list(watched([1, 2], "counting"))
+    [1, 2]
+    """
+    console = Console(stderr=True)
+    silent = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    return iter(track(items, what, total, console=console, transient=True, disable=silent))
 
 
 class Display:

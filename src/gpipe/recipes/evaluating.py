@@ -1,11 +1,15 @@
 """Evaluates runs, and says how far several are apart."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
+from gpipe.recipes.options.by_name import OPTIONS
 from gpipe.recipes.options.files import recipe_of
+from gpipe.recipes.options.training import flag
 from gpipe.recipes.recipe import Evaluation
 from gpipe.recipes.trained import open_recipe, opened
 from gpipe.recipes.world import World
@@ -13,17 +17,25 @@ from gpipe.recipes.world import World
 EVALUATION = "evaluation.json"
 
 
-def evaluate_run(run: Path, partitions: int | None, beam: int | None, world: World) -> Evaluation:
+def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], world: World) -> Evaluation:
     """Evaluates a run, and writes evaluation.json into its folder.
+
+    Args:
+        run: Its folder.
+        partitions: K; None: as many as there are processes, or 2.
+        changes: Options of the recipe in place of the run's, by name; None: the run's.
+        world: The processes that evaluate together.
 
     Raises:
         ValueError: The folder is none of a run, or it has no weights.
         ImportError: A library is missing.
     """
-    changes = {} if beam is None else {"beam": beam}
-    if changes and recipe_of(run) != "translation":
-        raise ValueError(f"--beam is for translations, and {run} is a run of the recipe {recipe_of(run)}")
-    recipe = open_recipe(run, partitions, world, **changes)
+    given = {name: value for name, value in changes.items() if value is not None}
+    recipe_name = recipe_of(run)
+    known = {field.name for field in fields(OPTIONS[recipe_name])} if recipe_name in OPTIONS else set(given)
+    if odd := [flag(name) for name in given if name not in known]:
+        raise ValueError(f"{', '.join(odd)} says nothing to the recipe {recipe_name}, which {run} is a run of")
+    recipe = open_recipe(run, partitions, world, **given)
     with opened(recipe, world) as trained:
         found = recipe.evaluate(trained.pipe)
     if not world.rank:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.datasets import batches
 from gpipe.models import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
-from gpipe.recipes.images.evaluation import Counts, count, to_evaluation
+from gpipe.recipes.display import watched
+from gpipe.recipes.images.evaluation import count, to_evaluation
 from gpipe.recipes.images.sources import Source, open_source
 from gpipe.recipes.learning.rates import cosine, exponential
 from gpipe.recipes.options.images import ImagesOptions
@@ -99,20 +100,16 @@ class ImagesRecipe(Recipe[ImagesOptions]):
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
         """The share of held-out images that are classified rightly."""
-        counts = self._counts(pipe)
-        return {"accuracy": counts.top1}
+        return {"accuracy": count(self._classified(pipe), len(self.source.classes)).top1}
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Top-1, top-5 and a confusion table over the held-out images, each seen once."""
-        return to_evaluation(self._counts(pipe), self.source.classes)
-
-    def _counts(self, pipe: gpipe.GPipe) -> Counts:
-        share = Share(reads_inputs=pipe.reads_inputs)
-        return count(self._classified(pipe, share), len(self.source.classes))
+        parts = watched(self._classified(pipe), "images", self.source.held_out_parts)
+        return to_evaluation(count(parts, len(self.source.classes)), self.source.classes)
 
     @torch.no_grad()
-    def _classified(self, pipe: gpipe.GPipe, share: Share) -> Iterator[tuple[Tensor, Tensor]]:
-        for images in self.source.held_out(share):
+    def _classified(self, pipe: gpipe.GPipe) -> Iterator[tuple[Tensor, Tensor]]:
+        for images in self.source.held_out(Share(reads_inputs=pipe.reads_inputs)):
             logits = pipe(images.images, gather=True)
             yield logits.float().cpu(), images.classes
 

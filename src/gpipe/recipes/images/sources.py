@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Protocol
 
 import torch
@@ -32,10 +33,12 @@ class Source(Protocol):
     Attributes:
         classes: The names of the classes, in the order of their numbers.
         rows: How many images there are to train on.
+        held_out_parts: In how many parts images that are held out come.
     """
 
     classes: tuple[str, ...]
     rows: int
+    held_out_parts: int
 
     def train(self, batches: Sequence[Tensor], epoch: int, share: Share) -> Iterator[Images]:
         """Yields the images of each mini-batch, given by its rows, changed as the options say."""
@@ -68,6 +71,7 @@ class DigitImages:
         self._digits = load_digits(options.image_size, classes=chosen, per_class=options.per_class, seed=options.seed)
         self.classes = options.classes or tuple(map(str, range(DIGITS)))
         self.rows = len(self._digits.train)
+        self.held_out_parts = ceil(len(self._digits.held_out) / EVALUATED)
 
     def train(self, batches: Sequence[Tensor], epoch: int, share: Share) -> Iterator[Images]:
         """Yields the images of each mini-batch; elsewhere than at the first layer they stay as they are."""
@@ -104,6 +108,7 @@ class FolderImages:
         self._held_out_reader = Reader(found.held_out, how, workers=min(1, o.workers), seed=o.seed)
         self.classes = found.classes
         self.rows = len(found.train)
+        self.held_out_parts = ceil(len(found.held_out) / EVALUATED)
 
     def train(self, batches: Sequence[Tensor], epoch: int, share: Share) -> Iterator[Images]:
         """Yields the images of each mini-batch; elsewhere than at the first layer, blank ones."""

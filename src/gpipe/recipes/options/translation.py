@@ -18,7 +18,7 @@ class TranslationOptions(TrainOptions):
     --model-dim is 33: choose an even number
     """
 
-    UNDECISIVE: ClassVar[frozenset[str]] = TrainOptions.UNDECISIVE | {"epochs", "steps", "beam"}
+    UNDECISIVE: ClassVar[frozenset[str]] = TrainOptions.UNDECISIVE | {"epochs", "steps", "beam", "sentences"}
     NETWORK: ClassVar[tuple[str, ...]] = (
         *("model", "layers", "ffn_dim", "heads", "model_dim", "head_dim", "vocabulary", "matrices"),
     )
@@ -92,6 +92,9 @@ class TranslationOptions(TrainOptions):
     beam: int = 4
     """How many translations of a sentence are followed at once in an evaluation, beside the greedy one; 1: none."""
 
+    sentences: int | None = None
+    """How many sentences of each language an evaluation translates at most; by default all of the test."""
+
     @property
     def depth(self) -> int | None:
         """An embedding, the layers, in the middle what leads from the encoder to the decoder, and a softmax layer."""
@@ -101,7 +104,7 @@ class TranslationOptions(TrainOptions):
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
-        ones = ("layers", "ffn_dim", "heads", "model_dim", "head_dim", "longest", "warm_up", "beam")
+        ones = ("layers", "ffn_dim", "heads", "model_dim", "head_dim", "longest", "warm_up", "beam", "sentences")
         yield from self.too_small({**dict.fromkeys(ones, 1), "vocabulary": 300, "tokens": 64})
         yield from super().problems()
         for name in ("temperature", "learning_rate"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe.datasets.catalogues import read_catalogues
-from gpipe.datasets.pairs import Pair, Split, read_tsv, split_by_english
+from gpipe.datasets.pairs import Pair, Split, place_of, read_tsv, split_by_english
 from gpipe.datasets.sampling import draw
 from gpipe.datasets.token_batches import short_enough, steps_per_epoch, token_batches
 from gpipe.datasets.vocabulary import Vocabulary
@@ -67,8 +67,14 @@ class Corpus:
 
     @cached_property
     def test(self) -> list[Sentence]:
-        """The sentences to judge by."""
-        return self._encoded(self.split.test)
+        """The sentences to judge by; of each language the same English texts, where there are more than wanted."""
+        most, seen = self._options.sentences, Counter[str]()
+        chosen = []
+        for pair in sorted(self.split.test, key=lambda pair: place_of(pair.english)):
+            seen[pair.language] += 1
+            if most is None or seen[pair.language] <= most:
+                chosen.append(pair)
+        return self._encoded(chosen)
 
     def _encoded(self, pairs: Sequence[Pair]) -> list[Sentence]:
         sources = self.vocabulary.encode_all([pair.source for pair in pairs])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import fsum
 
+from gpipe.recipes.display import watched
 from gpipe.recipes.recipe import Evaluation
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
 from gpipe.recipes.translation.decode import Network, beam, greedy
@@ -69,9 +70,11 @@ def evaluation_of(
         width: Of the beam; 1: there is none.
     """
     frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
-    likeliest = translate(test, lambda sources: greedy(network, sources), corpus, tokens)
+    likeliest = translate(test, lambda sources: greedy(network, sources), corpus, tokens, "greedily")
     searched = (
-        translate(test, lambda sources: beam(network, sources, width), corpus, tokens // width)
+        translate(
+            test, lambda sources: beam(network, sources, width), corpus, tokens // width, f"by a beam of {width}"
+        )
         if width > 1
         else [None] * len(test)
     )
@@ -97,10 +100,10 @@ def evaluation_of(
     return Evaluation(numbers, details, "\n".join(table({**languages, "all": overall}, width)))
 
 
-def translate(test: Sequence[Sentence], decode: Decode, corpus: Corpus, tokens: int) -> list[str]:
+def translate(test: Sequence[Sentence], decode: Decode, corpus: Corpus, tokens: int, what: str) -> list[str]:
     """Translates sentences, those of similar length at once."""
     found: dict[int, str] = {}
-    for some in in_order(test, tokens):
+    for some in watched(in_order(test, tokens), what):
         for sentence, words in zip(some, decode([one.source for one in some]), strict=True):
             found[id(sentence)] = corpus.vocabulary.decode(words)
     return [found[id(sentence)] for sentence in test]

@@ -25,7 +25,9 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
     if (name := recipe_of(run)) != TranslationRecipe.name:
         raise ValueError(f"{run} is a run of the recipe {name}: give one of `gpipe train translation`")
     if not (run / VOCABULARY).is_file():
-        raise ValueError(f"{run} has no {VOCABULARY}, which says what its network reads: give a run that has all files")
+        raise ValueError(
+            f"{run} has no {VOCABULARY}, which says what its network reads: give a run that has all files"
+        )
     recipe = open_recipe(run, partitions, world, tsv=None)  # what it was trained on need not be there
     assert isinstance(recipe, TranslationRecipe)
     with opened(recipe, world) as trained:
