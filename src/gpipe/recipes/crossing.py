@@ -27,7 +27,7 @@ def record_run(run: Path, steps: int, partitions: int | None, world: World) -> s
         ValueError: The folder is none of a run, or it has no weights.
         ImportError: A library is missing.
     """
-    recipe = open_recipe(run, partitions, world)
+    recipe = open_recipe(run, partitions, world, steps=steps)
     layers = build(recipe)
     load(read_weights(run), layers)
     pipe, how = make_pipe(recipe, layers, [1.0] * len(layers), world)
