@@ -1,0 +1,120 @@
+"""What is learnt from, and that nothing that is judged by is among it."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe.datasets import Pair, Split, Vocabulary, read_catalogues
+from gpipe.recipes.options.translation import TranslationOptions
+from gpipe.recipes.translation.corpus import Corpus, in_order
+from tests.support.toy_language import options, pairs, write_table
+
+
+def plain(english: str) -> str:
+    """A text apart from case, and from what is around it."""
+    return re.sub(r"^\s+|[\s.,:;!?…]+$", "", english.lower())
+
+
+def english(part: Iterable[Pair]) -> set[str]:
+    return {plain(pair.english) for pair in part}
+
+
+def check_apart(split: Split) -> None:
+    assert split.train
+    assert split.validation
+    assert split.test
+    held_out = english([*split.validation, *split.test])
+    assert not english(split.train) & held_out
+    assert not english(split.validation) & english(split.test)
+
+
+@pytest.fixture(scope="module")
+def catalogues() -> list[Pair]:
+    return read_catalogues()
+
+
+@pytest.fixture(autouse=True)
+def read_once(catalogues: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe.recipes.translation.corpus.read_catalogues", lambda: catalogues)
+
+
+@pytest.mark.parametrize("languages", [(), ("de",), ("nl", "sv", "zh_Hant")], ids=str)
+def test_no_english_that_is_judged_by_is_learnt_from_in_any_language(
+    languages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def learn(texts: Iterable[str], size: int) -> Vocabulary:
+        given.extend(texts)
+        return kept(given[:2000], size)
+
+    kept = Vocabulary.learn
+    monkeypatch.setattr(Vocabulary, "learn", learn)
+    corpus = Corpus(TranslationOptions(vocabulary=500, languages=languages))
+    check_apart(corpus.split)
+    assert not languages or {pair.language for pair in corpus.split.train} == set(languages)
+    assert {pair.language for pair in corpus.split.test} <= {pair.language for pair in corpus.split.train}
+    assert given
+    assert set(given) <= {text for pair in corpus.split.train for text in (pair.source, pair.english)}
+
+
+def test_every_choice_of_languages_holds_out_the_same_english() -> None:
+    alone, together = (Corpus(TranslationOptions(vocabulary=300, languages=some)) for some in (("lb",), ("lb", "de")))
+    assert english(alone.split.train).isdisjoint(english(together.split.test))
+    assert english(together.split.train).isdisjoint(english(alone.split.test))
+
+
+def test_a_table_is_split_like_that_however_its_english_is_written(tmp_path: Path) -> None:
+    given = pairs(120)
+    varied = [Pair("und", pair.source, f" {pair.english.upper()} !") for pair in given if pair.language == "toy"]
+    split = Corpus(options(tmp_path, tsv=write_table(tmp_path / "all.tsv", [*given, *varied]))).split
+    check_apart(split)
+    assert len({pair.language for pair in split.test}) == 3
+
+
+def test_every_mini_batch_is_of_training_sentences_and_an_epoch_has_as_many_as_told(tmp_path: Path) -> None:
+    corpus = Corpus(options(tmp_path, longest=16))
+    train = set(corpus.split.train)
+    for epoch in (1, 2):
+        made = corpus.mini_batches(epoch)
+        assert len(made) == corpus.steps_per_epoch
+        assert {one.pair for some in made for one in some} <= train
+        assert all(max(one.lengths) <= 16 for some in made for one in some)
+        assert sum(map(len, made)) <= len(corpus.train)
+    assert corpus.mini_batches(1) == corpus.mini_batches(1) != corpus.mini_batches(2)
+
+
+def test_all_that_is_judged_by_is_judged_once_also_what_is_long(tmp_path: Path) -> None:
+    corpus = Corpus(options(tmp_path, longest=12, tokens=64))
+    assert max(max(one.lengths) for one in corpus.test) > 12
+    some = in_order(corpus.test, 1)
+    assert sorted([one.pair for rows in some for one in rows], key=repr) == sorted(corpus.split.test, key=repr)
+    assert in_order([], 64) == []
+
+
+def test_another_vocabulary_is_kept(tmp_path: Path) -> None:
+    other = Vocabulary.learn(["of another run"] * 9, 300)
+    assert Corpus(options(tmp_path), other).vocabulary is other
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"languages": ("toy", "de", "xx")}, "--languages has de, xx: there are mirror, toy"),
+        ({"longest": 1}, "no pair is of --longest 1 subwords at most: choose more"),
+    ],
+)
+def test_what_leaves_nothing_to_learn_from_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Corpus(options(tmp_path, **changes))
+
+
+def test_too_few_pairs_are_refused(tmp_path: Path) -> None:
+    few = [pair for pair in pairs(3) if pair.language == "toy"]
+    with pytest.raises(
+        ValueError, match=r"^of 3 pairs none falls to those to look at meanwhile, nor to those to judge"
+    ):
+        Corpus(options(tmp_path, tsv=write_table(tmp_path / "few.tsv", few)))

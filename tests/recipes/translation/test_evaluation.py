@@ -1,0 +1,165 @@
+"""Scores by hand, what needs no network, and a table that fits."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpipe.datasets import END, Pair, Vocabulary
+from gpipe.recipes.recipe import Evaluation
+from gpipe.recipes.translation.corpus import Corpus, Sentence
+from gpipe.recipes.translation.decode import Network
+from gpipe.recipes.translation.evaluation import Scores, bleu, chrf, evaluation_of, table
+from tests.support.toy_language import in_toy, options
+
+
+def chrf_by_hand(said: Sequence[str], right: Sequence[str]) -> float:
+    """F2 of the mean precision and recall of runs of 1 to 6 letters; none longer than what is right counts."""
+    shares = []
+    for n in range(1, 7):
+        sides = [(runs(one, n), runs(other, n)) for one, other in zip(said, right, strict=True) if runs(other, n)]
+        met = sum((ours & theirs).total() for ours, theirs in sides)
+        ours, theirs = (
+            (sum(side.total() for side in every) for every in zip(*sides, strict=True)) if sides else (0, 0)
+        )
+        if ours and theirs:
+            shares.append((met / ours, met / theirs))
+    precision, recall = (sum(side) / len(shares) for side in zip(*shares, strict=True))
+    return 100 * 5 * precision * recall / (4 * precision + recall) if precision + recall else 0.0
+
+
+def runs(text: str, n: int) -> Counter[str]:
+    """So many letters each, spaces left out."""
+    letters = "".join(text.split())
+    return Counter(letters[at : at + n] for at in range(len(letters) - n + 1))
+
+
+SENTENCES = st.lists(st.text("ab c", min_size=1).filter(str.strip), min_size=1, max_size=4)
+
+
+@given(SENTENCES)
+def test_chrf_is_the_f2_of_letters(right: list[str]) -> None:
+    said = [text[::-1] if number % 2 else f"{text}a" for number, text in enumerate(right)]
+    assert chrf(said, right) == pytest.approx(chrf_by_hand(said, right), abs=1e-6)
+
+
+def test_scores_by_hand() -> None:
+    assert chrf(["abc"], ["abd"]) == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
+    # of four words 3 are met, of three pairs 2, of two triples 1, and the one of four counts as half a match
+    assert bleu(["a b c d"], ["a b c e"]) == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2 * 1 / 2) ** (1 / 4))
+    assert bleu(["a b"], ["a c"]) == pytest.approx(100 * (1 / 2 * 1 / 2) ** (1 / 2))  # there is nothing longer
+    assert bleu(["yes"], ["yes"]) == bleu(["yes", "old cat"], ["yes", "old cat"]) == pytest.approx(100.0)
+    assert bleu(["cat"], ["old cat"]) < 100.0  # too short
+    assert chrf([""], ["cat"]) == bleu([""], ["cat"]) == 0.0
+
+
+def knowing(corpus: Corpus) -> Network:
+    """A network that says the right English of each source, but of `mirror` nothing at all."""
+    right = {tuple(one.source): [*one.english, END] for one in corpus.test if one.pair.language == "toy"}
+
+    def network(words: Tensor, begun: Tensor) -> Tensor:
+        logits = torch.full((len(words), begun.shape[1], len(corpus.vocabulary)), -9.0)
+        for row, source in enumerate(words.tolist()):
+            said = right.get(tuple(source[: source.index(END)]), [END])
+            logits[row, -1, said[min(begun.shape[1], len(said)) - 1]] = 9.0
+        return logits
+
+    return network
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(options(tmp_path_factory.mktemp("corpus")))
+
+
+def evaluated(corpus: Corpus, test: Sequence[Sentence], width: int) -> Evaluation:
+    nlls = {"toy": (6.0, 4), "mirror": (2.0, 4)}
+    return evaluation_of(test, nlls, knowing(corpus), corpus, tokens=64, width=width)
+
+
+def test_every_language_is_compared_with_what_needs_no_network(corpus: Corpus) -> None:
+    found = evaluated(corpus, corpus.test, width=3)
+    toy, mirror = (found.details["languages"][language] for language in ("toy", "mirror"))
+    assert found.details["languages"].keys() == {"toy", "mirror"}
+    of = {
+        language: [one.pair for one in corpus.test if one.pair.language == language] for language in ("toy", "mirror")
+    }
+    for language, own in (("toy", toy), ("mirror", mirror)):
+        right = [pair.english for pair in of[language]]
+        assert own["test"] == len(right)
+        assert own["train"] == sum(pair.language == language for pair in corpus.split.train)
+        assert own["copy_chrf"] == chrf([pair.source for pair in of[language]], right)
+        frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
+        assert own["frequent_chrf"] == chrf([frequent] * len(right), right)
+    assert [toy[name] for name in ("nll", "chrf", "bleu", "beam_chrf", "beam_bleu")] == pytest.approx(
+        [1.5, *[100.0] * 4]
+    )
+    assert [mirror[name] for name in ("nll", "chrf", "bleu", "beam_chrf", "beam_bleu")] == [0.5, 0, 0, 0, 0]
+    assert found.numbers["nll"] == 1.0
+    assert 0 < found.numbers["chrf"] < 100
+    assert found.details["test"] == len(corpus.test) == toy["test"] + mirror["test"]
+    assert {one["greedy"] == one["english"] for one in found.details["examples"] if one["language"] == "toy"} == {
+        True
+    }
+    json.dumps({**found.numbers, **found.details}, allow_nan=False)
+
+
+def test_a_beam_of_one_is_none(corpus: Corpus) -> None:
+    found = evaluated(corpus, corpus.test, width=1)
+    assert not {"beam_chrf", "beam_bleu"} & found.numbers.keys()
+    assert {one["beam"] for one in found.details["examples"]} == {None}
+    assert re.search(r"^all .* - +- ", found.text, re.MULTILINE)
+
+
+def test_translations_come_in_the_order_of_the_test(corpus: Corpus) -> None:
+    for test in (corpus.test, corpus.test[::-1]):
+        examples = evaluated(corpus, test, width=1).details["examples"]
+        assert [one["source"] for one in examples] == [one.pair.source for one in test]
+
+
+SCORES = st.builds(
+    Scores,
+    *[st.integers(0, 999_999), st.integers(1, 99_999), st.floats(0, 12), *[st.floats(0, 100)] * 2],
+    *[st.none() | st.floats(0, 100)] * 2,
+    *[st.floats(0, 100)] * 2,
+).filter(lambda scores: (scores.beam_chrf is None) == (scores.beam_bleu is None))
+
+
+@given(
+    st.dictionaries(st.sampled_from(["de", "zh_Hant", "sr_Latn", "und", "all"]), SCORES, min_size=1),
+    st.integers(1, 16),
+)
+def test_a_table_fits_80_columns_and_has_a_line_for_each_language(scores: dict[str, Scores], width: int) -> None:
+    head, under, *lines = table(scores, width)
+    assert max(map(len, [head, under, *lines])) <= 80
+    assert len({len(line) for line in (head, *lines)}) == 1  # columns are below each other
+    assert sorted(line.split()[0] for line in lines) == sorted(scores)
+    assert "all" not in scores or lines[-1].startswith("all ")
+    trained = [int(line.split()[1]) for line in lines if not line.startswith("all")]
+    assert trained == sorted(trained, reverse=True)
+    for line in lines:
+        numbers = astuple(scores[line.split()[0]])
+        shown = [float(word) if word != "-" else None for word in line.split()[1:]]
+        for one, number in zip(shown, numbers, strict=True):
+            assert one == (number if number is None else pytest.approx(number, abs=0.051))
+
+
+def test_what_many_have_learnt_of_is_first() -> None:
+    numbers = count(10, -1)
+    few = {language: Scores(next(numbers), 1, 0.0, 0, 0, 0, 0, 0, 0) for language in ("zz", "bb", "aa")}
+    assert [line.split()[0] for line in table(few, 4)[2:]] == ["zz", "bb", "aa"]
+
+
+def test_a_toy_is_not_scored_by_what_is_copied() -> None:
+    """Its words share few letters with the English ones: what a network learns of it shows."""
+    pair = Pair("toy", " ".join(map(in_toy, ("the", "old", "cat"))), "the old cat")
+    assert chrf([pair.source], [pair.english]) < 25
+    assert isinstance(Vocabulary.learn([pair.source], 300), Vocabulary)

@@ -1,0 +1,283 @@
+"""What the network reads, what its loss counts, and what decoding asks it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe.datasets import BEGIN, END, PAD
+from gpipe.models.sublayers import Head
+from gpipe.recipes.recipe import Batch, Share
+from gpipe.recipes.translation.corpus import Sentence
+from gpipe.recipes.translation.decode import beam, greedy
+from gpipe.recipes.translation.recipe import TranslationRecipe, count_words, nll
+from gpipe.recipes.translation.shapes import SHAPES
+from tests.support.toy_language import options
+
+each_model = pytest.mark.parametrize("model", list(SHAPES))
+SMOOTHING = 0.1
+
+
+def recipe_of(folder: Path, **changes: Any) -> TranslationRecipe:
+    return TranslationRecipe(options(folder, **{"dropout": 0.0, **changes}).settled())
+
+
+def sentences_of(recipe: TranslationRecipe, count: int = 7) -> list[Sentence]:
+    """Some of several lengths."""
+    some = sorted(recipe.corpus.train, key=lambda one: one.lengths)[:: len(recipe.corpus.train) // count]
+    assert len({len(one.source) for one in some}) > 1
+    assert len({len(one.english) for one in some}) > 1
+    return some
+
+
+def piped(recipe: TranslationRecipe, layers: Sequence[nn.Module], **changes: Any) -> gpipe.GPipe:
+    return gpipe.GPipe(layers, **{"partitions": 2, "micro_batches": 3, "costs": [1.0] * len(layers), **changes})
+
+
+def batch_of(recipe: TranslationRecipe, sentences: Sequence[Sentence]) -> Batch:
+    return SHAPES[recipe.options.model].batch(sentences)
+
+
+# Batches.
+
+
+def test_an_encoder_decoder_reads_both_sides_padded_apart(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    for made, sentences in zip(recipe.batches(1, 0, Share()), recipe.corpus.mini_batches(1), strict=True):
+        (source, begun), targets = made
+        assert source.shape == (len(sentences), max(len(one.source) for one in sentences) + 1)
+        assert begun.shape == targets.shape == (len(sentences), max(len(one.english) for one in sentences) + 1)
+        assert source.numel() + targets.numel() <= recipe.options.tokens
+        for row, one in enumerate(sentences):
+            assert source[row].tolist() == [*one.source, END] + [PAD] * (source.shape[1] - len(one.source) - 1)
+            assert begun[row, : len(one.english) + 1].tolist() == [BEGIN, *one.english]
+            assert targets[row, : len(one.english) + 1].tolist() == [*one.english, END]
+        assert int(count_words(targets)) == sum(len(one.english) + 1 for one in sentences)
+
+
+def test_a_decoder_reads_one_row_and_learns_its_english_alone(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model="decoder")
+    for made, sentences in zip(recipe.batches(1, 0, Share()), recipe.corpus.mini_batches(1), strict=True):
+        assert (
+            made.inputs.shape
+            == made.targets.shape
+            == (len(sentences), max(sum(one.lengths) for one in sentences) + 2)
+        )
+        for inputs, targets, one in zip(made.inputs.tolist(), made.targets.tolist(), sentences, strict=True):
+            at = len(one.source) + 1
+            assert inputs[: at + len(one.english) + 1] == [*one.source, END, BEGIN, *one.english]
+            assert set(targets[:at]) == {PAD}
+            assert targets[at : at + len(one.english) + 1] == [*one.english, END]
+            assert targets[: at + len(one.english)][at:] == inputs[at + 1 : at + 1 + len(one.english)]
+            assert set(inputs[at + len(one.english) + 1 :]) | set(targets[at + len(one.english) + 1 :]) <= {PAD}
+
+
+def test_replicas_read_all_sentences_once_also_where_they_are_more_than_those(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    assert any(len(some) == 1 for some in recipe.corpus.mini_batches(1))
+    wholes = list(recipe.batches(1, 0, Share()))
+    shares = zip(*(recipe.batches(1, 0, Share(replica, 3)) for replica in range(3)), strict=True)
+    for whole, parts in zip(wholes, shares, strict=True):
+        assert sum(int(count_words(part.targets)) for part in parts) == int(count_words(whole.targets))
+        told = [row for part in parts for row in part.targets.tolist() if set(row) != {PAD}]
+        assert [[word for word in row if word] for row in told] == [
+            [word for word in row if word] for row in whole.targets.tolist()
+        ]
+
+
+def test_an_epoch_goes_on_at_any_step_and_another_has_another_order(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    whole = list(recipe.batches(2, 0, Share()))
+    assert len(whole) == recipe.steps_per_epoch
+    for left, right in zip(recipe.batches(2, 4, Share()), whole[4:], strict=True):
+        assert torch.equal(left.targets, right.targets)
+    assert [made.targets.shape for made in recipe.batches(1, 0, Share())] != [made.targets.shape for made in whole]
+
+
+@each_model
+def test_a_sample_is_as_large_as_a_replicas_share(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model=model)
+    one, two = recipe.sample(1), recipe.sample(2)
+    assert 1 <= len(two.targets) <= -(-len(one.targets) // 2)
+
+
+# The loss.
+
+
+@each_model
+def test_padding_has_no_say(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model=model, label_smoothing=SMOOTHING)
+    _, targets = batch_of(recipe, sentences_of(recipe))
+    logits = torch.randn(*targets.shape, len(recipe.vocabulary), requires_grad=True)
+    recipe.loss(logits, targets).backward()
+    assert logits.grad is not None
+    assert not logits.grad[targets == PAD].any()
+    assert logits.grad[targets != PAD].any(dim=1).all()
+    other = torch.where((targets == PAD)[..., None], torch.randn_like(logits), logits)
+    assert torch.equal(recipe.loss(other, targets), recipe.loss(logits, targets))
+
+
+def test_logarithms_are_summed_in_float32(tmp_path: Path) -> None:
+    """Also of logits that bf16 gave."""
+    recipe = recipe_of(tmp_path)
+    _, targets = batch_of(recipe, sentences_of(recipe))
+    logits = torch.randn(*targets.shape, len(recipe.vocabulary)).bfloat16()
+    assert torch.equal(recipe.loss(logits, targets), recipe.loss(logits.float(), targets))
+
+
+@each_model
+def test_the_loss_of_a_padded_batch_is_that_of_its_sentences_by_their_words(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model=model, label_smoothing=SMOOTHING)
+    network = gpipe.Sequential(*recipe.layers()).eval()
+    sentences = sentences_of(recipe)
+    inputs, targets = batch_of(recipe, sentences)
+    alone = [batch_of(recipe, [one]) for one in sentences]
+    losses = torch.stack([recipe.loss(network(one.inputs), one.targets) for one in alone])
+    words = torch.stack([count_words(one.targets) for one in alone])
+    expected = (losses * words).sum() / words.sum()
+    assert recipe.loss(network(inputs), targets).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@each_model
+def test_a_step_is_plain_cross_entropy_over_all_words_of_the_mini_batch(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model=model, label_smoothing=SMOOTHING)
+    inputs, targets = batch_of(recipe, sentences_of(recipe))
+    torch.manual_seed(1)
+    layers = recipe.layers()
+    torch.manual_seed(1)
+    plain = gpipe.Sequential(*recipe.layers())
+    expected = F.cross_entropy(
+        plain(inputs).flatten(0, 1), targets.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING
+    )
+    expected.backward()
+    with piped(recipe, layers) as pipe:
+        found = pipe.step(inputs, targets, recipe.loss, reduction=recipe.reduction)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        for own, other in zip(nn.Sequential(*layers).parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+@each_model
+def test_the_likelihood_of_each_language_is_that_of_its_sentences(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model=model, label_smoothing=SMOOTHING)
+    layers = recipe.layers()
+    plain = gpipe.Sequential(*layers).eval()
+    expected: dict[str, list[float]] = {}
+    for one in recipe.corpus.validation:
+        inputs, targets = batch_of(recipe, [one])
+        with torch.no_grad():
+            logs = plain(inputs)[0].log_softmax(dim=1)
+        expected.setdefault(one.pair.language, []).extend(
+            -float(logs[at, word]) for at, word in enumerate(targets[0].tolist()) if word != PAD
+        )
+    assert len(expected) == 2
+    with piped(recipe, layers) as pipe:
+        pipe.eval()
+        found = recipe.nlls(pipe, recipe.corpus.validation)
+        assert recipe.measure(pipe) == {"nll": nll(found)}
+    assert found.keys() == expected.keys()
+    for language, some in expected.items():
+        value, words = found[language]
+        value, words = found[language]
+        assert value == pytest.approx(sum(some), rel=1e-5)
+        assert words == len(some)
+    every = [value for some in expected.values() for value in some]
+    assert nll(found) == pytest.approx(sum(every) / len(every), rel=1e-5)
+
+
+# Decoding.
+
+
+@each_model
+def test_decoding_asks_for_what_training_teaches(model: str, tmp_path: Path) -> None:
+    """The logits after a beginning are those at its end in a whole sentence, whatever is beside it in the batch."""
+    recipe = recipe_of(tmp_path, model=model)
+    plain = gpipe.Sequential(*recipe.layers()).eval()
+    network = SHAPES[model].network(plain)
+    sentences = sentences_of(recipe)
+    inputs, _ = batch_of(recipe, sentences)
+    with torch.no_grad():
+        whole = plain(inputs)
+        for length in range(min(len(one.english) for one in sentences) + 1):
+            words = nn.utils.rnn.pad_sequence(
+                [torch.tensor([*one.source, END]) for one in sentences], batch_first=True, padding_value=PAD
+            )
+            begun = torch.tensor([[BEGIN, *one.english[:length]] for one in sentences])
+            asked = network(words, begun)[:, -1]
+            for row, one in enumerate(sentences):
+                at = length + (len(one.source) + 1 if model == "decoder" else 0)
+                torch.testing.assert_close(asked[row], whole[row, at], rtol=1e-4, atol=1e-5)
+
+
+@each_model
+def test_a_pipe_translates_together_as_one_by_one(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model=model)
+    torch.manual_seed(2)
+    sources = [one.source[:length] for length, one in enumerate(sentences_of(recipe, 3), start=1)]
+    with piped(recipe, recipe.layers()) as pipe, torch.no_grad():
+        pipe.eval()
+        network = recipe.network(pipe)
+        assert greedy(network, sources) == [greedy(network, [source])[0] for source in sources]
+        assert beam(network, sources, 2) == [beam(network, [source], 2)[0] for source in sources]
+        assert len(greedy(network, [[]])) == 1
+
+
+# Options reach the network.
+
+
+def weights_of(layers: Sequence[nn.Module]) -> list[Tensor]:
+    """Those of the first feed-forward layer."""
+    own = [dict(layer.named_parameters()) for layer in layers]
+    return next([one["ffn.0.weight"], one["ffn.2.weight"]] for one in own if "ffn.0.weight" in one)
+
+
+@pytest.mark.parametrize(("model", "depth"), [("encoder-decoder", 4), ("decoder", 8)])
+def test_scaled_init_has_weights_start_smaller_by_the_root_of_the_depth(
+    model: str, depth: int, tmp_path: Path
+) -> None:
+    made = []
+    for scaled in (True, False):
+        torch.manual_seed(0)
+        made.append(weights_of(recipe_of(tmp_path, model=model, layers=4, scaled_init=scaled).layers()))
+    for smaller, usual in zip(*made, strict=True):
+        torch.testing.assert_close(smaller * depth**0.5, usual)
+
+
+@each_model
+def test_clip_logits_and_dropout_hold_in_training_alone(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model=model, clip_logits=0.25, dropout=0.5)
+    network = gpipe.Sequential(*recipe.layers())
+    inputs, _ = batch_of(recipe, sentences_of(recipe))
+    with torch.no_grad():
+        assert network.train()(inputs).abs().max().item() == 0.25
+        assert not torch.equal(network(inputs), network(inputs))
+        assert network.eval()(inputs).abs().max().item() > 0.25
+        assert torch.equal(network(inputs), network(inputs))
+    unclipped = recipe_of(tmp_path, model=model).layers()[-1]
+    assert isinstance(unclipped, Head)
+    assert unclipped.clip_logits is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({"matrices": 3}, 0),
+        ({"matrices": 2}, 1),
+        ({"matrices": 1}, 2),
+        ({"model": "decoder", "matrices": 3}, 0),
+        ({"model": "decoder", "matrices": 2}, 1),
+        ({"model": "decoder", "matrices": 1}, 1),
+    ],
+    ids=str,
+)
+def test_matrices_are_shared_and_depth_is_known(changes: dict[str, Any], shared: int, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, layers=2, **changes)
+    layers = recipe.layers()
+    assert len(layers) == recipe.options.depth
+    of_words = [p for layer in layers for p in layer.parameters(recurse=True) if p.shape == (300, 32)]
+    assert len(of_words) - len(set(of_words)) == shared

@@ -1,0 +1,143 @@
+"""Training gives the same numbers for every K, also after it was left, and starts from another run's weights."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from gpipe.recipes.display import Display
+from gpipe.recipes.options.translation import TranslationOptions
+from gpipe.recipes.translation.recipe import VOCABULARY
+from tests.support.toy_language import job_of, options, pairs, same, steps_of, train, write_table
+
+WEIGHTS = "model.safetensors"
+
+
+def metrics(folder: Path) -> list[list[float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[line["epoch"], line["loss"], line["nll"]] for line in lines]
+
+
+def check_same(left: Path, right: Path) -> None:
+    assert metrics(left) == metrics(right)
+    assert same(load_file(left / WEIGHTS), load_file(right / WEIGHTS))
+
+
+NETWORKS: list[dict[str, Any]] = [
+    *({"matrices": matrices} for matrices in (1, 2, 3)),
+    *({"model": "decoder", "matrices": matrices} for matrices in (2, 3)),
+]
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=str)
+def test_every_number_of_partitions_gives_the_same_losses_and_weights(
+    network: dict[str, Any], tmp_path: Path
+) -> None:
+    """Dropout, padding and a mini-batch of fewer sentences than micro-batches included."""
+    found = []
+    for k in (1, 2, 3):
+        job = job_of(options(tmp_path, partitions=k, out=tmp_path / str(k), clip_norm=1.0, **network))
+        with job.pipe:
+            losses = steps_of(job, 3)
+            found.append((losses, {name: value.clone() for name, value in job.pipe.state_dict().items()}))
+    (losses, weights), *others = found
+    assert len(losses) == 3
+    for other_losses, other_weights in others:
+        assert other_losses == losses
+        assert same(other_weights, weights)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> TranslationOptions:
+    """A training of 13 steps that nobody disturbed, of which the last are of a second epoch."""
+    given = options(folder, steps=13, out=folder / "whole")
+    assert job_of(given).recipe.steps_per_epoch == 11
+    train(given)
+    return given
+
+
+@pytest.mark.parametrize("steps", [4, 12])
+def test_more_steps_later_give_what_they_give_at_once(
+    steps: int, whole: TranslationOptions, folder: Path, tmp_path: Path
+) -> None:
+    """Also where the first ones end within an epoch, and with other partitions afterwards."""
+    out = tmp_path / "out"
+    train(options(folder, steps=steps, out=out))
+    train(options(folder, steps=13, out=out, resume=True, partitions=3))
+    check_same(out, whole.out)
+
+
+def test_a_run_that_had_ended_within_an_epoch_goes_on_to_the_same_files(
+    whole: TranslationOptions, folder: Path, tmp_path: Path
+) -> None:
+    given = options(folder, steps=13, out=tmp_path / "out")
+    train(given)
+    before = {path.name: path.read_bytes() for path in given.out.iterdir() if path.suffix in (".svg", ".json")}
+    (given.out / WEIGHTS).unlink()
+    train(options(folder, steps=13, out=given.out, resume=True))
+    check_same(given.out, whole.out)
+    assert {name: (given.out / name).read_bytes() for name in before} == before
+
+
+def test_sigterm_saves_within_an_epoch_and_the_run_goes_on_to_the_same_bits(
+    whole: TranslationOptions, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+
+    def tell(display: Display) -> None:
+        ended.append(1)
+        if len(ended) == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "step_ended", tell)
+        with pytest.raises(SystemExit) as left:
+            train(options(folder, steps=13, out=tmp_path))
+    assert (left.value.code, len(ended)) == (143, 5)
+    train(options(folder, steps=13, out=tmp_path, resume=True))
+    check_same(tmp_path, whole.out)
+
+
+def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape("--label-smoothing is 0.5, and the checkpoint is of a training")):
+        train(options(folder, out=whole.out, label_smoothing=0.5, resume=True))
+
+
+def test_a_run_that_starts_from_another_has_its_vocabulary_and_weights(
+    whole: TranslationOptions, tmp_path: Path
+) -> None:
+    """Also where it is said to be resumed, though it had not begun."""
+    other = [pair for pair in pairs(200) if pair.language == "mirror"]
+    table = write_table(tmp_path / "other.tsv", other)
+    for resume in (False, True):
+        given = options(tmp_path, tsv=table, out=tmp_path / str(resume), from_=whole.out, resume=resume)
+        job = job_of(given)
+        assert same(job.pipe.state_dict(), load_file(whole.out / WEIGHTS))
+        assert (given.out / VOCABULARY).read_bytes() == (whole.out / VOCABULARY).read_bytes()
+        job.pipe.close()
+    anew = job_of(options(tmp_path, tsv=table, out=tmp_path / "anew"))
+    anew.pipe.close()
+    assert (anew.options.out / VOCABULARY).read_bytes() != (whole.out / VOCABULARY).read_bytes()
+
+
+def test_weights_of_another_network_are_refused(whole: TranslationOptions, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the run has trained another network: give its options"):
+        job_of(options(folder, out=tmp_path, from_=whole.out, ffn_dim=48))
+    with pytest.raises(ValueError, match=re.escape("has neither model.safetensors nor a checkpoint")):
+        job_of(options(folder, out=tmp_path, from_=tmp_path))
+
+
+def test_fewer_steps_than_were_taken_are_refused(whole: TranslationOptions, folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^13 steps were trained before, and this is a training of 12: give as many"
+    ):
+        train(options(folder, out=whole.out, steps=12, resume=True))
