@@ -174,7 +174,7 @@ def _example(one: Translated) -> dict[str, str | None]:
 def table(scores: Mapping[str, Scores], width: int) -> list[str]:
     r"""A line for each language, the one with most pairs to train on first, and one for all.
 
-    >>> print(*table({"de": Scores(9, 2, 1.5, 50.0, 30.0, 51.0, 31.0, 8.0, 4.0)}, width=4), sep="\\n")
+    >>> print(*table({"de": Scores(9, 2, 1.5, 50.0, 30.0, 51.0, 31.0, 8.0, 4.0)}, width=4), sep="\n")
     language  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent
                                      greedy       beam 4      chrF      chrF
     de            9     2  1.500   50.0  30.0   51.0  31.0    8.0       4.0
