@@ -116,8 +116,9 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         for some in in_order(sentences, self.options.tokens):
             batch = self._shape.batch(some)
             logits = pipe(batch.inputs, gather=True)
-            words = _cross_entropy(logits, batch.targets.to(logits.device), "none").view_as(batch.targets)
-            for sentence, value in zip(some, words.sum(dim=1).tolist(), strict=True):
+            rows = zip(logits, batch.targets.to(logits.device), strict=True)
+            values = torch.stack([_cross_entropy(own, targets, "sum") for own, targets in rows]).tolist()
+            for sentence, value in zip(some, values, strict=True):
                 found.setdefault(sentence.pair.language, []).append((value, len(sentence.english) + 1))
         return {
             language: (fsum(value for value, _ in some), sum(words for _, words in some))
