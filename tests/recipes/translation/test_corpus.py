@@ -1,6 +1,7 @@
 """What is learnt from, and that nothing that is judged by is among it."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,19 @@ def test_all_that_is_judged_by_is_judged_once_also_what_is_long(tmp_path: Path) 
     some = in_order(corpus.test, 1)
     assert sorted([one.pair for rows in some for one in rows], key=repr) == sorted(corpus.split.test, key=repr)
     assert in_order([], 64) == []
+
+
+def test_fewer_sentences_to_judge_by_are_of_the_same_english_in_each_language(tmp_path: Path) -> None:
+    whole = Corpus(options(tmp_path)).test
+    for most in (1, 2):
+        some = Corpus(options(tmp_path, sentences=most)).test
+        assert {one.pair for one in some} <= {one.pair for one in whole}
+        per_language = Counter(one.pair.language for one in some)
+        assert per_language.keys() == {one.pair.language for one in whole}
+        assert max(per_language.values()) == most
+    first = next(one.pair for one in some if one.pair.language == "mirror")
+    both = {one.pair.language for one in whole if one.pair.english == first.english}
+    assert both == {"toy", "mirror"}
 
 
 def test_another_vocabulary_is_kept(tmp_path: Path) -> None:

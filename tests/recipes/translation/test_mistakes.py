@@ -52,7 +52,7 @@ def test_digits_are_not_translated(tmp_path: Path, capsys: pytest.CaptureFixture
     assert told(capsys, "translate", "--run", str(tmp_path)) == (
         f"gpipe: {tmp_path} is a run of the recipe digits: give one of `gpipe train translation`\n"
     )
-    assert "--beam is for translations" in told(capsys, "evaluate", str(tmp_path), "--beam", "2")
+    assert "--beam says nothing to the recipe digits" in told(capsys, "evaluate", str(tmp_path), "--beam", "2")
 
 
 def test_a_run_without_its_vocabulary_is_not_given_another(
