@@ -141,6 +141,11 @@ class ImagesOptions(TrainOptions):
             yield "--crop is for --image-folder: digits fill their images"
         if self.aux_head and self.image_size < 67:
             yield f"--aux-head needs images of 67 pixels or more, and --image-size is {self.image_size}"
+        if self.bf16 and 16 <= self.image_size < 19:  # the last reduction would read single pixels
+            yield (
+                f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}: in bfloat16 "
+                f"torch's gradients of strided convolutions of single pixels are wrong on CPUs"
+            )
 
     def _shares(self) -> Iterator[str]:
         for name, low, high in (
