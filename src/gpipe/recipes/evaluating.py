@@ -7,14 +7,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from gpipe.recipes.files import EVALUATION
 from gpipe.recipes.options.by_name import OPTIONS
 from gpipe.recipes.options.files import recipe_of
 from gpipe.recipes.options.training import flag
 from gpipe.recipes.recipe import Evaluation
 from gpipe.recipes.trained import open_recipe, opened
 from gpipe.recipes.world import World
-
-EVALUATION = "evaluation.json"
 
 
 def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], world: World) -> Evaluation:

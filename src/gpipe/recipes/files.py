@@ -20,6 +20,7 @@ from gpipe.report.stored import NAME
 
 WEIGHTS = "model.safetensors"
 METRICS = "metrics.jsonl"
+EVALUATION = "evaluation.json"
 COMPARED = 2**27
 """Parameters, above which the plain loop, which needs all of them once more, is not timed."""
 

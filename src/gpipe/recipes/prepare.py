@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gpipe
-from gpipe.recipes.files import WEIGHTS
+from gpipe.recipes.files import EVALUATION, WEIGHTS
 from gpipe.recipes.job import Job, parts_of, replicas_of
 from gpipe.recipes.learning.averages import Averages
 from gpipe.recipes.options.files import write_config
@@ -122,7 +122,8 @@ def _begin(job: Job) -> Progress:
             )
         return progress
     if not job.world.rank:
-        (job.options.out / WEIGHTS).unlink(missing_ok=True)
+        for name in (WEIGHTS, EVALUATION):
+            (job.options.out / name).unlink(missing_ok=True)
         if job.checkpoints.exists():
             old = job.checkpoints.with_suffix(".old")
             shutil.rmtree(old, ignore_errors=True)
