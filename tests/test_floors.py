@@ -180,9 +180,9 @@ def is_later(node: ast.stmt) -> bool:
         ("gpipe.layers.stage", "from gpipe.comm.net import Net", ["gpipe.comm"]),
         ("gpipe.pipeline", "from gpipe.runtime import worker; from gpipe import checkpoint", ["gpipe.checkpoint"]),
         ("gpipe.pipeline", "import gpipe.recipes", ["gpipe.recipes"]),
-        ("gpipe.recipes.digits", "import gpipe; from gpipe import GPipe, datasets; from gpipe.plan import lower", []),
-        ("gpipe.recipes.digits", "import gpipe\ngpipe.runtime.worker", ["gpipe.runtime"]),
-        ("gpipe.recipes.digits", "from gpipe.pipeline import GPipe", ["gpipe.pipeline"]),
+        ("gpipe.recipes.job", "import gpipe; from gpipe import GPipe, datasets; from gpipe.plan import lower", []),
+        ("gpipe.recipes.job", "import gpipe\ngpipe.runtime.worker", ["gpipe.runtime"]),
+        ("gpipe.recipes.job", "from gpipe.pipeline import GPipe", ["gpipe.pipeline"]),
         ("gpipe.cli.main", "from gpipe.runtime.recorder import record", ["gpipe.runtime.recorder"]),
     ],
 )  # fmt: skip

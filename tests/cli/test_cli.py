@@ -7,26 +7,35 @@ from pathlib import Path
 import pytest
 
 from gpipe.cli.main import main
-from gpipe.recipes import digits as job
-from gpipe.recipes.options import TrainOptions
+from gpipe.recipes import prepare, training
+from gpipe.recipes.options.by_name import OPTIONS
+from gpipe.recipes.options.images import DigitsOptions
+from gpipe.recipes.options.training import TrainOptions, flag
+from gpipe.recipes.recipe import Recipe
 
 
-def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("recipe", OPTIONS)
+def test_help_explains_every_option(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["train", "digits", "--help"])
+        main(["train", recipe, "--help"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(TrainOptions):
-        assert f"--{field.name.replace('_', '-')}" in text
-        assert f"(default: {field.default})" in text
+    for field in dataclasses.fields(OPTIONS[recipe]):
+        assert flag(field.name) in text
+        default = "" if field.default == () else field.default
+        assert f"(default: {default})" in text
 
 
 def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[TrainOptions] = []
-    monkeypatch.setattr(job, "prepare", lambda options, world: told.append(options))
-    monkeypatch.setattr(job, "run", lambda prepared: None)
+
+    def noted(recipe: Recipe[TrainOptions], world: object) -> None:
+        told.append(recipe.options)
+
+    monkeypatch.setattr(prepare, "prepare", noted)
+    monkeypatch.setattr(training, "run", lambda prepared: None)
     main(["train", "digits", "--partitions", "3", "--remat", "never", "--out", str(tmp_path)])
-    assert told == [TrainOptions(partitions=3, remat="never", out=tmp_path)]
+    assert told == [DigitsOptions(partitions=3, remat="never", out=tmp_path)]
 
 
 def test_mistakes_end_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +61,7 @@ def test_ctrl_c_ends_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: py
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "prepare", interrupted)
+    monkeypatch.setattr(prepare, "prepare", interrupted)
     ignored: list[object] = []
     monkeypatch.setattr(signal, "signal", lambda *arguments: ignored.append(arguments))
     with pytest.raises(SystemExit) as ended:
@@ -66,8 +75,8 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(job, "prepare", lambda options, world: None)
-    monkeypatch.setattr(job, "run", broken)
+    monkeypatch.setattr(prepare, "prepare", lambda recipe, world: None)
+    monkeypatch.setattr(training, "run", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(["train", "digits"])
 

@@ -1,6 +1,5 @@
 """`gpipe train` under torchrun: the demo's numbers, one voice, and what a long run needs."""
 
-import io
 import json
 import os
 import re
@@ -13,34 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from gpipe.recipes import digits as job
-from gpipe.recipes.options import TrainOptions
-from gpipe.recipes.recipe import Recipe
-from tests.support.jobs.small_digits import BATCH_SIZE, EPOCHS, GO, MICRO_BATCHES, few
+from gpipe.cli.main import main
+from gpipe.recipes.training import ENDINGS
+from tests.support.jobs.small_digits import EPOCHS, GO
 from tests.support.processes.launch import TICK
 from tests.support.processes.listening import family, listening_sockets
 from tests.support.processes.nursery import ONE_THREAD, ROOT
 from tests.support.processes.torchrun import Launched, torchrun, wait_for
+from tests.support.small_images import EVERYTHING, flags, shown, train
 
-OPTIONS = TrainOptions(filters=16, micro_batches=MICRO_BATCHES, epochs=EPOCHS)
-ARGUMENTS = ("train", "digits", "--filters", "16", "--micro-batches", str(MICRO_BATCHES))
+OPTIONS = replace(EVERYTHING, micro_batches=4, epochs=EPOCHS)
+ARGUMENTS = ("train", "digits", *flags(OPTIONS))
 LIMIT = 250.0
-
-
-def train(options: TrainOptions) -> str:
-    """Trains in this process; gives what was shown."""
-    file = io.StringIO()
-    job.run(job.prepare(options, Recipe(batch_size=BATCH_SIZE), few(), costs=[1.0] * 9), Console(file=file, width=99))
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What one process that nobody disturbed showed and wrote."""
     out = tmp_path_factory.mktemp("alone")
-    return train(replace(OPTIONS, out=out)), out
+    return train(replace(OPTIONS, out=out))[1], out
 
 
 @pytest.fixture
@@ -54,10 +45,6 @@ def ended(launched: Launched) -> str:
     """Waits until torchrun has ended; gives its log."""
     launched.popen.wait(LIMIT)
     return launched.log.read_text(errors="replace")
-
-
-def shown(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("epoch")]
 
 
 def metrics(out: Path) -> list[Sequence[float]]:
@@ -80,7 +67,7 @@ def workers_of(launched: Launched) -> list[int]:
 def test_four_processes_show_and_write_what_one_does(alone: tuple[str, Path], tmp_path: Path) -> None:
     text, expected = alone
     out = tmp_path / "out"
-    arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
+    arguments = (*ARGUMENTS, "--out", str(out))
     with torchrun(4, "tests.support.jobs.small_digits", *arguments, folder=tmp_path) as launched:
         log = ended(launched)
     assert launched.popen.returncode == 0, log
@@ -97,7 +84,7 @@ def test_four_processes_show_and_write_what_one_does(alone: tuple[str, Path], tm
 
 def test_two_replicas_have_the_same_losses_within_rounding(tmp_path: Path) -> None:
     """Every micro-batch is the same, dropout included; but sums are made in another order."""
-    text = train(replace(OPTIONS, epochs=1, out=tmp_path / "alone"))
+    text = train(replace(OPTIONS, epochs=1, out=tmp_path / "alone"))[1]
     arguments = (*ARGUMENTS, "--epochs", "1", "--partitions", "2", "--out", str(tmp_path / "out"))
     with torchrun(4, "tests.support.jobs.small_digits", *arguments, folder=tmp_path) as launched:
         log = ended(launched)
@@ -114,7 +101,7 @@ def test_a_rank_is_killed_and_torchrun_goes_on_from_the_latest_checkpoint(
     alone: tuple[str, Path], go: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
+    arguments = (*ARGUMENTS, "--out", str(out))
     options = ("--max-restarts", "1")  # one must do
     with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path, options=options) as launched:
         wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
@@ -136,7 +123,7 @@ def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_pr
     out = tmp_path / "out"
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", "")
-    arguments = (*ARGUMENTS, "--epochs", str(EPOCHS), "--out", str(out))
+    arguments = (*ARGUMENTS, "--out", str(out))
     with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path, options=options) as launched:
         wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
         open_ports = listening_sockets(family(launched.popen.pid))
@@ -152,22 +139,29 @@ def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_pr
 
 
 @pytest.mark.usefixtures("go")
-def test_one_process_ends_with_status_143_after_sigterm_and_goes_on(alone: tuple[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "tests.support.jobs.small_digits", *ARGUMENTS, "--epochs", str(EPOCHS)]
-    with (tmp_path / "log").open("wb") as log:
-        popen = subprocess.Popen(
-            [*command, "--out", str(out)], cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdout=log, stderr=log
-        )
+@pytest.mark.parametrize("number", ENDINGS)
+def test_one_process_that_is_told_to_end_says_how_to_go_on(
+    number: signal.Signals, alone: tuple[str, Path], tmp_path: Path
+) -> None:
+    """By SIGTERM or by Ctrl-C: with the status of a process that these end, and nothing is lost."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = [sys.executable, "-m", "tests.support.jobs.small_digits", *ARGUMENTS, "--out", str(out)]
+    with log.open("wb") as stream:
+        popen = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdout=stream, stderr=stream)
     try:
         until = time.monotonic() + LIMIT
         while not (out / "checkpoints" / "latest").exists() and time.monotonic() < until:
             time.sleep(TICK)
-        popen.send_signal(signal.SIGTERM)
-        assert popen.wait(LIMIT) == 143, (tmp_path / "log").read_text()
+        popen.send_signal(number)
+        assert popen.wait(LIMIT) == 128 + number, log.read_text()
     finally:
         popen.kill()
-    train(replace(OPTIONS, out=out, resume=True))
+    said = log.read_text()
+    assert f"{ENDINGS[number]}: saved to {out / 'checkpoints'}" in said
+    assert "Traceback" not in said
+    again = said.splitlines()[-1].strip()
+    assert again == f"gpipe train digits --out {out} --resume"
+    main(again.split()[1:])
     assert weights(out) == weights(alone[1])
     assert metrics(out) == metrics(alone[1])
 

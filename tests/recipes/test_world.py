@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 
-from gpipe.recipes.options import TrainOptions
+from gpipe.recipes.options.images import ImagesOptions
+from gpipe.recipes.options.training import TrainOptions
 from gpipe.recipes.progress import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.world import World, find_world
 
@@ -44,13 +47,13 @@ def test_processes_that_are_no_whole_replicas_are_refused() -> None:
 
 
 def test_progress_is_kept_whole() -> None:
-    progress = Progress([Epoch(1, 0.1 + 0.2, 0.5, 3.0)], [1 / 3], 2.0)
+    progress = Progress([Epoch(1, 0.1 + 0.2, {"accuracy": 0.5}, 3.0)], [1 / 3], 2.0)
     assert from_extra(to_extra(progress, TrainOptions()), TrainOptions(partitions=5)) == progress
     assert str(progress) == "epoch 1, step 1 of the next"
 
 
 def test_the_checkpoint_of_another_training_is_refused() -> None:
-    extra = to_extra(Progress(), TrainOptions())
+    extra = to_extra(Progress(), ImagesOptions(workers=0))
     with pytest.raises(ValueError, match="--filters is 16, and the checkpoint is of a training with 32") as refusal:
-        from_extra(extra, TrainOptions(filters=16, epochs=3))
+        from_extra(extra, ImagesOptions(filters=16, epochs=3, classes=(), workers=2, out=Path("elsewhere")))
     assert len(str(refusal.value).splitlines()) == 2

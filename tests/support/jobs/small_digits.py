@@ -1,34 +1,22 @@
-"""The command `gpipe` on few small images, so that an epoch is two steps: what tests run under torchrun.
+"""The command `gpipe`, whose last epoch waits: what tests run as a process of its own, or under torchrun.
 
 If the environment has `GO`, no process begins its last epoch before there is such a file, or before it is told to end
-by a SIGTERM: whoever looks is in time.
+by SIGTERM or Ctrl-C: whoever looks is in time.
 """
 
 import os
 import signal
 import sys
 import time
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from gpipe.cli.main import main
-from gpipe.datasets import Digits, load_digits
-from gpipe.recipes import digits as job
-from gpipe.recipes import loop
-from gpipe.recipes.recipe import Recipe
 
-BATCH_SIZE, MICRO_BATCHES = 8, 4
-STEPS = 2
 EPOCHS = 3
 GO = "GPIPE_TEST_GO"
 TICK, LIMIT = 0.01, 250.0  # seconds
-
-
-def few() -> Digits:
-    digits = load_digits(size=32)
-    return Digits(train=digits.train[: STEPS * BATCH_SIZE + 2], held_out=digits.held_out[:6])
 
 
 def wait_to_go() -> None:
@@ -39,18 +27,22 @@ def wait_to_go() -> None:
 
 
 def is_told_to_end() -> bool:
-    """Whether a first SIGTERM has come, after which a second one would end this process."""
-    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    """Whether a first signal has come, after which a second one would end this process."""
+    return (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
 
-
-def train_epoch(*given: Any) -> Any:
-    if next(epochs) == EPOCHS:
-        wait_to_go()
-    return loop.train_epoch(*given)
-
-
-epochs = count(1)
 
 if __name__ == "__main__":
-    vars(job).update(load_digits=few, Recipe=partial(Recipe, batch_size=BATCH_SIZE), train_epoch=train_epoch)
+    from gpipe.recipes import training
+
+    original, epochs = training.train_epoch, count(1)
+
+    def train_epoch(*given: Any) -> Any:
+        if next(epochs) == EPOCHS:
+            wait_to_go()
+        return original(*given)
+
+    vars(training).update(train_epoch=train_epoch)
     main(sys.argv[1:])

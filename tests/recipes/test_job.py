@@ -1,0 +1,146 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe.models import amoebanet_d
+from gpipe.recipes.images.recipe import DigitsRecipe
+from gpipe.recipes.plain import measure_plain_step
+from gpipe.recipes.prepare import prepare
+from gpipe.recipes.progress import Progress
+from gpipe.recipes.training import run
+from gpipe.recipes.world import World
+from gpipe.report import read_report
+from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
+
+
+@pytest.mark.slow
+def test_every_number_of_partitions_prints_the_same_losses(tmp_path: Path) -> None:
+    options = replace(OPTIONS, epochs=2)
+    texts = [train(replace(options, partitions=k, out=tmp_path / str(k)))[1] for k in (1, 2, 3)]
+    assert shown(texts[0]) == shown(texts[1]) == shown(texts[2])
+    assert len(shown(texts[0])) == 2
+    assert same(weights(tmp_path / "1"), weights(tmp_path / "2"))
+    assert same(weights(tmp_path / "1"), weights(tmp_path / "3"))
+
+
+def test_the_files_tell_what_happened(tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path / "deep" / "out")
+    epochs, text = train(options)
+    lines = [json.loads(line) for line in (options.out / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [epoch.line() for epoch in epochs]
+    plain = torch.nn.Sequential(*amoebanet_d(3, 16, 3))
+    plain.load_state_dict(weights(options.out))
+    ElementTree.fromstring((options.out / "timeline.svg").read_text())
+    slices = json.loads((options.out / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in slices} == {0, 1}
+    assert {"0F0", "1F1", "0B0", "1R1", "data", "weight update"} <= {event["name"] for event in slices}
+    report = read_report((options.out / "report.json").read_text())
+    assert (report.title, report.losses) == (text.splitlines()[0], tuple(epoch.loss for epoch in epochs))
+    assert len(slices) == 2 * 2 + sum(len(step.spans) + 2 * len(step.other) for step in report.timelines)
+    assert (report.predicted, report.configuration["partitions"]) == (None, 2)  # its costs are no seconds
+    assert f"gpipe report {options.out}" in text
+    assert "100.0 %" in text
+    assert "with equal stages" in text
+    assert "plain loop" in text
+
+
+def test_a_log_has_no_control_characters_and_a_terminal_shows_the_time_left(tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path)
+    assert "\x1b" not in train(options)[1]
+    terminal = train(options, terminal=True)[1]
+    assert "\x1b" in terminal
+    assert "left" in terminal
+
+
+@pytest.mark.slow
+def test_the_seed_decides_and_torchs_own_randomness_does_not(tmp_path: Path) -> None:
+    texts = []
+    for seed, ambient in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(ambient)
+        state = torch.get_rng_state()
+        texts.append(shown(train(replace(OPTIONS, seed=seed, out=tmp_path))[1]))
+        assert torch.equal(state, torch.get_rng_state())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_steps_end_a_training_within_an_epoch(tmp_path: Path) -> None:
+    epochs, _ = train(replace(OPTIONS, steps=3, out=tmp_path))
+    assert [epoch.epoch for epoch in epochs] == [1, 2]
+    job = prepared(replace(OPTIONS, steps=3, out=tmp_path, resume=True))
+    assert (job.steps_of(1), job.steps_of(2), job.pipe.step_number) == (2, 1, 3)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_plain_loop_is_timed_on_layers_of_its_own(bf16: bool) -> None:
+    made: list[nn.Module] = []
+    computed_in = set()
+
+    class Watched(DigitsRecipe):
+        def layers(self) -> list[nn.Module]:
+            made[:] = super().layers()
+            for layer in made:
+                layer.register_forward_hook(lambda *_: computed_in.add(torch.is_autocast_enabled("cpu")))
+            return made
+
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    assert measure_plain_step(Watched(replace(OPTIONS, bf16=bf16, image_size=19)), 4, torch.device("cpu")) > 0
+    assert len(made) == 9
+    assert computed_in == {bf16}
+    assert (torch.get_num_threads(), torch.equal(torch.get_rng_state(), state)) == (threads, True)
+
+
+@pytest.mark.slow
+def test_a_plan_that_was_measured_prints_the_losses_of_the_paper(tmp_path: Path) -> None:
+    paper = train(replace(OPTIONS, paper=True, out=tmp_path / "paper"))[1]
+    planned = prepare(DigitsRecipe(replace(OPTIONS, plan="auto", out=tmp_path / "auto").settled()))
+    run(planned)
+    assert [epoch.loss for epoch in planned.progress.epochs] == [float(line.split()[3]) for line in shown(paper)]
+    assert planned.name.endswith("planned for this machine")
+
+
+def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--partitions is 0"):
+        prepared(replace(OPTIONS, partitions=0, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_images_in_a_mini_batch_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="--batch-size is 19, and there are 18 images to train on: choose fewer"):
+        DigitsRecipe(replace(OPTIONS, batch_size=19))
+
+
+def test_a_run_that_torchrun_starts_anew_begins_where_nothing_was_saved(tmp_path: Path) -> None:
+    recipe = DigitsRecipe(replace(OPTIONS, out=tmp_path).settled())
+    assert prepare(recipe, [1.0] * 9, World(restarts=1)).progress == Progress()
+
+
+def test_checkpoints_of_an_earlier_run_are_put_aside_and_its_evaluation_is_removed(tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path)
+    text = train(options)[1]
+    (tmp_path / "checkpoints" / "mark").touch()
+    (tmp_path / "evaluation.json").touch()
+    assert train(replace(options, seed=1))[1] != text
+    assert (tmp_path / "checkpoints.old" / "mark").exists()
+    assert not (tmp_path / "checkpoints" / "mark").exists()
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+def test_a_run_that_had_ended_is_gone_on_with_to_the_same_files(tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path)
+    epochs, _ = train(options)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    (tmp_path / "model.safetensors").unlink()
+    again, text = train(replace(options, resume=True))
+    assert again == epochs
+    assert "goes on after epoch 1, from" in text
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_checkpoint_is_saved_after_every_so_many_epochs_and_two_stay(tmp_path: Path) -> None:
+    train(replace(OPTIONS, out=tmp_path, epochs=3, checkpoint_every=2))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_4", "step_6"]
