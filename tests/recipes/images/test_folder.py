@@ -1,0 +1,126 @@
+"""`gpipe train images` on a folder of one's own, and `gpipe evaluate` of what it has left."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gpipe.cli.main import main
+from gpipe.recipes.images.evaluation import count, to_evaluation
+from gpipe.recipes.images.recipe import ImagesRecipe
+from gpipe.recipes.options.images import ImagesOptions
+from tests.support.small_images import same, weights
+
+CLASSES = ("ant", "bee", "cat", "dog", "eel", "fly")
+EACH = 6  # of which the fifth is held out
+SMALL = ("--filters", "16", "--image-size", "16", "--batch-size", "8", "--micro-batches", "2", "--steps", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("animals")
+    for number, name in enumerate(CLASSES):
+        (root / name).mkdir()
+        for i in range(EACH):
+            pixels = np.random.default_rng((number, i)).integers(0, 256, (18 + i, 25 - number, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{i}.png")
+    return root
+
+
+def trained(folder: Path, out: Path, *given: str, workers: int = 0) -> list[dict[str, Any]]:
+    told = ("--image-folder", str(folder), "--out", str(out), "--workers", str(workers))
+    main(["train", "images", *told, *SMALL, "--crop", "0.3", "--flip", "--cutout", "4", *given])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run, and the lines of its epochs."""
+    out = tmp_path_factory.mktemp("run")
+    return out, trained(folder, out)
+
+
+@pytest.mark.slow
+def test_neither_workers_nor_partitions_change_bits(
+    folder: Path, run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    assert trained(folder, tmp_path, "--partitions", "3", workers=2) == run[1]
+    assert same(weights(tmp_path), weights(run[0]))
+
+
+def test_an_evaluation_counts_each_held_out_image_once(
+    run: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, lines = run
+    for k in ("1", "3"):
+        main(["evaluate", str(out), "--partitions", k])
+        found = json.loads((out / "evaluation.json").read_text())
+        assert (found["images"], found["classes"]) == (len(CLASSES), [*CLASSES])
+        assert [sum(row) for row in found["confusion"]] == [1] * len(CLASSES)
+        hits = sum(row[number] for number, row in enumerate(found["confusion"]))
+        assert found["top1"] == hits / len(CLASSES) == lines[-1]["accuracy"]
+        assert found["top1"] <= found["top5"] <= 1
+    said = capsys.readouterr().out
+    assert said.count("6 held-out images, each as a whole:\n") == 2
+    assert said.count("is \\ taken for  ant  bee  cat  dog  eel  fly\n") == 2
+    assert f"top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%}" in said
+
+
+def test_of_several_runs_the_mean_and_the_spread_are_told(
+    folder: Path, run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(folder, tmp_path, "--seed", "1", "--classes", "bee", "ant", "--per-class", "5")
+    capsys.readouterr()
+    main(["evaluate", str(run[0]), str(tmp_path)])
+    said = capsys.readouterr().out
+    one, two = (json.loads((out / "evaluation.json").read_text())["top1"] for out in (run[0], tmp_path))
+    assert said.count("held-out images") == 2
+    assert "2 runs: mean and standard deviation\n" in said
+    assert f"top1  {(one + two) / 2:.4f} +- {abs(one - two) / 2**0.5:.4f}\n" in said
+
+
+def test_the_classes_and_how_many_images_of_each_can_be_chosen(folder: Path) -> None:
+    options = ImagesOptions(image_folder=folder, classes=("eel", "bee"), per_class=4, batch_size=8, workers=0)
+    source = ImagesRecipe(options).source
+    assert (source.classes, source.rows) == (("eel", "bee"), 8)
+
+
+def test_a_folder_that_cannot_be_used_ends_with_what_to_do(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, told in (
+        (["--image-folder", str(tmp_path)], "has no class folders; put the images of each class into a folder"),
+        (
+            ["--image-folder", str(folder), "--classes", "ant", "yak"],
+            "there is no class yak; there are ant, bee, cat",
+        ),
+        (["--image-folder", str(folder), "--batch-size", "31"], "there are 30 images to train on: choose fewer"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "images", *given, "--out", str(tmp_path / "out")])
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_run_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, told in (
+        ([], "give the folder of a run"),
+        ([str(tmp_path)], "has no config.toml: give the folder of a run"),
+        ([str(tmp_path), "--beam", "0"], "--beam is 0: choose 1 or more"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["evaluate", *given])
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+def test_more_classes_than_can_be_read_have_no_table() -> None:
+    names = [str(number) for number in range(26)]
+    text = to_evaluation(count([(torch.eye(26), torch.arange(26))], 26), names).text
+    assert text == "26 held-out images, each as a whole:\ntop-1 100.00%, top-5 100.00%"

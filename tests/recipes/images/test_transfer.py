@@ -1,0 +1,81 @@
+"""A run that starts from another's weights, on other classes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe.cli.main import main
+from gpipe.recipes.images.recipe import DigitsRecipe
+from tests.support.small_images import EVERYTHING, OPTIONS, prepared, train, weights
+
+SOFTMAX = {"8.linear.weight", "8.linear.bias"}
+AUXILIARY = {"5.auxiliary.9.weight", "5.auxiliary.9.bias"}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on 0, 1 and 2, with an auxiliary head."""
+    out = tmp_path_factory.mktemp("first")
+    train(replace(EVERYTHING, out=out))
+    return out
+
+
+def test_all_weights_stay_but_those_of_the_softmax_layers(first: Path, tmp_path: Path) -> None:
+    """The averaged ones; also at another number of partitions, and of classes."""
+    told = replace(EVERYTHING, partitions=3, classes=("5", "9"), per_class=9, from_=first, out=tmp_path)
+    begun = prepared(told)
+    before, after = weights(first), begun.pipe.state_dict()
+    assert begun.recipe.steps_per_epoch == 2
+    assert before.keys() == after.keys()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == SOFTMAX | AUXILIARY
+    assert all(len(after[name]) == 2 for name in SOFTMAX | AUXILIARY)
+
+
+def test_the_new_softmax_layer_is_that_of_the_seed(first: Path, tmp_path: Path) -> None:
+    some = [
+        prepared(replace(EVERYTHING, seed=seed, partitions=k, from_=first, out=tmp_path / str(k))).pipe.state_dict()
+        for seed, k in ((7, 1), (7, 3), (8, 1))
+    ]
+    for name in SOFTMAX | AUXILIARY:
+        assert torch.equal(some[0][name], some[1][name])
+        assert not torch.equal(some[0][name], some[2][name])
+
+
+def test_the_command_takes_the_network_of_the_run_and_trains(first: Path, tmp_path: Path) -> None:
+    given = ("--classes", "3", "4", "--per-class", "4", "--batch-size", "8", "--micro-batches", "2", "--steps", "1")
+    main(["train", "digits", "--from", str(first), *given, "--out", str(tmp_path / "out")])
+    assert weights(tmp_path / "out")["8.linear.weight"].shape[0] == 2
+    main(["evaluate", str(tmp_path / "out")])
+
+
+def test_another_network_is_told_with_what_does_not_fit(first: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the run has trained another network: give its options") as refusal:
+        prepared(replace(EVERYTHING, filters=32, from_=first, out=tmp_path / "out"))
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 12
+    assert all(": " in line and " in the run, " in line for line in lines[1:-1])
+    assert lines[-1].startswith("and ")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"5\.auxiliary\.\d+\.bias: \d+ in the run, missing here"):
+        prepared(replace(EVERYTHING, aux_head=0.0, from_=first, out=tmp_path / "out"))
+
+
+def test_a_run_that_was_never_trained_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor a checkpoint"):
+        prepared(replace(OPTIONS, from_=tmp_path, out=tmp_path / "out"))
+
+
+def test_a_run_that_was_left_gives_the_weights_of_its_latest_checkpoint(tmp_path: Path) -> None:
+    train(replace(OPTIONS, out=tmp_path / "first"))
+    expected = weights(tmp_path / "first")
+    (tmp_path / "first" / "model.safetensors").unlink()
+    after = prepared(replace(OPTIONS, from_=tmp_path / "first", out=tmp_path / "out")).pipe.state_dict()
+    assert {name for name in after if not torch.equal(after[name], expected[name])} == SOFTMAX
+
+
+def test_per_class_keeps_so_many_images_of_each() -> None:
+    assert DigitsRecipe(replace(OPTIONS, per_class=5)).source.rows == 15
+    with pytest.raises(ValueError, match="per_class is 500; give a number from 1 to"):
+        DigitsRecipe(replace(OPTIONS, per_class=500))

@@ -1,0 +1,58 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.recipes.learning.averages import AVERAGE, Averages
+
+
+def moved(values: list[float], decay: float) -> tuple[torch.nn.Parameter, Averages, torch.optim.Optimizer]:
+    """A weight that has had these values after each step."""
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    averages = Averages(optimizer, decay)
+    for step, value in enumerate(values):
+        weight.data.fill_(value)
+        weight.grad = torch.ones_like(weight)
+        averages.update(step)
+    return weight, averages, optimizer
+
+
+@given(st.lists(st.floats(-9, 9), min_size=1, max_size=30), st.floats(0, 0.999, exclude_min=True))
+def test_an_average_is_a_weighted_mean_in_which_old_weights_count_less(values: list[float], decay: float) -> None:
+    expected = values[0]
+    for step, value in enumerate(values):
+        kept = min(decay, (1 + step) / (10 + step))
+        expected = kept * expected + (1 - kept) * value
+    weight, averages, _ = moved(values, decay)
+    with averages.applied():
+        torch.testing.assert_close(weight.item(), expected, rtol=1e-9, atol=1e-9)
+    assert weight.item() == values[-1]
+
+
+def test_weights_come_back_as_they_were_also_after_a_failure() -> None:
+    weight, averages, optimizer = moved([1 / 3, 2 / 3, 0.1], 0.9)
+    average = optimizer.state[weight][AVERAGE].clone()
+    try:
+        with averages.applied():
+            assert torch.equal(weight, average)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert weight.item() == 0.1
+    assert torch.equal(optimizer.state[weight][AVERAGE], average)
+
+
+def test_there_is_none_where_none_is_wanted() -> None:
+    weight, averages, optimizer = moved([1.0, 2.0], 0.0)
+    assert not optimizer.state
+    with averages.applied():
+        assert weight.item() == 2.0
+
+
+def test_a_weight_that_is_elsewhere_has_no_average_here() -> None:
+    """In another process: no gradient comes for it."""
+    here, elsewhere = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([here, elsewhere], lr=0.0)
+    here.grad = torch.ones(1)
+    Averages(optimizer, 0.9).update(0)
+    assert set(optimizer.state) == {here}

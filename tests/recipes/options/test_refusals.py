@@ -1,0 +1,85 @@
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from gpipe.plan.schedules import SCHEDULES
+from gpipe.recipes.options.by_name import OPTIONS
+from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
+from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.options.translation import TranslationOptions
+
+
+@pytest.mark.parametrize("recipe", OPTIONS)
+def test_the_default_options_are_legal(recipe: str) -> None:
+    OPTIONS[recipe]().check()
+
+
+def test_all_options_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match="--epochs is -1: choose 1 or more") as refusal:
+        ImagesOptions(
+            partitions=10, micro_batches=0, layers=3, filters=8, epochs=-1, seed=-2, out=file, batch_size=0, ema=1
+        ).check()
+    assert str(refusal.value).splitlines() == [
+        "--filters is 8: choose 16 or more",
+        "--batch-size is 0: choose 1 or more",
+        "--micro-batches is 0: choose 1 or more",
+        "--epochs is -1: choose 1 or more",
+        "--seed is -2: choose 0 or more",
+        "--partitions is 10, but --layers 3 makes 9 layers: choose 9 or fewer partitions, or more layers",
+        f"--out is {file}, a file: choose a folder",
+        "--ema is 1: choose 0 to less than 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"classes": ("1",)}, "--classes is 1: choose two or more, each once"),
+        ({"classes": ("1", "2", "1")}, "--classes is 1 2 1: choose two or more, each once"),
+        ({"classes": ("1", "cat")}, "--classes has cat, which is no digit: choose of 0 to 9"),
+        ({"image_folder": Path("nowhere")}, "--image-folder is nowhere, which is no folder"),
+        ({"cutout": 65}, "--cutout is 65: choose 0 to 64, --image-size"),
+        ({"crop": 0.5}, "--crop is for --image-folder: digits fill their images"),
+        ({"crop": 0.0, "image_folder": Path()}, "--crop is 0.0: choose more than 0 to 1"),
+        ({"aux_head": 0.4}, "--aux-head needs images of 67 pixels or more, and --image-size is 64"),
+        ({"drop_path": 0.0}, "--drop-path is 0.0: choose more than 0 to 1"),
+        ({"label_smoothing": 1.0}, "--label-smoothing is 1.0: choose 0 to less than 1"),
+        ({"learning_rate": float("inf")}, "--learning-rate is inf: choose more than 0"),
+        ({"weight_decay": float("nan")}, "--weight-decay is nan: choose 0 or more"),
+        ({"per_class": 0}, "--per-class is 0: choose 1 or more"),
+        ({"bf16": True, "image_size": 18}, "--bf16 needs images of 19 pixels or more, and --image-size is 18"),
+        ({"image_size": 15}, "--image-size is 15: choose 16 or more"),
+    ],
+)
+def test_what_images_cannot_be_is_told(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as refusal:
+        replace(DigitsOptions(), **changes).check()
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"plan": "auto", "schedule": "1f1b"}, "--plan auto chooses --schedule itself"),
+        ({"paper": True, "remat": "never"}, "leave --remat out, or --paper"),
+        ({"paper": True, "plan": "auto"}, "leave --plan out, or --paper"),
+    ],
+)
+def test_what_a_plan_says_cannot_be_said_beside_it(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        replace(TrainOptions(), **changes).check()
+
+
+def test_every_schedule_can_be_trained_by() -> None:
+    assert get_args(get_type_hints(TrainOptions)["schedule"]) == tuple(SCHEDULES)
+
+
+@pytest.mark.parametrize("options", [ImagesOptions(), TranslationOptions()])
+def test_stages_of_each_partition_count_as_layers(options: TrainOptions) -> None:
+    with pytest.raises(ValueError, match=r"--partitions is 5 of 2 stages each, .* choose 4 or fewer partitions"):
+        replace(options, partitions=5, schedule="zb_v").check()
