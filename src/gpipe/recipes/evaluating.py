@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from gpipe.recipes.files import EVALUATION
+from gpipe.recipes.files import EVALUATION, WEIGHTS
 from gpipe.recipes.options.by_name import OPTIONS
 from gpipe.recipes.options.files import recipe_of
 from gpipe.recipes.options.training import flag
@@ -37,6 +37,9 @@ def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], 
     recipe = open_recipe(run, partitions, world, **given)
     with opened(recipe, world) as trained:
         found = recipe.evaluate(trained.pipe)
+    if not (run / WEIGHTS).is_file():
+        unfinished = "the run has not ended: by the weights of its latest checkpoint, no average of them\n"
+        found = replace(found, text=unfinished + found.text)
     if not world.rank:
         text = json.dumps({**found.numbers, **found.details}, indent=1, ensure_ascii=False)
         (run / EVALUATION).write_text(text + "\n", encoding="utf-8")

@@ -16,7 +16,8 @@ from gpipe.recipes.progress import Progress, to_extra
 from gpipe.recipes.recipe import Recipe, Share
 from gpipe.recipes.world import World
 
-KEPT = 2  # checkpoints
+CHECKPOINTS = "checkpoints"
+KEPT = 2  # of them
 PATIENCE = 20.0  # seconds without news from another rank that saves; torchrun kills after 30
 
 
@@ -57,7 +58,7 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
-        return self.options.out / "checkpoints"
+        return self.options.out / CHECKPOINTS
 
     @property
     def steps(self) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 import gpipe
 from gpipe.recipes.files import EVALUATION, WEIGHTS
-from gpipe.recipes.job import Job, parts_of, replicas_of
+from gpipe.recipes.job import CHECKPOINTS, Job, parts_of, replicas_of
 from gpipe.recipes.learning.averages import Averages
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.training import TrainOptions
@@ -36,7 +36,8 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
     """
     world, options = world or World(), recipe.options
     layers = build(recipe)
-    if options.from_ is not None:
+    begun = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
+    if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
     pipe, how = make_pipe(recipe, layers, costs, world)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -64,9 +65,9 @@ def read_weights(run: Path) -> Mapping[str, Any]:
     """
     if (run / WEIGHTS).is_file():
         return load_file(run / WEIGHTS)
-    if gpipe.find_checkpoint(run / "checkpoints") is None:
+    if gpipe.find_checkpoint(run / CHECKPOINTS) is None:
         raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint: give the folder of a run that was trained")
-    return gpipe.load(run / "checkpoints").state_dict()
+    return gpipe.load(run / CHECKPOINTS).state_dict()
 
 
 def make_pipe(

@@ -1,5 +1,6 @@
 """A run that starts from another's weights, on other classes."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from gpipe.cli.main import main
 from gpipe.recipes.images.recipe import DigitsRecipe
-from tests.support.small_images import EVERYTHING, OPTIONS, prepared, train, weights
+from tests.support.small_images import EVERYTHING, OPTIONS, prepared, same, train, weights
 
 SOFTMAX = {"8.linear.weight", "8.linear.bias"}
 AUXILIARY = {"5.auxiliary.9.weight", "5.auxiliary.9.bias"}
@@ -73,6 +74,21 @@ def test_a_run_that_was_left_gives_the_weights_of_its_latest_checkpoint(tmp_path
     (tmp_path / "first" / "model.safetensors").unlink()
     after = prepared(replace(OPTIONS, from_=tmp_path / "first", out=tmp_path / "out")).pipe.state_dict()
     assert {name for name in after if not torch.equal(after[name], expected[name])} == SOFTMAX
+
+
+def test_a_run_goes_on_when_the_one_it_came_from_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And may be evaluated before it ends."""
+    came_from = tmp_path / "first"
+    train(replace(OPTIONS, out=came_from))
+    told = replace(OPTIONS, from_=came_from, epochs=2, out=tmp_path / "out")
+    train(told)
+    expected = weights(tmp_path / "out")
+    shutil.rmtree(came_from)
+    (tmp_path / "out" / "model.safetensors").unlink()
+    main(["evaluate", str(tmp_path / "out")])
+    assert "the run has not ended" in capsys.readouterr().out
+    train(replace(told, resume=True))
+    assert same(weights(tmp_path / "out"), expected)
 
 
 def test_per_class_keeps_so_many_images_of_each() -> None:
