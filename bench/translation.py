@@ -120,7 +120,7 @@ def batches(options: argparse.Namespace) -> None:
 
 def trainability(options: argparse.Namespace) -> None:
     """A deep and narrow model, with and without what section 5 gives deep models."""
-    steps = options.steps or 200
+    steps = options.steps or 150
     runs = [
         Run(
             "translation",
