@@ -14,7 +14,7 @@ FEW = {"per_class": 10, "batch_size": 25, "epochs": 40}
 CHANGES: dict[str, dict[str, Any]] = {
     "40 epochs": {},
     "20 epochs": {"epochs": 20},
-    "40 epochs, flip and cutout": {"flip": True, "cutout": 16},
+    "20 epochs, flip and cutout": {"epochs": 20, "flip": True, "cutout": 16},
 }
 """The paper flips images and cuts out of them."""
 RATES = {"transfer": 0.1, "scratch": 0.05}
