@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,11 +40,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: the lines of metrics.jsonl, evaluation.json, and how long its training took."""
+    """What a run came to: the lines of metrics.jsonl, and evaluation.json."""
 
     epochs: Sequence[Mapping[str, float]]
     evaluation: Mapping[str, Any]
-    seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """How long its training took."""
+        return sum(epoch["seconds"] for epoch in self.epochs)
 
 
 def gpipe(arguments: Sequence[str], processes: int = 0) -> None:
@@ -59,18 +62,15 @@ def gpipe(arguments: Sequence[str], processes: int = 0) -> None:
 
 def carry_out(run: Run, evaluate: Sequence[str] | None = ()) -> Outcome:
     """Trains, and evaluates with these flags unless they are None; a run that was carried out is only read again."""
-    done = run.out / "seconds.json"
-    if not done.exists():
-        start = time.monotonic()
+    if not (run.out / "model.safetensors").exists():
         gpipe(run.command, run.processes)
-        done.write_text(json.dumps(time.monotonic() - start))
     evaluation = run.out / "evaluation.json"
     if evaluate is not None and not evaluation.exists():
         gpipe(["evaluate", str(run.out), *evaluate])
     lines = (run.out / "metrics.jsonl").read_text().splitlines()
     found = json.loads(evaluation.read_text()) if evaluate is not None else {}
     print(f"{run.out}: {lines[-1]}", flush=True)
-    return Outcome([json.loads(line) for line in lines], found, json.loads(done.read_text()))
+    return Outcome([json.loads(line) for line in lines], found)
 
 
 def carry_out_all(runs: Sequence[Run], at_once: int, evaluate: Sequence[str] | None = ()) -> list[Outcome]:
