@@ -85,7 +85,7 @@ def models(options: argparse.Namespace) -> None:
 
 def batches(options: argparse.Namespace) -> None:
     """Three sizes of mini-batches, the same steps each."""
-    steps = options.steps or 300
+    steps = options.steps or 200
     size = {**MODELS["T(1, 512, 4)"], "steps": steps, "warm_up": 100}
     runs = [
         Run("translation", options.folder / f"batch-{tokens}", {**COMMON, **size, "tokens": tokens})
