@@ -64,7 +64,7 @@ def main() -> None:
         f"Learning rates: {', '.join(f'{way} {rate}' for way, rate in RATES.items())}. By hand: "
         f"`gpipe {' '.join(first.command[:2])} --classes 0 1 2 3 4 --out out/first`, then "
         f"`gpipe {' '.join(last.command[:2])} --from out/first --classes 5 6 7 8 9 --per-class 10 --batch-size 25 "
-        "--epochs 40 --learning-rate 0.1`.",
+        "--epochs 20 --learning-rate 0.1`.",
     ]
     write("transfer", "\n\n".join(parts), {"facts": about, "top1": kept})
 

@@ -141,6 +141,29 @@ def test_a_run_that_had_ended_is_gone_on_with_to_the_same_files(tmp_path: Path) 
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
+def test_a_folder_that_is_named_from_here_keeps_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(replace(OPTIONS, out=Path("out"), ema=0.5))
+    assert {path.name for path in Path("out").iterdir()} >= {"checkpoints", "model.safetensors"}
+    assert not Path("out/averages").exists()
+    assert "goes on after epoch 1" in train(replace(OPTIONS, out=Path("out"), ema=0.5, resume=True))[1]
+    train(replace(OPTIONS, out=Path("plain")))
+    assert Path("plain/checkpoints/latest").exists()
+
+
+def test_a_run_does_not_start_from_itself(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--from and --out are .* both: choose another folder"):
+        replace(OPTIONS, from_=tmp_path, out=tmp_path).check()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: Not a directory; choose"):
+        train(replace(OPTIONS, out=tmp_path / "file" / "out"))
+
+
 def test_a_checkpoint_is_saved_after_every_so_many_epochs_and_two_stay(tmp_path: Path) -> None:
     train(replace(OPTIONS, out=tmp_path, epochs=3, checkpoint_every=2))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_4", "step_6"]

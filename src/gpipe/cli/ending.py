@@ -18,6 +18,8 @@ def ending_by_mistakes() -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, ImportError, OSError) as mistake:
         if not _talks():
             time.sleep(PATIENCE)
@@ -40,7 +42,7 @@ def ending_by_failures_elsewhere() -> Iterator[None]:
 
 @contextmanager
 def ending_by_interrupt() -> Iterator[None]:
-    """Ends the command with status 130 after Ctrl-C."""
+    """Ends the command with status 130 after Ctrl-C, and by SIGPIPE when nobody reads what it writes any more."""
     try:
         yield
     except KeyboardInterrupt:
@@ -48,6 +50,9 @@ def ending_by_interrupt() -> Iterator[None]:
         if _talks():
             _say("interrupted")
         sys.exit(130)
+    except BrokenPipeError:  # whoever read has enough
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
 
 
 def _talks() -> bool:

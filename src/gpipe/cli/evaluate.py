@@ -38,10 +38,14 @@ def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> Non
                 raise ValueError(f"--{name} is {value}: choose 1 or more")
         changes = {"beam": options.beam, "sentences": options.sentences}
         from gpipe.recipes.evaluating import evaluate_run, spread
+        from gpipe.recipes.options.files import recipe_of
         from gpipe.recipes.world import find_world, joined
 
     world = find_world(os.environ)
     with joined(world), ending_by_failures_elsewhere():
+        with ending_by_mistakes():
+            for run in options.runs:
+                recipe_of(run)
         found = []
         for run in options.runs:
             with ending_by_mistakes():

@@ -20,6 +20,8 @@ from gpipe.report.stored import NAME
 
 WEIGHTS = "model.safetensors"
 METRICS = "metrics.jsonl"
+AVERAGES = "averages"
+"""A folder for the time of their writing."""
 EVALUATION = "evaluation.json"
 COMPARED = 2**27
 """Parameters, above which the plain loop, which needs all of them once more, is not timed."""
@@ -38,8 +40,8 @@ def write_files(job: Job, display: Display, checkpoint: Path, recorded: Recorded
     state = gpipe.load(checkpoint).state_dict()
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     (out / WEIGHTS).write_bytes(save(weights))
-    if job.checkpoints not in checkpoint.parents:
-        shutil.rmtree(checkpoint.parent)
+    if job.recipe.averaging:
+        shutil.rmtree(out / AVERAGES)
     if recorded is not None:
         recorded.steps.save(out / "timeline.svg")
         recorded.steps.save(out / "trace.json")

@@ -91,7 +91,7 @@ class Job:
         A last epoch that was short is saved as one that has begun: more steps may come.
         """
         whole = self.progress.epochs[: self.steps // self.recipe.steps_per_epoch]
-        extra = to_extra(replace(self.progress, epochs=whole), self.options)
+        extra = to_extra(replace(self.progress, epochs=whole), self.options, self.recipe.data)
         return gpipe.save(
             self.checkpoints, self.pipe, self.optimizer, extra=extra, background=True, keep=KEPT, limit=PATIENCE
         ).wait

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import gpipe
 from gpipe.recipes.files import EVALUATION, WEIGHTS
@@ -40,7 +40,7 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
     if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
     pipe, how = make_pipe(recipe, layers, costs, world)
-    options.out.mkdir(parents=True, exist_ok=True)
+    _make_folder(options.out)
     optimizer = recipe.optimizer(pipe.parameters())
     job = Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), Progress(), world, how)
     job = replace(job, progress=_begin(job))
@@ -100,10 +100,29 @@ def _how(options: TrainOptions, layers: Sequence[nn.Module], sample: Any, world:
     k, m = options.partitions, options.micro_batches // replicas_of(options.partitions, world)
 
     def found() -> gpipe.Plan:
-        return gpipe.find_plan(layers, sample, k, partitions=k, micro_batches=m, measure=True)
+        return gpipe.find_plan(layers, _even(sample, m), k, partitions=k, micro_batches=m, measure=True)
 
     with one_thread():
         return dict(of_first(world, lambda: parts_of(found()))) if world.launched else {"plan": found()}
+
+
+def _even(sample: Any, parts: int) -> Any:
+    """Rows of a sample, or of each of a tuple, so many that they make equal parts.
+
+    >>> _even(torch.arange(7), 3), _even(torch.arange(2), 3)
+    (tensor([0, 1, 2, 3, 4, 5]), tensor([0, 1, 0]))
+    """
+    if not isinstance(sample, Tensor):
+        return tuple(_even(one, parts) for one in sample)
+    rows = len(sample)
+    return sample[torch.arange(max(parts, rows - rows % parts)) % rows]
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out is {out}, which cannot be made: {error.strerror}; choose another folder") from None
 
 
 def _begin(job: Job) -> Progress:
@@ -114,7 +133,8 @@ def _begin(job: Job) -> Progress:
     wanted = job.options.resume or job.world.restarts > 0
     found = wanted and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
     if any(job.pipe.team.exchange(b"found" if found else b"")):
-        progress = from_extra(gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra, job.options)
+        extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
+        progress = from_extra(extra, job.options, job.recipe.data)
         done = len(progress.epochs) * job.recipe.steps_per_epoch + len(progress.losses)
         if done > job.steps:
             raise ValueError(

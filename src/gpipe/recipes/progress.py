@@ -44,9 +44,9 @@ class Progress:
         return f"epoch {len(self.epochs)}" + (f", step {len(self.losses)} of the next" if self.losses else "")
 
 
-def to_extra(progress: Progress, options: TrainOptions) -> dict[str, Any]:
-    """The progress and decisive options, for a checkpoint to keep."""
-    return {**asdict(progress), "options": decisive(options)}
+def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[str, Any]:
+    """The progress, decisive options, and what tells the data from others, for a checkpoint to keep."""
+    return {**asdict(progress), "options": decisive(options), "data": data}
 
 
 def decisive(options: TrainOptions) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def decisive(options: TrainOptions) -> dict[str, Any]:
     return {name: value if isinstance(value, int | float | None) else str(value) for name, value in values.items()}
 
 
-def from_extra(extra: Mapping[str, Any], options: TrainOptions) -> Progress:
+def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") -> Progress:
     """Reads the progress that a checkpoint kept.
 
     Raises:
-        ValueError: It is of another training: one line for each option that differs.
+        ValueError: It is of another training: one line for each option that differs, and for the data.
 
     >>> from_extra(to_extra(Progress(losses=[0.5]), TrainOptions()), TrainOptions(seed=1))
     Traceback (most recent call last):
@@ -72,6 +72,8 @@ def from_extra(extra: Mapping[str, Any], options: TrainOptions) -> Progress:
         for name, value in now.items()
         if before.get(name) != value
     ]
+    if extra["data"] != data:
+        problems.append("the training data are not those of the checkpoint: bring them back, or start anew")
     if problems:
         raise ValueError("\n".join(problems))
     return Progress([Epoch(**epoch) for epoch in extra["epochs"]], list(extra["losses"]), extra["seconds"])

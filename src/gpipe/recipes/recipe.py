@@ -115,6 +115,11 @@ class Recipe(ABC, Generic[Options]):
         """Changes what layers do over the training; by default nothing."""
 
     @property
+    def data(self) -> str:
+        """What tells the training data from others, so that no run goes on with others; by default nothing does."""
+        return ""
+
+    @property
     def largest_norm(self) -> float:
         """To which norm gradients are scaled down; 0: they are not."""
         return 0.0

@@ -42,7 +42,10 @@ def open_recipe(run: Path, partitions: int | None, world: World, **changes: Any)
     flags = to_flags(table, name, OPTIONS[name], run / CONFIG)
     options = tyro.cli(OPTIONS[name], args=flags)
     options = replace(options, partitions=partitions, out=run, from_=None, resume=True, **changes)
-    return make_recipe(name, options.settled(world.size if world.launched else None))
+    try:
+        return make_recipe(name, options.settled(world.size if world.launched else None))
+    except ValueError as mistake:
+        raise ValueError(f"{run / CONFIG} cannot be gone by: {mistake}") from None
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import gpipe
 from gpipe.recipes.display import Display
-from gpipe.recipes.files import write_files, write_metrics
+from gpipe.recipes.files import AVERAGES, write_files, write_metrics
 from gpipe.recipes.job import Job
 from gpipe.recipes.plain import one_thread
 from gpipe.recipes.progress import Epoch
@@ -32,9 +32,7 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
             recorded = _train(job, display, is_to_end)
         checkpoint = job.begin_save()()
         with job.averages.applied():
-            weights = (
-                gpipe.save(job.options.out / "averages", job.pipe).wait() if job.recipe.averaging else checkpoint
-            )
+            weights = gpipe.save(job.options.out / AVERAGES, job.pipe).wait() if job.recipe.averaging else checkpoint
     if not job.world.rank:
         write_files(job, display, weights, recorded)
     return job.progress.epochs

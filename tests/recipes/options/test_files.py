@@ -134,7 +134,7 @@ def test_a_file_comes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch: p
 
 
 def test_resume_takes_the_options_of_the_run(tmp_path: Path) -> None:
-    run = DigitsOptions(out=tmp_path, filters=48, micro_batches=2, from_=Path("first"), classes=("3", "4"))
+    run = DigitsOptions(out=tmp_path, filters=48, micro_batches=2, from_=tmp_path / "first", classes=("3", "4"))
     write_config(tmp_path, "digits", run)
     assert told("digits", "--resume", "--out", str(tmp_path)) == replace(run, resume=True)
     assert told("digits", "--resume", f"--out={tmp_path}", "--partitions", "3") == replace(

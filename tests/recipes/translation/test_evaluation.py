@@ -116,7 +116,7 @@ def test_a_beam_of_one_is_none(corpus: Corpus) -> None:
     found = evaluated(corpus, corpus.test, width=1)
     assert not {"beam_chrf", "beam_bleu"} & found.numbers.keys()
     assert {one["beam"] for one in found.details["examples"]} == {None}
-    assert re.search(r"^all .* - +- ", found.text, re.MULTILINE)
+    assert re.search(r"^together .* - +- ", found.text, re.MULTILINE)
 
 
 def test_translations_come_in_the_order_of_the_test(corpus: Corpus) -> None:
@@ -138,12 +138,13 @@ SCORES = st.builds(
     st.integers(1, 16),
 )
 def test_a_table_fits_80_columns_and_has_a_line_for_each_language(scores: dict[str, Scores], width: int) -> None:
-    head, under, *lines = table(scores, width)
-    assert max(map(len, [head, under, *lines])) <= 80
-    assert len({len(line) for line in (head, *lines)}) == 1  # columns are below each other
+    overall = next(iter(scores.values()))
+    head, under, *lines, last = table(scores, overall, width)
+    assert max(map(len, [head, under, *lines, last])) <= 80
+    assert len({len(line) for line in (head, *lines, last)}) == 1  # columns are below each other
     assert sorted(line.split()[0] for line in lines) == sorted(scores)
-    assert "all" not in scores or lines[-1].startswith("all ")
-    trained = [int(line.split()[1]) for line in lines if not line.startswith("all")]
+    assert last.startswith("together ")
+    trained = [int(line.split()[1]) for line in lines]
     assert trained == sorted(trained, reverse=True)
     for line in lines:
         numbers = astuple(scores[line.split()[0]])
@@ -155,7 +156,7 @@ def test_a_table_fits_80_columns_and_has_a_line_for_each_language(scores: dict[s
 def test_what_many_have_learnt_of_is_first() -> None:
     numbers = count(10, -1)
     few = {language: Scores(next(numbers), 1, 0.0, 0, 0, 0, 0, 0, 0) for language in ("zz", "bb", "aa")}
-    assert [line.split()[0] for line in table(few, 4)[2:]] == ["zz", "bb", "aa"]
+    assert [line.split()[0] for line in table(few, few["aa"], 4)[2:]] == ["zz", "bb", "aa", "together"]
 
 
 def test_a_toy_is_not_scored_by_what_is_copied() -> None:

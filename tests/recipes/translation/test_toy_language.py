@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch
 from gpipe.cli.main import main
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.translation.corpus import Corpus
+from tests.support.processes.nursery import ONE_THREAD
 from tests.support.toy_language import in_toy, job_of, options, pairs, train, write_table
 
 EPOCHS = 10
@@ -74,6 +78,37 @@ def test_lines_are_translated_each_and_empty_ones_stay(run: Path) -> None:
         assert translated(run, ["", " "], "--beam", beam) == ["", ""]
 
 
+def test_what_stands_before_a_line_that_cannot_be_translated_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for odd, told in (
+        (b"gr\xfcn", "line 3 of stdin: it is no UTF-8, from byte 3 on"),
+        (b"a" * 9000, "line 3 of stdin: it is"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join([b"", b"a", odd, b"b"]))))
+        with pytest.raises(SystemExit) as ended:
+            main(["translate", "--run", str(run)])
+        assert ended.value.code == 2
+        said = capsys.readouterr()
+        assert told in said.err
+        assert len(said.out.splitlines()) == 2
+
+
+def test_a_reader_that_has_enough_is_no_mistake(run: Path) -> None:
+    command = [sys.executable, "-m", "gpipe", "translate", "--run", str(run), "--beam", "1"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **ONE_THREAD},
+    ) as popen:
+        assert popen.stdout is not None
+        popen.stdout.close()
+        _, told = popen.communicate(b"a\n" * 300, timeout=250)
+    assert (popen.returncode, told) == (-signal.SIGPIPE, b"")
+
+
 def test_a_run_translates_wherever_it_is_without_what_it_learnt_from(
     given: TranslationOptions, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +126,7 @@ def test_a_run_translates_wherever_it_is_without_what_it_learnt_from(
 def test_an_evaluation_tells_of_every_language(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["evaluate", str(run), "--beam", "2", "--partitions", "3"])
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in shown] == ["language", "greedy", "toy", "mirror", "all"]
+    assert [line.split()[0] for line in shown] == ["language", "greedy", "toy", "mirror", "together"]
     assert max(map(len, shown)) <= 80
     found = json.loads((run / "evaluation.json").read_text())
     assert list(found["languages"]) == ["mirror", "toy"]

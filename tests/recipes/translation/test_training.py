@@ -3,15 +3,19 @@
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
 from gpipe.recipes.display import Display
 from gpipe.recipes.options.translation import TranslationOptions
-from gpipe.recipes.translation.recipe import VOCABULARY
+from gpipe.recipes.prepare import prepare
+from gpipe.recipes.training import run
+from gpipe.recipes.translation.recipe import VOCABULARY, TranslationRecipe
 from tests.support.toy_language import job_of, options, pairs, same, steps_of, train, write_table
 
 WEIGHTS = "model.safetensors"
@@ -112,6 +116,26 @@ def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder:
         train(options(folder, out=whole.out, label_smoothing=0.5, resume=True))
 
 
+def test_other_sentences_are_not_gone_on_with(whole: TranslationOptions, tmp_path: Path) -> None:
+    other = write_table(tmp_path / "other.tsv", pairs(100))
+    with pytest.raises(ValueError, match="the training data are not those of the checkpoint"):
+        job_of(options(tmp_path, out=whole.out, tsv=other, resume=True))
+
+
+def test_another_size_of_the_vocabulary_than_that_which_is_kept_is_refused(
+    whole: TranslationOptions, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"--vocabulary is 500, and .* has one of 300, which is kept: leave it out"):
+        job_of(options(tmp_path, tsv=whole.tsv, out=tmp_path, from_=whole.out, vocabulary=500))
+
+
+def test_a_plan_that_was_measured_gives_the_same_losses(whole: TranslationOptions, tmp_path: Path) -> None:
+    """Mini-batches of sentences are of any size, and a plan is for equal parts."""
+    told = replace(whole, out=tmp_path, plan="auto", partitions=2).settled()
+    run(prepare(TranslationRecipe(told)), Console(quiet=True))
+    assert same(load_file(tmp_path / WEIGHTS), load_file(whole.out / WEIGHTS))
+
+
 def test_a_run_that_starts_from_another_has_its_vocabulary_and_weights(
     whole: TranslationOptions, tmp_path: Path
 ) -> None:
@@ -133,7 +157,7 @@ def test_weights_of_another_network_are_refused(whole: TranslationOptions, folde
     with pytest.raises(ValueError, match="the run has trained another network: give its options"):
         job_of(options(folder, out=tmp_path, from_=whole.out, ffn_dim=48))
     with pytest.raises(ValueError, match=re.escape("has neither model.safetensors nor a checkpoint")):
-        job_of(options(folder, out=tmp_path, from_=tmp_path))
+        job_of(options(folder, out=tmp_path / "out", from_=tmp_path))
 
 
 def test_fewer_steps_than_were_taken_are_refused(whole: TranslationOptions, folder: Path) -> None:

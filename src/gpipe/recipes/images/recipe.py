@@ -94,6 +94,11 @@ class ImagesRecipe(Recipe[ImagesOptions]):
             set_keep(pipe, drop_path_keep(step, steps, self.options.drop_path))
 
     @property
+    def data(self) -> str:
+        """Tells the names and classes of the images of a folder."""
+        return self.source.data
+
+    @property
     def averaging(self) -> float:
         """How much of itself the moving average of the weights keeps at each step."""
         return self.options.ema

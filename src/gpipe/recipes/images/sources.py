@@ -1,5 +1,6 @@
 """Where images come from: scikit-learn's digits, held in memory, or a folder, read by processes of their own."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
@@ -34,11 +35,13 @@ class Source(Protocol):
         classes: The names of the classes, in the order of their numbers.
         rows: How many images there are to train on.
         held_out_parts: In how many parts images that are held out come.
+        data: Tells the images to train on from others.
     """
 
     classes: tuple[str, ...]
     rows: int
     held_out_parts: int
+    data: str
 
     def train(self, batches: Sequence[Tensor], epoch: int, share: Share) -> Iterator[Images]:
         """Yields the images of each mini-batch, given by its rows, changed as the options say."""
@@ -71,6 +74,7 @@ class DigitImages:
         self._digits = load_digits(options.image_size, classes=chosen, per_class=options.per_class, seed=options.seed)
         self.classes = options.classes or tuple(map(str, range(DIGITS)))
         self.rows = len(self._digits.train)
+        self.data = "digits"
         self.held_out_parts = ceil(len(self._digits.held_out) / EVALUATED)
 
     def train(self, batches: Sequence[Tensor], epoch: int, share: Share) -> Iterator[Images]:
@@ -108,6 +112,8 @@ class FolderImages:
         self._held_out_reader = Reader(found.held_out, how, workers=min(1, o.workers), seed=o.seed)
         self.classes = found.classes
         self.rows = len(found.train)
+        named = repr((found.train.names, found.train.labels)).encode()
+        self.data = hashlib.sha256(named).hexdigest()
         self.held_out_parts = ceil(len(found.held_out) / EVALUATED)
 
     def train(self, batches: Sequence[Tensor], epoch: int, share: Share) -> Iterator[Images]:

@@ -7,7 +7,7 @@ What the command is told becomes one line of flags, of which the later ones hold
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,13 +21,16 @@ CONFIG = "config.toml"
 RECIPE = "recipe"
 """The key that says whose options they are."""
 PRESETS = Path(__file__).parent / "presets"
+READ = ("from_", "tsv", "image_folder")
 NOT_SAVED = frozenset({"config", "resume"})
 """What a file cannot say: it would send on to itself."""
 
 
 def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
-    """Writes the options of a run to `folder`/config.toml."""
-    (folder / CONFIG).write_text(tomli_w.dumps(to_table(recipe, options)), encoding="utf-8")
+    """Writes the options of a run to `folder`/config.toml; what was read is named from the root."""
+    there = {name: path.absolute() for name in READ if (path := getattr(options, name, None)) is not None}
+    table = to_table(recipe, replace(options, **there))
+    (folder / CONFIG).write_text(tomli_w.dumps(table), encoding="utf-8")
 
 
 def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:

@@ -130,6 +130,8 @@ class TrainOptions:
             yield f"--plan {self.plan} chooses {', '.join(self._other_than_paper)} itself: leave them out, or --plan"
         if self.paper and (other := [*self._other_than_paper, *(["--plan"] if self.plan else [])]):
             yield f"--paper is --schedule gpipe --remat always: leave {', '.join(other)} out, or --paper"
+        if self.from_ is not None and not self.resume and self.from_.absolute() == self.out.absolute():
+            yield f"--from and --out are {self.out} both: choose another folder for this run"
         if self.out.exists() and not self.out.is_dir():
             yield f"--out is {self.out}, a file: choose a folder"
 

@@ -107,7 +107,9 @@ class TranslationOptions(TrainOptions):
         ones = ("layers", "ffn_dim", "heads", "model_dim", "head_dim", "longest", "warm_up", "beam", "sentences")
         yield from self.too_small({**dict.fromkeys(ones, 1), "vocabulary": 300, "tokens": 64})
         yield from super().problems()
-        for name in ("temperature", "learning_rate"):
+        if not self.temperature > 0:
+            yield f"--temperature is {self.temperature}: choose more than 0"
+        for name in ("learning_rate",):
             if not 0 < getattr(self, name) < float("inf"):
                 yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose more than 0"
         for name in ("clip_logits", "clip_norm"):

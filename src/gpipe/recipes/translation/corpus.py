@@ -1,5 +1,6 @@
 """The sentences of a translation recipe: split, drawn by language, as subwords and in mini-batches."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +55,12 @@ class Corpus:
         if not self.train:
             raise ValueError(f"no pair is of --longest {options.longest} subwords at most: choose more")
         self.steps_per_epoch = steps_per_epoch([one.lengths for one in self.train], options.tokens)
+
+    @cached_property
+    def data(self) -> str:
+        """Tells the pairs to train on from others."""
+        pairs = [(pair.language, pair.source, pair.english) for pair in self.split.train]
+        return hashlib.sha256(repr(pairs).encode()).hexdigest()
 
     @cached_property
     def counts(self) -> Counter[str]:

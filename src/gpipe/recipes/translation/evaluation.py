@@ -97,7 +97,7 @@ def evaluation_of(
         "languages": {language: asdict(scores) for language, scores in languages.items()},
         "examples": [_example(one) for one in translated[:: max(1, len(translated) // 40)]],
     }
-    return Evaluation(numbers, details, "\n".join(table({**languages, "all": overall}, width)))
+    return Evaluation(numbers, details, "\n".join(table(languages, overall, width)))
 
 
 def translate(test: Sequence[Sentence], decode: Decode, corpus: Corpus, tokens: int, what: str) -> list[str]:
@@ -171,19 +171,21 @@ def _example(one: Translated) -> dict[str, str | None]:
     }
 
 
-def table(scores: Mapping[str, Scores], width: int) -> list[str]:
+def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str]:
     r"""A line for each language, the one with most pairs to train on first, and one for all.
 
-    >>> print(*table({"de": Scores(9, 2, 1.5, 50.0, 30.0, 51.0, 31.0, 8.0, 4.0)}, width=4), sep="\n")
+    >>> one = Scores(9, 2, 1.5, 50.0, 30.0, 51.0, 31.0, 8.0, 4.0)
+    >>> print(*table({"de": one}, one, width=4), sep="\n")
     language  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent
                                      greedy       beam 4      chrF      chrF
     de            9     2  1.500   50.0  30.0   51.0  31.0    8.0       4.0
+    together      9     2  1.500   50.0  30.0   51.0  31.0    8.0       4.0
     """
     first = max(8, *map(len, scores))
     head = f"{'language':{first}}  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent"
     under = f"{'':{first}}                         greedy       beam {width}      chrF      chrF"
-    ordered = sorted(scores.items(), key=lambda item: (item[0] == "all", -item[1].train, item[0]))
-    return [head, under, *(_line(language.ljust(first), one) for language, one in ordered)]
+    ordered = sorted(scores.items(), key=lambda item: (-item[1].train, item[0]))
+    return [head, under, *(_line(name.ljust(first), one) for name, one in [*ordered, ("together", overall)])]
 
 
 def _line(language: str, one: Scores) -> str:

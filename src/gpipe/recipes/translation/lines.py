@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 from gpipe.recipes.options.files import recipe_of
@@ -10,7 +11,9 @@ from gpipe.recipes.translation.decode import beam, greedy
 from gpipe.recipes.translation.recipe import VOCABULARY, TranslationRecipe
 from gpipe.recipes.world import World
 
-Translator = Callable[[Sequence[str]], list[str]]
+Translator = Callable[[Sequence[str]], Iterator[str]]
+LONGEST = 4
+"""Times as many subwords as the longest sentence that was trained on; what is longer is refused."""
 
 
 @contextmanager
@@ -33,12 +36,20 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
     with opened(recipe, world) as trained:
         vocabulary, network = recipe.vocabulary, recipe.network(trained.pipe)
 
-        def to_english(lines: Sequence[str]) -> list[str]:
-            """Translates lines; what is empty stays so."""
-            texts = [line.strip() for line in lines]
-            sources = vocabulary.encode_all([text for text in texts if text])
-            found = greedy(network, sources) if width == 1 else beam(network, sources, width)
-            english = map(vocabulary.decode, found)
-            return [" ".join(next(english).splitlines()) if text else "" for text in texts]
+        most = LONGEST * recipe.options.longest
+
+        def to_english(lines: Sequence[str]) -> Iterator[str]:
+            """Translates lines, up to the first that is too long; what is empty stays so."""
+            sources = vocabulary.encode_all([line.strip() for line in lines])
+            short = list(takewhile(lambda source: len(source) <= most, sources))
+            said = [source for source in short if source]
+            found = iter(greedy(network, said) if width == 1 else beam(network, said, width))
+            for source in short:
+                yield " ".join(vocabulary.decode(next(found)).splitlines()) if source else ""
+            if len(short) < len(sources):
+                raise ValueError(
+                    f"it is {len(sources[len(short)])} subwords long, and sentences of {recipe.options.longest} were "
+                    f"trained on: give it in parts, of {most} at most"
+                )
 
         yield to_english

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.datasets.vocabulary import PAD, Vocabulary
 from gpipe.recipes.learning.rates import inverse_root
+from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
@@ -40,7 +41,10 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     @cached_property
     def _kept_vocabulary(self) -> Vocabulary | None:
-        runs = [self.options.out if self.options.resume else None, self.options.from_]
+        o = self.options
+        if o.from_ is not None and not o.resume:
+            _check_vocabulary(o.from_, o.vocabulary)
+        runs = [o.out if o.resume else None, o.from_]
         files = [run / VOCABULARY for run in runs if run is not None]
         found = next((file for file in files if file.is_file()), None)
         return None if found is None else Vocabulary.load(found)
@@ -101,6 +105,11 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return self.options.learning_rate * inverse_root(step, self.options.warm_up)
 
     @property
+    def data(self) -> str:
+        """Tells the pairs to train on from others."""
+        return self.corpus.data
+
+    @property
     def largest_norm(self) -> float:
         """To which gradients are scaled down."""
         return self.options.clip_norm
@@ -145,6 +154,13 @@ class TranslationRecipe(Recipe[TranslationOptions]):
     def write(self, run: Path) -> None:
         """Writes the subwords."""
         self.vocabulary.save(run / VOCABULARY)
+
+
+def _check_vocabulary(run: Path, wanted: int) -> None:
+    """Refuses another size of the vocabulary than the run has that this one starts from."""
+    own = read_config(run / CONFIG).get("vocabulary", wanted) if (run / CONFIG).is_file() else wanted
+    if own != wanted:
+        raise ValueError(f"--vocabulary is {wanted}, and {run} has one of {own}, which is kept: leave it out")
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str, smoothing: float = 0.0) -> Tensor:
