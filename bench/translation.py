@@ -13,6 +13,7 @@ from bench.runs import FREE, Outcome, Run, carry_out_all
 COMMON = {**FREE, "micro_batches": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "T(1, 512, 4)": {"layers": 1, "ffn_dim": 512, "heads": 4},
+    "T(1, 512, 4), 1900 steps": {"layers": 1, "ffn_dim": 512, "heads": 4, "steps": 1900},
     "T(3, 512, 4)": {"layers": 3, "ffn_dim": 512, "heads": 4},
     "T(3, 1024, 8), wide": {"layers": 3, "ffn_dim": 1024, "heads": 8},
     "T(6, 512, 4), deep": {"layers": 6, "ffn_dim": 512, "heads": 4},
@@ -35,6 +36,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "both": {"scaled_init": True, "clip_logits": 20},
 }
 SENTENCES = 30  # of a language, that are translated
+PICTURE = RESULTS.parent.parent / "docs" / "translation.svg"
 AROUND = 12  # languages that a point of a line is the mean of
 
 
@@ -53,7 +55,7 @@ def models(options: argparse.Namespace) -> None:
     """Models of several sizes, the same steps each, evaluated language by language."""
     steps = options.steps or 900
     runs = [
-        Run("translation", options.folder / f"model-{_slug(name)}", {**COMMON, **size, "steps": steps})
+        Run("translation", options.folder / f"model-{_slug(name)}", {**COMMON, "steps": steps, **size})
         for name, size in MODELS.items()
     ]
     how = ["--sentences", str(SENTENCES)]
@@ -78,7 +80,7 @@ def models(options: argparse.Namespace) -> None:
         ),
         "The 24 languages with most, and the 24 with fewest pairs to train on, mean chrF by beam search:",
         table(["", "most", "fewest"], [[name, *_ends(outcome)] for name, outcome in found.items()]),
-        "![chrF by language](translation.svg)",
+        "![chrF by language](../../docs/translation.svg)",
     ]
     write("translation", "\n\n".join(parts), {"facts": about, "steps": steps, "sizes": sizes, "models": kept})
 
@@ -207,8 +209,8 @@ def draw(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
     below.set_ylabel("pairs")
     below.set_xticks(range(0, len(ordered), 4), list(ordered)[::4], rotation=90, fontsize=7)
     below.set_xlabel("languages, those with most pairs to train on first")
-    figure.savefig(RESULTS / "translation.svg", metadata={"Date": None})
-    print(RESULTS / "translation.svg")
+    figure.savefig(PICTURE, metadata={"Date": None})
+    print(PICTURE)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class TranslationOptions(TrainOptions):
     """encoder-decoder: T(L, H, A) of the paper's section 5; decoder: its Table 1's language model, of 2 L layers,
     which reads a sentence and goes on in English."""
 
-    layers: int = 3
+    layers: int = 1
     """L: how many layers the encoder has, and how many the decoder."""
 
     ffn_dim: int = 512
