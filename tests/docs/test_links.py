@@ -15,7 +15,7 @@ ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 HISTORY = {"log.md", "CHANGELOG.md"}  # they name what was there once
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:[\w-]+/)+[\w.-]*|[\w/-]+\.(?:py|md|svg|toml))`")
-MADE = ("docs/_build", "run/", "out/")
+MADE = ("docs/_build", "run/", "out/", "config.toml")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 

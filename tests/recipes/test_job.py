@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -138,6 +139,7 @@ def test_a_run_that_had_ended_is_gone_on_with_to_the_same_files(tmp_path: Path) 
     again, text = train(replace(options, resume=True))
     assert again == epochs
     assert "goes on after epoch 1, from" in text
+    assert "all was trained before" in text
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
@@ -151,6 +153,22 @@ def test_a_folder_that_is_named_from_here_keeps_its_checkpoints(
     assert "goes on after epoch 1" in train(replace(OPTIONS, out=Path("out"), ema=0.5, resume=True))[1]
     train(replace(OPTIONS, out=Path("plain")))
     assert Path("plain/checkpoints/latest").exists()
+
+
+def test_weights_without_a_checkpoint_are_not_trained_anew_by_resume(tmp_path: Path) -> None:
+    train(replace(OPTIONS, out=tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = weights(tmp_path)
+    with pytest.raises(ValueError, match="has the weights of a run and no checkpoint to go on from"):
+        prepared(replace(OPTIONS, out=tmp_path, resume=True))
+    assert same(weights(tmp_path), before)
+
+
+def test_a_process_of_torchrun_must_know_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun has started this process among others: give prepare the world"):
+        prepared(replace(OPTIONS, out=tmp_path))
 
 
 def test_a_run_does_not_start_from_itself(tmp_path: Path) -> None:

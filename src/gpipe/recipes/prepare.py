@@ -1,5 +1,6 @@
 """From options to a job: builds the network and its pipe, and goes back to where the run was."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from gpipe.recipes.options.training import TrainOptions
 from gpipe.recipes.plain import one_thread
 from gpipe.recipes.progress import Progress, from_extra
 from gpipe.recipes.recipe import Recipe
-from gpipe.recipes.world import World, of_first
+from gpipe.recipes.world import World, find_world, of_first
 
 
 def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: World | None = None) -> Job:
@@ -34,9 +35,19 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
         ValueError: The options cannot be, or the checkpoint does not fit them: what to do, a line for each.
         OSError: The folder cannot be made.
     """
+    if world is None and find_world(os.environ).launched:
+        raise ValueError(
+            "torchrun has started this process among others: give prepare the world, from find_world(os.environ), "
+            "within joined(world)"
+        )
     world, options = world or World(), recipe.options
     layers = build(recipe)
     begun = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
+    if options.resume and not begun and (options.out / WEIGHTS).is_file():
+        raise ValueError(
+            f"{options.out} has the weights of a run and no checkpoint to go on from: leave --resume out to begin "
+            f"anew, or start from them by --from {options.out} in another folder"
+        )
     if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
     pipe, how = make_pipe(recipe, layers, costs, world)

@@ -12,6 +12,7 @@ import gpipe
 from gpipe.recipes.display import Display
 from gpipe.recipes.files import AVERAGES, write_files, write_metrics
 from gpipe.recipes.job import Job
+from gpipe.recipes.options.by_name import OPTIONS
 from gpipe.recipes.plain import one_thread
 from gpipe.recipes.progress import Epoch
 from gpipe.recipes.recipe import Batch
@@ -42,7 +43,8 @@ def _train(job: Job, display: Display, is_to_end: Callable[[], int]) -> Recorded
     """Trains what is left; gives what was recorded of the last epoch, if there is one left."""
     progress, recorded = job.progress, None
     if progress.epochs or progress.losses:
-        display.say(f"goes on after {progress}, from {job.checkpoints}")
+        over = "" if len(progress.epochs) < job.epochs else ": all was trained before"
+        display.say(f"goes on after {progress}, from {job.checkpoints}{over}")
     write_metrics(job)
     done = len(progress.epochs) * job.recipe.steps_per_epoch + len(progress.losses)
     with display.training(job.name, job.pipe, done):
@@ -107,5 +109,7 @@ def _end(job: Job, display: Display, told: signal.Signals) -> None:
     """Saves, says how to go on, and ends the process."""
     folder = job.begin_save()()
     again = f"gpipe train {job.recipe.name} --out {shlex.quote(str(job.options.out))} --resume"
+    if job.recipe.name not in OPTIONS:
+        again = "the same options with resume=True"
     display.say(f"{ENDINGS[told]}: saved to {folder}; go on by\n  {again}")
     raise SystemExit(128 + told)

@@ -79,7 +79,7 @@ def test_every_schedule_can_be_trained_by() -> None:
     assert get_args(get_type_hints(TrainOptions)["schedule"]) == tuple(SCHEDULES)
 
 
-@pytest.mark.parametrize("options", [ImagesOptions(), TranslationOptions()])
+@pytest.mark.parametrize("options", [ImagesOptions(), TranslationOptions(layers=3)])
 def test_stages_of_each_partition_count_as_layers(options: TrainOptions) -> None:
     with pytest.raises(ValueError, match=r"--partitions is 5 of 2 stages each, .* choose 4 or fewer partitions"):
         replace(options, partitions=5, schedule="zb_v").check()

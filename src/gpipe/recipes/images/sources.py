@@ -58,6 +58,8 @@ def open_source(options: ImagesOptions) -> Source:
         ImportError: The library that has or reads them is not installed.
     """
     source: Source = DigitImages(options) if options.image_folder is None else FolderImages(options)
+    if len(source.classes) < 2:
+        raise ValueError(f"there is one class, {source.classes[0]}, and nothing to tell apart: give two or more")
     if source.rows < options.batch_size:
         raise ValueError(
             f"--batch-size is {options.batch_size}, and there are {source.rows} images to train on: choose fewer"

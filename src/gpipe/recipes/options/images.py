@@ -30,10 +30,10 @@ class ImagesOptions(TrainOptions):
     """Which of the two cells is stacked."""
 
     layers: int = 3
-    """How many normal cells there are; 6 more layers (stem, reductions, head) stand around them."""
+    """How many normal cells there are, 3 or more; 6 more layers (stem, reductions, head) stand around them."""
 
     filters: int = 32
-    """How many filters the first stack of normal cells has; both reductions after it double them."""
+    """How many filters the first stack of normal cells has, 16 or more; both reductions after it double them."""
 
     image_folder: Path | None = None
     """A folder of a folder of images for each class, perhaps within train and val; by default scikit-learn's
@@ -111,8 +111,9 @@ class ImagesOptions(TrainOptions):
     """After how many epochs."""
 
     ema: float = 0.0
-    """Evaluates a moving average of the weights, which keeps this share of itself at each step; 0: the weights
-    themselves."""
+    """Evaluates a moving average of the weights, which keeps this share of itself at each step, and at step n no more
+    than (1 + n) / (10 + n), so that the first ones are soon forgotten; 0: the weights themselves. The statistics of
+    BatchNorm are as they are."""
 
     @property
     def depth(self) -> int | None:
