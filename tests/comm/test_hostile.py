@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from gpipe.comm.codec import decode, encode
-from gpipe.comm.frames import HEADER, IN_SLOT, LARGEST_NEWS, header
+from gpipe.comm.frames import HEADER, Gone, IN_SLOT, LARGEST_NEWS, header
 from gpipe.comm.local import Link
 from gpipe.comm.net import Net
 from gpipe.comm.tcp import BELIEVED, RemoteLink
@@ -228,6 +228,29 @@ def test_a_hostile_frame_names_the_peer(name: str, kind: type[Link]) -> None:
         stream.sendall(SENT[name])
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
             net.receive(1, LABEL)
+
+
+class Bell:
+    """Rung by a reading thread that found something wrong in the very moment in which the bell is asked."""
+
+    def __init__(self, find: Callable[[], None]) -> None:
+        self._find = find
+
+    def recv(self, size: int) -> bytes:
+        self._find()
+        return b"!"
+
+
+@pytest.mark.parametrize("attribute", ["_damaged", "_broken"])
+def test_what_is_found_while_the_bell_is_heard_is_not_missed(attribute: str) -> None:
+    """It rings once: who looked first, and then took the ring away, waited for another."""
+    with nets(2, RemoteLink) as (net, _):
+        link = net.links[1]
+        found = {"_damaged": Damaged("odd"), "_broken": "odd"}[attribute]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link, "_bell", Bell(lambda: patch.setattr(link, attribute, found)))
+            with pytest.raises((Damaged, Gone), match="odd"):
+                link.head()
 
 
 HANDLES: dict[str, Callable[[int], int]] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
-from gpipe.runtime.threads import _collect
+from gpipe.runtime.threads import NAME, _collect, _wait_for_those_that_end
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
 
 X, Y = torch.randn(6, 3), torch.randn(6, 2)
@@ -386,3 +386,20 @@ def test_no_rank_thread_is_left_for_the_interpreter_to_end() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["6", "[]"]
+
+
+class Ending(threading.Thread):
+    """A thread that was told to end."""
+
+    waited = False
+
+    def join(self, timeout: float | None = None) -> None:
+        self.waited = True
+
+
+def test_threads_that_are_about_to_end_are_waited_for_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a pipe that was closed a moment ago; others are not ours to wait for."""
+    threads = [Ending(name=f"{NAME} 1"), Ending(name="another")]
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)
+    _wait_for_those_that_end()
+    assert [thread.waited for thread in threads] == [True, False]

@@ -99,15 +99,12 @@ class RemoteLink(Link):
         return self._inbox[0][0] if self._inbox else None
 
     def _hear(self) -> None:
-        if self._damaged is not None and not self._inbox:
+        with suppress(BlockingIOError):
+            self._unsent -= self._bell.recv(CHUNK).count(b"w")
+        if self._damaged is not None and not self._inbox:  # after the bell: what it rang for is there by now
             raise self._damaged
         if self._broken is not None and not self._inbox:
             raise Gone(self._broken)
-        try:
-            rung = self._bell.recv(CHUNK)
-        except BlockingIOError:
-            return
-        self._unsent -= rung.count(b"w")
 
     def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
         """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""

@@ -20,6 +20,7 @@ from gpipe.values.messages import Cancelled
 
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
 """A job, and where to say that it is done."""
+NAME = "gpipe rank"
 AT_EXIT = 2.0
 """Seconds that the interpreter waits for threads at its end: one that it ends inside of C++ aborts the process."""
 
@@ -72,7 +73,7 @@ class RankThreads:
         own = torch.get_num_threads()
         for queue in fresh:
             target = partial(_serve, queue, self.intra_op_threads, ready)
-            thread = threading.Thread(target=target, name=f"gpipe rank {len(self._jobs)}", daemon=True)
+            thread = threading.Thread(target=target, name=f"{NAME} {len(self._jobs)}", daemon=True)
             thread.start()
             self._jobs.append(queue)
             self._threads.append(thread)
@@ -84,6 +85,17 @@ class RankThreads:
         if self._stop is not None:
             self._stop()
         self._pid = 0
+
+
+def _wait_for_those_that_end() -> None:
+    """Waits for rank threads that were told to end: an interpreter that ends under one of them aborts."""
+    until = time.monotonic() + AT_EXIT
+    for thread in threading.enumerate():
+        if thread.name.startswith(NAME) and thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_wait_for_those_that_end)  # before all others, and so after them
 
 
 def _stop(jobs: Sequence[SimpleQueue[Task | None]], pid: int, at_exit: Callable[[], None]) -> None:
