@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from gpipe.comm.codec import decode, encode
-from gpipe.comm.frames import HEADER, Gone, IN_SLOT, LARGEST_NEWS, header
+from gpipe.comm.frames import HEADER, IN_SLOT, LARGEST_NEWS, Gone, header
 from gpipe.comm.local import Link
 from gpipe.comm.net import Net
 from gpipe.comm.tcp import BELIEVED, RemoteLink
