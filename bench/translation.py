@@ -109,8 +109,9 @@ def batches(options: argparse.Namespace) -> None:
         describe(about),
         f"T(1, 512, 4), {steps} steps each, all else equal, greedy translations; the shape of the paper's Table "
         "5, which "
-        "has 260 thousand, 1 million and 4 million (BLEU 30.92, 31.86, 32.71; loss 2.58, 2.51, 2.46). As there, more "
-        "steps of the same size see more data: the table tells what a larger mini-batch gives, not at which price.",
+        "has 260 thousand, 1 million and 4 million (BLEU 30.92, 31.86, 32.71; loss 2.58, 2.51, 2.46). As there, "
+        "as many "
+        "steps of a larger mini-batch see more data: the table tells what it gives, not at which price.",
         table(["subwords", "nll", "chrF", "BLEU"], rows),
     ]
     write(
