@@ -30,11 +30,12 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
 
-# `gpipe.plan` must import and pass its tests where torch is not installed.
+# `gpipe.schedule` must import and pass its tests where torch is not installed.
 test-plan: $(PLAN_VENV)/.ready
 	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
-	$(PLAN_VENV)/bin/python -m pytest -q tests/plan src/gpipe/plan
+	$(PLAN_VENV)/bin/python -m pytest -q tests/schedule src/gpipe/plan
 
 docs: $(VENV)/.docs  ## Build the documentation: docs/_build/index.html.
 	$(VENV)/bin/sphinx-build -q -W --keep-going -E -b html docs docs/_build

@@ -18,7 +18,7 @@ import gpipe
 from bench.foreseen import NETWORKS, Configuration, Network
 from bench.machine import facts
 from bench.report import describe, interval, table, with_time_left, write
-from gpipe.observing.machine import Meter
+from gpipe.profiling.memory import Meter
 
 NAMES = ("transformer", "amoebanet", "mlp", "conv")
 

@@ -22,11 +22,11 @@ from bench.machine import facts
 from bench.makespans import Sleeper
 from bench.report import describe, table, with_time_left, write
 from bench.workloads import sleepers, squared_error, token_loss
-from gpipe.costs.profile import profile_layers
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.observing.machine import Meter
-from gpipe.plan.search.profile import bounds
-from gpipe.plan.simulate import simulate
+from gpipe.planner.profile import profile_layers
+from gpipe.planner.search.profile import bounds
+from gpipe.profiling.memory import Meter
+from gpipe.schedule.simulate import simulate
 
 STEPS = 5
 """Of each round, behind one that warms up."""

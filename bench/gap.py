@@ -25,12 +25,12 @@ from bench.report import describe, table, write
 from bench.run import setup_for
 from bench.setup import Setup
 from bench.workloads import WORKLOADS
-from gpipe.plan.action import COMPUTE, Action
-from gpipe.plan.cost import StageCost
-from gpipe.plan.simulate import simulate
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.steps import Step
 from gpipe.runtime.worker import Worker
+from gpipe.schedule.action import COMPUTE, Action
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.simulate import simulate
 
 Cells = Mapping[Action, tuple[float, ...]]
 """Of each action: seconds by the clock, of the user's and of the system's CPU time, and page faults."""

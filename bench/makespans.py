@@ -17,9 +17,9 @@ from torch.nn import functional as F
 import gpipe
 from bench.machine import facts
 from bench.report import describe, interval, table, write
-from gpipe.plan.cost import StageCost
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.plan.simulate import simulate
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.simulate import simulate
 
 
 class _Sleep(torch.autograd.Function):

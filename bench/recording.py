@@ -16,9 +16,9 @@ from torch.nn.functional import mse_loss
 import gpipe
 from bench.machine import facts
 from bench.report import describe, interval, table, write
-from gpipe.plan.action import parse_action
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.streams import RankStream
+from gpipe.schedule.action import parse_action
 
 WIDTH, LAYERS, MICRO_BATCHES = 512, 8, 8
 DRIVERS = ("threads", "lockstep")

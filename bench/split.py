@@ -8,7 +8,7 @@ import torch
 from bench.machine import facts
 from bench.report import describe, interval, table, write
 from bench.workloads import WORKLOADS
-from gpipe.costs.measure import as_in_training, measure_seconds
+from gpipe.planner.measure import as_in_training, measure_seconds
 
 WORKS = ("transformer", "halves", "conv", "amoebanet")
 

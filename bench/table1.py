@@ -13,13 +13,13 @@ import torch
 
 from bench.machine import facts
 from bench.report import describe, table, write
-from gpipe.costs.profile import profile_layers
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.plan.search.device import GIB, PRESETS, Device
-from gpipe.plan.search.found import Plan
-from gpipe.plan.search.profile import Profile
-from gpipe.plan.search.search import search
-from gpipe.plan.search.shapes import Choices
+from gpipe.planner.profile import profile_layers
+from gpipe.planner.search.device import GIB, PRESETS, Device
+from gpipe.planner.search.found import Plan
+from gpipe.planner.search.profile import Profile
+from gpipe.planner.search.search import search
+from gpipe.planner.search.shapes import Choices
 
 RMSPROP = 1
 """Numbers that the optimizer keeps of each parameter."""

@@ -28,10 +28,10 @@ import gpipe
 from bench.machine import facts
 from bench.report import describe, table, write
 from bench.table1 import RMSPROP, largest, naive, plan_of
-from gpipe.costs.profile import profile_layers
 from gpipe.models import transformer_lm
-from gpipe.plan.search.device import Device
-from gpipe.plan.search.profile import Profile
+from gpipe.planner.profile import profile_layers
+from gpipe.planner.search.device import Device
+from gpipe.planner.search.profile import Profile
 
 MEMORY = 128 * 2**20
 ROWS, WORDS, VOCABULARY = 16, 64, 128

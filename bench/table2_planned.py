@@ -25,13 +25,13 @@ from bench.report import describe, table, with_time_left, write
 from bench.table1 import RMSPROP, WORDS, plan_of
 from bench.table2 import MICRO_BATCHES, NETWORKS, PARTITIONS, ROWS
 from bench.workloads import WORKLOADS
-from gpipe.costs.measure import as_in_training, measure_seconds
-from gpipe.costs.profile import profile_layers
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.plan.lower import place_recompute, place_transfers
-from gpipe.plan.search.device import PRESETS, Device
-from gpipe.plan.search.profile import Line, Profile
-from gpipe.plan.simulate import simulate
+from gpipe.planner.measure import as_in_training, measure_seconds
+from gpipe.planner.profile import profile_layers
+from gpipe.planner.search.device import PRESETS, Device
+from gpipe.planner.search.profile import Line, Profile
+from gpipe.schedule.lower import place_recompute, place_transfers
+from gpipe.schedule.simulate import simulate
 
 CPU = torch.device("cpu")
 PIXELS, FEWER_WORDS = 224, 128

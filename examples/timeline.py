@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.report import report_html, timelines_svg
+from gpipe.profiling import report_html, timelines_svg
 
 ROWS = 8
 SECONDS_A_ROW = 0.020 / ROWS

@@ -107,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def crew() -> Iterator["Crew"]:
     """Four ranks that wait for jobs; `crew.run(..., world=2)` takes the first two."""
-    from tests.support.processes.launch import Crew  # late: `gpipe.plan` is tested where torch is not installed
+    from tests.support.processes.launch import Crew  # late: `gpipe.schedule` is tested where torch is not installed
 
     with Crew(4) as crew:
         yield crew
@@ -133,6 +133,6 @@ def _collector_leaves_old_objects_alone() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_randomness() -> None:
-    """What a test draws does not depend on what was drawn before; `gpipe.plan` is tested without torch."""
+    """What a test draws does not depend on what was drawn before; `gpipe.schedule` is tested without torch."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

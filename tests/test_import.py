@@ -37,7 +37,7 @@ def test_plan_loads_no_torch() -> None:
         run_python(
             """
         import sys
-        import gpipe.plan.schedules, gpipe.plan.lower, gpipe.plan.simulate, gpipe.plan.timeline
+        import gpipe.schedule.schedules, gpipe.schedule.lower, gpipe.schedule.simulate, gpipe.schedule.timeline
         print("torch" in sys.modules)
         """
         )

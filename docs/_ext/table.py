@@ -4,7 +4,7 @@
     {timeline} gpipe            what the simulator makes of them, as a picture
     {schedule} zb_v             forwards and backwards alone, in units, with bubble and peak below
     {needs} 1F0 1B0             what the rules say that these actions need
-    {module-docstring} gpipe.plan.rules
+    {module-docstring} gpipe.schedule.rules
     {reading-order}             modules, one a line, each with its length and its first line
 
 The first four take the options `ranks`, `stages-per-rank`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and
@@ -25,17 +25,17 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from gpipe.plan.action import Route, parse_action
-from gpipe.plan.cost import StageCost
-from gpipe.plan.figures import figures
-from gpipe.plan.laws import check
-from gpipe.plan.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
-from gpipe.plan.program import Program
-from gpipe.plan.rules import needs
-from gpipe.plan.schedules.by_name import program_of
-from gpipe.plan.simulate import simulate
-from gpipe.report import timeline_svg, timelines_svg
-from gpipe.report.terminal import words
+from gpipe.profiling import timeline_svg, timelines_svg
+from gpipe.profiling.lanes import words
+from gpipe.schedule.action import Route, parse_action
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.figures import figures
+from gpipe.schedule.laws import check
+from gpipe.schedule.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
+from gpipe.schedule.program import Program
+from gpipe.schedule.rules import needs
+from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import simulate
 
 FORWARD = 0.010  # seconds; a backward takes two of them
 
@@ -126,7 +126,7 @@ class SchedulePicture(TimelinePicture):
 
 
 class Needs(Table):
-    """What `gpipe.plan.rules.needs` says of some actions of the schedule `gpipe`."""
+    """What `gpipe.schedule.rules.needs` says of some actions of the schedule `gpipe`."""
 
     def run(self) -> list[nodes.Node]:
         """Returns a line for each."""

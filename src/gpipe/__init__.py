@@ -1,6 +1,6 @@
 """Pipeline parallelism for PyTorch: any sequence of layers, cut into partitions, trained to the same bits.
 
-Public names resolve on first use, so that `import gpipe` loads nothing and `gpipe.plan` works without torch.
+Public names resolve on first use, so that `import gpipe` loads nothing and `gpipe.schedule` works without torch.
 """
 
 from importlib import import_module
@@ -16,41 +16,41 @@ if TYPE_CHECKING:
     from gpipe.checkpoint.weights import load_weights as load_weights
     from gpipe.checkpoint.weights import save_weights as save_weights
     from gpipe.errors import RemoteError as RemoteError
-    from gpipe.layers.skips import Sequential as Sequential
     from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
-    from gpipe.observing.recording import Recording as Recording
-    from gpipe.observing.recording import record as record
     from gpipe.pipeline import GPipe as GPipe
-    from gpipe.plan.search.device import Device as Device
-    from gpipe.plan.search.found import Plan as Plan
-    from gpipe.planning.find_plan import find_plan as find_plan
-    from gpipe.rng.visit import visit as visit
-    from gpipe.splitting.layers_of import layers_of as layers_of
-    from gpipe.values.microbatch import MicroBatches as MicroBatches
-    from gpipe.values.microbatch import Whole as Whole
+    from gpipe.planner.find_plan import find_plan as find_plan
+    from gpipe.planner.search.device import Device as Device
+    from gpipe.planner.search.found import Plan as Plan
+    from gpipe.profiling.recording import Recording as Recording
+    from gpipe.profiling.recording import record as record
+    from gpipe.stages.microbatch import MicroBatches as MicroBatches
+    from gpipe.stages.microbatch import Whole as Whole
+    from gpipe.stages.rng import visit as visit
+    from gpipe.stages.skips import Sequential as Sequential
+    from gpipe.tracing.layers_of import layers_of as layers_of
 
 _HOME = {
     "CheckpointError": "gpipe.checkpoint.manifest",
-    "Device": "gpipe.plan.search.device",
+    "Device": "gpipe.planner.search.device",
     "GPipe": "gpipe.pipeline",
     "GradScaler": "gpipe.amp",
-    "MicroBatches": "gpipe.values.microbatch",
-    "Recording": "gpipe.observing.recording",
-    "Plan": "gpipe.plan.search.found",
+    "MicroBatches": "gpipe.stages.microbatch",
+    "Recording": "gpipe.profiling.recording",
+    "Plan": "gpipe.planner.search.found",
     "RemoteError": "gpipe.errors",
-    "Sequential": "gpipe.layers.skips",
-    "Whole": "gpipe.values.microbatch",
+    "Sequential": "gpipe.stages.skips",
+    "Whole": "gpipe.stages.microbatch",
     "catch_sigterm": "gpipe.checkpoint.sigterm",
     "detect_nonfinite": "gpipe.nonfinite",
     "find_checkpoint": "gpipe.checkpoint.load",
-    "find_plan": "gpipe.planning.find_plan",
-    "layers_of": "gpipe.splitting.layers_of",
+    "find_plan": "gpipe.planner.find_plan",
+    "layers_of": "gpipe.tracing.layers_of",
     "load": "gpipe.checkpoint.load",
     "load_weights": "gpipe.checkpoint.weights",
-    "record": "gpipe.observing.recording",
+    "record": "gpipe.profiling.recording",
     "save": "gpipe.checkpoint.save",
     "save_weights": "gpipe.checkpoint.weights",
-    "visit": "gpipe.rng.visit",
+    "visit": "gpipe.stages.rng",
 }
 
 __all__ = list(_HOME)

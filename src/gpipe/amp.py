@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from gpipe._torch.modules import awaits_unscale, found_infinite, note_infinite
 from gpipe.distributed.agree import any_says
 from gpipe.pipeline import GPipe
-from gpipe.torch_private.modules import awaits_unscale, found_infinite, note_infinite
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -93,3 +93,17 @@ def heard(message: str, rank: int, type_name: str = "", its_traceback: str = "")
     error = RemoteError(message, rank, type_name, its_traceback)
     error.heard = True
     return error
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def int_remedy(value: object) -> str:
+    """The remedy for a whole number of another library, in words."""
+    return (
+        f", as an int: int(...), not a {type(value).__name__}"
+        if hasattr(value, "__index__") and type(value) not in (int, bool)
+        else ""
+    )

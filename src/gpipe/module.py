@@ -9,14 +9,14 @@ from typing import Any, Self, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from gpipe.build.settings import Settings
+from gpipe._torch.modules import hold_state_of
+from gpipe.config.settings import Settings
 from gpipe.distributed.norms import find_tied_names, refuse_norms_of_a_part
 from gpipe.distributed.session import Session
-from gpipe.layers.skips import Sequential
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import NO_GRAPH
 from gpipe.runtime.recorder import Recorder
-from gpipe.torch_private.modules import hold_state_of
+from gpipe.stages.skips import Sequential
 
 T = TypeVar("T", bound=Tensor)
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from gpipe.pipeline import GPipe
-from gpipe.replay.segment import modules_run
-from gpipe.values.tree import tensors_in
+from gpipe.stages.tree import tensors_in
+from gpipe.tracing.part import modules_run
 
 
 @contextmanager

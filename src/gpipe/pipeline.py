@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.build.arguments import Arguments, Costs
-from gpipe.build.assemble import assemble
-from gpipe.build.unknown_arguments import (
+from gpipe._torch.modes import untraced
+from gpipe.config.arguments import Arguments, Costs
+from gpipe.config.assemble import assemble
+from gpipe.config.findings import Before, Examination, examine_settings
+from gpipe.config.summary import summary
+from gpipe.config.unknown_arguments import (
     TOO_MANY_FOR_CALLS,
     TOO_MANY_FOR_PIPES,
     TOO_MANY_FOR_STEPS,
@@ -22,27 +25,22 @@ from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.distributed.session import Session
 from gpipe.errors import entrance
-from gpipe.findings.before_training import examine_settings
-from gpipe.findings.examination import Before, Examination
-from gpipe.findings.summary import summary
-from gpipe.layers.sequence import Layers
 from gpipe.module import Partitioned
-from gpipe.plan.partition import Balance
-from gpipe.plan.program import Program
-from gpipe.plan.schedules.given import Maker
-from gpipe.plan.search.found import Plan
-from gpipe.plan.simulate import Prediction
+from gpipe.planner.search.found import Plan
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
-from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder, recorded
 from gpipe.runtime.state import MiniBatch
-from gpipe.splitting.layers_of import ModelLayers
-from gpipe.splitting.own_loss import own_loss
-from gpipe.splitting.reading import plain
-from gpipe.torch_private.modes import untraced
-from gpipe.values.microbatch import Reduction
-from gpipe.values.tree import Tree
+from gpipe.runtime.thread_state import Ambient
+from gpipe.schedule.partition import Balance
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules.by_name import Maker
+from gpipe.schedule.simulate import Prediction
+from gpipe.stages.losses import own_loss
+from gpipe.stages.microbatch import Reduction
+from gpipe.stages.sequence import Layers
+from gpipe.stages.tree import Tree
+from gpipe.tracing.layers_of import ModelLayers, plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.checkpoint import files, verify
+from gpipe.checkpoint import files
+from gpipe.checkpoint import folder as verify
 from gpipe.checkpoint.files import File, read_small
 
 HUGE = 40 * 2**30

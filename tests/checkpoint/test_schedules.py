@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import gpipe
-from gpipe.plan.schedules import SCHEDULES
+from gpipe.schedule.schedules import SCHEDULES
 from tests.support.checkpointed import adamw, build, build_tied, differences, make, snapshot, train
 
 RANKS = {name: 3 if schedule.stages_per_rank == 1 else 2 for name, schedule in SCHEDULES.items()} | {"dualpipe_v": 1}

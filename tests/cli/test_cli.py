@@ -8,7 +8,7 @@ import pytest
 
 from gpipe.cli.main import main
 from gpipe.recipes import prepare, training
-from gpipe.recipes.options.by_name import OPTIONS
+from gpipe.recipes.options.files import OPTIONS
 from gpipe.recipes.options.images import DigitsOptions
 from gpipe.recipes.options.training import TrainOptions, flag
 from gpipe.recipes.recipe import Recipe
@@ -49,7 +49,7 @@ def test_mistakes_end_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture
 def test_a_missing_library_ends_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpipe.datasets.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("gpipe.recipes.data.digits.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits"])

@@ -10,7 +10,7 @@ import pytest
 from gpipe import models
 from gpipe.cli.main import main
 from gpipe.cli.plan import ARGUMENTS
-from gpipe.plan.search.device import PRESETS, parse_devices
+from gpipe.planner.search.device import PRESETS, parse_devices
 
 SMALL = ("--size", "layers=2", "model_dim=64", "ffn_dim=64", "heads=2", "vocab=50", "--batch", "8")
 

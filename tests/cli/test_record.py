@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.cli.main import main
-from gpipe.observing.messages import read_messages
+from gpipe.profiling.messages import read_messages
 from tests.support.processes.torchrun import torchrun
 
 LIMIT = 250.0

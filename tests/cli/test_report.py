@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.cli.main import main
-from gpipe.report import Report, report_html, report_json
+from gpipe.profiling import Report, report_html, report_json
 from tests.support.reports import full
 
 PICTURE = """\

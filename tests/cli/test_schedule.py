@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from gpipe.cli.main import main
-from gpipe.plan.program import Program
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.plan.schedules.by_name import program_of
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.by_name import program_of
 
 ONE_F_ONE_B = """\
 1f1b: 2 ranks, 3 micro-batches

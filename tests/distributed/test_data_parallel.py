@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed.reduce import BUCKET, _buckets, _pieces
-from gpipe.plan.schedules import SCHEDULES
+from gpipe.schedule.schedules import SCHEDULES
 from tests.support.jobs import data_parallel as jobs
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import assert_same_bits

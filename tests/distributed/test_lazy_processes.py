@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe.layers.sequence import build
+from gpipe.stages.sequence import build
 from tests.support.jobs import lazy as jobs
 from tests.support.jobs.lazy import LAYER, LAYERS, ROOM, SEED, WIDTH, makers
 from tests.support.plain_loop import one_thread, run_layers

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from gpipe.cli.main import main
-from gpipe.plan.action import Kind
-from gpipe.plan.figures import figures
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.plan.schedules.by_name import program_of
+from gpipe.schedule.action import Kind
+from gpipe.schedule.figures import figures
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.by_name import program_of
 from tests.docs.pages import PAGES, ROOT, blocks_of
 
 PAGE = (ROOT / "docs" / "schedules.md").read_text()

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import gpipe
-from gpipe.replay.errors import CannotSplitError
-from gpipe.splitting.layers_of import ModelLayers, layers_of
+from gpipe.tracing.layers_of import ModelLayers, layers_of
+from gpipe.tracing.placeholder import CannotSplitError
 from tests.families.batches import IGNORED, batch
 from tests.families.family import Family, build
 from tests.support.plain_loop import one_thread, same_bits

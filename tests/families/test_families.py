@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 import gpipe
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.splitting.layers_of import ModelLayers, layers_of
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.tracing.layers_of import ModelLayers, layers_of
 from tests.families.catalogue import DOZEN, batch, build, named
 from tests.families.law import SEED, Batch, Reference, Verdict, compare, judge, quiet, reference, sample_of, state_of
 from tests.support.plain_loop import REMATS, one_thread

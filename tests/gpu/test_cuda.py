@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import models
-from gpipe.comm.codec import decode, encode
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.values.boundary import BoundaryValue
-from gpipe.values.layout import copy_of
+from gpipe.distributed.codec import decode, encode
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.layout import copy_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.plan.order import linearize
 from gpipe.runtime import steps
-from gpipe.values.microbatch import Reduction
+from gpipe.schedule.order import linearize
+from gpipe.stages.microbatch import Reduction
 from tests.support.addresses import twins
 from tests.support.plain_loop import (
     REMATS,

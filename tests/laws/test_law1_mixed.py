@@ -11,14 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.plan.action import Kind
-from gpipe.runtime import others, worker
-from gpipe.runtime.others import Mailbox
+from gpipe.runtime import context as others
+from gpipe.runtime import worker
+from gpipe.runtime.context import Mailbox
 from gpipe.runtime.steps import Step
 from gpipe.runtime.worker import Worker
-from gpipe.values.boundary import BoundaryValue
-from gpipe.values.messages import Label, Message, ReadyEvent
-from gpipe.values.tree import replace_tensors, tensors_in
+from gpipe.schedule.action import Kind
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.messages import Label, Message, ReadyEvent
+from gpipe.stages.tree import replace_tensors, tensors_in
 from tests.support.mixed_tasks import Way, check, generate_task, generate_way, run_pipe
 from tests.support.outcomes import differences
 from tests.support.plain_loop import copied

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from gpipe.plan.schedules import SCHEDULES
+from gpipe.schedule.schedules import SCHEDULES
 from tests.support.jobs import law1 as jobs
 from tests.support.jobs.law1 import Plain, case_of, locally, plain_case, task_of
 from tests.support.law1_stories import STORIES

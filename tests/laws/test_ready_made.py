@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import gpipe
-from gpipe.plan.schedules import SCHEDULES
+from gpipe.schedule.schedules import SCHEDULES
 from tests.support.networks import WIDTH, WORDS, network, normed
 from tests.support.plain_loop import (
     REMATS,

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.plan.action import COMPUTE, Kind
-from gpipe.plan.cost import StageCost
-from gpipe.plan.program import Program
-from gpipe.plan.schedules import SCHEDULES, rows_in_training
-from gpipe.plan.simulate import simulate
+from gpipe.schedule.action import COMPUTE, Kind
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import SCHEDULES, rows_in_training
+from gpipe.schedule.simulate import simulate
 from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
 from tests.support.outcomes import differences
 from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, plain_outputs, squares

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from gpipe.plan.action import Kind
 from gpipe.runtime.worker import Worker
+from gpipe.schedule.action import Kind
 from tests.support import tied_layers
 from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
 from tests.support.outcomes import differences

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.comm.codec import decode, encode
-from gpipe.layers import buffers, inplace
-from gpipe.runtime import others
-from gpipe.runtime.others import Mailbox
-from gpipe.values.messages import Label, Message, ReadyEvent
+from gpipe.distributed.codec import decode, encode
+from gpipe.runtime import context as others
+from gpipe.runtime.context import Mailbox
+from gpipe.stages import buffers, inplace
+from gpipe.stages.messages import Label, Message, ReadyEvent
 from tests.support.addresses import Behind, Third, in_the_middle
 from tests.support.odd_layers import Fork, Join
 from tests.support.plain_loop import REMATS, one_thread, plain_loop, same_bits, weights_of

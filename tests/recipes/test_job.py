@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from gpipe.models import amoebanet_d
+from gpipe.profiling import read_report
 from gpipe.recipes.images.recipe import DigitsRecipe
+from gpipe.recipes.job import Progress
 from gpipe.recipes.plain import measure_plain_step
 from gpipe.recipes.prepare import prepare
-from gpipe.recipes.progress import Progress
 from gpipe.recipes.training import run
 from gpipe.recipes.world import World
-from gpipe.report import read_report
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
 
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from gpipe.recipes.job import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.options.images import ImagesOptions
 from gpipe.recipes.options.training import TrainOptions
-from gpipe.recipes.progress import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.world import World, find_world
 
 TORCHRUN = {

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.runtime.streams import RankStream
-from gpipe.values.boundary import BoundaryValue
-from gpipe.values.tree import replace_tensors, tensors_in
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.tree import replace_tensors, tensors_in
 from tests.support.plain_loop import (
     assert_same_bits,
     copied,

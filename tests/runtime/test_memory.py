@@ -20,7 +20,7 @@ import gpipe
 from gpipe.runtime.minibatch import MiniBatchRun
 from gpipe.runtime.state import Saved
 from gpipe.runtime.worker import Worker
-from gpipe.values.boundary import BoundaryValue
+from gpipe.stages.boundary import BoundaryValue
 
 M = 4
 ROWS, WIDTH = 128, 256  # an eighth of a megabyte

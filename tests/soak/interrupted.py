@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.datasets import batches
+from gpipe.recipes.data import batches
 from gpipe.recipes.world import find_world, joined
 from tests.support.checkpointed import adamw, remembered
 from tests.support.killed import kill_at

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.recording.arguments import arguments
-from gpipe.splitting.model import ReplayedModel
-from gpipe.splitting.own_loss import own_loss
+from gpipe.stages.losses import own_loss
+from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.runs import arguments
 from tests.support.plain_loop import Tree, one_thread, parts_of, same_bits, weights_of
 
 SEED = 11

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import gpipe
-from gpipe.values.microbatch import Reduction
+from gpipe.stages.microbatch import Reduction
 from tests.support import plain_loop as laws
 from tests.support.addresses import by_address, factor_of, twins
 from tests.support.outcomes import Outcome, differences, train_twice

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from gpipe.comm.local import Link
-from gpipe.comm.net import Net
-from gpipe.comm.status import Watched
-from gpipe.comm.tcp import RemoteLink
-from gpipe.values.boundary import BoundaryValue
-from gpipe.values.messages import Label
+from gpipe.distributed.failures import Watched
+from gpipe.distributed.local import Link
+from gpipe.distributed.net import Net
+from gpipe.distributed.tcp import RemoteLink
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.messages import Label
 
 KINDS = (Link, RemoteLink)
 BIG = 2**20  # bytes: more than the stream takes

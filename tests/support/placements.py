@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from gpipe.plan.schedules import SCHEDULES, Placement, Schedule
-from gpipe.plan.schedules.gpipe import fill_drain_rows
-from gpipe.plan.schedules.placement import loop
+from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
+from gpipe.schedule.schedules.gpipe import fill_drain_rows
+from gpipe.schedule.schedules.writing import loop
 
 
 def there_and_back(ranks: int, stages_per_rank: int) -> Placement:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.layers.skips import Stashed, run_layer
-from gpipe.values.microbatch import Reduction
+from gpipe.stages.microbatch import Reduction
+from gpipe.stages.skips import Stashed, run_layer
 
 Tree: TypeAlias = object
 LossFunction: TypeAlias = Callable[..., Tensor]

@@ -6,11 +6,11 @@ from random import Random
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from gpipe.plan.action import COMPUTE, Action, Kind, Route, parse_action
-from gpipe.plan.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
-from gpipe.plan.order import linearize
-from gpipe.plan.program import Program
-from gpipe.plan.schedules import fill_drain, forward_only
+from gpipe.schedule.action import COMPUTE, Action, Kind, Route, parse_action
+from gpipe.schedule.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
+from gpipe.schedule.order import linearize
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import fill_drain, forward_only
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40, database=None)
 

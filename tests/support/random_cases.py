@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.values.microbatch import Reduction
+from gpipe.stages.microbatch import Reduction
 from tests.support.addresses import by_address, factor_of, twins
 from tests.support.plain_loop import (
     REMATS,

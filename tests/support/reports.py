@@ -1,6 +1,6 @@
 """A report in which nothing is missing."""
 
-from gpipe.report import Report
+from gpipe.profiling import Report
 from tests.support.timelines import pipelined
 
 

@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gpipe.recipes.images.recipe import DigitsRecipe
-from gpipe.recipes.job import Job
+from gpipe.recipes.job import Epoch, Job
 from gpipe.recipes.options.images import ImagesOptions
 from gpipe.recipes.options.training import TrainOptions, flag
 from gpipe.recipes.prepare import prepare
-from gpipe.recipes.progress import Epoch
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.training import run
 

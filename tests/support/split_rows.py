@@ -5,17 +5,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from gpipe.plan.action import Action, Kind
-from gpipe.plan.program import Rows
-from gpipe.plan.schedules import SCHEDULES, Placement, Schedule
-from gpipe.plan.schedules.gpipe import fill_drain_rows
-from gpipe.plan.schedules.placement import loop
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.program import Rows
+from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
+from gpipe.schedule.schedules.gpipe import fill_drain_rows
+from gpipe.schedule.schedules.writing import loop
 
 
 def weights_last(row: Sequence[Action]) -> Iterator[Action]:
     """All weights behind everything.
 
-    >>> from gpipe.plan.action import parse_action
+    >>> from gpipe.schedule.action import parse_action
     >>> [str(action) for action in weights_last(list(map(parse_action, ["0F0", "0F1", "0B0", "0B1"])))]
     ['0F0', '0F1', '0I0', '0I1', '0W0', '0W1']
     """

@@ -1,7 +1,7 @@
 """Timelines to draw: a simulated pipeline, with transfers that the simulator does not show."""
 
-from gpipe.plan.action import Action, Kind, Route
-from gpipe.plan.timeline import Span, Timeline
+from gpipe.schedule.action import Action, Kind, Route
+from gpipe.schedule.timeline import Span, Timeline
 
 
 def pipelined(ranks: int, micro_batches: int, t: float = 0.01) -> Timeline:

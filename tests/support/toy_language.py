@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gpipe.datasets import Pair
-from gpipe.recipes.job import Job
+from gpipe.recipes.data import Pair
+from gpipe.recipes.job import Epoch, Job
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.prepare import prepare
-from gpipe.recipes.progress import Epoch
 from gpipe.recipes.training import run, train_epoch
 from gpipe.recipes.translation.recipe import TranslationRecipe
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe._torch.trees import tree_map_only
 from gpipe.checkpoint.gather import first_names, names_of_parameters, why_not_by_name
 from gpipe.checkpoint.manifest import Json, Manifest, decode, tensor_names
 from gpipe.checkpoint.tensors import Shelf, why_not_storable
-from gpipe.torch_private.trees import tree_map_only
-from gpipe.values.dtensor import spread_like
+from gpipe.stages.layout import spread_like
 
 SOME = 5  # names that a message lists
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gpipe._torch.intra_op import intra_op_threads
 from gpipe.checkpoint.manifest import Encoder
 from gpipe.checkpoint.tensors import why_not_storable
-from gpipe.intra_op import intra_op_threads
-from gpipe.values.dtensor import whole
+from gpipe.stages.layout import whole
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
+
 
 Files = dict[str, dict[str, Tensor]]
 

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, put, read_optimizer, read_state
-from gpipe.checkpoint.folder import LATEST, Found, find, others
+from gpipe.checkpoint.folder import LATEST, Found, find, find_damage, others, read_manifest
 from gpipe.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.checkpoint.tensors import Shelf
-from gpipe.checkpoint.verify import find_damage, read_manifest
 from gpipe.distributed.agree import FirstError, Team, agree, agree_on, team_of
 
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))

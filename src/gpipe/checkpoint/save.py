@@ -29,6 +29,7 @@ from gpipe.errors import RemoteError
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
+
 logger = logging.getLogger("gpipe")
 
 _under_way: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # what the next save or load waits for

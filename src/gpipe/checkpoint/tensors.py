@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gpipe._torch.modules import is_wrapper
 from gpipe.checkpoint.files import opened as plainly_opened
-from gpipe.torch_private.modules import is_wrapper
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -20,7 +20,7 @@ from gpipe.checkpoint.manifest import LARGEST, CheckpointError
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.checkpoint.tensors import Shelf, encoded, why_not_storable
 from gpipe.distributed.agree import FirstError, agree, agree_on, team_of
-from gpipe.values.dtensor import whole
+from gpipe.stages.layout import whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 from gpipe.cli.ending import ending_by_interrupt
-from gpipe.cli.evaluate import evaluate
 from gpipe.cli.plan import plan
-from gpipe.cli.record import record
 from gpipe.cli.report import report
+from gpipe.cli.runs import evaluate, record, translate
 from gpipe.cli.schedule import schedule
 from gpipe.cli.train import train, with_files
-from gpipe.cli.translate import translate
 
 app = SubcommandApp()
 app.command(train, name="train", help="Trains a network, partitioned and pipelined, and shows where the time went.")

@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from gpipe.cli.ending import ending_by_mistakes
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.plan.search.device import PRESETS, Device, parse_devices
+from gpipe.planner.search.device import PRESETS, Device, parse_devices
+from gpipe.schedule.schedules import SCHEDULES
 
 IMAGE = (3, 224, 224)
 EXAMPLES = {

@@ -9,11 +9,10 @@ from rich.console import Console
 
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.cli.schedule import COLORFUL
-from gpipe.report import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
-from gpipe.report.amounts import lasts
-from gpipe.report.lanes import fitted
-from gpipe.report.stored import NAME
-from gpipe.report.terminal import legend, panel
+from gpipe.profiling import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
+from gpipe.profiling.colors import lasts
+from gpipe.profiling.lanes import fitted, legend, panel
+from gpipe.profiling.stored import NAME
 
 PAGE = "report.html"
 

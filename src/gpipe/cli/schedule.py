@@ -9,14 +9,13 @@ import tyro
 from rich.console import Console
 
 from gpipe.cli.ending import ending_by_mistakes
-from gpipe.plan.cost import StageCost
-from gpipe.plan.figures import Figures, figures
-from gpipe.plan.program import Program
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.plan.schedules.by_name import program_of
-from gpipe.report import timelines_svg
-from gpipe.report.lanes import find_ruler, needed
-from gpipe.report.terminal import legend, panel, words
+from gpipe.profiling import timelines_svg
+from gpipe.profiling.lanes import find_ruler, legend, needed, panel, words
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.figures import Figures, figures
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.by_name import program_of
 
 COLORFUL = ("256", "truecolor")
 """What rich calls terminals with colours enough to tell kinds and stages apart; others are given letters."""

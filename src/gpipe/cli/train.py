@@ -8,8 +8,7 @@ import tyro
 from tyro.extras import SubcommandApp
 
 from gpipe.cli.ending import ending_by_failures_elsewhere, ending_by_mistakes
-from gpipe.recipes.options.by_name import OPTIONS
-from gpipe.recipes.options.files import expanded
+from gpipe.recipes.options.files import OPTIONS, expanded
 from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
 from gpipe.recipes.options.training import TrainOptions
 from gpipe.recipes.options.translation import TranslationOptions

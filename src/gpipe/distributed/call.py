@@ -9,11 +9,11 @@ from torch import Tensor
 from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.peers import Peers
 from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import Output
-from gpipe.values.boundary import UNDEFINED, Gradients
-from gpipe.values.layout import moved
+from gpipe.runtime.thread_state import Ambient
+from gpipe.stages.boundary import UNDEFINED, Gradients
+from gpipe.stages.layout import moved
 
 SECOND_BACKWARD = (
     "this forward's backward has run already, and the pipeline has let go of what it kept; "

@@ -20,12 +20,12 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from gpipe.comm.failures import LONG, SILENCE, Report, error_of, report_of
-from gpipe.comm.local import checked_report
-from gpipe.comm.mesh import Position, default_device, timeout_of_world
-from gpipe.comm.untrusted import Damaged, damaged, reading
 from gpipe.distributed.agree import find_different
+from gpipe.distributed.failures import LONG, SILENCE, Report, error_of, report_of
+from gpipe.distributed.local import checked_report
 from gpipe.distributed.meeting import meet
+from gpipe.distributed.mesh import Position, default_device, timeout_of_world
+from gpipe.distributed.untrusted import Damaged, damaged, reading
 from gpipe.errors import RemoteError, heard
 
 logger = logging.getLogger("gpipe")

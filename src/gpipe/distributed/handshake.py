@@ -7,9 +7,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from gpipe.comm.net import Net
-from gpipe.comm.untrusted import damaged
-from gpipe.values.messages import Control, Label
+from gpipe.distributed.net import Net
+from gpipe.distributed.untrusted import damaged
+from gpipe.stages.messages import Control, Label
 
 
 class Asked(IntEnum):

@@ -10,7 +10,7 @@ from gpipe.distributed.handshake import Asked
 from gpipe.distributed.session import Session
 from gpipe.errors import innermost_code
 from gpipe.runtime.engine import Engine
-from gpipe.values.dtensor import local, whole
+from gpipe.stages.layout import local, whole
 
 NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
 

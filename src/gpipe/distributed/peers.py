@@ -12,24 +12,23 @@ from typing import Any
 
 import torch
 
-from gpipe.comm.mesh import Position
-from gpipe.comm.net import Net
 from gpipe.distributed.handshake import Asked, Header, compare, hear, tell
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.net import Net
 from gpipe.distributed.process_row import ProcessRow
 from gpipe.distributed.reduce import tell_replicas
 from gpipe.distributed.stragglers import Stragglers
-from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.plan.action import parse_action
-from gpipe.plan.timeline import Span, Timeline
+from gpipe.runtime.context import Others
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.others import Others
 from gpipe.runtime.recorder import Recorder, Told
 from gpipe.runtime.state import Output
 from gpipe.runtime.steps import CompiledProgram
-from gpipe.values.crossed import Traffic
-from gpipe.values.messages import Control, Label
-from gpipe.values.tree import Tree
+from gpipe.schedule.action import parse_action
+from gpipe.schedule.timeline import Span, Timeline
+from gpipe.stages.messages import Control, Label, Traffic
+from gpipe.stages.shared_weights import WeightAliases
+from gpipe.stages.tree import Tree
 
 logger = logging.getLogger("gpipe")
 NOT_RECORDED = (

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gpipe.comm.mesh import Position
-from gpipe.comm.net import Net
-from gpipe.comm.status import Seen, Status
+from gpipe.distributed.failures import Seen, Status
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.net import Net
 from gpipe.distributed.reduce import (
     add_over_replicas,
     add_over_stages,
@@ -18,17 +18,17 @@ from gpipe.distributed.reduce import (
     tell_replicas,
 )
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
-from gpipe.layers.batchnorm import DeferredStatistics
-from gpipe.layers.stage import LayerProgress, layer_at
-from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.plan.action import Action, Kind
-from gpipe.plan.program import Program
+from gpipe.runtime.context import Others
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.notes import in_words
-from gpipe.runtime.others import Others
 from gpipe.runtime.steps import CompiledProgram, CompiledRows, Inbound
-from gpipe.values.dtensor import is_sharded
-from gpipe.values.messages import Control, Label, Message, ReadyEvent
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.program import Program
+from gpipe.stages.batchnorm import DeferredStatistics
+from gpipe.stages.layout import is_sharded
+from gpipe.stages.messages import Control, Label, Message, ReadyEvent
+from gpipe.stages.shared_weights import WeightAliases
+from gpipe.stages.stage import LayerProgress, layer_at
 
 SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"
 

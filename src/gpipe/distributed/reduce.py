@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.comm.mesh import DATA, Position
-from gpipe.comm.net import Net
-from gpipe.comm.untrusted import damaged
-from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.torch_private.autograd import copy_each
-from gpipe.values.boundary import Gradients
-from gpipe.values.dtensor import is_spread_over, local
-from gpipe.values.messages import Control, Label
-from gpipe.values.tree import Tree
+from gpipe._torch.autograd import copy_each
+from gpipe.distributed.mesh import DATA, Position
+from gpipe.distributed.net import Net
+from gpipe.distributed.untrusted import damaged
+from gpipe.stages.boundary import Gradients
+from gpipe.stages.layout import is_spread_over, local
+from gpipe.stages.messages import Control, Label
+from gpipe.stages.shared_weights import WeightAliases
+from gpipe.stages.tree import Tree
 
 BUCKET = 2**22
 """Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpipe.comm.failures import SOON
-from gpipe.comm.limits import LIMITS
-from gpipe.comm.local import Link
-from gpipe.comm.tcp import RemoteLink
 from gpipe.distributed.construction import LINKING, Agreement
+from gpipe.distributed.failures import SOON
+from gpipe.distributed.local import Link
+from gpipe.distributed.tcp import RemoteLink
+from gpipe.distributed.untrusted import LIMITS
 from gpipe.errors import heard
 
 HELLO = 48  # bytes: a token of 32, a rank, one of the streams

@@ -12,20 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe.comm.limits import explaining_limits
-from gpipe.comm.mesh import Position
-from gpipe.comm.nccl import groups_for
-from gpipe.comm.net import Net
 from gpipe.distributed.agree import find_different
 from gpipe.distributed.call import PipelinedCall
 from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.distributed.handshake import Asked, Header
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.nccl import groups_for
+from gpipe.distributed.net import Net
 from gpipe.distributed.peers import LinkedPeers, Peers
 from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.stragglers import stragglers_among
-from gpipe.layers.batchnorm import find_replica_drift
-from gpipe.layers.losses import NO_METRICS
-from gpipe.layers.skips import find_loss_pops, refuse_unused_stashes, skip_names
+from gpipe.distributed.untrusted import explaining_limits
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import (
@@ -36,14 +33,17 @@ from gpipe.runtime.inputs import (
     split_targets,
 )
 from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.modes import Ambient
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import MiniBatch
-from gpipe.splitting.outputs import join
-from gpipe.values.boundary import BoundaryValue, cut
-from gpipe.values.messages import Control
-from gpipe.values.microbatch import MicroBatches, merge
-from gpipe.values.tree import Tree
+from gpipe.runtime.thread_state import Ambient
+from gpipe.stages.batchnorm import find_replica_drift
+from gpipe.stages.boundary import BoundaryValue, cut
+from gpipe.stages.losses import NO_METRICS
+from gpipe.stages.messages import Control
+from gpipe.stages.microbatch import MicroBatches, merge
+from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
+from gpipe.stages.tree import Tree
+from gpipe.tracing.own_loss import join
 
 NEEDS_GATHER = (
     "under grad every process needs the output, to call backward(): use pipe(inputs, gather=True), or torch.no_grad()"

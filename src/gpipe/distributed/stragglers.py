@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-from gpipe.plan.schedules import Placement
+from gpipe.schedule.schedules import Placement
 
 SLOW = 2.0  # times its share
 WINDOW, ENOUGH = 5, 3  # steps that are looked at, and how many of them must be there

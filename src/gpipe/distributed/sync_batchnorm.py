@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.comm.mesh import Position
-from gpipe.comm.net import Net
-from gpipe.layers.batchnorm import Statistics, update_running_statistics
-from gpipe.layers.stage import Layer
-from gpipe.plan.action import Action, Kind
-from gpipe.torch_private.modes import is_compiled
-from gpipe.torch_private.modules import AnyBatchNorm, check_dimensions
-from gpipe.values.messages import Control, Label
+from gpipe._torch.modes import is_compiled
+from gpipe._torch.modules import AnyBatchNorm, check_dimensions
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.net import Net
+from gpipe.schedule.action import Action, Kind
+from gpipe.stages.batchnorm import Statistics, update_running_statistics
+from gpipe.stages.messages import Control, Label
+from gpipe.stages.stage import Layer
 
 LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that of the other replicas"
 

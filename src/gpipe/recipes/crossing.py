@@ -4,11 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import gpipe
-from gpipe.recipes.job import Job
-from gpipe.recipes.learning.averages import Averages
+from gpipe.recipes.job import Job, Progress
+from gpipe.recipes.learning import Averages
 from gpipe.recipes.plain import one_thread
 from gpipe.recipes.prepare import build, make_pipe, read_weights
-from gpipe.recipes.progress import Progress
 from gpipe.recipes.recipe import load
 from gpipe.recipes.trained import open_recipe
 from gpipe.recipes.training import train_epoch

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 import gpipe
-from gpipe.plan.action import Kind
-from gpipe.recipes.progress import Epoch
+from gpipe.recipes.job import Epoch
 from gpipe.recipes.recorded import Recorded
+from gpipe.schedule.action import Kind
 
 NOTICEABLE = 1.1
 """Times as long as alone."""

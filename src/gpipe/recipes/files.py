@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save
 
 import gpipe
+from gpipe.profiling import Report, report_json
+from gpipe.profiling.stored import NAME
 from gpipe.recipes.display import Display
 from gpipe.recipes.job import Job, parts_of
 from gpipe.recipes.plain import measure_plain_step
 from gpipe.recipes.recorded import Recorded
-from gpipe.report import Report, report_json
-from gpipe.report.stored import NAME
 
 WEIGHTS = "model.safetensors"
 METRICS = "metrics.jsonl"

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.recipes.files import EVALUATION, WEIGHTS
-from gpipe.recipes.job import CHECKPOINTS, Job, parts_of, replicas_of
-from gpipe.recipes.learning.averages import Averages
+from gpipe.recipes.job import CHECKPOINTS, Job, Progress, from_extra, parts_of, replicas_of
+from gpipe.recipes.learning import Averages
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.training import TrainOptions
 from gpipe.recipes.plain import one_thread
-from gpipe.recipes.progress import Progress, from_extra
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.world import World, find_world, of_first
 

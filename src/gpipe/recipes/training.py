@@ -11,10 +11,9 @@ from rich.console import Console
 import gpipe
 from gpipe.recipes.display import Display
 from gpipe.recipes.files import AVERAGES, write_files, write_metrics
-from gpipe.recipes.job import Job
-from gpipe.recipes.options.by_name import OPTIONS
+from gpipe.recipes.job import Epoch, Job
+from gpipe.recipes.options.files import OPTIONS
 from gpipe.recipes.plain import one_thread
-from gpipe.recipes.progress import Epoch
 from gpipe.recipes.recipe import Batch
 from gpipe.recipes.recorded import Recorded
 

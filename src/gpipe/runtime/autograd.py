@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gpipe._torch.autograd import will_run
 from gpipe.errors import entrance
 from gpipe.runtime.state import Output
-from gpipe.torch_private.autograd import will_run
-from gpipe.values.boundary import Gradients
-from gpipe.values.tree import Tree, replace_tensors, tensors_in
+from gpipe.stages.boundary import Gradients
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 CREATE_GRAPH = (
     "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "

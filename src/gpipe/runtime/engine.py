@@ -1,18 +1,20 @@
 """The engine of a pipe: has its stages, makes and compiles the program of a mini-batch, and the workers of a run."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from gpipe.layers.skips import Pop, find_loss_pops
-from gpipe.layers.stage import Stage, stage_of_layers
-from gpipe.layers.stage_isolation import WeightOwners, find_shared_buffers, find_shared_norm
-from gpipe.layers.tied import Tied, find_shared
-from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.plan.action import Route
-from gpipe.plan.laws import check
-from gpipe.plan.lower import (
+from gpipe.runtime.context import Others
+from gpipe.runtime.minibatch import MiniBatchRun
+from gpipe.runtime.state import MiniBatch
+from gpipe.runtime.steps import CompiledProgram
+from gpipe.runtime.streams import RankStream, streams_on
+from gpipe.runtime.threads import RankThreads
+from gpipe.runtime.worker import Worker
+from gpipe.schedule.action import Route
+from gpipe.schedule.laws import check
+from gpipe.schedule.lower import (
     Remat,
     join_backwards,
     place_commits,
@@ -21,16 +23,15 @@ from gpipe.plan.lower import (
     place_ties,
     place_transfers,
 )
-from gpipe.plan.program import Program
-from gpipe.plan.schedules import Placement, Schedule, forward_only_rows, rows_in_training
-from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.others import Others
-from gpipe.runtime.state import MiniBatch
-from gpipe.runtime.steps import CompiledProgram
-from gpipe.runtime.streams import RankStream, streams_on
-from gpipe.runtime.threads import RankThreads
-from gpipe.runtime.worker import Worker
-from gpipe.splitting.model import ReplayedModel
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import Placement, Schedule, forward_only_rows, rows_in_training
+from gpipe.stages.isolation import WeightOwners, find_shared_buffers, find_shared_norm
+from gpipe.stages.shared_weights import Tied, WeightAliases, find_shared
+from gpipe.stages.skips import Pop, find_loss_pops
+from gpipe.stages.stage import Stage, stage_of_layers
+
+if TYPE_CHECKING:
+    from gpipe.tracing.model import ReplayedModel
 
 
 class Wanted(NamedTuple):
@@ -69,7 +70,7 @@ class Engine:
         remat: Sequence[Remat],
         *,
         whole: Collection[int] = (),
-        replayed: ReplayedModel | None = None,
+        replayed: "ReplayedModel | None" = None,
         tied: Tied = (),
         threaded: bool,
         intra_op_threads: int,

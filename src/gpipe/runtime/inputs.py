@@ -9,30 +9,31 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from gpipe.layers.losses import (
+from gpipe._torch.autograd import is_differentiated_forward
+from gpipe.runtime.thread_state import Ambient
+from gpipe.stages.losses import (
     IGNORED_LABELS,
     check_weights_of_rows,
     find_contradiction,
     find_reduction,
     for_targets,
     holds_ignored_labels,
+    own_loss,
 )
-from gpipe.runtime.modes import Ambient
-from gpipe.splitting.own_loss import own_loss
-from gpipe.torch_private.autograd import is_differentiated_forward
-from gpipe.values.input_checks import find_unsplit_lists, find_unsplittable
-from gpipe.values.microbatch import (
+from gpipe.stages.microbatch import (
     MicroBatches,
     Reduction,
     as_tree,
     count_rows,
     count_rows_of_parts,
+    find_unsplit_lists,
+    find_unsplittable,
     loss_weights,
     rows_of_parts,
     split,
     take_parts,
 )
-from gpipe.values.tree import Tree, tensors_in
+from gpipe.stages.tree import Tree, tensors_in
 
 NO_GRAPH = (
     "a pipe is run by threads or processes, which torch.jit and torch.export cannot follow; trace, script or export "

@@ -4,24 +4,24 @@ from collections.abc import Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 
-from gpipe.intra_op import intra_op_threads
-from gpipe.layers.buffers import Slot
-from gpipe.layers.recompute_check import RecomputeError
-from gpipe.layers.stage import Stage
-from gpipe.layers.stage_isolation import SharedBufferCheck
-from gpipe.layers.weight_aliases import WeightAliases
-from gpipe.rng.random_ops import CPU, unseeded
-from gpipe.runtime.modes import Ambient
-from gpipe.runtime.others import Others
+from gpipe._torch.intra_op import intra_op_threads
+from gpipe._torch.modes import as_rank, casts_apart
+from gpipe.runtime.context import Others
+from gpipe.runtime.loop import lockstep, walk
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.state import MiniBatch, Output
 from gpipe.runtime.steps import CompiledProgram, CompiledRows
+from gpipe.runtime.thread_state import Ambient
 from gpipe.runtime.threads import RankThreads
-from gpipe.runtime.walk import lockstep, walk
 from gpipe.runtime.worker import Worker
-from gpipe.torch_private.casts import as_rank, casts_apart
-from gpipe.values.dtensor import is_sharded
-from gpipe.values.tree import version
+from gpipe.stages.buffers import Slot
+from gpipe.stages.isolation import SharedBufferCheck
+from gpipe.stages.layout import is_sharded
+from gpipe.stages.recompute_check import RecomputeError
+from gpipe.stages.rng import CPU, unseeded
+from gpipe.stages.shared_weights import WeightAliases
+from gpipe.stages.stage import Stage
+from gpipe.stages.tree import version
 
 
 class MiniBatchRun:

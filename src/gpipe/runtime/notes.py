@@ -1,9 +1,9 @@
 """What an exception of a layer is told before it reaches the user: where in the pipeline it was, and what to do."""
 
-from gpipe.layers.stage import LOSS
-from gpipe.plan.action import NAMES, Kind
-from gpipe.plan.program import Program
 from gpipe.runtime.worker import Worker
+from gpipe.schedule.action import NAMES, Kind
+from gpipe.schedule.program import Program
+from gpipe.stages.stage import LOSS
 
 PHASES = NAMES | {
     Kind.BACKWARD_INPUT: "backward of inputs",

@@ -9,13 +9,12 @@ from functools import wraps
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from gpipe.plan.action import Action, Kind
-from gpipe.plan.clocks import offsets
-from gpipe.plan.timeline import Span, Timeline
 from gpipe.runtime.steps import Step
 from gpipe.runtime.streams import RankStream, Stamp
 from gpipe.runtime.worker import Worker
-from gpipe.values.crossed import Traffic
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.timeline import Span, Timeline, offsets
+from gpipe.stages.messages import Traffic
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Interval: TypeAlias = tuple[float, float]

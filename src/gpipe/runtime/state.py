@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gpipe.layers.buffers import SavedBuffers
-from gpipe.layers.recompute_check import Fingerprint
-from gpipe.layers.skips import Pop
-from gpipe.layers.stage import LayerProgress
-from gpipe.values.boundary import BoundaryValue, Gradients, detached
-from gpipe.values.split_backward import Deferred
-from gpipe.values.tree import Tree, tensors_in
+from gpipe.runtime.split_backward import Deferred
+from gpipe.stages.boundary import BoundaryValue, Gradients, detached
+from gpipe.stages.buffers import SavedBuffers
+from gpipe.stages.recompute_check import Fingerprint
+from gpipe.stages.skips import Pop
+from gpipe.stages.stage import LayerProgress
+from gpipe.stages.tree import Tree, tensors_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipe.plan.action import MAIN, TRANSFERS, Action, Kind, Route
-from gpipe.plan.lower import halves
-from gpipe.plan.order import linearize
-from gpipe.plan.program import Program, ScheduleError
-from gpipe.plan.rules import BACKWARDS, fed_by, feeds, receiver_of, sender_of
-from gpipe.values.messages import Label
+from gpipe.schedule.action import MAIN, TRANSFERS, Action, Kind, Route
+from gpipe.schedule.lower import halves
+from gpipe.schedule.order import linearize
+from gpipe.schedule.program import Program, ScheduleError
+from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, receiver_of, sender_of
+from gpipe.stages.messages import Label
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.values.boundary import BoundaryValue, Gradients
-from gpipe.values.layout import moved
-from gpipe.values.messages import ReadyEvent
-from gpipe.values.tree import replace_tensors, tensors_in
+from gpipe.stages.boundary import BoundaryValue, Gradients
+from gpipe.stages.layout import moved
+from gpipe.stages.messages import ReadyEvent
+from gpipe.stages.tree import replace_tensors, tensors_in
 
 Stamp: TypeAlias = torch.cuda.Event | float
 """When something happened on a stream."""

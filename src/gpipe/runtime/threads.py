@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe.values.messages import Cancelled
+from gpipe.stages.messages import Cancelled
 
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
 """A job, and where to say that it is done."""

@@ -8,30 +8,29 @@ from typing import Never, assert_never
 import torch
 from torch import Tensor
 
-from gpipe.layers.batchnorm import DeferredStatistics
-from gpipe.layers.inplace import SHARED_IN_PLACE
-from gpipe.layers.losses import NO_GRADIENT, call_loss
-from gpipe.layers.recompute_check import Fingerprint, recompute_error
-from gpipe.layers.stage import LayerProgress, RngKey, Stage, StageOutput
-from gpipe.layers.stage_isolation import (
+from gpipe.runtime.context import Others
+from gpipe.runtime.split_backward import backward_input, backward_weight, run_whole_backward
+from gpipe.runtime.state import MiniBatch, Output, Saved
+from gpipe.runtime.steps import Connections, Step
+from gpipe.runtime.streams import RankStream
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.rules import BACKWARDS
+from gpipe.stages.batchnorm import DeferredStatistics
+from gpipe.stages.boundary import BoundaryValue, Gradients, cut, enter, failed_node, set_apart
+from gpipe.stages.inplace import SHARED_IN_PLACE
+from gpipe.stages.isolation import (
     BACKWARD_IN_FORWARD,
     HOOKED,
     WeightOwners,
     tensors_left_on,
     written_in_backward,
 )
-from gpipe.plan.action import Action, Kind
-from gpipe.plan.rules import BACKWARDS
-from gpipe.rng.visit import InBackward, PipeVisit
-from gpipe.runtime.others import Others
-from gpipe.runtime.state import MiniBatch, Output, Saved
-from gpipe.runtime.steps import Connections, Step
-from gpipe.runtime.streams import RankStream
-from gpipe.values.autograd_graph import failed_node
-from gpipe.values.boundary import BoundaryValue, Gradients, cut, enter, set_apart
-from gpipe.values.messages import Label, Message, ReadyEvent
-from gpipe.values.split_backward import backward_input, backward_weight, run_whole_backward
-from gpipe.values.tree import replace_tensors, tensors_in
+from gpipe.stages.losses import NO_GRADIENT, call_loss
+from gpipe.stages.messages import Label, Message, ReadyEvent
+from gpipe.stages.recompute_check import Fingerprint, recompute_error
+from gpipe.stages.rng import InBackward, PipeVisit
+from gpipe.stages.stage import LayerProgress, RngKey, Stage, StageOutput
+from gpipe.stages.tree import replace_tensors, tensors_in
 
 _NOTHING = nullcontext()
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gpipe
-from gpipe.datasets import batches, cutout, flip, jitter, load_digits
 from gpipe.models import amoebanet_d, set_keep
+from gpipe.recipes.data import batches, cutout, flip, jitter, load_digits
 from gpipe.recipes.images.recipe import DigitsRecipe
-from gpipe.recipes.learning.averages import AVERAGE
+from gpipe.recipes.learning import AVERAGE
 from tests.support.plain_loop import one_thread, run_layers
 from tests.support.small_images import EVERYTHING, OPTIONS, prepared, same, shown, train, weights
 

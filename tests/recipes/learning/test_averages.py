@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.recipes.learning.averages import AVERAGE, Averages
+from gpipe.recipes.learning import AVERAGE, Averages
 
 
 def moved(values: list[float], decay: float) -> tuple[torch.nn.Parameter, Averages, torch.optim.Optimizer]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.recipes.learning.rates import cosine, exponential, inverse_root
+from gpipe.recipes.learning import cosine, exponential, inverse_root
 
 Rate = Callable[[int, int, float], float]
 RATES: dict[str, Rate] = {

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe.cli.main import main
-from gpipe.recipes.options.by_name import OPTIONS
 from gpipe.recipes.options.files import (
     CONFIG,
     NOT_SAVED,
+    OPTIONS,
     PRESETS,
     expanded,
     find_preset,

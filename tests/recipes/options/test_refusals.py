@@ -5,11 +5,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.recipes.options.by_name import OPTIONS
+from gpipe.recipes.options.files import OPTIONS
 from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
 from gpipe.recipes.options.training import TrainOptions
 from gpipe.recipes.options.translation import TranslationOptions
+from gpipe.schedule.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize("recipe", OPTIONS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpipe.datasets import Pair, Split, Vocabulary, read_catalogues
+from gpipe.recipes.data import Pair, Split, Vocabulary, read_catalogues
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.translation.corpus import Corpus, in_order
 from tests.support.toy_language import options, pairs, write_table

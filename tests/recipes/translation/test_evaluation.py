@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.datasets import END, Pair, Vocabulary
+from gpipe.recipes.data import END, Pair, Vocabulary
 from gpipe.recipes.recipe import Evaluation
 from gpipe.recipes.translation.corpus import Corpus, Sentence
 from gpipe.recipes.translation.decode import Network

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.datasets import BEGIN, END, PAD
-from gpipe.models.sublayers import Head
+from gpipe.recipes.data import BEGIN, END, PAD
+from gpipe.recipes.models.transformer import Head
 from gpipe.recipes.recipe import Batch, Share
 from gpipe.recipes.translation.corpus import Sentence
 from gpipe.recipes.translation.decode import beam, greedy

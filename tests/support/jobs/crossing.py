@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.plan.action import TRANSFERS
+from gpipe.schedule.action import TRANSFERS
 from tests.support.plain_loop import weights_of
 
 MICRO_BATCHES, STEPS = 4, 2

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.plan.schedules import SCHEDULES
-from gpipe.plan.schedules.placement import loop
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.writing import loop
 from tests.support import mixed_tasks
 from tests.support.addresses import twins
 from tests.support.law1_stories import MICRO_BATCHES, SEED, STORIES

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.comm.mesh import Position
-from gpipe.comm.nccl import NcclGroups
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.nccl import NcclGroups
 
 Json = Any
 

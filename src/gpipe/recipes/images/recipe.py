@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.datasets import batches
-from gpipe.models import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
+from gpipe.recipes.data import batches
 from gpipe.recipes.display import watched
 from gpipe.recipes.images.evaluation import count, to_evaluation
 from gpipe.recipes.images.sources import Source, open_source
-from gpipe.recipes.learning.rates import cosine, exponential
+from gpipe.recipes.learning import cosine, exponential
+from gpipe.recipes.models import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.options.images import ImagesOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, load
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpipe.datasets import (
+from gpipe.recipes.data import (
     Augmentation,
     ImageFolder,
     Images,
@@ -20,7 +20,7 @@ from gpipe.datasets import (
     load_digits,
     load_folder,
 )
-from gpipe.datasets.folder import select
+from gpipe.recipes.data.folder import select
 from gpipe.recipes.options.images import DIGITS, ImagesOptions
 from gpipe.recipes.recipe import Share
 

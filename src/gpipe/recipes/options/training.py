@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 import tyro
 
-from gpipe.plan.schedules import SCHEDULES
+from gpipe.schedule.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe.datasets.catalogues import read_catalogues
-from gpipe.datasets.pairs import Pair, Split, place_of, read_tsv, split_by_english
-from gpipe.datasets.sampling import draw
-from gpipe.datasets.token_batches import short_enough, steps_per_epoch, token_batches
-from gpipe.datasets.vocabulary import Vocabulary
+from gpipe.recipes.data.pairs import Pair, Split, place_of, read_catalogues, read_tsv, split_by_english
+from gpipe.recipes.data.sampling import draw
+from gpipe.recipes.data.token_batches import short_enough, steps_per_epoch, token_batches
+from gpipe.recipes.data.vocabulary import Vocabulary
 from gpipe.recipes.options.translation import TranslationOptions
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpipe.datasets.token_batches import padded
-from gpipe.datasets.vocabulary import BEGIN, END
+from gpipe.recipes.data.token_batches import padded
+from gpipe.recipes.data.vocabulary import BEGIN, END
 
 Network = Callable[[Tensor, Tensor], Tensor]
 ALPHA = 0.6

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.datasets.vocabulary import PAD, Vocabulary
-from gpipe.recipes.learning.rates import inverse_root
+from gpipe.recipes.data.vocabulary import PAD, Vocabulary
+from gpipe.recipes.learning import inverse_root
 from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share

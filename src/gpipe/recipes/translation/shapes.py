@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe.datasets.token_batches import collate, padded
-from gpipe.datasets.vocabulary import BEGIN, END, PAD
-from gpipe.models import transformer, transformer_lm
+from gpipe.recipes.data.token_batches import collate, padded
+from gpipe.recipes.data.vocabulary import BEGIN, END, PAD
+from gpipe.recipes.models import transformer, transformer_lm
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch
 from gpipe.recipes.translation.corpus import Sentence

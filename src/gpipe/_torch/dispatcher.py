@@ -1,0 +1,193 @@
+"""torch's dispatcher: kernels of one's own for operations, which a thread may go by.
+
+The operations that torch does, those of backwards included, as they are done.
+
+Tensors without values that say to be where values would be.
+"""
+
+import ctypes
+import logging
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+import torch._ops
+import torch.utils._python_dispatch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe._torch.trees import tree_leaves
+
+Operator: TypeAlias = torch._ops.OpOverload[..., Any]
+"""One overload of an operation of torch, such as `torch.ops.aten.add.Tensor`."""
+UNUSED_KEY = "TESTING_ONLY_GenericMode"
+
+
+def unused_key() -> Any:
+    """The dispatch key that torch keeps for its own tests, above those of autograd and below those of modes.
+
+    Raises:
+        RuntimeError: This torch has none.
+    """
+    try:
+        return torch._C._dispatch_key_parse(UNUSED_KEY)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this torch, {torch.__version__}, has no dispatch key {UNUSED_KEY}, by which gpipe sees what draws "
+            f"random numbers; use a version of torch that gpipe is tested with"
+        ) from error
+
+
+def goes_by(key: Any) -> bool:
+    """Whether operations of this thread go by the kernels of a key."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(key)
+
+
+def go_by(key: Any, chosen: bool) -> None:
+    """Has operations of this thread go by the kernels of a key, or no longer."""
+    torch._C._dispatch_tls_set_dispatch_key_included(key, chosen)
+
+
+def leave_out(key: Any, chosen: bool) -> None:
+    """Has operations of this thread leave out the kernels of a key though they go by it, or no longer."""
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, chosen)
+
+
+def stash(name: str, value: object) -> None:
+    """Keeps something for this thread, and for the threads of the autograd engine where it runs what this begins."""
+    if not _stash_takes_hold():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(name, value)
+
+
+@cache
+def _stash_takes_hold() -> bool:
+    """Whether torch holds what it stashes: 2.11 lets go of it all the same, and it would be freed in use."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("gpipe.probe", probe)
+    holds = sys.getrefcount(probe) > before
+    if not holds:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return holds
+
+
+def stashed(name: str) -> Any:
+    """What was stashed last."""
+    return torch._C._get_obj_in_tls(name)
+
+
+def keys_below(key: Any) -> Any:
+    """The keys that come after a key, as what `redispatch` is given."""
+    return torch._C._dispatch_keyset_full_after(key)
+
+
+def are_below_a_mode(keys: Any) -> bool:
+    """Whether a call comes through Python below a key: there is a mode, or a subclass of Tensor."""
+    return bool(keys.has(torch._C.DispatchKey.Python))
+
+
+def random_operators() -> Iterator[Operator]:
+    """The operations that say of themselves that they draw, and are not made of others that do."""
+    for name in torch._C._dispatch_get_all_op_names():
+        qualified, _, overload = name.partition(".")
+        tags = torch._C._get_operation_overload(qualified, overload)[2]
+        made = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        if torch.Tag.nondeterministic_seeded in tags and not made:
+            namespace, _, packet = qualified.partition("::")
+            yield getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def arguments_of(operator: Operator) -> list[str]:
+    """The names of an operation's arguments, in order."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def let_control_flow_pass(key: Any) -> None:
+    """Has `torch.cond` and its like, which have a dispatcher of their own, leave a key alone."""
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(key)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+
+
+def is_one_generator(generator: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two objects of Python stand for one generator."""
+    return bool(generator._cdata == other._cdata)  # type: ignore[attr-defined]  # not in torch's types
+
+
+class Operations(TorchDispatchMode):
+    """Sees the tensors that operations inside make; it may be entered again and again, by one thread at a time."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Sees an operation."""
+        given = tree_leaves((args, kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self.see(
+            [leaf for leaf in given if isinstance(leaf, Tensor)],
+            [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)],
+        )
+        return made
+
+    @abstractmethod
+    def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Is told of an operation's tensors."""
+
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an operation raises that cannot tell its output, or its layout, without values."""
+
+
+class Fakes:
+    """Makes tensors without values, and has operations do without."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, operations do without values, also those of tensors that have some.
+
+        What cannot is raised, and not logged beside.
+        """
+        logger = logging.getLogger(FakeTensor.__module__)
+        before, logger.disabled = logger.disabled, True
+        try:
+            with self._mode:
+                yield
+        finally:
+            logger.disabled = before
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of this layout that says to be on the CPU; a parameter if this is one."""
+        with self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def empty_on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the meta device; no fake, though this thread makes fakes of what it makes."""
+    if not torch._C._len_torch_dispatch_stack():
+        return torch.empty(shape, dtype=dtype, device="meta")
+    with torch.utils._python_dispatch._disable_current_modes():
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor has no values, though it says to be somewhere."""
+    return isinstance(tensor, FakeTensor)

@@ -1,0 +1,219 @@
+"""What is set in a thread beside grad mode and autocast, and whether a compiler is at work in it.
+
+Keeps rank threads apart in autocast's cache of casts, of which torch has one for all threads.
+
+A weight that is used twice inside an autocast is cast once, and its gradients are added up in the lower precision;
+the cache is cleared when any thread leaves its outermost autocast. So a rank that leaves one would have another's
+weight cast twice. Here the cache is cleared only when no rank is inside, and a rank that has left enters again only
+when it was: ranks go through their autocasts in rounds, and each finds the casts that it would find alone.
+"""
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch._compile
+import torch.overrides
+import torch.utils._device
+import torch.utils._python_dispatch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None:
+    """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def modes_here() -> tuple[torch.device | None, list[object]]:
+    """The default device of this thread, if one is set, and its other modes: `torch.get_default_device` has one."""
+    functions = torch.overrides._get_current_function_mode_stack()
+    devices = [mode.device for mode in functions if isinstance(mode, torch.utils._device.DeviceContext)]
+    others = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]
+    others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return devices[-1] if devices else None, others
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Inside, functions of torch take objects of a subclass of Tensor for plain tensors."""
+    found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
+
+
+@contextmanager
+def paused(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
+    """Inside, a mode of this thread sees nothing, unless another one was entered since."""
+    if torch.overrides._get_current_function_mode() is not mode:
+        yield
+        return
+    torch.overrides._pop_mode()
+    try:
+        yield
+    finally:
+        torch.overrides._push_mode(mode)
+
+
+ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What attention is to the dispatcher on the CPU, of which torch does not count the operations."""
+ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+LSTM_ON_CPU = torch.ops.aten.mkldnn_rnn_layer
+"""What a layer of an LSTM is to the dispatcher on the CPU, likewise; other recurrent layers are matrix products."""
+LSTM_ON_CPU_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
+BILINEAR = torch.ops.aten._trilinear
+"""What `torch.nn.functional.bilinear` is to it, and its backward."""
+
+
+class _Everywhere:
+    """Says of all operations that they are in no module."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+
+def flop_counter(formulas: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
+    """Counts floating-point operations, but not by modules: for that torch hangs hooks on what they take and give."""
+    counter = FlopCounterMode(display=False, custom_mapping=dict(formulas))
+    counter.mod_tracker = _Everywhere()  # type: ignore[assignment]  # all that is asked of it
+    return counter
+
+
+def is_vmapped() -> bool:
+    """Whether this thread is below `vmap`, `torch.func.grad` or another transform."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_traced_by_compiler() -> bool:
+    """Whether a compiler makes a graph of what this thread runs, so that no number is really made."""
+    kinds = torch._C._TorchDispatchModeKey
+    stands: Callable[[Any], object] = torch._C._get_dispatch_mode
+    return bool(torch._C._len_torch_dispatch_stack()) and any(map(stands, (kinds.FAKE, kinds.PROXY)))
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps `torch.compile` out of a function: it would trace locks, threads and queues.
+
+    `torch.compiler.disable` would load the compiler, which takes seconds. Where it is not loaded, nothing compiles.
+    """
+    hidden = torch._compile._disable_dynamo(function)
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return guarded
+
+
+def untraced_kernel(kernel: Callable[P, R]) -> Callable[P, R]:
+    """Likewise a kernel, to which compiled code comes too; by its code, which costs nothing, if this torch can."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        eval_frame.set_code_exec_strategy(kernel.__code__, skip)
+    except (ImportError, AttributeError, TypeError):
+        return untraced(kernel)
+    return kernel
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is `torch.compile`'s, or `module.compile()` was called."""
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def without_compiler(called: Any) -> Any:
+    """The module or function that `torch.compile` wrapped; what it did not wrap is given back."""
+    if isinstance(called, nn.Module):
+        return getattr(called, "_orig_mod", called)
+    return inspect.unwrap(called) if hasattr(called, "_torchdynamo_orig_callable") else called
+
+
+class _Rounds:
+    """Who is inside an autocast, and who has left one since the casts were forgotten."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._forget = forget
+        self._changed = threading.Condition()
+        self._inside: set[int] = set()
+        self._left: set[int] = set()
+
+    def enter(self) -> None:
+        """Waits until no cast of this thread is left from before."""
+        me = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: me not in self._left)
+            self._inside.add(me)
+
+    def leave(self) -> None:
+        """Has all casts forgotten once nobody needs any."""
+        me = threading.get_ident()
+        with self._changed:
+            self._inside.discard(me)
+            self._left.add(me)
+            if not self._inside:
+                self._forget()
+                self._left.clear()
+                self._changed.notify_all()
+
+
+class _Thread(threading.local):
+    """Whether this thread is one of a run's ranks."""
+
+    is_rank = False
+
+
+_thread = _Thread()
+_enter, _forget = torch.autocast_increment_nesting, torch.clear_autocast_cache
+_rounds = _Rounds(_forget)
+_runs: list[None] = []
+_lock = threading.Lock()
+
+
+def _entered() -> int:
+    depth = _enter()
+    if _thread.is_rank and depth == 1:
+        _rounds.enter()
+    return depth
+
+
+def _cleared() -> None:
+    if _thread.is_rank:
+        _rounds.leave()
+    else:
+        _forget()
+
+
+@contextmanager
+def casts_apart() -> Iterator[None]:
+    """While entered, torch's autocast tells here when a rank thread enters or leaves it."""
+    with _lock:
+        _runs.append(None)
+        torch.autocast_increment_nesting, torch.clear_autocast_cache = _entered, _cleared
+    try:
+        yield
+    finally:
+        with _lock:
+            _runs.pop()
+            if not _runs:
+                torch.autocast_increment_nesting, torch.clear_autocast_cache = _enter, _forget
+
+
+@contextmanager
+def as_rank() -> Iterator[None]:
+    """While entered, this thread is a rank of a run, which has its casts for itself."""
+    _thread.is_rank = True
+    try:
+        yield
+    finally:
+        _thread.is_rank = False

@@ -1,0 +1,167 @@
+"""The command `gpipe evaluate`: how well a run does, or several and their mean.
+
+The command `gpipe record`: what crosses between processes, for those who tune that.
+
+The command `gpipe translate`: lines on stdin to English.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from gpipe.cli.ending import ending_by_failures_elsewhere, ending_by_mistakes
+
+if TYPE_CHECKING:
+    from gpipe.recipes.translation.lines import Translator
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What is evaluated."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """The folders of runs of `gpipe train`; of several the mean and the spread are told too."""
+
+    partitions: int | None = None
+    """K: how many partitions the network is cut into; by default 2, or under torchrun as many as there are processes.
+    Numbers do not depend on it."""
+
+    beam: int | None = None
+    """Of a translation, how many translations of a sentence are followed at once, beside the greedy one; 1: none."""
+
+    sentences: int | None = None
+    """Of a translation, how many sentences of each language are translated at most; by default all of the test."""
+
+
+def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> None:
+    """Evaluates a run on data that its training has not seen: a table, and RUN/evaluation.json."""
+    with ending_by_mistakes():
+        if not options.runs:
+            raise ValueError("give the folder of a run, such as out/digits; `gpipe train` writes it")
+        for name in ("beam", "sentences"):
+            if (value := getattr(options, name)) is not None and value < 1:
+                raise ValueError(f"--{name} is {value}: choose 1 or more")
+        changes = {"beam": options.beam, "sentences": options.sentences}
+        from gpipe.recipes.options.files import recipe_of
+        from gpipe.recipes.trained import evaluate_run, spread
+        from gpipe.recipes.world import find_world, joined
+
+    world = find_world(os.environ)
+    with joined(world), ending_by_failures_elsewhere():
+        with ending_by_mistakes():
+            for run in options.runs:
+                recipe_of(run)
+        found = []
+        for run in options.runs:
+            with ending_by_mistakes():
+                found.append(evaluate_run(run, options.partitions, changes, world))
+            if not world.rank:
+                print(f"{run}: {found[-1].text}\n" if len(options.runs) > 1 else found[-1].text)
+        if len(found) > 1 and not world.rank:
+            print(spread(found))
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What is recorded."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run of `gpipe train`."""
+
+    steps: int = 10
+    """How many mini-batches are trained on meanwhile; the run stays as it is."""
+
+    partitions: int | None = None
+    """K: how many partitions the network is cut into; by default as many as there are processes."""
+
+
+def record(options: Annotated[RecordOptions, tyro.conf.arg(name="")]) -> None:
+    """Writes each message between the processes of torchrun as a line of JSON, to RUN/messages.jsonl."""
+    with ending_by_mistakes():
+        for name in ("steps", "partitions"):
+            if (value := getattr(options, name)) is not None and value < 1:
+                raise ValueError(f"--{name} is {value}: choose 1 or more")
+        from gpipe.recipes.world import find_world, joined
+
+        world = find_world(os.environ)
+        if not world.launched:
+            raise ValueError(
+                "within one process nothing crosses: run it by torchrun, say\n"
+                f"torchrun --nproc-per-node 2 -m gpipe record {options.run}"
+            )
+        from gpipe.recipes.crossing import record_run
+    with joined(world), ending_by_failures_elsewhere(), ending_by_mistakes():
+        said = record_run(options.run, options.steps, options.partitions, world)
+    if not world.rank:
+        print(said)
+
+
+AT_ONCE = 64
+"""Lines that are read before they are translated, unless somebody types them."""
+
+
+@dataclass(frozen=True)
+class TranslateOptions:
+    """By which run lines are translated."""
+
+    run: Path
+    """The folder of a run of `gpipe train translation`."""
+
+    beam: int = 4
+    """How many translations are followed at once; 1: the likeliest word is taken each time."""
+
+    partitions: int | None = None
+    """K: how many partitions the network is cut into; by default 2. Translations do not depend on it."""
+
+
+def translate(options: Annotated[TranslateOptions, tyro.conf.arg(name="")]) -> None:
+    """Translates each line of stdin to English, a line of stdout each."""
+    with ExitStack() as stack:
+        with ending_by_mistakes():
+            if options.beam < 1:
+                raise ValueError(f"--beam is {options.beam}: choose 1 or more")
+            from gpipe.recipes.files import WEIGHTS
+            from gpipe.recipes.translation.lines import opened_translator
+
+            to_english = stack.enter_context(opened_translator(options.run, options.partitions, options.beam))
+        if not (options.run / WEIGHTS).is_file():
+            print(f"{options.run} has not ended: by the weights of its latest checkpoint", file=sys.stderr)
+        _translate(to_english)
+
+
+def _translate(to_english: "Translator") -> None:
+    """Prints a line for each of stdin; one that cannot be translated ends the command."""
+    number = 1
+    with ending_by_mistakes():
+        try:
+            for lines in _chunks(1 if sys.stdin.isatty() else AT_ONCE):
+                for english in to_english(lines):
+                    print(english, flush=True)
+                    number += 1
+        except ValueError as mistake:
+            raise ValueError(f"line {number} of stdin: {mistake}") from None
+
+
+def _chunks(size: int) -> Iterator[list[str]]:
+    """The lines of stdin, so many at once; before one that is no UTF-8 all are given.
+
+    Raises:
+        ValueError: A line is no UTF-8.
+    """
+    lines: list[str] = []
+    for line in getattr(sys.stdin, "buffer", sys.stdin):
+        try:
+            lines.append((line.decode() if isinstance(line, bytes) else line).rstrip("\r\n"))
+        except UnicodeDecodeError as error:
+            yield lines
+            raise ValueError(f"it is no UTF-8, from byte {error.start + 1} on") from None
+        if len(lines) == size:
+            yield lines
+            lines = []
+    yield lines

@@ -1,1 +1,0 @@
-"""Messages between processes: nothing here knows what a pipeline is."""

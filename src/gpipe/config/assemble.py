@@ -1,0 +1,277 @@
+"""A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gpipe.config.arguments import Arguments, Mistakes, draw_seed, follow_plan
+from gpipe.config.auto_remat import AUTO, memory_by_row
+from gpipe.config.schedules import count_ranks, read_schedule
+from gpipe.config.settings import Settings, settle
+from gpipe.distributed.construction import BUILDING, LINKING, Agreement
+from gpipe.distributed.launcher import end_with_launcher
+from gpipe.distributed.mesh import Position, find_position, is_joined
+from gpipe.distributed.session import Session
+from gpipe.distributed.sync_batchnorm import find_norms
+from gpipe.distributed.untrusted import explaining_limits
+from gpipe.errors import is_count
+from gpipe.planner.measure import memory_of
+from gpipe.runtime.engine import Engine
+from gpipe.schedule.cost import StageCost
+from gpipe.stages.buffers import Slot
+from gpipe.stages.digest import digest
+from gpipe.stages.layout import local
+from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
+from gpipe.stages.outline import Outline, outline, realize, release
+from gpipe.stages.sequence import cut_into_stages
+from gpipe.stages.shared_weights import find_ties, tie
+from gpipe.stages.stage import Layer, Stage
+from gpipe.stages.tree import Tree
+from gpipe.tracing.layers_of import is_model, read_model
+from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.stage import ReplayedStage
+
+
+def assemble(asked: Arguments) -> tuple[Settings, Session]:
+    """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up.
+
+    Raises:
+        ValueError: Something cannot be, or differs between the processes.
+        RemoteError: Another process failed, or is gone.
+    """
+    asked = follow_plan(asked)
+    if asked.driver != "process" and asked.mesh is None:
+        settings = settle(asked, replayed=_replayed(asked))
+        if settings.replayed is not None:
+            if any(device.type != "cpu" for device in settings.devices):  # then no device will have all of it
+                settings.replayed.learn_all(_first(asked))
+            settings.replayed.realize(range(len(settings.layers)), settings.seed)
+        return settings, _session(settings, None)
+    end_with_launcher()
+    if not is_joined():
+        _find_position(asked)  # says what is missing
+    with Agreement() as agreement, explaining_limits():
+        position = agreement.position = _find_position(asked)
+        settings = _settle_together(asked, position, agreement)
+        session = _session(settings, position)
+        session.link(agreement)
+        if settings.replayed is None:
+            release(session.engine.stages, session.engine.own)
+        else:
+            release(session.engine.stages, session.engine.own, settings.replayed.buffers_between())
+            settings.replayed.let_go()
+        return settings, session
+
+
+def _replayed(asked: Arguments) -> ReplayedModel | None:
+    """The model, recorded on the first micro-batch of the sample; None of a sequence of layers."""
+    fits = is_model(asked.model) and is_count(asked.micro_batches)
+    return read_model(asked.model, _first(asked) if fits else asked.sample, asked.blocks)
+
+
+def _first(asked: Arguments) -> Tree:
+    return first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
+
+
+def _session(settings: Settings, position: Position | None) -> Session:
+    row = None if position is None else position.row
+    own = [stage for stage, rank in enumerate(settings.placement) if row in (None, rank)]
+    devices = [settings.devices[rank] for rank in settings.placement]
+    stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own, _maker_of_stages(settings))
+    if settings.sync_batch_norm:
+        find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike
+    engine = Engine(
+        stages,
+        settings.placement,
+        settings.schedule,
+        settings.remat,
+        whole=settings.whole,
+        replayed=settings.replayed,
+        tied=settings.tied,
+        threaded=position is None and settings.driver != "lockstep",
+        intra_op_threads=settings.intra_op_threads,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        row=row,
+        replicas=1 if position is None else position.replicas,
+    )
+    return Session(
+        engine,
+        settings.micro_batches,
+        position=position,
+        sync_batch_norm=settings.sync_batch_norm,
+        costs=settings.partition.seconds,
+        measured=settings.in_seconds,
+    )
+
+
+def _maker_of_stages(settings: Settings) -> Callable[[int, Sequence[Layer], torch.device], Stage]:
+    if settings.replayed is None:
+        return Stage
+    stage_of = [stage for stage, count in enumerate(settings.layers_per_partition) for _ in range(count)]
+    parts, paths = settings.replayed.parts, settings.replayed.paths
+    return partial(ReplayedStage, parts=parts, paths=paths, stage_of=stage_of)
+
+
+def _find_position(asked: Arguments) -> Position:
+    """Where this process stands among several."""
+    mistakes = Mistakes()
+    ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
+    position, mistakes.found = find_position(asked.mesh, asked.partitions, ranks)
+    mistakes.check(
+        asked.driver in ("process", None),
+        f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
+    )
+    mistakes.raise_all()
+    assert position is not None
+    return position
+
+
+def _settle_together(asked: Arguments, position: Position, agreement: Agreement) -> Settings:
+    """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
+    drawn = draw_seed() if asked.seed is None else None
+    every = agreement.greet(drawn=drawn, memory=memory_of(position.device))
+    seed = every[0]["drawn"] if asked.seed is None else asked.seed
+    if asked.remat == AUTO and asked.memory is None:
+        asked = replace(asked, memory=memory_by_row(position, agreement.hosts, [one["memory"] for one in every]))
+    costs: Any = asked.costs
+    told: Mapping[str, Any] = {}
+    if position.rank:
+        told = agreement.tell(BUILDING)[0]
+        costs = told["costs"]  # who measures by himself would cut elsewhere
+    replayed = _replayed(asked)
+    if replayed is None:
+        sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
+    else:
+        replayed.learn_all(_first(asked))
+        sketch = Outline(dict(replayed.segments), {}, 0, [])
+    if position.rank and len(costs) != len(sketch.layers):
+        raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
+    settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, replayed)
+    if not position.rank:
+        each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
+        costs, measured = list(settings.costs), settings.in_seconds
+        agreement.tell(BUILDING, costs=costs, stages=each, in_seconds=measured, whole=sorted(settings.whole))
+    else:
+        stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
+        settings = replace(
+            settings, stage_costs=stages, in_seconds=told["in_seconds"], whole=frozenset(told["whole"])
+        )
+    settings = _with_own_layers(settings, position, sketch, asked.ties)
+    _compare(agreement, settings, asked)
+    if position.replicas > 1:
+        _compare_weights(agreement, settings, position)
+    return settings
+
+
+def _own(settings: Settings, position: Position) -> list[int]:
+    """The indices of this process's layers."""
+    counts = zip(settings.placement, settings.layers_per_partition, strict=True)
+    row_of = [row for row, count in counts for _ in range(count)]
+    return [layer for layer, row in enumerate(row_of) if row == position.row]
+
+
+def _with_own_layers(
+    settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]
+) -> Settings:
+    own = _own(settings, position)
+    if settings.replayed is not None:
+        settings.replayed.realize(own, settings.seed)
+        return settings
+    mistakes = Mistakes()
+    named, mistakes.found = realize(sketch, own)
+    mistakes.raise_all()
+    return replace(settings, layers=named, tied=_tie(named, ties, sketch, own))
+
+
+def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None:
+    """Checks that all processes have settled for the same."""
+    mistakes = Mistakes()
+    mistakes.found = agreement.compare(
+        LINKING,
+        partitions=settings.layers_per_partition,
+        micro_batches=settings.micro_batches,
+        remat=settings.remat,
+        schedule=settings.schedule.name,
+        stages_per_rank=asked.stages_per_rank,
+        placement=settings.placement,
+        seed=settings.seed,
+        intra_op_threads=settings.intra_op_threads,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        sync_batch_norm=settings.sync_batch_norm,
+        ties=[list(group) for group in asked.ties],
+        sample=[] if settings.replayed is None else settings.replayed.sample_names,
+        path=[] if settings.replayed is None else settings.replayed.outlines(),
+        **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
+    )
+    mistakes.raise_all()
+
+
+def _words(layer: nn.Module) -> str:
+    shapes = (f"{name} {tuple(parameter.shape)}" for name, parameter in layer.named_parameters())
+    return f"{type(layer).__name__}({', '.join(shapes)})"
+
+
+def _compare_weights(agreement: Agreement, settings: Settings, position: Position) -> None:
+    """Checks that the replicas begin with the same weights: they would stay as far apart as they are.
+
+    Raises:
+        ValueError: Names the layers whose weights differ.
+    """
+    layers = list(settings.layers.items())
+    every = agreement.tell(LINKING, weights={str(at): _checksum(layers[at][1]) for at in _own(settings, position)})
+    found = {(int(at), checksum) for theirs in every for at, checksum in theirs["weights"].items()}
+    several = Counter(at for at, _ in found)
+    apart = [
+        f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1
+    ]
+    mistakes = Mistakes()
+    mistakes.check(
+        not apart,
+        f"the weights of {', '.join(apart)} differ between replicas: build the layers alike on every rank "
+        f"(torch.manual_seed before, or callables), or load the same weights",
+    )
+    mistakes.raise_all()
+
+
+def _checksum(layer: nn.Module) -> int:
+    """Of the bits of all parameters and buffers."""
+    tensors = [local(tensor.detach()) for tensor in (*layer.parameters(), *layer.buffers()) if not is_lazy(tensor)]
+    found = 0
+    for word in digest(tensors).words:
+        found = zlib.crc32(word.cpu().view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _tie(
+    named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: Collection[int]
+) -> list[list[Slot]]:
+    """Gives this process's copies of tied weights the value of the first; places of each group, in all processes."""
+    groups, _ = find_ties(named, ties)
+    index_of = {name: index for index, name in enumerate(named)}
+    held = [module for index, layer in enumerate(named.values()) if index in own for module in layer.modules()]
+    for group, places in zip(ties, groups, strict=True):
+        same = {id(_parameter(slot)) for slot in places}
+        here = [(module, leaf) for module in held for leaf, p in module._parameters.items() if id(p) in same]
+        if not here:
+            continue
+        first = index_of[group[0].partition(".")[0]]
+        if first not in own:
+            built, _ = realize(sketch, [first])
+            (((module, name), *_), *_), _ = find_ties(built, [group])
+            with torch.no_grad():
+                _parameter(here[0]).copy_(_parameter((module, name)))
+        tie([here])
+    return groups
+
+
+def _parameter(slot: Slot) -> Tensor:
+    parameter = slot[0]._parameters[slot[1]]
+    assert parameter is not None
+    return parameter

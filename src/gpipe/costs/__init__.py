@@ -1,1 +1,0 @@
-"""What each layer costs: measured or counted."""

@@ -1,0 +1,241 @@
+"""What a process tells the others of its failure, what they raise of it, and where they last saw who says nothing.
+
+What a process is at, for the others of its host to see: also when it is stuck or gone, and can say nothing.
+"""
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+from gpipe.distributed.frames import Gone, check_memory, make_memory
+from gpipe.distributed.local import Link
+from gpipe.distributed.untrusted import Damaged, damaged, too_many_files
+from gpipe.errors import RemoteError, folded, heard
+
+_STATUS = struct.Struct("<IiI?d")
+_AT_LAYERS, _AT_WAITS = 8, 12  # where these stand in it
+
+
+class Seen(NamedTuple):
+    """A process's run, its place in the row (-1 outside), the layers begun there, whether it waits, since when."""
+
+    run: int
+    at: int
+    layers: int
+    waits: bool
+    since: float
+
+
+class Status:
+    """A process's own words on what it is at, in memory that the others of its host can read."""
+
+    def __init__(self) -> None:
+        self._handle = make_memory("gpipe status", _STATUS.size) if hasattr(os, "memfd_create") else None
+        self._memory = bytearray(_STATUS.size) if self._handle is None else mmap.mmap(self._handle, _STATUS.size)
+        self.layers = memoryview(self._memory)[_AT_LAYERS : _AT_LAYERS + 4].cast("I")  # [0]: how many began
+
+    def reach(self, run: int, at: int) -> None:
+        """Notes a place in the row."""
+        _STATUS.pack_into(self._memory, 0, run, at, 0, False, time.monotonic())
+
+    def wait(self, waits: bool) -> None:
+        """Notes whether this process waits for another."""
+        self._memory[_AT_WAITS] = waits
+
+    def shared_with(
+        self, links: Mapping[int, Link], limit: float, shown: Callable[[], object] = object
+    ) -> dict[int, "Watched"]:
+        """Lets the processes of this host read this, calls `shown`, and gives what they show before the limit."""
+        local = {peer: link.news.connection for peer, link in links.items() if link.is_local}
+        if self._handle is None:
+            shown()
+            return {}
+        for connection in local.values():
+            with suppress(ConnectionError):  # it is gone, see below
+                socket.send_fds(connection, [b"."], [self._handle])
+        shown()
+        found = {}
+        for peer, connection in local.items():
+            handle = _shown(peer, connection, limit)
+            try:
+                check_memory(handle, _STATUS.size)
+                found[peer] = Watched(mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ))
+            except Damaged as error:
+                raise damaged(peer, error) from error
+            finally:
+                os.close(handle)
+        os.close(self._handle)
+        self._handle = None
+        return found
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+
+
+def _shown(peer: int, connection: socket.socket, limit: float) -> int:
+    connection.settimeout(limit)
+    try:
+        _, handles, flags, _ = socket.recv_fds(connection, 1, 1)
+    except TimeoutError:
+        raise heard(f"rank {peer} did not link up within {limit:g} s", peer) from None
+    except ConnectionError:
+        handles, flags = [], 0
+    if flags & socket.MSG_CTRUNC:
+        raise too_many_files()
+    if not handles:
+        raise heard(f"rank {peer} is gone; it ended while the processes linked up", peer)
+    connection.setblocking(False)
+    return handles[0]
+
+
+class Watched:
+    """What another process is at."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def read(self) -> Seen:
+        """Says where the process is just now."""
+        return Seen(*_STATUS.unpack_from(self._memory))
+
+
+Report: TypeAlias = Mapping[str, Any]
+"""In words of JSON: the run, the rank that failed, its exception's type, message and traceback."""
+
+SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
+LONG = 10.0  # seconds after which a wait is told of, once
+SOON = 1.0  # seconds from the end of a process's connection until its own report of why, at most
+LONGEST = 20_000  # characters of a traceback, and of an exception's text
+HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+
+
+def report_of(error: BaseException, run: int, rank: int, at: str = "") -> Report:
+    """What to tell of an exception; one heard from another process is passed on, so that all tell of the same.
+
+    `at` says in words when it was raised, if that is not in its notes.
+    """
+    if isinstance(error, RemoteError) and error.heard:
+        told = {"rank": error.rank, "type": error.type_name, "message": str(error), "traceback": error.traceback}
+        return {"run": run, **told}
+    said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
+    return {
+        "run": run,
+        "rank": rank,
+        "type": type(error).__name__,
+        "message": f"rank {rank} failed{at and f' {at}'}: {_shortened(said)}",
+        "traceback": "".join(traceback.format_exception(type(error), error, folded(error)))[-LONGEST:],
+    }
+
+
+def error_of(report: Report) -> RemoteError:
+    """What to raise of a report."""
+    return heard(report["message"], report["rank"], report["type"], report["traceback"])
+
+
+class Lookout:
+    """The other processes of a pipe, as one of them knows them: who failed, who is gone, who was last seen where.
+
+    Attributes:
+        run: The number of the current run.
+        sees: Says in words what a peer was last seen at.
+    """
+
+    def __init__(self, links: Mapping[int, Link], watched: Mapping[int, Watched], limit: float) -> None:
+        self.run = 0
+        self.sees: Callable[[int, Seen], str] = in_no_step
+        self.limit = limit  # seconds to wait for one
+        self._links = links
+        self._watched = watched  # those of this host
+
+    def heed(self, needed: Collection[int]) -> list[int]:
+        """Reads the news, and raises what it tells of this run; gives those that are gone and not needed any more."""
+        for peer, link in self._links.items():
+            try:
+                link.listen()
+            except Damaged as error:
+                raise damaged(peer, error) from error
+            link.reports = [report for report in link.reports if report["run"] >= self.run]
+        for link in self._links.values():
+            for report in link.reports:
+                if report["run"] == self.run:
+                    raise error_of(report)
+        gone = [peer for peer, link in self._links.items() if link.news.gone]
+        if missed := [peer for peer in gone if peer in needed]:
+            silent = [peer for peer in self._silent() if peer not in missed]
+            last = [f"rank {peer} is gone; {self.last_seen(peer)}" for peer in missed]
+            raise heard("\n".join(last + self.all_last_seen(silent)), missed[0])
+        return gone
+
+    def lose(self, peer: int, gone: Gone | None = None) -> NoReturn:
+        """Raises why a stream ended: the news say it, or soon will; or nobody is gone, and it is this device."""
+        self.heed(self._links)
+        news = select.poll()
+        news.register(self._links[peer].news.connection, select.POLLIN)
+        news.poll(SOON * 1000)
+        self.heed(self._links)
+        if gone is not None and isinstance(gone.__cause__, RuntimeError):  # the backend's
+            raise gone.__cause__
+        raise heard(f"rank {peer} is gone; {self.last_seen(peer)}", peer)
+
+    def give_up(self, peer: int) -> NoReturn:
+        """Gives up waiting for a process; names who keeps all waiting, as far as that can be seen."""
+        stuck = self.stuck(peer)
+        why = f"nothing came for {self.limit:g} s, the timeout of the process group"
+        raise heard("\n".join([why, *self.all_last_seen(stuck)]), stuck[0])
+
+    def stuck(self, peer: int) -> list[int]:
+        """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""
+        return self._silent() or [rank for rank, seen in self._watched.items() if not seen.read().waits] or [peer]
+
+    def _silent(self) -> list[int]:
+        return [peer for peer, link in self._links.items() if link.silent > SILENCE]
+
+    def all_last_seen(self, peers: Collection[int]) -> list[str]:
+        """In words, where some processes were last seen, a line each or more."""
+        return [f"rank {peer}: {self.last_seen(peer)}" for peer in peers]
+
+    def last_seen(self, peer: int) -> str:
+        """In words, where a process was when it was last seen in this run."""
+        silent = self._links[peer].silent
+        if peer not in self._watched and silent > SILENCE:
+            return f"it cannot be reached: its host has not answered for {silent:.1f} s"
+        if peer not in self._watched:
+            return "it is on another host: see its own messages"
+        seen = self._watched[peer].read()
+        if seen.run < self.run or seen.at < 0:
+            where = f"it was last seen outside of any step, after {seen.run} runs, while this is run {self.run}"
+            return f"{where}: is the pipe called on every rank, in the same order?"
+        return f"it was last seen {self.sees(peer, seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
+
+    def report(self, report: Report) -> None:
+        """Tells all of a failure."""
+        for link in self._links.values():
+            link.report(report)
+
+    def gone(self) -> list[int]:
+        """Those whose ends of the links are closed. Any thread may ask."""
+        found = []
+        for peer, link in self._links.items():
+            seen, handle = select.poll(), link.news.connection.fileno()
+            if handle >= 0:
+                seen.register(handle, HANGS_UP)
+                found += [peer] * bool(seen.poll(0))
+        return found
+
+
+def in_no_step(peer: int, seen: Seen) -> str:
+    """What a process is at while none of the words of a step hold."""
+    return "outside of any step"
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"

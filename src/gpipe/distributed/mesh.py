@@ -1,0 +1,145 @@
+"""The position of a process in the mesh: its row, its replica, and who else trains the same pipe."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gpipe._torch.modules import seconds_of_group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+PIPELINE, DATA = "pp", "dp"
+LONGEST_SILENCE = 30.0
+"""Seconds after which a host that answers nothing counts as gone, if the process group's timeout is longer."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Which row of the program this process runs, and for which replica.
+
+    `members` are the ranks in the world of all processes of the pipe, by their numbers there (`rank_of`).
+    """
+
+    row: int
+    replica: int
+    rows: int
+    replicas: int
+    members: tuple[int, ...]
+    device: torch.device
+    timeout: float
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those of the pipe."""
+        return self.rank_of(self.row)
+
+    def rank_of(self, row: int, replica: int | None = None) -> int:
+        """The number of the process that runs a row, for this replica if no other is given."""
+        return rank_of(row, self.replica if replica is None else replica, self.rows)
+
+    @property
+    def ranks_of_replica(self) -> range:
+        """The processes of this replica, in their order."""
+        return range(self.rank_of(0), self.rank_of(0) + self.rows)
+
+    @property
+    def ranks_of_row(self) -> list[int]:
+        """The processes that run what this one runs, one for each replica."""
+        return [self.rank_of(self.row, replica) for replica in range(self.replicas)]
+
+    @property
+    def silence(self) -> float:
+        """Seconds of silence after which another host is gone."""
+        return min(self.timeout, LONGEST_SILENCE)
+
+
+def rank_of(row: int, replica: int, rows: int) -> int:
+    """The number of a process among those of a pipe: replica by replica, in each row by row."""
+    return replica * rows + row
+
+
+def is_joined() -> bool:
+    """Whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> tuple[Position | None, list[str]]:
+    """Reads the mesh, or makes one of the world; gives the position, and what is wrong.
+
+    `partitions` is what the user gave, `ranks` how many processes a replica needs for it; 0 if it cannot be.
+    """
+    if not is_joined():
+        return None, [
+            "driver='process' needs torch.distributed: start with torchrun, and call "
+            "torch.distributed.init_process_group('gloo') (with GPUs 'cpu:gloo,cuda:nccl') first"
+        ]
+    if mesh is None:
+        world = dist.get_world_size()
+        if ranks < 1 or world % ranks:
+            return None, [
+                f"partitions={partitions!r} over {world} processes: their number must be a multiple of K, one for "
+                f"each partition; start as many, or give mesh="
+            ]
+        table = torch.arange(world).reshape(world // ranks, ranks)
+        kind = default_device().type
+    else:
+        names = mesh.mesh_dim_names or ()
+        if PIPELINE not in names:
+            return None, [
+                f"mesh has the dimensions {tuple(names)}; name one {PIPELINE!r} for the partitions, and perhaps one "
+                f"{DATA!r} for replicas: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'pp'))"
+            ]
+        if dist.get_rank() not in mesh.mesh:
+            return None, [
+                f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and this process is rank {dist.get_rank()}; "
+                f"give a mesh of all processes"
+            ]
+        table, kind = _plane(mesh, names), mesh.device_type
+        if ranks != table.shape[1]:
+            return None, [
+                f"partitions={partitions!r}, but the mesh has {table.shape[1]} processes along {PIPELINE!r}; they "
+                f"must be as many"
+            ]
+    found = (table == dist.get_rank()).nonzero()
+    replica, row = map(int, found[0])
+    replicas, rows = table.shape
+    members = tuple(table.flatten().tolist())
+    return Position(row, replica, rows, replicas, members, _device(kind), timeout_of_world()), []
+
+
+def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
+    """The world's ranks, replicas by rows, that share this process's position in all other dimensions."""
+    table = mesh.mesh.cpu()
+    own = (table == dist.get_rank()).nonzero()[0].tolist()
+    for axis in range(table.dim()):
+        if names[axis] not in (PIPELINE, DATA):
+            table = table.narrow(axis, own[axis], 1)
+    if DATA not in names:
+        return table.reshape(1, -1)
+    stages = table.shape[names.index(PIPELINE)]
+    if names.index(DATA) > names.index(PIPELINE):
+        return table.reshape(stages, -1).t()
+    return table.reshape(-1, stages)
+
+
+def default_device() -> torch.device:
+    """The device of this process by which the world talks, if no mesh says so."""
+    return _device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())))
+
+
+def timeout_of_world() -> float:
+    """Seconds that the process group waits for others."""
+    assert dist.group.WORLD is not None
+    return seconds_of_group(dist.group.WORLD)

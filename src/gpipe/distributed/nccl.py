@@ -1,0 +1,250 @@
+"""Tensors on GPUs go from process to process by NCCL, and not through the hosts' memory.
+
+The links (local.py, tcp.py) carry what a message is; its tensors follow over a process group. Both ends use a group
+in the order in which the link brings the messages, so nothing else tells them which is which.
+
+NCCL has one queue a group, in which a send waits for its receive. In a queue for several peers, or for both
+directions, they could wait for each other in a ring. So there are a few pairs of groups, one each direction, and in
+each pair a process has one peer: `matchings` says which.
+
+         rank 0 --A-- rank 1 --B-- rank 2 --A-- rank 3        A and B: a group down and a group up each
+
+What a failed run has left on its way is received by the next, and thrown away, so that both ends stay in step. Where
+they may not be, or if a process is gone, the groups end: what waits in a queue for it would keep the device busy for
+ever, and the next tensor could be taken for another.
+
+Assumed, since no two GPUs were at hand: that NCCL's queues of several groups go on independently of each other. How
+many tensors are under way is not bounded here. The groups last as long as the world's.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpipe._torch.trees import tree_flatten, tree_unflatten
+from gpipe.distributed import codec
+from gpipe.distributed.frames import Gone
+from gpipe.distributed.mesh import Position, rank_of
+from gpipe.distributed.untrusted import check_shape, reading
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.messages import Message
+from gpipe.stages.tree import Tree
+
+
+def matchings(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Numbers pairs of processes, so that no process is in two pairs of the same number.
+
+    >>> matchings([(0, 1), (1, 2), (2, 3)])
+    {(0, 1): 0, (1, 2): 1, (2, 3): 0}
+    """
+    found: dict[tuple[int, int], int] = {}
+    for pair in sorted({(min(pair), max(pair)) for pair in pairs}):
+        used = {number for other, number in found.items() if set(other) & set(pair)}
+        found[pair] = next(number for number in range(len(used) + 1) if number not in used)
+    return found
+
+
+def pairs_of(rows: int, replicas: int, crossings: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The pairs of processes that have tensors for each other: within a replica, and the replicas of a row.
+
+    >>> sorted(pairs_of(2, 2, {(0, 1)}))
+    [(0, 1), (0, 2), (1, 3), (2, 3)]
+    """
+    table = [[rank_of(row, replica, rows) for row in range(rows)] for replica in range(replicas)]
+    within = {(ranks[low], ranks[high]) for ranks in table for low, high in crossings}
+    return within | {pair for one, other in combinations(table, 2) for pair in zip(one, other, strict=True)}
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A message some of whose tensors are on their way."""
+
+    is_value: bool
+    tree: Tree
+    tensors: Sequence[tuple[list[int], codec.Extent, Tensor, dist.Work | None]]
+
+    def finish(self) -> Message:
+        """The whole message, for what is queued on the current stream from now on."""
+        leaves, spec = tree_flatten(self.tree)
+        for positions, extent, elements, work in self.tensors:
+            if work is not None:
+                with _breaking_off():
+                    work.wait()
+                if elements.is_cuda:
+                    elements.record_stream(torch.cuda.current_stream(elements.device))
+            tensor = codec.lay(elements.view(extent.shape[0]), extent)
+            for at in positions:
+                leaves[at] = tensor
+        value = tree_unflatten(leaves, spec)
+        if not self.is_value:
+            return value  # type: ignore[no-any-return]  # gradients
+        wanting = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        return BoundaryValue(value, list(wanting.values()))
+
+
+class NcclGroups:
+    """The groups by which the tensors of one device go to and from other processes.
+
+    `crossings` are the pairs of rows that have tensors for each other; replicas of a row always have. All
+    processes of the world make it at the same time. Without a backend tensors go through the hosts' memory. Whatever
+    sends or waits raises `Gone` where the other end broke off.
+    """
+
+    def __init__(self, position: Position, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
+        self._rank, self._members, self._device = position.rank, position.members, position.device
+        numbers = matchings(pairs_of(position.rows, position.replicas, crossings)) if backend else {}
+        self._groups = _groups(numbers, backend, position.timeout)
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+        self._arriving = _stream(position.device)
+        self._ended = False
+        for (low, high), _ in sorted(numbers.items(), key=lambda item: item[1]):
+            if self._rank in (low, high):
+                self._meet(low, high)
+                self._meet(high, low)
+
+    def _meet(self, sender: int, receiver: int) -> None:
+        """Has NCCL connect two processes: at the first message, the sender would wait before it says what comes."""
+        group, byte = self._groups[sender, receiver], torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if self._rank == sender:
+            dist.send(byte, self._members[receiver], group)
+        else:
+            dist.recv(byte, self._members[sender], group)
+
+    def pack(self, peer: int, message: Message) -> tuple[BoundaryValue, list[Tensor]]:
+        """What of a message the link carries, and the tensors that follow it."""
+        leaves, spec = tree_flatten(message.value if isinstance(message, BoundaryValue) else message)
+        found: dict[int, tuple[Tensor, list[int]]] = {}
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.device.type == self._device.type:
+                found.setdefault(id(leaf), (leaf, []))[1].append(at)
+                leaves[at] = None
+        follow = (self._rank, peer) in self._groups
+        told, following = [], []
+        for tensor, positions in found.values():
+            (extent,) = codec.extents_of((codec.shape_of(tensor),))
+            elements = codec.flat(tensor, extent) if extent.end else None
+            if follow and elements is not None:
+                following.append(elements.view(torch.uint8))
+                elements = None
+            told.append((positions, *extent.shape, elements))
+        return BoundaryValue((isinstance(message, BoundaryValue), tree_unflatten(leaves, spec), told), []), following
+
+    def follow(self, peer: int, following: Sequence[Tensor]) -> None:
+        """Puts tensors on their way, in the order of their messages on the link."""
+        self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
+        for tensor in following:
+            with _breaking_off():
+                work = _begun(dist.isend(tensor, self._members[peer], self._groups[self._rank, peer]))
+            self._under_way.append((work, tensor))
+
+    def expect(self, peer: int, packed: Message) -> Coming:
+        """Has room for what follows a message that the link brought: for each in its order, as soon as it is here."""
+        with reading("a message for a GPU"):
+            if not isinstance(packed, BoundaryValue):
+                raise TypeError("gradients")
+            sent: Any = packed.value
+            is_value, tree, told = sent  # what `pack` gave
+            for _, dtype, size, strides, wants_gradient, aligned, _ in told:
+                check_shape(dtype, tuple(size), tuple(strides), wants_gradient, aligned)
+        return Coming(is_value, tree, [self._expect(peer, *one) for one in told])
+
+    def _expect(
+        self,
+        peer: int,
+        positions: list[int],
+        dtype: torch.dtype,
+        size: Sequence[int],
+        strides: tuple[int, ...],
+        wants_gradient: bool,
+        aligned: int,
+        elements: Tensor | None,
+    ) -> tuple[list[int], codec.Extent, Tensor, dist.Work | None]:
+        (extent,) = codec.extents_of(((dtype, tuple(size), strides, wants_gradient, aligned),))
+        if elements is not None or not extent.end:
+            elements = torch.empty(0, dtype=dtype, device="cpu") if elements is None else elements
+            return positions, extent, elements.to(self._device), None
+        with self._arriving(), _breaking_off():
+            elements = torch.empty(extent.end, dtype=torch.uint8, device=self._device)
+            work = _begun(dist.irecv(elements, self._members[peer], self._groups[peer, self._rank]))
+        self._under_way.append((work, elements))  # also if the message is thrown away
+        return positions, extent, elements, work
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What is begun inside is ended, or the groups are: else the ends would take one tensor for another."""
+        if self._ended:
+            raise RuntimeError(
+                "the process groups of this pipe were ended, because a process was interrupted or gone while tensors "
+                "were under way; make the pipe again"
+            )
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise
+
+    def settle(self) -> None:
+        """Has what is queued on the current stream from now on wait for what is under way: memory may be reused."""
+        for work, _ in self._under_way:
+            with suppress(RuntimeError):  # who had all may be gone
+                if not work.is_completed():  # to wait twice is for ever with gloo
+                    work.wait()
+        self._under_way.clear()
+
+    def end(self) -> None:
+        """Ends the groups, and with them what waits in their queues."""
+        self._ended = True
+        for group in {id(group): group for group in self._groups.values()}.values():
+            with suppress(RuntimeError):  # the backend cannot, or has already
+                group.abort()
+
+
+def groups_for(position: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups | None:
+    """The groups of a process whose stages have tensors for each other as `crossings` say; a CPU needs none."""
+    if position.device.type == "cpu":
+        return None
+    return NcclGroups(position, crossings, "nccl" if "nccl" in str(dist.get_backend_config()) else None)
+
+
+def _groups(
+    numbers: Mapping[tuple[int, int], int], backend: str | None, timeout: float
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for each sender and receiver; two for each number of a pair, of all processes of the world."""
+    limit = timedelta(seconds=timeout)
+    ways = {
+        number: [dist.new_group(backend=backend, timeout=limit) for _ in range(2)]
+        for number in sorted(set(numbers.values()))
+    }
+    found = {}
+    for (low, high), number in numbers.items():
+        found[low, high], found[high, low] = ways[number]
+    return found
+
+
+@contextmanager
+def _breaking_off() -> Iterator[None]:
+    """While the backend may learn sooner than the links that the other end is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Gone(str(error)) from error
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # this process is in the group
+    return work
+
+
+def _stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Where room is made: not behind what is queued to be computed."""
+    if device.type != "cuda":
+        return nullcontext
+    stream = torch.cuda.Stream(device)
+    return lambda: torch.cuda.stream(stream)

@@ -1,0 +1,357 @@
+"""One process among those of a pipe: sends and receives messages, and learns when another fails.
+
+Note "Room". Only a few messages can be under way to a process that takes none, so whoever waits, for a message or for
+room, meanwhile takes all that its row has received by now. In the order in which the transfers were placed each SEND
+is followed by its RECEIVE; of what is not done, the first in that order can therefore always go on. And nothing is
+taken that the row does not have yet: what waits here does not grow with M.
+
+Note "Runs". All processes count their runs alike, and a message says of which run it is: what a failed run has left
+on its way is thrown away by the next.
+
+Note "Parting". A run ends when all have told rank 0 that they have come to its end, and rank 0 all others. Who knows
+that may leave at once, while others do not know it yet: for these it is no failure that somebody is gone.
+
+What a process is woken by while it waits for others.
+"""
+
+import logging
+import math
+import os
+import select
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from gpipe.distributed.codec import Encoded, decode, encode, payload_of
+from gpipe.distributed.failures import LONG, Lookout, Seen, Status, in_no_step, report_of
+from gpipe.distributed.frames import Frame, Gone
+from gpipe.distributed.local import Link
+from gpipe.distributed.nccl import Coming, NcclGroups
+from gpipe.distributed.untrusted import Damaged, damaged
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
+from gpipe.stages.tree import Tree
+
+
+class Poll:
+    """Sleeps until there is news of any process, or something at the streams of those that are watched."""
+
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self._links = links
+        self._poll = select.poll()
+        self._watched = dict.fromkeys(links, 0)
+        self._streams = {link.fileno() for link in links.values()}
+        self._deaf: set[int] = set()
+        for link in links.values():
+            self._poll.register(link.news.connection, select.POLLIN)
+            self._poll.register(link, 0)
+
+    def watch(self, peer: int, *, reading: bool, writing: bool = False) -> None:
+        """Watches the stream of a process for messages, or for that more can be written; or for neither."""
+        events = self._links[peer].events(reading=reading, writing=writing)
+        if self._watched[peer] != events:
+            self._watched[peer] = events
+            self._poll.modify(self._links[peer], events)
+
+    def watch_only(self, peers: Collection[int]) -> None:
+        """Watches no streams but of these, as far as they are watched."""
+        for peer in [peer for peer, events in self._watched.items() if events and peer not in peers]:
+            self.watch(peer, reading=False)
+
+    def ignore(self, peer: int) -> None:
+        """Is not woken by the news of a process any more."""
+        if peer not in self._deaf:
+            self._deaf.add(peer)
+            self._poll.unregister(self._links[peer].news.connection)
+
+    def sleep(self, seconds: float) -> "bool | None":
+        """Sleeps until something happens; whether there is news, None if nothing happened in so many seconds."""
+        happened = self._poll.poll(max(seconds, 0.0) * 1000)
+        return not self._streams.issuperset(handle for handle, _ in happened) if happened else None
+
+
+logger = logging.getLogger("gpipe")
+
+
+class Net:
+    """The links of one process; what waits raises a RemoteError once another process has failed or is gone.
+
+    Attributes:
+        rank: Its number among them.
+        size: How many processes there are.
+        lookout: Who of the others failed, is gone, or was last seen where.
+        at: How far its row is.
+        due: Where in this rank's row each message is received.
+        waited: Seconds spent waiting, in all.
+        noted: What crossed in this run, if anybody wants to know.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        limit: float,
+        groups: NcclGroups | None = None,
+        shown: Callable[[], object] = object,
+    ) -> None:
+        """Also shows the others of this host what this process is at; `shown` is called once it can be seen."""
+        self.rank = rank
+        self.size = len(links) + 1
+        self.links = dict(links)
+        self.due: Mapping[Label, int] = {}
+        self.at = 0
+        self.waited = 0.0
+        self.noted: list[Crossed] | None = None
+        self.status = Status()
+        self._groups = groups
+        self._parting = False
+        self._tells_at = math.inf
+        self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
+        self._sources: Collection[int] = ()
+        self._poll = Poll(self.links)
+        self.lookout = Lookout(self.links, self.status.shared_with(self.links, limit, shown), limit)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
+
+    @property
+    def run(self) -> int:
+        """The number of the current run."""
+        return self.lookout.run
+
+    def begin(self) -> None:
+        """Begins a run."""
+        self.lookout.run += 1
+        self._early.clear()
+        self.expect({}, (), in_no_step)
+        self._heed(self.links)
+
+    def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Seen], str]) -> None:
+        """Begins a row, in which messages are due from these sources."""
+        self.due, self._sources, self.lookout.sees = due, sources, sees
+        self.reach(0)
+
+    def reach(self, at: int) -> None:
+        """Notes how far the row is, for this process and for those who watch it."""
+        self.at = at
+        self.status.reach(self.run, at)
+
+    def send(self, peer: int, label: Label, message: Message) -> None:
+        """Puts a message on its way to a process; waits for room."""
+        if self.noted is None:
+            self._encode_and_send(peer, label, message)
+            return
+        asked = time.perf_counter()
+        begun = self._encode_and_send(peer, label, message)
+        self.noted.append(Crossed(True, peer, label, payload_of(message), asked, begun, time.perf_counter()))
+
+    def _encode_and_send(self, peer: int, label: Label, message: Message) -> float:
+        if self._groups is None:
+            return self._send(peer, label, encode(message))
+        packed, following = self._groups.pack(peer, message)
+        return self._send(peer, label, encode(packed), following)
+
+    def send_value(self, peer: int, label: Label, value: Tree) -> None:
+        """Puts a value on its way that belongs to no graph."""
+        self.send(peer, label, BoundaryValue(value, []))
+
+    def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> float:
+        """Gives when there was room for it."""
+        link = self.links[peer]
+        self._tells_at = time.monotonic() + LONG
+        try:
+            while not link.has_room(message.size):
+                link.want_room()
+                self._wait(peer, room=message.size)
+            with self._groups.all_or_nothing() if following and self._groups else nullcontext():
+                begun = time.perf_counter()
+                left = link.put(self.run, label, message, begun)
+                if following and self._groups:
+                    self._groups.follow(peer, following)
+            while not left:
+                self._wait(peer, room=0)
+                left = link.flush()
+        except Gone as gone:
+            self.lookout.lose(peer, gone)
+        return begun
+
+    def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
+        """Waits for a message from a process."""
+        if self.noted is None:
+            return self._receive(peer, label)
+        asked = time.perf_counter()
+        message, mark = self._receive(peer, label)
+        self.noted.append(Crossed(False, peer, label, payload_of(message), asked, asked, time.perf_counter()))
+        return message, mark
+
+    def _receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
+        key = (peer, label)
+        self._tells_at = time.monotonic() + LONG
+        while key not in self._early:
+            try:
+                taken = self._take(peer, label)
+            except Gone:
+                self.lookout.lose(peer)
+            if not taken:
+                self._poll.watch(peer, reading=taken is None)
+                self._wait(peer)
+        message, mark = self._early.pop(key)
+        try:
+            return (message.finish() if isinstance(message, Coming) else message), mark
+        except Gone as gone:
+            self.lookout.lose(peer, gone)
+
+    def receive_value(self, peer: int, label: Label) -> Any:
+        """Waits for what a process sends by `send_value`."""
+        message, _ = self.receive(peer, label)
+        if not isinstance(message, BoundaryValue):
+            raise damaged(peer, "gradients in place of a value")
+        return message.value
+
+    def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
+        """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
+        try:
+            return self._take_sound(peer, wanted)
+        except Damaged as error:
+            raise damaged(peer, error) from error
+
+    def _take_sound(self, peer: int, wanted: Label | None) -> bool | None:
+        link = self.links[peer]
+        head = link.head()  # of those that are thrown away, too: new slots come with them
+        if head is None:
+            return None
+        if head.run > self.run:  # the peer has failed, and gone on; the news will say so
+            return False
+        if head.run == self.run:
+            label = head.label
+            if label != wanted and self.due.get(label, -1) > self.at:
+                return False
+            self._early[peer, label] = (self._open(peer, link, head), head.sent or None)
+        elif self._groups is not None:  # what follows comes all the same
+            self._open(peer, link, head)
+        else:
+            link.done(head)
+        return True
+
+    def _open(self, peer: int, link: Link, head: Frame) -> Message | Coming:
+        if self._groups is None:
+            message = decode(*link.message(head), size=head.size)
+            link.done(head)
+            return message
+        with self._groups.all_or_nothing():
+            coming = self._groups.expect(peer, decode(*link.message(head), size=head.size))
+            link.done(head)
+            return coming
+
+    def _wait(self, peer: int, *, room: int | None = None) -> None:
+        """Waits until something happens that may help; takes what is due meanwhile (note "Room").
+
+        Who waits for a message has looked for it already, and found that peer's stream empty or not to be read on;
+        others wait until there is room for so many bytes.
+        """
+        writing = room is not None
+        for source in {*self._sources, peer} if writing else self._sources:
+            if source != peer or writing:
+                try:
+                    while taken := self._take(source):
+                        pass
+                except Gone:
+                    self.lookout.lose(source)
+                self._poll.watch(source, reading=taken is None, writing=writing and source == peer)
+        self._poll.watch_only({*self._sources, peer})  # others are left from an earlier wait
+        if room is not None and self.links[peer].has_room(room):
+            return  # came meanwhile, and was not told or is not told again
+        asked = time.perf_counter()
+        self.status.wait(True)
+        has_news = self._sleep(peer)
+        if has_news is None:
+            self.lookout.give_up(peer)  # still seen to wait, by those who give up at the same time
+        self.status.wait(False)
+        self.waited += time.perf_counter() - asked
+        if has_news:
+            self._heed(([peer] if writing else []) if self._parting else self.links)
+
+    def _sleep(self, peer: int) -> bool | None:
+        """Sleeps until something happens; tells once of a wait that takes long.
+
+        Returns:
+            Whether there is news; None if nothing happened until the time was up.
+        """
+        until = time.monotonic() + self.lookout.limit
+        if self._tells_at < until:
+            has_news = self._poll.sleep(self._tells_at - time.monotonic())
+            if has_news is not None:
+                return has_news
+            self._tells_at = math.inf
+            where = self.lookout.all_last_seen(self.lookout.stuck(peer))
+            logger.warning("rank %d has waited %g s for rank %d\n%s", self.rank, LONG, peer, "\n".join(where))
+        return self._poll.sleep(until - time.monotonic())
+
+    def _heed(self, needed: Collection[int]) -> None:
+        for peer in self.lookout.heed(needed):
+            self._poll.ignore(peer)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all others that this process failed in this run."""
+        report = report_of(error, self.run, self.rank)
+        self.lookout.report(report)
+        if self._groups is not None and (not report["type"] or any(link.news.gone for link in self.links.values())):
+            self._groups.end()  # somebody is gone
+
+    def agree(self, told: Tree) -> list[Any]:
+        """Tells all processes something, and gives what each told, by rank: nobody has it before all have told."""
+        label = Label(Control.AGREEMENT, 0, gradient=False)
+        if self.rank:
+            self.send_value(0, label, told)
+            with self._at_parting():
+                return self._settled(list(self.receive_value(0, label)))
+        every = [told, *(self.receive_value(peer, label) for peer in range(1, self.size))]
+        message = BoundaryValue(every, [])
+        encoded = encode(message) if self._groups is None else None  # once for all
+        with self._at_parting():
+            for peer in range(1, self.size):
+                if encoded is None:
+                    self.send(peer, label, message)
+                else:
+                    self._send(peer, label, encoded)
+            for peer in range(1, self.size):
+                self._see_off(peer)
+        return self._settled(every)
+
+    def _settled(self, every: list[Any]) -> list[Any]:
+        if self._groups is not None:
+            self._groups.settle()
+        return every
+
+    def _see_off(self, peer: int) -> None:
+        """Waits until what was sent to a process needs this one no more; who is gone by now has it."""
+        with suppress(Gone):
+            while not self.links[peer].has_left():
+                self._poll.watch(peer, reading=True)
+                self._wait(peer)
+
+    @contextmanager
+    def _at_parting(self) -> Iterator[None]:
+        """While others may be gone with good reason (note "Parting")."""
+        self._parting, self._sources = True, ()
+        try:
+            yield
+        finally:
+            self._parting = False
+
+    def close(self) -> None:
+        """Ends all links; the others see this process as gone."""
+        for link in self.links.values():
+            link.close()
+
+
+def _drop(reference: "weakref.ref[Net]") -> None:
+    """In a forked process, say a DataLoader's: as long as it had the links, nobody would see this process end."""
+    net = reference()
+    if net is not None:
+        for link in net.links.values():
+            link.drop()

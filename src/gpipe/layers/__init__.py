@@ -1,1 +1,0 @@
-"""The user's layers: built, cut into stages, and what a pipeline must know of them."""

@@ -1,0 +1,23 @@
+"""Networks as sequences of layers: those the GPipe paper trains, and the U-Net of torchgpipe's benchmarks."""
+
+from gpipe.recipes.models import (
+    DropPath,
+    amoebanet_b,
+    amoebanet_d,
+    drop_path_keep,
+    set_keep,
+    transformer,
+    transformer_lm,
+    unet,
+)
+
+__all__ = [
+    "DropPath",
+    "amoebanet_b",
+    "amoebanet_d",
+    "drop_path_keep",
+    "set_keep",
+    "transformer",
+    "transformer_lm",
+    "unet",
+]

@@ -1,1 +1,0 @@
-"""What recorded steps show: where their time went, and what would make them faster."""

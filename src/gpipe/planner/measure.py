@@ -1,0 +1,202 @@
+"""Measures what each layer costs on a sample: its seconds, or what the user's function says.
+
+The memory of this machine's devices.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import nn
+
+from gpipe._torch.intra_op import intra_op_threads
+from gpipe.planner.layer_run import LayerRun, backward_of, measure_each, roots_of, warmed_up
+from gpipe.runtime.split_backward import backward_input, backward_weight
+from gpipe.schedule.cost import LayerSeconds
+from gpipe.stages.layout import moved
+from gpipe.stages.tree import Tree, replace_tensors
+
+FEWEST, MOST, PATIENCE = 2, 15, 0.1
+"""Rounds in which all layers are timed, behind one that warms up, and seconds for each layer after which no more are
+begun."""
+
+
+@contextmanager
+def as_in_training(device: torch.device, threads: int) -> Iterator[None]:
+    """Has layers run as in training: grad mode, so many threads an operation; torch's generators are put back."""
+    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with intra_op_threads(threads), generators, torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def measure_seconds(
+    layers: Sequence[nn.Module], sample: Tree, device: torch.device, *, at_once: int = 1, parts: bool = False
+) -> list[LayerSeconds]:
+    """Seconds of the forward and of the backward of each layer on a sample micro-batch.
+
+    A layer takes what it takes while the other ranks compute: on a CPU as many threads as there are ranks go round
+    layers of their own, again and again, so that caches, the memory's bandwidth, the interpreter and the cores are
+    shared as in training. On other devices a layer is measured by itself, and is on the device meanwhile.
+
+    Args:
+        layers: In order.
+        sample: What the first takes.
+        device: On which they run.
+        at_once: How many ranks compute at once on this machine.
+        parts: Whether the two parts of a backward are measured too.
+    """
+    once = partial(_seconds, device=device, parts=parts)
+    on_device = replace_tensors(sample, lambda tensor: moved(tensor, device))
+    if device.type != "cpu":  # which need not hold all layers
+
+        def alone(run: LayerRun) -> LayerSeconds:
+            run.layer.to(device)
+            run.warm_up()
+            return _typical(_Rounds([[run]], once).go(0))[0]
+
+        return measure_each(layers, on_device, alone)
+    with warmed_up(layers, on_device) as runs:
+        groups = _in_groups(runs, at_once)
+        return [found for rounds in _Rounds(groups, once).go_at_once() for found in _typical(rounds)]
+
+
+def _in_groups(runs: Sequence[LayerRun], count: int) -> list[Sequence[LayerRun]]:
+    """So many groups of consecutive layers at most, about as many layers in each."""
+    count = min(count, len(runs))
+    cuts = [len(runs) * at // count for at in range(count + 1)]
+    return [runs[first:end] for first, end in pairwise(cuts)]
+
+
+class _Rounds:
+    """Groups of layers that are timed at once, round after round, until each group has been timed often enough."""
+
+    def __init__(self, groups: Sequence[Sequence[LayerRun]], once: Callable[[LayerRun], LayerSeconds]) -> None:
+        self.groups, self.once = groups, once
+        self.found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST) for _ in groups]
+        self.enough = [False] * len(groups)
+        self.stopped = threading.Event()
+        self.failures: list[BaseException] = []
+
+    def go_at_once(self) -> list[deque[list[LayerSeconds]]]:
+        """Times all groups, a thread for each, or the calling one for the only one."""
+        if len(self.groups) == 1:
+            return [self.go(0)]
+        operations = torch.get_num_threads()
+        threads = [threading.Thread(target=self._in_thread, args=(at, operations)) for at in range(len(self.groups))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self.stopped.set()
+        if self.failures:
+            raise self.failures[0]
+        return self.found
+
+    def _in_thread(self, at: int, operations: int) -> None:
+        try:
+            with intra_op_threads(operations):
+                self.go(at)
+        except BaseException as error:  # raised by the calling thread
+            self.failures.append(error)
+            self.stopped.set()
+
+    def go(self, at: int) -> deque[list[LayerSeconds]]:
+        """Times one group until all have been timed often enough: a round that ends later was not in company."""
+        found, end = self.found[at], time.perf_counter() + PATIENCE * len(self.groups[at])
+        while not self.stopped.is_set():
+            one = [self._timed(run) for run in self.groups[at]]
+            if not self.stopped.is_set():
+                found.append(one)
+            late = time.perf_counter() >= end
+            self.enough[at] = len(found) >= (FEWEST if late else MOST)
+            if all(self.enough):
+                self.stopped.set()
+        return found
+
+    def _timed(self, run: LayerRun) -> LayerSeconds:
+        try:
+            return self.once(run)
+        except Exception as error:
+            error.add_note(run.what)
+            raise
+
+
+def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
+    """Of each layer the median run, all in proportion so that they add up to the median round.
+
+    What disturbs now one layer and now another is so part of the sum, but does not tell against a single layer.
+    """
+    middles = [_middle(each) for each in zip(*rounds, strict=True)]
+    together = median(sum(map(_whole, each)) for each in rounds)
+    scale = together / (sum(map(_whole, middles)) or 1.0)
+    return [LayerSeconds(*(None if part is None else scale * part for part in each)) for each in middles]  # type: ignore[arg-type]  # the first two are never None
+
+
+def _whole(layer: LayerSeconds) -> float:
+    return layer.forward + layer.backward
+
+
+def _middle(runs: Sequence[LayerSeconds]) -> LayerSeconds:
+    """The median of forward and backward, and that of the parts."""
+    at = (len(runs) - 1) // 2
+    whole = sorted(runs, key=_whole)[at]
+    if whole.inputs is None:
+        return whole
+    split = sorted(runs, key=lambda run: (run.inputs or 0.0) + (run.weights or 0.0))[at]
+    return whole._replace(inputs=split.inputs, weights=split.weights)
+
+
+def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:
+    """The user's cost of each layer, given the layer and what it takes of a sample micro-batch."""
+    return measure_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0])))
+
+
+def _seconds(run: LayerRun, device: torch.device, *, parts: bool) -> LayerSeconds:
+    given = run.given()
+    start = _now(device)
+    with run.keyed():
+        output = run.forward(given)
+    forward = _now(device) - start
+    backward = backward_of(output)
+    start = _now(device)
+    backward()
+    whole = _now(device) - start
+    return LayerSeconds(forward, whole, *(_parts(run, device) if parts else (None, None)))
+
+
+def _parts(run: LayerRun, device: torch.device) -> tuple[float, float]:
+    """Seconds of the backward's two parts."""
+    leaves, given = run.given_with_leaves()
+    with run.keyed():
+        roots, gradients = roots_of(run.forward(given))
+    start = _now(device)
+    deferred = backward_input(roots, gradients, leaves)
+    between = _now(device)
+    backward_weight(deferred)
+    return between - start, _now(device) - between
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes that a device holds when it is empty; of a CPU, those of the machine.
+
+    >>> memory_of(torch.device("cpu")) > 2**20
+    True
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

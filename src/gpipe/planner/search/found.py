@@ -1,0 +1,161 @@
+"""What a search found: the plan, the next best, and why the others were rejected."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from gpipe.planner.search.device import Device, bytes_text
+from gpipe.planner.search.profile import bounds
+from gpipe.planner.search.shapes import Shape
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.lower import Remat, place_recompute, place_transfers
+from gpipe.schedule.program import Program
+from gpipe.schedule.simulate import Simulation, simulate
+
+Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
+
+
+LEAST_TOLD = 5e-4
+"""The least share of a plan's seconds that stands on what it explains."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a shape was not taken.
+
+    >>> print(Rejection(Shape(2, 4, "1f1b"), "slower", "takes 2 s at least"))
+    K=2 M=4 1f1b: takes 2 s at least
+    """
+
+    shape: Shape
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.shape}: {self.detail or self.reason}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a network is to be trained, and what is foretold of that; `gpipe.GPipe(model, plan=plan)` does it.
+
+    Attributes:
+        partitions: K, how many ranks there are.
+        micro_batches: M.
+        layers_per_partition: The layers of each stage.
+        schedule: By name.
+        stages_per_rank: How many stages each rank holds.
+        remat: Of each stage: `"never"`, `"always"`, or how many micro-batches at once keep what is inside.
+        seconds: Of a mini-batch, but for its data and the optimizer.
+        peak_bytes: The most that each rank holds: state of its layers, and activations.
+        bubble: The share of rank-seconds in which nothing is computed, the imbalance of the stages included.
+        global_batch: The rows of a mini-batch.
+        devices: Of the ranks.
+        costs: Of the stages.
+        names: Of the layers.
+        work: Of the layers, seconds of forward and backward of a micro-batch on the first device.
+        measured: Whether seconds were measured; else they follow from the devices' FLOP/s.
+        alternatives: The next best, of other shapes.
+        rejected: Why all others were not taken.
+
+    >>> from gpipe.planner.search.profile import LayerProfile, Line, Profile
+    >>> from gpipe.planner.search.search import search
+    >>> from gpipe.planner.search.shapes import Choices
+    >>> layer = LayerProfile("layer", forward=Line(per_row=1e9), backward=Line(per_row=2e9))
+    >>> devices = [Device(flops=1e9)] * 2
+    >>> plan = search(Profile((layer,) * 4), devices, global_batch=4, choices=Choices(schedules=["1f1b"]))
+    >>> print(plan.explain().splitlines()[0])
+    K=2 M=4 1f1b: 30 s for 4 rows, 0.1333 rows/s
+    """
+
+    partitions: int
+    micro_batches: int
+    layers_per_partition: tuple[int, ...]
+    schedule: str
+    stages_per_rank: int
+    remat: tuple[Remat, ...]
+    seconds: float
+    peak_bytes: tuple[int, ...]
+    bubble: float
+    global_batch: int
+    devices: tuple[Device, ...] = field(repr=False)
+    costs: tuple[StageCost, ...] = field(repr=False)
+    names: tuple[str, ...] = field(repr=False)
+    work: tuple[float, ...] = field(repr=False)
+    measured: bool = False
+    alternatives: tuple["Plan", ...] = field(default=(), repr=False)
+    rejected: tuple[Rejection, ...] = field(default=(), repr=False)
+
+    @property
+    def shape(self) -> Shape:
+        """All but the cuts and the remat."""
+        return Shape(self.partitions, self.micro_batches, self.schedule, self.stages_per_rank)
+
+    @property
+    def rows_per_second(self) -> float:
+        """The throughput."""
+        return self.global_batch / self.seconds
+
+    @property
+    def communication(self) -> float:
+        """The seconds of a mini-batch in which the busiest link of two ranks carries messages in one direction."""
+        links: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for stage, (before, after) in enumerate(pairwise(self.program.rank_of)):
+            if before != after:
+                links[before, after] += self.costs[stage].send
+                links[after, before] += self.costs[stage + 1].send_gradient or 0.0
+        return self.micro_batches * max(links.values(), default=0.0)
+
+    @cached_property
+    def program(self) -> Program:
+        """The table, with what is recomputed and sent."""
+        bare = self.shape.program()
+        assert bare is not None  # it was rehearsed
+        return place_transfers(place_recompute(bare, self.remat))
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The timeline and the peak bytes, by the simulator."""
+        return simulate(self.program, self.costs)
+
+    def with_others(self, alternatives: Sequence["Plan"], rejected: Sequence[Rejection]) -> "Plan":
+        """The plan beside those that it was chosen from."""
+        return replace(self, alternatives=tuple(alternatives), rejected=tuple(rejected))
+
+    def explain(self) -> str:
+        """Says what is to be done, what it will take, what comes next, and why the others were rejected."""
+        return "\n".join([*self._chosen(), *self._ranks(), *self._others()])
+
+    def _chosen(self) -> Iterator[str]:
+        yield f"{self.shape}: {self.seconds:.4g} s for {self.global_batch} rows, {self.rows_per_second:.4g} rows/s"
+        yield f"bubble {self.bubble:.1%}; the busiest link carries messages for {self.communication:.3g} s"
+
+    def _ranks(self) -> Iterator[str]:
+        stages = zip(bounds(self.layers_per_partition), self.remat, strict=True)
+        rank_of = self.program.rank_of
+        words = [f"{_span(self.names, *run)}, remat {remat}" for run, remat in stages]
+        for rank, (device, peak) in enumerate(zip(self.devices, self.peak_bytes, strict=True)):
+            own = "; ".join(text for text, at in zip(words, rank_of, strict=True) if at == rank)
+            yield f"rank {rank}{f' ({device.name})' * bool(device.name)}: {own}; {_of(peak, device.memory)}"
+
+    def _others(self) -> Iterator[str]:
+        for other in self.alternatives:
+            yield f"next: {other.shape}: {other.seconds:.4g} s, {_longer(other.seconds / self.seconds - 1)}"
+        for reason, count in Counter(each.reason for each in self.rejected).items():
+            first = next(each for each in self.rejected if each.reason == reason)
+            yield f"rejected, {reason}: {count}, first {first}"
+
+
+def _longer(part: float) -> str:
+    return f"{-part:.1%} less, with more stages" if part <= -LEAST_TOLD else f"{max(part, 0):.1%} longer"
+
+
+def _span(names: Sequence[str], first: int, end: int) -> str:
+    return names[first] if end - first == 1 else f"{names[first]} to {names[end - 1]} ({end - first})"
+
+
+def _of(peak: float, memory: float) -> str:
+    return bytes_text(peak) if memory == float("inf") else f"{bytes_text(peak)} of {bytes_text(memory)}"

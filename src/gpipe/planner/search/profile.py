@@ -1,0 +1,187 @@
+"""What layers cost, by the rows of a micro-batch, and what stages of them then cost on devices."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from gpipe.planner.search.device import Device
+from gpipe.schedule.cost import StageCost
+
+
+@dataclass(frozen=True)
+class Line:
+    """A number that grows with the rows of a micro-batch.
+
+    >>> Line(fixed=1.0, per_row=0.5).at(4)
+    3.0
+    """
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def at(self, rows: float) -> float:
+        """The number for so many rows."""
+        return self.fixed + self.per_row * rows
+
+
+NOTHING = Line()
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What one layer costs.
+
+    Attributes:
+        name: What it is called.
+        forward: Its work in one forward, in the unit of its `Profile`.
+        backward: Likewise in one backward.
+        boundary: Bytes that the main line brings to it.
+        inside: Bytes that its forward keeps for its backward, beside what came in.
+        keeps_input: Bytes of what came in that it keeps, and the layer before does not.
+        working: Bytes that its backward needs beside at the most: gradients of what it gave and took, and others.
+        state: Bytes of its weights, gradients and optimizer.
+        leaving: Bytes of what it gives that it does not keep itself: if it is the last of a stage, the graph does. Of
+            the last layer all that it gives, for a loss that keeps as much.
+        buffers: Bytes of its buffers, of which each micro-batch that is recomputed has a copy.
+        popped: By the index of the layer that stashed it, bytes that come in by a skip connection.
+        parts: The work of the backward in its two parts, of the input and of the weights; None: half each.
+    """
+
+    name: str
+    forward: Line
+    backward: Line
+    boundary: Line = NOTHING
+    inside: Line = NOTHING
+    keeps_input: Line = NOTHING
+    working: Line = NOTHING
+    state: float = 0.0
+    popped: tuple[tuple[int, Line], ...] = ()
+    parts: tuple[Line, Line] | None = None
+    leaving: Line = NOTHING
+    buffers: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What all layers of a network cost.
+
+    Attributes:
+        layers: In order.
+        unit: Of their work: floating-point operations, or seconds on the first of the devices.
+
+    >>> layer = LayerProfile("a", Line(per_row=1e9), Line(per_row=2e9), state=10)
+    >>> Profile((layer, layer)).of_micro_batch(rows=2).work
+    [6000000000.0, 6000000000.0]
+    """
+
+    layers: tuple[LayerProfile, ...]
+    unit: Literal["flops", "seconds"] = "flops"
+
+    def of_micro_batch(self, rows: float) -> "SizedProfile":
+        """What the layers cost for micro-batches of so many rows."""
+        return SizedProfile(self.layers, rows)
+
+    def speeds(self, devices: Sequence[Device]) -> list[float]:
+        """The work that each device does in a second."""
+        return [device.flops / (1 if self.unit == "flops" else devices[0].flops) for device in devices]
+
+
+@dataclass(frozen=True)
+class SizedProfile:
+    """What layers cost for micro-batches of one size; what runs of them cost is had by sums from the first."""
+
+    layers: tuple[LayerProfile, ...]
+    rows: float
+
+    @cached_property
+    def forward(self) -> list[float]:
+        """The work of each layer's forward."""
+        return [layer.forward.at(self.rows) for layer in self.layers]
+
+    @cached_property
+    def backward(self) -> list[float]:
+        """The work of each layer's backward."""
+        return [layer.backward.at(self.rows) for layer in self.layers]
+
+    @cached_property
+    def inputs(self) -> list[float]:
+        """The work of each layer's backward for its input alone."""
+        if not self._has_parts:
+            return [backward / 2 for backward in self.backward]
+        return [layer.parts[0].at(self.rows) for layer in self.layers if layer.parts is not None]
+
+    @cached_property
+    def work(self) -> list[float]:
+        """Of each layer, forward and backward."""
+        return [sum(both) for both in zip(self.forward, self.backward, strict=True)]
+
+    @cached_property
+    def boundary(self) -> list[float]:
+        """The bytes that enter a stage of which a layer is the first, by the main line."""
+        return [layer.boundary.at(self.rows) for layer in self.layers]
+
+    @cached_property
+    def kept(self) -> list[float]:
+        """The bytes that each layer keeps for its backward, if it is not the first of its stage."""
+        return [layer.inside.at(self.rows) + layer.keeps_input.at(self.rows) for layer in self.layers]
+
+    @cached_property
+    def _has_parts(self) -> bool:
+        return all(layer.parts is not None for layer in self.layers)
+
+    @cached_property
+    def _before(self) -> list[tuple[float, ...]]:
+        """What the layers before each add up to."""
+        state = (layer.state for layer in self.layers)
+        parts = [layer.parts or (NOTHING, NOTHING) for layer in self.layers]
+        split = [[part.at(self.rows) for part in each] for each in zip(*parts, strict=True)]
+        numbers: Iterable[Iterable[float]] = (self.forward, self.backward, self.kept, state, *split)
+        return list(zip(*(accumulate(each, initial=0.0) for each in numbers), strict=True))
+
+    def entering(self, first: int, end: int) -> float:
+        """The bytes that a stage of the layers from `first` to before `end` is sent, skip connections included."""
+        skips = {source: line.at(self.rows) for layer in self.layers[first:end] for source, line in layer.popped}
+        return self.boundary[first] + sum(size for source, size in skips.items() if source < first)
+
+    def working(self, first: int, end: int) -> float:
+        """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then.
+
+        That of the loss needs its gradient, and that of what it kept. And what the stage has sent last may still wait
+        to be taken.
+        """
+        is_last = end == len(self.layers)
+        loss = self.layers[-1].leaving.at(self.rows) if is_last else 0.0
+        sent = self.entering(first, end) if first else 0.0 if is_last else self.boundary[end]
+        most, gone = 2 * loss, loss
+        for layer in range(end - 1, first - 1, -1):
+            most = max(most, self.layers[layer].working.at(self.rows) - gone)
+            gone += self.kept[layer]
+        return most + sent
+
+    def cost(self, first: int, end: int, speed: float) -> StageCost:
+        """What a stage of the layers from `first` to before `end` costs, but for its messages."""
+        pairs = zip(self._before[first], self._before[end], strict=True)
+        forward, backward, kept, state, inputs, weights = (after - before for before, after in pairs)
+        return StageCost(
+            forward / speed,
+            backward / speed,
+            inputs / speed if self._has_parts else None,
+            weights / speed if self._has_parts else None,
+            boundary=round(self.entering(first, end) + sum(layer.buffers for layer in self.layers[first:end])),
+            inside=round(
+                kept - self.layers[first].keeps_input.at(self.rows) + self.layers[end - 1].leaving.at(self.rows)
+            ),
+            working=round(self.working(first, end)),
+            state=round(state),
+        )
+
+
+def bounds(layers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first layer of each stage, and the one after its last.
+
+    >>> bounds([2, 3])
+    [(0, 2), (2, 5)]
+    """
+    return list(pairwise(accumulate(layers, initial=0)))

@@ -1,0 +1,210 @@
+"""What a plan may be before layers are cut: its ranks, micro-batches and schedule; and the least that it takes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from gpipe.planner.search.profile import SizedProfile
+from gpipe.schedule.action import Kind
+from gpipe.schedule.figures import figures
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.by_name import program_of
+
+STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
+"""How many stages a rank is given, where a schedule leaves it open; of so many ranks and of one, only its default."""
+ALONE = ("gpipe", "1f1b")
+"""The schedules of one rank, where none is settled: all forwards first, or with less memory one after the other."""
+EVERY_K = 16
+"""Up to so many ranks every number is tried; beyond, those of `_rank_counts`."""
+ENOUGH = 32
+"""Micro-batches for each rank, beyond which at most 3 % of the time is still to be had: 1/33 idle with fill-drain."""
+FEW_RANKS = 4
+"""On which the share of idle time is about that on more."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All of a plan but its cuts and remat.
+
+    >>> print(Shape(4, 8, "zb_v", stages_per_rank=2))
+    K=4 M=8 zb_v, 2 stages a rank
+    """
+
+    partitions: int
+    micro_batches: int
+    schedule: str
+    stages_per_rank: int = 1
+
+    def __str__(self) -> str:
+        each = f", {self.stages_per_rank} stages a rank" if self.stages_per_rank > 1 else ""
+        return f"K={self.partitions} M={self.micro_batches} {self.schedule}{each}"
+
+    @property
+    def stages(self) -> int:
+        """How many stages the layers are cut into."""
+        return self.partitions * self.stages_per_rank
+
+    def program(self) -> Program | None:
+        """The table of forwards and backwards; None if the schedule has none of this size."""
+        schedule = SCHEDULES[self.schedule]
+        placement = schedule.placement(self.partitions, self.stages_per_rank)
+        rows = placement and schedule.rows(placement, self.micro_batches)
+        return Program.of(rows, self.micro_batches, rank_of=placement) if rows and placement else None
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan may be; None: anything.
+
+    Attributes:
+        partitions: K, to choose from.
+        micro_batches: M, to choose from.
+        schedules: By name.
+        least_rows: Of each micro-batch, where M is not settled and there is more than one.
+    """
+
+    partitions: Sequence[int] | None = None
+    micro_batches: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+    least_rows: int = 1
+
+    def check(self, devices: int, global_batch: int) -> None:
+        """Refuses what cannot be chosen.
+
+        Raises:
+            ValueError: Lists every mistake.
+        """
+        wrong = [
+            f"partitions={k}; give numbers from 1 to {devices}, as many as there are devices"
+            for k in self.partitions or ()
+            if not 1 <= k <= devices
+        ]
+        wrong += [
+            f"micro_batches={m}; give numbers that divide global_batch={global_batch}"
+            for m in self.micro_batches or ()
+            if m < 1 or global_batch % m
+        ]
+        wrong += [
+            f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
+            for name in self.schedules or ()
+            if name not in SCHEDULES
+        ]
+        if wrong:
+            raise ValueError("\n".join(wrong))
+
+    def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
+        """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size.
+
+        With `beyond` those of more micro-batches than are enough, for which only memory may ask.
+        """
+        for partitions in self.partitions or _rank_counts(min(devices, layers)):
+            for m in self._micro_batches(global_batch, ENOUGH * partitions, beyond=beyond):
+                for name in self.schedules or (SCHEDULES if partitions > 1 else ALONE):
+                    every = 1 < partitions < MANY_RANKS
+                    for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
+                        if SCHEDULES[name].placement(partitions, each) and (each == 1 or name != "gpipe"):
+                            yield Shape(partitions, m, name, each)
+
+    def _micro_batches(self, global_batch: int, enough: int, *, beyond: bool) -> Sequence[int]:
+        if self.micro_batches:
+            return () if beyond else self.micro_batches
+        found = _divisors(global_batch, enough)[beyond]
+        return [m for m in found if m == 1 or global_batch // m >= self.least_rows]
+
+
+def _rank_counts(most: int) -> list[int]:
+    """Every number of ranks up to `EVERY_K`, powers of two, and the most that there can be and halves of it.
+
+    >>> _rank_counts(100)
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 25, 32, 50, 64, 100]
+    """
+    beyond = {number for times in range(most.bit_length()) for number in (1 << times, most >> times)}
+    return sorted({*range(1, min(EVERY_K, most) + 1), *beyond})
+
+
+def _divisors(number: int, enough: int) -> tuple[list[int], list[int]]:
+    """The numbers that divide another: up to the first that is enough, and beyond.
+
+    >>> _divisors(24, enough=5), _divisors(7, enough=5)
+    (([1, 2, 3, 4, 6], [8, 12, 24]), ([1, 7], []))
+    """
+    all_of_them = _all_divisors(number)
+    end = 1 + sum(divisor < enough for divisor in all_of_them)
+    return all_of_them[:end], all_of_them[end:]
+
+
+@cache
+def _all_divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
+    """A time that no cuts of this shape go below: of all work shared evenly, and of fill and drain.
+
+    >>> from gpipe.planner.search.profile import LayerProfile, Line, SizedProfile
+    >>> sized = SizedProfile((LayerProfile("", Line(1.0), Line(2.0)),) * 4, rows=1)
+    >>> least_seconds(Shape(4, 8, "gpipe"), sized, [1.0] * 4)  # (M + K - 1) (F + B)
+    33.0
+    """
+    m = shape.micro_batches
+    forward, backward, work = (_Work.of(each, speeds) for each in (sized.forward, sized.backward, sized.work))
+    path = forward.path + sum(sized.inputs) / max(speeds) if splits(shape.schedule) else work.path
+    least = max(path, m * work.slowest)
+    match shape.schedule:
+        case "gpipe":  # the forwards pass through all stages one behind the other, and then the backwards do
+            return max(least, work.path + (m - 1) * (forward.slowest + backward.slowest))
+        case "1f1b":  # behind the first backward of rank r come all the others, and M - K + r forwards
+            return max(least, work.path + (m - 1) * backward.mean + max(0, m - shape.partitions) * forward.mean)
+        case _:
+            return least
+
+
+@cache
+def splits(schedule: str) -> bool:
+    """Whether a schedule splits backwards, so that none of their halves for the weights need lie on the way back."""
+    program = program_of(schedule, ranks=2, micro_batches=4)
+    return any(action.kind is Kind.BACKWARD_INPUT for action in program.actions)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of a micro-batch.
+
+    Attributes:
+        path: Through all layers.
+        mean: On each rank, if all had the same.
+        slowest: On the rank with the most, at least.
+    """
+
+    path: float
+    mean: float
+    slowest: float
+
+    @classmethod
+    def of(cls, work: Sequence[float], speeds: Sequence[float]) -> "_Work":
+        path, mean = sum(work) / max(speeds), sum(work) / sum(speeds)
+        return cls(path, mean, max(mean, max(work) / max(speeds)))
+
+
+def likely_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
+    """About the time if all ranks had the same work, nothing were recomputed and everything fitted.
+
+    The idle share is that of a table of fewer ranks, with as many micro-batches for each; it is about the same.
+    """
+    work = shape.micro_batches * sum(sized.work) / sum(speeds)
+    return max(least_seconds(shape, sized, speeds), work / (1 - _idle_share(_small(shape))))
+
+
+def _small(shape: Shape) -> Shape:
+    """A shape like another, of few ranks."""
+    ranks = min(shape.partitions, FEW_RANKS)
+    return replace(
+        shape, partitions=ranks, micro_batches=max(1, round(shape.micro_batches * ranks / shape.partitions))
+    )
+
+
+@cache
+def _idle_share(shape: Shape) -> float:
+    program = shape.program()
+    return 0.0 if program is None else figures(program).bubble

@@ -1,1 +1,0 @@
-"""Plans for networks: which way of training them is fastest on devices that they fit on."""

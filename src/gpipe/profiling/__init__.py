@@ -1,0 +1,26 @@
+"""Pictures and tables of timelines: pure functions from what happened to text.
+
+What recorded steps show: where their time went, and what would make them faster.
+"""
+
+from gpipe.profiling.colors import breakdown_lines, percentages
+from gpipe.profiling.lanes import lanes_text
+from gpipe.profiling.page import report_html
+from gpipe.profiling.stored import Report, read_report, report_json
+from gpipe.profiling.svg import timeline_svg, timelines_svg, typical_svg, write_picture
+from gpipe.profiling.trace import trace_json
+
+__all__ = [
+    "Report",
+    "breakdown_lines",
+    "lanes_text",
+    "percentages",
+    "read_report",
+    "report_html",
+    "report_json",
+    "timeline_svg",
+    "timelines_svg",
+    "trace_json",
+    "typical_svg",
+    "write_picture",
+]

@@ -1,0 +1,331 @@
+"""Where the time of recorded steps went, as parts of the wall time (the paper's Table 4).
+
+The idle time of a run is told apart by doing its actions again on paper, each as long as it was:
+
+    measured                 |-------------------------------|
+    on paper                 |--------------------------|        the rest: actions that began late
+    with stages all alike    |---------------------|             the rest: imbalance
+    what a rank computes     |-----------|                       the rest: the bubble of the table
+
+Whose time it was between runs, by marks of when a caller was inside of the pipe, updated weights, loaded data.
+
+inside   |--------------|                    |--------------|
+run         |--------|                          |--------|
+update                    |---|                               |---|
+data                           |--------|
+window   |----------------------------------|---------------------|     a run, and all until the next begins
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean
+from textwrap import wrap
+from typing import TypeVar
+
+from gpipe.profiling.colors import MEANING, breakdown_lines
+from gpipe.runtime.recorder import Interval, Run
+from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind
+from gpipe.schedule.cost import unit_costs
+from gpipe.schedule.program import Program
+from gpipe.schedule.rules import needs
+from gpipe.schedule.simulate import equal_bubble, simulate
+from gpipe.schedule.timeline import Span, Timeline
+
+T = TypeVar("T")
+WIDTH = 88
+NOTHING = "nothing was recorded: make a step while gpipe.record(pipe) is on"
+ALWAYS = ("forward", "backward", "bubble", "imbalance", "late starts")
+KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "backward",
+    Kind.SEND: "communication",
+    Kind.RECEIVE: "communication",
+    Kind.REDUCE: "reduction",
+    Kind.TIE: "reduction",
+    Kind.COMMIT: "reduction",
+}
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of some steps went. Prints as a table.
+
+    >>> from gpipe.schedule.cost import StageCost
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> program = Program.of(fill_drain(stages=2, micro_batches=4), micro_batches=4)
+    >>> print(breakdown([simulate(program, [StageCost(forward=0.1, backward=0.2)] * 2).timeline]))
+    time went to       share        ms  which is
+    forward           26.7 %     400.0  the layers, the first time
+    backward          53.3 %     800.0  the gradients
+    bubble            20.0 %     300.0  the table has ranks wait, were all stages alike
+    imbalance          0.0 %       0.0  what some stages and micro-batches take longer
+    late starts        0.0 %       0.0  hand-over between ranks: what was needed was there
+    a step           100.0 %    1500.0  mean of 1
+    bubble: filling 3.3%, draining 6.7%, stalls 10.0%; of the pipeline, with equal stages: 20.0%
+    busy, by rank: 80%, 80%
+
+    Attributes:
+        seconds: The wall time of a step, in the mean, with what follows until the next.
+        steps: How many runs there were: a `step` is one, a call is one and its backward another.
+        shares: What of the wall time went to each part, in the mean over ranks; they sum to 1.
+        bubble: The parts of the bubble: filling, draining, and stalls between; they sum to its share.
+        theory: The idle share of the pipeline by the table alone, if all stages are equal; of fill-drain it is the
+            paper's (K-1)/(M+K-1).
+        busy: By rank, the share of the wall time in which it did what is in the table.
+        waited_for: By stage, the share of the wall time that ranks spent until it had done what they needed next, in
+            the mean over ranks. It may itself have waited for another.
+        stage_seconds: By stage, what one micro-batch takes, recompute and backward included.
+    """
+
+    seconds: float
+    steps: int
+    shares: Mapping[str, float]
+    bubble: Mapping[str, float]
+    theory: float
+    busy: tuple[float, ...]
+    waited_for: Mapping[int, float]
+    stage_seconds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {share:.1%}" for name, share in self.bubble.items())
+        lines = [
+            *breakdown_lines(self.shares, self.seconds, self.steps),
+            f"bubble: {parts}; of the pipeline, with equal stages: {self.theory:.1%}",
+        ]
+        busy = ", ".join(f"{share:.0%}" for share in self.busy)
+        return "\n".join([*lines, *wrap(f"busy, by rank: {busy}", WIDTH)])
+
+
+def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
+    """Finds where the time of steps went.
+
+    >>> from gpipe.schedule.cost import StageCost
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> program = Program.of(fill_drain(stages=4, micro_batches=4), micro_batches=4)
+    >>> step = simulate(program, [StageCost(forward=1.0, backward=2.0)] * 4).timeline
+    >>> found = breakdown([step])
+    >>> round(found.shares["bubble"], 6), found.shares["imbalance"], round(found.theory, 6)
+    (0.428571, 0.0, 0.428571)
+
+    Raises:
+        ValueError: There is no step.
+    """
+    if not timelines:
+        raise ValueError(NOTHING)
+    steps = [_of_step(timeline) for timeline in timelines]
+    busy = tuple(map(fmean, zip(*(step.busy for step in steps), strict=True)))
+    mean = _mean(steps)
+    shares = {name: mean.shares[name] for name in MEANING if name in mean.shares}
+    return replace(mean, shares=shares, steps=len(steps), busy=busy)
+
+
+def _mean(each: Sequence[Breakdown]) -> Breakdown:
+    """The mean of some, weighted by their length; of what is said by rank, the first's."""
+    whole = sum(one.seconds for one in each)
+
+    def mean(parts: Sequence[Mapping[T, float]]) -> dict[T, float]:
+        names = dict.fromkeys(name for some in parts for name in some)
+        weighted = list(zip(parts, each, strict=True))
+        return {name: sum(some.get(name, 0.0) * one.seconds for some, one in weighted) / whole for name in names}
+
+    return replace(
+        each[0],
+        seconds=whole / len(each),
+        shares=mean([one.shares for one in each]),
+        bubble=mean([one.bubble for one in each]),
+        theory=fmean(one.theory for one in each),
+        waited_for=mean([one.waited_for for one in each]),
+        stage_seconds=tuple(map(fmean, zip(*(one.stage_seconds for one in each), strict=True))),
+    )
+
+
+def replicas_of(timeline: Timeline) -> list[Timeline]:
+    """The timeline of each replica of the pipeline, its ranks counted from 0."""
+    stages = [{span.action.stage for span in timeline.spans if span.rank == rank} for rank in range(timeline.ranks)]
+    ranks = next((rank for rank in range(1, len(stages)) if stages[0] and stages[rank] == stages[0]), len(stages))
+    return [
+        replace(
+            timeline,
+            ranks=ranks,
+            spans=tuple(
+                replace(span, rank=span.rank - first) for span in timeline.spans if first <= span.rank < first + ranks
+            ),
+        )
+        for first in range(0, timeline.ranks, ranks)
+    ]
+
+
+def program_of_run(timeline: Timeline) -> Program:
+    """The table of what was done, without transfers."""
+    done = [span for span in timeline.spans if span.action.kind not in TRANSFERS]
+    ranks = sorted({span.rank for span in done})
+    rows = [[span.action for span in _of_rank(done, rank)] for rank in ranks]
+    rank_of = {span.action.stage: ranks.index(span.rank) for span in done}
+    stages = max(rank_of, default=0) + 1
+    micro_batches = 1 + max((span.action.micro_batch or 0 for span in done), default=0)
+    return Program.of(rows, micro_batches, rank_of=[rank_of.get(stage, 0) for stage in range(stages)])
+
+
+def _of_rank(spans: Iterable[Span], rank: int) -> list[Span]:
+    return sorted((span for span in spans if span.rank == rank), key=lambda span: (span.start, span.end))
+
+
+def _of_step(timeline: Timeline) -> Breakdown:
+    each = [_of_replica(replica) for replica in replicas_of(timeline)]
+    return replace(_mean(each), busy=tuple(busy for one in each for busy in one.busy))
+
+
+def _of_replica(timeline: Timeline) -> Breakdown:
+    ranks, program = timeline.ranks, program_of_run(timeline)
+    wall = timeline.seconds + sum(timeline.other.values())
+    seconds = dict.fromkeys(MEANING, 0.0)
+    for span in timeline.spans:
+        seconds[KINDS[span.action.kind]] += span.seconds / ranks
+    occupied = sum(seconds.values())
+    durations, alike = _durations(timeline)
+    on_paper = min(_length(program, durations), timeline.seconds)
+    equal = simulate(program, unit_costs(program.stages), alike.__getitem__).timeline
+    at_best = min(equal.seconds, on_paper)
+    seconds["late starts"] = timeline.seconds - on_paper
+    seconds["imbalance"] = on_paper - at_best
+    seconds["bubble"] = max(0.0, at_best - occupied)
+    for name, other in timeline.other.items():
+        seconds[name] += other
+    shares = {name: seconds[name] / wall for name in MEANING if seconds[name] or name in ALWAYS}
+    return Breakdown(
+        wall,
+        1,
+        shares,
+        _parts_of_bubble(equal, shares["bubble"]),
+        equal_bubble(program),
+        tuple(sum(s.seconds for s in timeline.spans if s.rank == rank) / wall for rank in range(ranks)),
+        {stage: waited / ranks / wall for stage, waited in _waited_for(timeline, program).items()},
+        _stage_seconds(timeline, program),
+    )
+
+
+def _length(program: Program, durations: Mapping[Action, float]) -> float:
+    return simulate(program, unit_costs(program.stages), durations.__getitem__).timeline.seconds
+
+
+def _durations(timeline: Timeline) -> tuple[dict[Action, float], dict[Action, float]]:
+    """How long each action took, what it received included; and how long it would if all of its kind took alike."""
+    own: dict[Action, float] = {}
+    for rank in {span.rank for span in timeline.spans}:
+        lead = 0.0
+        for span in _of_rank(timeline.spans, rank):
+            if span.action.kind in TRANSFERS:
+                lead += span.seconds
+                continue
+            own[span.action] = lead + span.seconds
+            lead = 0.0
+    by_kind: dict[Kind, list[float]] = {}
+    for action, seconds in own.items():
+        by_kind.setdefault(action.kind, []).append(seconds)
+    return own, {action: fmean(by_kind[action.kind]) for action in own}
+
+
+def _parts_of_bubble(equal: Timeline, share: float) -> dict[str, float]:
+    """The bubble before the first action of each rank, behind its last, and between."""
+    filling = draining = stalls = 0.0
+    for rank in range(equal.ranks):
+        own = _of_rank(equal.spans, rank)
+        if own:
+            filling += own[0].start
+            draining += equal.seconds - own[-1].end
+            stalls += sum(max(0.0, later.start - before.end) for before, later in pairwise(own))
+    whole = filling + draining + stalls
+    parts = {"filling": filling, "draining": draining, "stalls": stalls}
+    return {name: share * part / whole if whole else 0.0 for name, part in parts.items()}
+
+
+def _waited_for(timeline: Timeline, program: Program) -> dict[int, float]:
+    """By stage, for how long ranks did nothing until it had done what they needed."""
+    by_action = {span.action: span for span in timeline.spans if span.action.kind not in TRANSFERS}
+    found: dict[int, float] = {}
+    for rank in {span.rank for span in by_action.values()}:
+        end = 0.0
+        for span in _of_rank(by_action.values(), rank):
+            needed = [by_action[need] for need in needs(span.action, program)]
+            last = max(needed, key=lambda need: need.end, default=None)
+            if last is not None and last.rank != rank and last.end > end:
+                stage = last.action.stage
+                found[stage] = found.get(stage, 0.0) + min(last.end, span.start) - end
+            end = span.end
+    return found
+
+
+def _stage_seconds(timeline: Timeline, program: Program) -> tuple[float, ...]:
+    found = [0.0] * program.stages
+    for span in timeline.spans:
+        if span.action.kind in COMPUTE:
+            found[span.action.stage] += span.seconds / program.micro_batches
+    return tuple(found)
+
+
+def windows(
+    runs: Sequence[Run], inside: Sequence[Interval], updates: Sequence[Interval], loads: Sequence[Interval]
+) -> list[Timeline]:
+    """The timelines of runs, each with the seconds that went by outside of it until the next began, by part.
+
+    >>> runs = [Run(Timeline(1, (), 3.0), (1.0, 4.0)), Run(Timeline(1, (), 3.0), (11.0, 14.0))]
+    >>> first, second = windows(runs, [(0.0, 5.0), (10.0, 15.0)], updates=[(5.0, 6.0)], loads=[(6.0, 9.5)])
+    >>> first.other
+    {'data': 3.5, 'weight update': 1.0, 'host': 2.0, 'between steps': 0.5}
+    """
+    if not runs:
+        return []
+    entries = [_entry(run, inside) for run in runs]
+    apart = _apart(inside, updates, loads)
+    known = [end for _, end in (*inside, *updates, *(run.when for run in runs))]
+    found = []
+    for run, start, end in zip(runs, entries, [*entries[1:], max(known)], strict=True):
+        began, ended = run.when
+        rest = (start, began), (ended, end)
+        host, update, data = (sum(_shared(marks, part) for part in rest) for marks in apart)
+        between = sum(until - since for since, until in rest) - data - update - host
+        host += max(0.0, ended - began - run.timeline.seconds)
+        other = {"data": data, "weight update": update, "host": host, "between steps": max(0.0, between)}
+        found.append(replace(run.timeline, other=other))
+    return found
+
+
+def _entry(run: Run, inside: Iterable[Interval]) -> float:
+    """When the call began that a run is of, or another process began it; a backward by autograd is of no call."""
+    began = run.when[0]
+    return min(began, next((start for start, end in inside if start <= run.when[1] <= end), began))
+
+
+def _apart(*each: Iterable[Interval]) -> list[list[Interval]]:
+    """Marks of several kinds, each without what those before it cover: an optimizer may call the pipe, a loader both.
+
+    >>> _apart([(1.0, 2.0)], [(0.0, 3.0)], [(2.5, 4.0)])
+    [[(1.0, 2.0)], [(0.0, 1.0), (2.0, 3.0)], [(3.0, 4.0)]]
+    """
+    covered: list[Interval] = []
+    found = []
+    for marks in each:
+        free = [piece for mark in marks for piece in _without(mark, covered)]
+        found.append(free)
+        covered = sorted((*covered, *free))
+    return found
+
+
+def _without(mark: Interval, covered: Iterable[Interval]) -> Iterator[Interval]:
+    start, end = mark
+    for since, until in covered:
+        if until <= start or since >= end:
+            continue
+        if start < since:
+            yield start, since
+        start = max(start, until)
+    if start < end:
+        yield start, end
+
+
+def _shared(marks: Iterable[Interval], part: Interval) -> float:
+    return sum(max(0.0, min(mark[1], part[1]) - max(mark[0], part[0])) for mark in marks)

@@ -1,0 +1,195 @@
+"""What a rank holds at its peak: state, which is counted, and activations, which are watched as they come and go.
+
+How much of this machine other processes use meanwhile.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gpipe._torch.trees import tree_leaves
+from gpipe.planner.watch import Watch
+from gpipe.runtime.steps import Step
+from gpipe.runtime.worker import Worker
+from gpipe.schedule.action import Kind
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.layout import storage_address
+from gpipe.stages.messages import Message
+from gpipe.stages.tree import tensors_in
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds when it holds most, in bytes.
+
+    Attributes:
+        weights: Of parameters and buffers.
+        gradients: Of parameters.
+        optimizer: Of the states of optimizers that were stepped while recording.
+        boundary: Of what came from other ranks: boundary tensors, and their gradients. Each rank is taken to have a
+            device of its own: what crosses between two counts at both, as far as both keep it. None if activations
+            were not watched.
+        inside: All else that its operations make: what forwards keep for backwards, what goes to other ranks, and
+            what is there for the length of an operation. What the caller made counts nowhere. None likewise.
+
+    >>> Held(weights=100, gradients=100, optimizer=200, boundary=20, inside=30).total
+    450
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    boundary: int | None = None
+    inside: int | None = None
+
+    @property
+    def activations(self) -> int | None:
+        """What is held beside state; None if it was not watched."""
+        return None if self.boundary is None or self.inside is None else self.boundary + self.inside
+
+    @property
+    def state(self) -> int:
+        """What is held whatever the mini-batch."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All of it that is known."""
+        return self.state + (self.activations or 0)
+
+
+class Watches:
+    """Watches what each rank holds, as if it had a device of its own.
+
+    What crosses from rank to rank is one storage here, and would be two: it counts where it was taken until the
+    backward there is done, and where it was made as long as that is kept: while the graph behind it is.
+    """
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Watch] = {}
+        self._arrived: dict[tuple[int, int, int | None], list[Tensor]] = {}
+
+    def of(self, rank: int) -> Watch:
+        """That of a rank."""
+        return self._by_rank.setdefault(rank, Watch())
+
+    def taken(self, worker: Worker, step: Step) -> None:
+        """Counts what a step was brought where it is now, and where it was made no longer if it is not kept there."""
+        tensors = [tensor for message in worker.taken for tensor in _tensors_of(message)]
+        others = [watch for rank, watch in list(self._by_rank.items()) if rank != step.rank]
+        for tensor in tensors:
+            for watch in others:
+                watch.give_up(tensor, only_loose=True)
+            self.of(step.rank).add(tensor)
+        if step.action.kind is Kind.FORWARD:
+            self._arrived[step.rank, step.stage, step.micro_batch] = tensors
+
+    def worked(self, worker: Worker, step: Step) -> None:
+        """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
+        watch, recomputed = self.of(step.rank), worker.stages[step.stage][1].recomputed
+        match step.action.kind:
+            case Kind.FORWARD if step.micro_batch not in recomputed:
+                watch.mark(loose=False)
+            case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
+                watch.mark(loose=True)
+                for tensor in self._arrived.pop((step.rank, step.stage, step.micro_batch), ()):
+                    watch.give_up(tensor)
+            case _:
+                watch.mark(loose=True)
+
+    def end(self, layers: Mapping[int, Sequence[nn.Module]]) -> None:
+        """Ends a run of ranks that have these layers."""
+        self._arrived.clear()
+        for rank, watch in self._by_rank.items():
+            parameters = (p for module in layers[rank] for p in module.parameters())
+            watch.end([p.grad for p in parameters if p.grad is not None])
+
+    def peaks(self) -> dict[int, tuple[int, int]]:
+        """The most bytes that each rank held at once, but for its state: those from other ranks, and its own."""
+        return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self._by_rank.items()}
+
+
+def _tensors_of(message: Message) -> list[Tensor]:
+    if isinstance(message, BoundaryValue):
+        return tensors_in(message.value)
+    return [gradient for gradient in message if isinstance(gradient, Tensor)]
+
+
+def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None) -> Held:
+    """What the modules of a rank, optimizers and activations need.
+
+    Args:
+        modules: The layers of the rank.
+        states: The states of optimizers, by parameter.
+        peak: Of activations, from other ranks and its own, if they were watched.
+    """
+    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    buffers = dict.fromkeys(b for module in modules for b in module.buffers())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    optimizer = [state.get(p) for state in states for p in parameters]
+    return Held(
+        _bytes([*parameters, *buffers]),
+        _bytes(gradients) or _bytes([p for p in parameters if p.requires_grad]),
+        _bytes(leaf for leaf in tree_leaves(optimizer) if isinstance(leaf, Tensor)),
+        *(peak or (None, None)),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+STAT = Path("/proc/stat")
+IDLE = (3, 4)  # the columns of time without work: idle, and waiting for a disk
+ENOUGH = 0.2  # seconds; in less the system's ticks of 10 ms say little
+
+
+class Others(NamedTuple):
+    """What other processes used meanwhile.
+
+    >>> str(Others(cores=0.82, of=2))
+    "other processes used 0.8 of this machine's 2 cores"
+    """
+
+    cores: float
+    of: int
+
+    def __str__(self) -> str:
+        return f"other processes used {self.cores:.1f} of this machine's {self.of} cores"
+
+
+class Meter:
+    """Compares the processors' time of all processes with that of this one, from now until `stop`."""
+
+    def __init__(self) -> None:
+        self._start = _read()
+        self._end: tuple[float, float, float] | None = None
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._end = self._end or _read()
+
+    def others(self) -> Others | None:
+        """The cores that other processes used, and how many there are; None where that cannot be known."""
+        end = self._end or _read()
+        if self._start is None or end is None:
+            return None
+        wall, every, own = (until - since for since, until in zip(self._start, end, strict=True))
+        if wall < ENOUGH:
+            return None
+        return Others(max(0.0, every - own) / wall, os.cpu_count() or 1)
+
+
+def _read() -> tuple[float, float, float] | None:
+    """Now, and the seconds that processors have worked: for all processes, for this one."""
+    try:
+        ticks = [int(number) for number in STAT.read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return None
+    busy = sum(number for at, number in enumerate(ticks) if at not in IDLE) / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter(), busy, time.process_time()

@@ -1,0 +1,396 @@
+"""A run as one page of HTML that needs nothing else: neither a network nor files beside it.
+
+All text is escaped, and the page's own policy forbids it to load anything. What has no data has no section. Colours
+follow the reader's light or dark mode; `page.js` draws the timeline, which is the only part that needs a script.
+
+The timelines of a page, as the JSON that its script draws: small, whole numbers, names in a table.
+
+A run of many steps has some of them drawn, so that the page stays one that opens at once.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from itertools import cycle
+from math import isfinite
+
+from gpipe.profiling.colors import COLORS, MEANING, held, is_bright, lasts, nth_stages, percent, percentages, shade
+from gpipe.profiling.stored import Report
+from gpipe.schedule.action import NAMES, TRANSFERS, Action, Kind
+from gpipe.schedule.timeline import Timeline
+
+MOST_SPANS = 30_000
+"""About 17 characters each: half a megabyte."""
+MOST_STEPS = 100
+PARTS = 1_000_000
+"""Into so many parts a step is divided: times are whole numbers of them. Zoomed in furthest, one is two pixels."""
+
+
+def drawn_steps(report: Report) -> tuple[int, ...]:
+    """The numbers, from 0, of the steps that are drawn: all, or the typical, the slowest, and others evenly between.
+
+    >>> drawn_steps(Report("", timelines=(Timeline(1, (), 1.0), Timeline(1, (), 2.0))))
+    (0, 1)
+    """
+    steps = report.timelines
+    longest = max((len(timeline.spans) for timeline in steps), default=0)
+    room = max(1, min(MOST_STEPS, MOST_SPANS // max(1, longest)))
+    if len(steps) <= room:
+        return tuple(range(len(steps)))
+    slowest = max(range(len(steps)), key=lambda step: steps[step].seconds)
+    others = room - 2
+    evenly = (round(at * (len(steps) - 1) / max(1, others - 1)) for at in range(others))
+    return tuple(sorted({report.typical, slowest, *evenly} if room > 1 else {report.typical}))
+
+
+def steps_json(report: Report) -> str:
+    """What the script of a page draws.
+
+    `steps` and, if there is a prediction, `predicted` have for each rank a flat list of whole numbers, four for each
+    action in the order of time: its place in the table `actions`, its micro-batch or -1, how long after the beginning
+    of the one before it begins, and how long it lasts, both in parts of the step.
+
+    >>> from gpipe.schedule.action import parse_action
+    >>> from gpipe.schedule.timeline import Span
+    >>> steps_json(Report("", timelines=(Timeline(1, (Span(0, parse_action("0F2"), 0.1, 0.3),), 0.5),)))[11:91]
+    '"number":1,"seconds":0.5,"ranks":[{"busy":0.4,"actions":[0,2,200000,400000]}],"o'
+    """
+    table = ActionTable.of([*report.timelines, *([report.predicted] if report.predicted else [])])
+    steps = [
+        {"number": step + 1, **_encoded(report.timelines[step], table), "other": dict(report.timelines[step].other)}
+        for step in drawn_steps(report)
+    ]
+    predicted = None if report.predicted is None else _encoded(report.predicted, table)
+    members = {"steps": steps, "predicted": predicted, "actions": table.entries, "parts": PARTS}
+    return json.dumps(members, separators=(",", ":"), allow_nan=False)
+
+
+@dataclass
+class ActionTable:
+    """What actions are, whatever their micro-batch: each is written once."""
+
+    stages: int
+    """The most stages of a rank."""
+    entries: list[dict[str, object]] = field(default_factory=list)
+    _places: dict[tuple[Action, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, timelines: Iterable[Timeline]) -> "ActionTable":
+        """An empty table, for these timelines."""
+        return cls(1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0))
+
+    def place(self, action: Action, nth: int) -> int:
+        """Where an action at the n-th stage of its rank stands, which is entered if it is not there."""
+        key = (Action(action.kind, action.stage, route=action.route), nth)
+        if key not in self._places:
+            self._places[key] = len(self.entries)
+            color = shade(action.kind, nth, self.stages)
+            self.entries.append(
+                {
+                    "name": NAMES[action.kind],
+                    "stage": action.stage,
+                    "route": "" if action.route is None else str(action.route),
+                    "color": color,
+                    "dark": is_bright(color),
+                    "thin": action.kind in TRANSFERS,
+                }
+            )
+        return self._places[key]
+
+
+def _encoded(timeline: Timeline, table: ActionTable) -> dict[str, object]:
+    part = timeline.seconds / PARTS
+    nth = nth_stages(timeline)
+    lanes: list[list[int]] = [[] for _ in range(timeline.ranks)]
+    begun = [0] * timeline.ranks
+    for span in sorted(timeline.spans, key=lambda span: span.start):
+        start, end, action = round(span.start / part), round(span.end / part), span.action
+        micro_batch = -1 if action.micro_batch is None else action.micro_batch
+        place = table.place(action, nth[span.rank, action.stage])
+        lanes[span.rank] += [place, micro_batch, start - begun[span.rank], end - start]
+        begun[span.rank] = start
+    busy = [round(timeline.busy(rank) / timeline.seconds, 4) for rank in range(timeline.ranks)]
+    ranks = [{"busy": share, "actions": lane} for share, lane in zip(busy, lanes, strict=True)]
+    return {"seconds": timeline.seconds, "ranks": ranks}
+
+
+def kinds_in(timelines: Sequence[Timeline]) -> list[Kind]:
+    """The kinds that occur, in the order in which they are listed.
+
+    >>> kinds_in([Timeline(1, (), 1.0)])
+    []
+    """
+    found = {span.action.kind for timeline in timelines for span in timeline.spans}
+    return [kind for kind in NAMES if kind in found]
+
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+REST = ("#bbbbbb", "#8c96a3", "#aa3377", "#e07b39", "#66ccee", "#997755", "#cc6688", "#5566bb", "#77aa99", "#d0a0d0")
+"""Colours of parts that are no kind of action, in the order in which they come."""
+
+
+def report_html(report: Report) -> str:
+    """Draws a report as one HTML document.
+
+    >>> page = report_html(Report("a <run>"))
+    >>> "<h1>a &lt;run&gt;</h1>" in page, "<section" in page
+    (True, False)
+
+    Raises:
+        ValueError: A timeline is 0 seconds long.
+    """
+    if any(timeline.seconds <= 0 for timeline in (*report.timelines, report.predicted) if timeline is not None):
+        raise ValueError("a page draws timelines that are longer than 0 seconds each")
+    sections = (_timeline(report), _breakdown(report), _memory(report), _losses(report), _configuration(report))
+    return "\n".join(
+        (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="color-scheme" content="light dark">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(report.title)}</title>",
+            f"<style>\n{_own('page.css')}</style>\n</head>\n<body>",
+            *_header(report),
+            "<main>",
+            *(line for section in sections for line in section),
+            "</main>",
+            *_script(report),
+            "</body>\n</html>\n",
+        )
+    )
+
+
+def _own(name: str) -> str:
+    return files("gpipe.profiling").joinpath(name).read_text(encoding="utf-8")
+
+
+def _header(report: Report) -> Iterator[str]:
+    yield f"<header>\n<h1>{escape(report.title)}</h1>"
+    if report.sentence:
+        yield f'<p class="sentence">{escape(report.sentence)}</p>'
+    if figures := list(_figures(report)):
+        yield '<dl class="figures">'
+        for name, value, note in figures:
+            small = f"<small>{escape(note)}</small>" if note else ""
+            yield f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
+        yield "</dl>"
+    yield "</header>"
+
+
+def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
+    """The numbers that one looks for first: a name, a value, and what to hold it against."""
+    if report.timelines:
+        typical, steps = report.timelines[report.typical], len(report.timelines)
+        yield "step", lasts(typical.seconds), f"median of {steps}" if steps > 1 else ""
+        if report.predicted is not None:
+            yield "predicted", lasts(report.predicted.seconds), _compared(typical.seconds / report.predicted.seconds)
+        foretold = "" if report.predicted is None else f"predicted {percent(report.predicted.idle_share())}"
+        yield "not computing", percent(typical.idle_share()), foretold or "of all ranks’ time"
+    elif report.predicted is not None:
+        yield "predicted step", lasts(report.predicted.seconds), f"idle {percent(report.predicted.idle_share())}"
+    if report.memory:
+        peaks = [sum(parts.values()) for parts in report.memory]
+        yield "peak memory", held(max(peaks)), f"rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""
+    if report.losses:
+        first = f"from {_number(report.losses[0])}" if len(report.losses) > 1 else ""
+        yield "last loss", _number(report.losses[-1]), first
+
+
+def _compared(ratio: float) -> str:
+    """How long a step took beside what was predicted of it."""
+    if ratio >= 2:
+        return f"it took {ratio:.1f} times as long"
+    return f"it took {percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
+
+
+def _section(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
+    yield f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>'
+    yield from lines
+    yield "</section>"
+
+
+def _timeline(report: Report) -> Iterator[str]:
+    drawn = [*report.timelines, *([report.predicted] if report.predicted else [])]
+    if drawn:
+        yield from _section("timeline", "Timeline", _timeline_lines(report, drawn))
+
+
+def _timeline_lines(report: Report, drawn: Sequence[Timeline]) -> Iterator[str]:
+    """What the script fills and listens to."""
+    yield from _step_choice(report)
+    yield '<div class="tools"><output id="range"></output><span class="buttons">'
+    for name, sign, title in (("out", "−", "zoom out"), ("in", "+", "zoom in"), ("whole", "whole step", "all of it")):
+        yield f'<button type="button" id="{name}" title="{title}" aria-label="{title}">{sign}</button>'
+    yield "</span>"
+    if report.predicted is not None and report.timelines:
+        yield '<label><input type="checkbox" id="foretold" checked> predicted, above each rank</label>'
+    yield "</div>"
+    yield '<div class="lanes"><div id="names"></div>'
+    yield '<div id="view" tabindex="0" role="application" aria-label="timeline" aria-describedby="keys">'
+    yield '<div id="strip"><canvas id="canvas"></canvas></div></div><div id="tip" role="status"></div></div>'
+    yield '<p id="outside" class="soft"></p>'
+    several = any(nth for timeline in drawn for nth in nth_stages(timeline).values())
+    note = "numbers: micro-batch" + ("; lighter: later stage" if several else "")
+    kinds = ((NAMES[kind], f"background:{COLORS[kind]}") for kind in kinds_in(drawn))
+    yield from _legend([*kinds, ("idle", "background:var(--idle)"), (note, "")])
+    yield (
+        '<p id="keys" class="soft">Point at an action to follow its micro-batch; drag across to zoom, or Ctrl and '
+        "wheel, or two fingers. Keys: arrows go from action to action, + and − zoom, 0 shows the whole step.</p>"
+    )
+    yield "<noscript><p>The timeline is drawn by a script, and scripts are switched off here.</p></noscript>"
+
+
+def _step_choice(report: Report) -> Iterator[str]:
+    """A bar for each step, as high as it was long, to choose it by."""
+    shown = drawn_steps(report)
+    if len(shown) < 2:
+        return
+    longest = max(report.timelines[step].seconds for step in shown)
+    few = f": {len(shown)} of {len(report.timelines)}, the typical, the slowest, and others evenly between"
+    yield f'<fieldset id="steps"><legend>steps{few if len(shown) < len(report.timelines) else ""}</legend><div>'
+    for step in shown:
+        seconds = report.timelines[step].seconds
+        told = f"step {step + 1}: {lasts(seconds)}" + (", the typical one" if step == report.typical else "")
+        checked = " checked" if step == report.typical else ""
+        yield (
+            f'<label title="{told}"><input type="radio" name="step" value="{step + 1}"{checked} aria-label="{told}">'
+            f'<i style="height:{seconds / longest:.1%}"></i></label>'
+        )
+    yield "</div></fieldset>"
+
+
+def _breakdown(report: Report) -> Iterator[str]:
+    if report.shares:
+        yield from _section("breakdown", "Where the time went", _breakdown_lines(report))
+
+
+def _breakdown_lines(report: Report) -> Iterator[str]:
+    """A bar of all parts, and a row for each."""
+    shares, colors, rounded = report.shares, part_colors(report.shares), percentages(report.shares)
+    whole = [timeline.seconds + sum(timeline.other.values()) for timeline in report.timelines]
+    yield from _bar(shares, colors, sum(shares.values()))
+    yield '<div class="wide"><table><thead><tr><th>part</th><th class="number">share</th>'
+    yield '<th class="number">time</th></tr></thead><tbody>' if whole else "</tr></thead><tbody>"
+    for name, share in shares.items():
+        took = f'<td class="number">{lasts(share * sum(whole) / len(whole))}</td>' if whole else ""
+        meaning = f"<small>{escape(MEANING[name])}</small>" if name in MEANING else ""
+        yield (
+            f'<tr><th scope="row"><i style="background:{colors[name]}"></i>{escape(name)}{meaning}</th>'
+            f'<td class="number">{rounded[name]:.1f} %</td>{took}</tr>'
+        )
+    yield "</tbody></table></div>"
+
+
+def part_colors(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each part: that of the kind of action, where it is one.
+
+    >>> part_colors(["backward", "bubble"])
+    {'backward': '#228833', 'bubble': '#bbbbbb'}
+    """
+    known = {**{NAMES[kind]: color for kind, color in COLORS.items()}, "communication": COLORS[Kind.SEND]}
+    rest = [name for name in names if name not in known]
+    others = {name: REST[at % len(REST)] for at, name in enumerate(rest)}
+    return {name: known.get(name) or others[name] for name in names}
+
+
+def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) -> Iterator[str]:
+    """Parts side by side; that they are told in numbers too is the caller's part."""
+    yield '<div class="bar" aria-hidden="true">'
+    for name, part in parts.items():
+        share = part / whole if whole else 0.0
+        yield f'<i style="width:{share:.3%};background:{colors[name]}" title="{escape(name)} {percent(share)}"></i>'
+    yield "</div>"
+
+
+def _memory(report: Report) -> Iterator[str]:
+    if report.memory:
+        yield from _section("memory", "Memory at the peak", _memory_lines(report))
+
+
+def _memory_lines(report: Report) -> Iterator[str]:
+    """A bar for each rank, with what is in it; all bars are on one scale."""
+    names = list(dict.fromkeys(name for parts in report.memory for name in parts))
+    colors = dict(zip(names, cycle(COLORS.values()), strict=False))
+    most = max(sum(parts.values()) for parts in report.memory)
+    for rank, parts in enumerate(report.memory):
+        told = ", ".join(f"{escape(name)} {held(count)}" for name, count in parts.items())
+        yield f'<div class="rank"><p><b>rank {rank}</b><span>{held(sum(parts.values()))}</span></p>'
+        yield from _bar(parts, colors, most)
+        if "inside" in parts and report.predicted_memory:
+            told += f"; {held(report.predicted_memory[rank])} predicted"
+        yield f"<small>{told}</small></div>"
+    yield from _legend((escape(name), f"background:{colors[name]}") for name in names)
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """A patch, by its style, for each name, which is HTML."""
+    yield '<ul class="legend">'
+    for name, style in entries:
+        patch = f'<i style="{style}"></i>' if style else ""
+        yield f"<li>{patch}{name}</li>"
+    yield "</ul>"
+
+
+def _losses(report: Report) -> Iterator[str]:
+    if report.losses:
+        yield from _section("losses", "Loss", _losses_lines(report))
+
+
+def _losses_lines(report: Report) -> Iterator[str]:
+    """A curve, broken where a loss is no finite number; the script says what is pointed at."""
+    losses, each = report.losses, report.loss_each
+    odd = [at + 1 for at, loss in enumerate(losses) if not isfinite(loss)]
+    finite = [loss for loss in losses if isfinite(loss)]
+    if finite:
+        low, high = min(finite), max(finite)
+        told = f"loss of {len(losses)} {each}s, from {_number(losses[0])} to {_number(losses[-1])}"
+        points = " ".join(map(repr, losses))
+        yield f'<div class="curve" data-each="{each}" data-losses="{points}">'
+        yield f'<span class="high">{_number(high)}</span><span class="low">{_number(low)}</span>'
+        yield f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{told}">'
+        for run in _runs(losses):
+            yield f'<polyline points="{" ".join(_point(at, losses, low, high) for at in run)}"/>'
+        yield f'</svg><span class="first">{each} 1</span><span class="last">{len(losses)}</span></div>'
+    if odd:
+        some = ", ".join(map(str, odd[:10])) + (", ..." if len(odd) > 10 else "")
+        yield f'<p class="warning">no finite number at {each} {some}</p>'
+
+
+def _runs(losses: Sequence[float]) -> Iterator[list[int]]:
+    """Where losses are finite, one run after another; a run of one is drawn twice, so that it shows."""
+    run: list[int] = []
+    for at, loss in enumerate([*losses, float("nan")]):
+        if isfinite(loss):
+            run.append(at)
+        elif run:
+            yield run if len(run) > 1 else run * 2
+            run = []
+
+
+def _point(at: int, losses: Sequence[float], low: float, high: float) -> str:
+    x = 100 * at / max(1, len(losses) - 1)
+    y = 100 * (high - losses[at]) / (high - low) if high > low else 50.0
+    return f"{x:.2f},{y:.2f}"
+
+
+def _configuration(report: Report) -> Iterator[str]:
+    if report.configuration:
+        rows = (
+            f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+            for name, value in report.configuration.items()
+        )
+        yield from _section("configuration", "Configuration", ['<dl class="settings">', *rows, "</dl>"])
+
+
+def _script(report: Report) -> Iterator[str]:
+    if report.timelines or report.predicted is not None:
+        data = steps_json(report).replace("<", "\\u003c")  # no text in it may end the element
+        yield f'<script type="application/json" id="data">{data}</script>'
+    yield f"<script>\n{_own('page.js')}</script>"
+
+
+def _number(loss: float) -> str:
+    return f"{loss:.4g}"

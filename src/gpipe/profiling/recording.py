@@ -1,0 +1,338 @@
+"""`gpipe.record`: what each rank did when, where the time went, and what to change."""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gpipe.planner.watch import Watch
+from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
+from gpipe.profiling.advice import SOME, Advice, Seen, advise, beside, explain
+from gpipe.profiling.breakdown import NOTHING, Breakdown, breakdown, windows
+from gpipe.profiling.memory import Held, Meter, Others, Watches, held
+from gpipe.profiling.messages import Message, messages_of, write_messages
+from gpipe.runtime.recorder import Interval, Recorder
+from gpipe.runtime.steps import Step
+from gpipe.runtime.worker import Worker
+from gpipe.schedule.timeline import Timeline, steps_among
+
+if TYPE_CHECKING:
+    from gpipe.pipeline import GPipe
+
+
+T = TypeVar("T")
+KEPT = 100
+"""Steps."""
+NOT_A_PIPE = "gpipe.record was given a {kind}; give the gpipe.GPipe whose steps it records"
+SUFFIXES = ".svg or .png (a picture), .json (a trace for ui.perfetto.dev), .html (a page), .jsonl (messages)"
+
+
+class Recording(Recorder):
+    """What `record` gives: the last steps of a pipe. Prints as the table of where their time went.
+
+    Args:
+        pipe: Whose steps.
+        keep: How many of the last steps are kept.
+        memory: Whether activations are watched.
+
+    >>> import torch, gpipe
+    >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+    >>> with gpipe.record(pipe) as recording:
+    ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+    >>> len(recording.timelines), round(sum(recording.breakdown().shares.values()), 6)
+    (1, 1.0)
+    """
+
+    def __init__(self, pipe: "GPipe", keep: int, *, memory: bool = False) -> None:
+        super().__init__(keep)
+        self._watches = Watches() if memory else None
+        if self._watches is not None:
+            self.around = self._watches.of
+            with Watch():  # the first costs seconds, which are no layer's
+                torch.zeros(1).add(1)
+        self._states: dict[int, Mapping[Tensor, Any]] = {}
+        self._pipe, self._before = pipe, pipe.recorder
+        self._updates: deque[Interval] = deque(maxlen=keep)
+        self._loads: deque[Interval] = deque(maxlen=keep)
+        self._thread = threading.get_ident()
+        self._begun: list[float] = []  # updates: one optimizer may step another inside
+        self._meter = Meter()
+        own = weakref.ref(self)  # the hooks are torch's, of all optimizers: they are not to keep the pipe alive
+
+        def before(*_: Any) -> None:
+            if (recording := own()) is not None:
+                recording._begin_update()
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (recording := own()) is not None:
+                recording._end_update(optimizer)
+
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove)
+        pipe.recorder = self
+
+    def stop(self) -> None:
+        """Ends recording; what was recorded stays."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._pipe.recorder is self:
+            self._pipe.recorder = self._before
+        self._meter.stop()
+
+    def __enter__(self) -> Self:
+        if not self._hooks:
+            raise ValueError("this recording has been stopped; gpipe.record(pipe) makes another")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Iterates over mini-batches, and notes how long each takes to come: the part `data`.
+
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> with gpipe.record(pipe) as recording:
+        ...     for batch in recording.loading([torch.ones(4, 2), torch.ones(4, 2)]):
+        ...         _ = pipe.step(batch, torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> recording.breakdown().shares["data"] > 0
+        True
+        """
+        rest = iter(batches)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(rest)
+            except StopIteration:
+                return
+            if threading.get_ident() == self._thread:  # else it is ahead of time, and nobody waits
+                self._loads.append((start, time.perf_counter()))
+            yield batch
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """What each rank did in each run; a `step` is one run, a call and its backward are two.
+
+        `other` of each has the seconds until the next began, by part of the breakdown.
+        """
+        return windows(list(self.runs), list(self.inside), list(self._updates), list(self._loads))
+
+    def breakdown(self) -> Breakdown:
+        """Where the wall time went, from the first recorded step to the end of the last; prints as a table.
+
+        Raises:
+            ValueError: No step was recorded.
+        """
+        return breakdown(self.timelines)
+
+    def advice(self) -> list[Advice]:
+        """All changes that would make steps at least 2 % faster, the best first, each with its gain.
+
+        Raises:
+            ValueError: No step was recorded.
+        """
+        return advise(self._seen())
+
+    def explain(self) -> str:
+        """One sentence on what holds the steps back most, and what to change.
+
+        Raises:
+            ValueError: No step was recorded.
+        """
+        return explain(self._seen())
+
+    def report(self, title: str) -> Report:
+        """All that is known of the steps, as `gpipe.profiling` draws it and keeps it.
+
+        Raises:
+            ValueError: No step was recorded.
+        """
+        memory = [
+            {name: size for name, size in asdict(held).items() if size is not None} for held in self.memory().values()
+        ]
+        steps, peaks = self._steps(title), self._pipe.plan.peak_bytes
+        known = tuple(memory) if len(memory) == steps.timelines[0].ranks else ()  # of other processes it is not
+        return replace(
+            steps, shares=self.breakdown().shares, sentence=self.explain(), memory=known, predicted_memory=peaks or ()
+        )
+
+    def _steps(self, title: str) -> Report:
+        """The steps alone, and what was predicted."""
+        if not (timelines := tuple(self.timelines)):
+            raise ValueError(NOTHING)
+        plan = self._pipe.plan
+        foretold = plan.unit == "seconds" and any(timeline.is_step for timeline in timelines)
+        return Report(title, timelines=timelines, predicted=plan.timeline if foretold else None)
+
+    def memory(self) -> dict[int, Held]:
+        """What each rank of this process held when it held most; activations if `record(pipe, memory=True)` watched.
+
+        Gradients are counted as of all parameters that want one, as they will be; optimizers that have been stepped.
+
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> with gpipe.record(pipe, memory=True) as recording:
+        ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> recording.memory()[0].weights, recording.memory()[0].gradients  # six numbers of four bytes
+        (24, 24)
+        """
+        states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
+        return {rank: held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())}
+
+    def messages(self) -> list[Message]:
+        """What crossed between processes, of all ranks: each message at both ends, each reduction on each rank.
+
+        Of a pipe in one process there are none.
+        """
+        return messages_of(self.runs)
+
+    def end(self) -> None:
+        """Ends a run, and adds its timeline."""
+        super().end()
+        if self._watches is not None:
+            self._watches.end(self._layers())
+
+    def take(self, worker: Worker, step: Step) -> None:
+        """Waits for what a step takes; what of it was already on its way counts as a RECEIVE."""
+        super().take(worker, step)
+        if self._watches is not None:
+            self._watches.taken(worker, step)
+
+    def work(self, worker: Worker, step: Step) -> None:
+        """Does what a step does once it has what it takes."""
+        super().work(worker, step)
+        if self._watches is not None:
+            self._watches.worked(worker, step)
+
+    def _layers(self) -> dict[int, list[nn.Module]]:
+        """Of each rank of this process."""
+        engine = self._pipe.team.engine
+        layers: dict[int, list[nn.Module]] = {}
+        for stage in engine.own:
+            layers.setdefault(engine.placement[stage.index], []).extend(layer.module for layer in stage.layers)
+        return layers
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the steps as `.svg` or `.png` (the typical one, with what was predicted), `.json` (all), or `.html`.
+
+        `.jsonl` has `messages()`, a JSON object a line behind one that names the schema, of all ranks.
+
+        Raises:
+            ImportError: A PNG is wanted, and resvg-py is missing: the extra `plots` brings it.
+            ValueError: No step was recorded, or the suffix is another.
+        """
+        path = Path(path)
+        report = self._steps(path.stem)
+        match path.suffix:
+            case ".svg" | ".png":
+                write_picture(path, typical_svg(report))
+            case ".json":
+                path.write_text(trace_json(report.timelines))
+            case ".html":
+                path.write_text(report_html(self.report(path.stem)), encoding="utf-8")
+            case ".jsonl":
+                write_messages(path, self.messages())
+            case _:
+                raise ValueError(f"{path} has the suffix {path.suffix!r}; give one of {SUFFIXES}")
+        return path
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "no steps recorded"
+        return "\n".join(filter(None, (str(self.breakdown()), self.beside_prediction())))
+
+    def beside_prediction(self) -> str:
+        """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
+        plan, steps = self._pipe.plan, [timeline for timeline in self.timelines if timeline.is_step]
+        return beside(steps, plan.timeline, self._why()) if plan.unit == "seconds" and steps else ""
+
+    def _why(self) -> str:
+        """Why steps may take longer than foretold, where that is known."""
+        if self._driver == "lockstep" and self._pipe.plan.program.ranks > 1:
+            return "all ranks run in one thread (driver='lockstep')"
+        if self._watches is not None:
+            return "memory was watched, which takes time"
+        others = self._others()
+        return str(others) if others is not None and others.cores > SOME else ""
+
+    @property
+    def _driver(self) -> str:
+        team = self._pipe.team
+        return "process" if team.position is not None else "threads" if team.engine.threaded else "lockstep"
+
+    def _seen(self) -> Seen:
+        """The training steps, if there are any: evaluations between have other tables."""
+        steps, settings = steps_among(self.timelines), self._pipe._settings
+        return Seen(
+            steps,
+            breakdown(steps),
+            settings.partition,
+            self._driver,
+            self._others(),
+            micro_batches=settings.micro_batches,
+            recomputes=any(remat != "never" for remat in settings.remat),
+            measured=settings.in_seconds,
+        )
+
+    def _others(self) -> Others | None:
+        """What other processes used; of several processes of a pipe that is not known."""
+        return self._meter.others() if self._pipe.team.position is None else None
+
+    def _begin_update(self) -> None:
+        self._begun.append(time.perf_counter())
+
+    def _end_update(self, optimizer: Optimizer) -> None:
+        start = self._begun.pop() if self._begun else time.perf_counter()
+        self._states[id(optimizer)] = optimizer.state
+        if not self._begun:
+            self._updates.append((start, time.perf_counter()))
+
+
+def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
+    """Records what each rank does when, from now on; inside of a `with`, or until `stop()`.
+
+    It costs two readings of a clock for each action, and nothing once it has stopped. In several processes all
+    record at once, and each has the timelines of all. A recording that begins while another is on has the steps from
+    then on, until it stops; the other goes on behind it.
+
+    Args:
+        pipe: Whose steps and calls.
+        keep: How many of the last are kept.
+        memory: Whether activations are watched too, for `recording.memory()`; steps are slower by it.
+
+    Raises:
+        TypeError: It is no pipe.
+        ValueError: `keep` is no number of steps.
+
+    Example:
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> recording = gpipe.record(pipe)
+        >>> for _ in range(3):
+        ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> print(recording)  # doctest: +ELLIPSIS
+        time went to       share        ms  which is
+        forward ...
+    """
+    if not hasattr(pipe, "recorder"):
+        raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep={keep!r}: how many of the last steps are kept, 1 or more")
+    return Recording(pipe, keep, memory=memory)

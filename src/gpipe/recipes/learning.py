@@ -1,0 +1,116 @@
+"""How weights are learnt, beside what torch's optimizers do.
+
+A moving average of the weights, which is often better than the weights themselves.
+
+How learning rates rise and fall.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import cos, pi, sqrt
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+AVERAGE = "average"
+"""The key in an optimizer's state, with which checkpoints keep it."""
+
+
+class Averages:
+    """The moving average of the parameters of an optimizer.
+
+    Args:
+        optimizer: Over the parameters; their averages are kept in its state, and so in its checkpoints.
+        decay: How much of itself an average keeps at each step; fewer at the beginning, (1 + n) / (10 + n) at
+            step n, so that the first weights are soon forgotten. 0: there is no average.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+    >>> averages = Averages(optimizer, 0.5)
+    >>> for step in range(2):
+    ...     weight.sum().backward()
+    ...     optimizer.step(); averages.update(step); optimizer.zero_grad()
+    >>> with averages.applied():
+    ...     round(weight.item(), 3)
+    -1.818
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
+        self._optimizer = optimizer
+        self._decay = decay
+
+    def update(self, step: int) -> None:
+        """Moves the averages towards the weights after a step, counted from 0, before gradients are dropped."""
+        if not self._decay:
+            return
+        weights = [weight for weight in self._weights() if weight.grad is not None]
+        averages = [self._average(weight) for weight in weights]
+        if averages:
+            decay = min(self._decay, (1 + step) / (10 + step))
+            get_ema_multi_avg_fn(decay)(averages, [weight.detach() for weight in weights], torch.tensor(step))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Lets the averages be the weights, and the weights be themselves again in the end."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _weights(self) -> Iterator[torch.nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _average(self, weight: torch.nn.Parameter) -> Tensor:
+        state = self._optimizer.state[weight]
+        if AVERAGE not in state:
+            state[AVERAGE] = weight.detach().clone()
+        average: Tensor = state[AVERAGE]
+        return average
+
+    def _swap(self) -> None:
+        with torch.no_grad():
+            for weight in self._weights():
+                if (average := self._optimizer.state.get(weight, {}).get(AVERAGE)) is not None:
+                    own = weight.clone()
+                    weight.copy_(average)
+                    average.copy_(own)
+
+
+def rise(step: int, rising: float) -> float:
+    """The share of the largest learning rate in a step, counted from 0, of `rising` steps of warming up.
+
+    >>> [rise(step, 4) for step in (0, 1, 3)]
+    [0.25, 0.5, 1.0]
+    """
+    return min(1.0, (step + 1) / max(1.0, rising))
+
+
+def cosine(step: int, steps: int, rising: float) -> float:
+    """Rises, then falls as half a cosine to 0 at the end of `steps`.
+
+    >>> [round(cosine(step, 10, 2), 3) for step in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.038]
+    """
+    rising = max(1.0, rising)
+    return rise(step, rising) if step < rising else (1 + cos(pi * (step - rising) / (steps - rising))) / 2
+
+
+def exponential(step: int, every: float, rate: float, rising: float) -> float:
+    """Rises, while it is multiplied by `rate` after every `every` steps.
+
+    >>> [round(exponential(step, every=4, rate=0.5, rising=2), 3) for step in (0, 1, 3, 4, 8)]
+    [0.5, 1.0, 1.0, 0.5, 0.25]
+    """
+    return float(rise(step, rising) * rate ** (step // every))
+
+
+def inverse_root(step: int, rising: float) -> float:
+    """Rises, then falls as the inverse root of the step, as Vaswani et al. (2017, section 5.3) have it.
+
+    >>> [round(inverse_root(step, rising=4), 3) for step in (0, 3, 15)]
+    [0.25, 1.0, 0.5]
+    """
+    return min(rise(step, rising), sqrt(max(1.0, rising) / (step + 1)))

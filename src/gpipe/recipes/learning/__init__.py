@@ -1,1 +1,0 @@
-"""How weights are learnt, beside what torch's optimizers do."""

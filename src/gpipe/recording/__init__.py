@@ -1,1 +1,0 @@
-"""Runs a model once, whole, writes down the path of its forward, and proves it."""

@@ -1,1 +1,0 @@
-"""Randomness keyed by seed, step, layer and micro-batch."""

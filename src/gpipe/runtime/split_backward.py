@@ -1,0 +1,258 @@
+"""A backward in two parts: I, the gradients of what a stage was given, at once; W, those of its weights, later.
+
+What can wait is the gradient of a weight that the graph reaches once, as an operand of a product: `mm`, `addmm`,
+`bmm`, a convolution. I runs every node, as a whole backward does, but has the products compute their inputs'
+gradients alone, and keeps what the weights' are made of: the gradient that came to the product, and the product's
+input. All else is done in I: norms, embeddings, functions of the user's own, weights used twice.
+
+The bits are those of a whole backward, because
+- nothing is computed by other formulas than torch's (`gpipe._torch.products`), nor on other values;
+- a leaf that waits has one use in a graph, so there is no sum within one whose order could change;
+- the sums over micro-batches are in their order: where a backward comes to a leaf for which an earlier one still
+  owes a gradient, what is owed is done first.
+
+Nothing is computed twice, and the graph is gone behind I: what is kept of a product is about as much as its forward
+kept.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gpipe._torch.autograd import accumulate_gradients, has_gradient_hooks, node_number
+from gpipe._torch.products import (
+    LAYOUT_NODES,
+    LEAF_NODE,
+    PLAIN,
+    WEIGHT_SLOTS,
+    Product,
+    has_node_hooks,
+    read_product,
+)
+from gpipe.stages.boundary import Gradients, known_roots, run_backward, shares_memory
+from gpipe.stages.layout import copy_of
+from gpipe.stages.tree import version
+
+CHANGED = (
+    "what a product of this stage was given, or the gradient that came to it, was changed in place before the "
+    "gradient of its weight was computed: by a layer that writes into a buffer or workspace which it hands on, in a "
+    "later micro-batch, or by a hook that changes gradients in place. Return a clone instead, or use a schedule that "
+    "does not split the backward"
+)
+
+
+class WaitingProduct(NamedTuple):
+    """A product whose weights wait, and where their gradients will go."""
+
+    node: Node
+    product: Product
+    slots: tuple[int, ...]
+    ends: tuple[GradientEdge, ...]
+
+
+class OwedProduct(NamedTuple):
+    """A product whose weights wait, once the gradient came to it."""
+
+    product: Product
+    slots: tuple[int, ...]
+    ends: tuple[GradientEdge, ...]
+    number: int  # of its node
+    dy: Tensor
+    versions: tuple[int, int]  # of its input and of dy
+
+
+@dataclass(slots=True)
+class Deferred:
+    """What one I left for its W: products, in the order in which autograd came to them, and the leaves that wait."""
+
+    products: deque[OwedProduct] = field(default_factory=deque)
+    leaves: set[Node] = field(default_factory=set)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """What came to the products."""
+        return [one.dy for one in self.products]
+
+    @property
+    def next_node(self) -> int | None:
+        """The sequence number of the product that is computed, or would be next."""
+        return self.products[0].number if self.products else None
+
+
+class Outlook(NamedTuple):
+    """What a backward will come to: the products whose weights can wait, their leaves, and all other leaves.
+
+    `others` is None where the graph has nodes that must know of no such distinction.
+    """
+
+    waiting: list[WaitingProduct]
+    leaves: set[Node]
+    others: list[Node] | None
+
+
+def backward_input(
+    roots: Sequence[Tensor], gradients: Gradients, boundary: Iterable[Tensor], owed: Collection[Deferred] = ()
+) -> Deferred:
+    """Runs I: adds to `.grad` of all leaves, as `run_backward` does, but of those that can wait; gives what W needs.
+
+    Args:
+        roots: Where the backward starts.
+        gradients: What came for each root, as for `run_backward`.
+        boundary: The leaves that were cut from other stages' graphs, whose gradients are what I is for.
+        owed: What earlier micro-batches left, in their order.
+    """
+    known, values = known_roots(roots, gradients)
+    outlook = look_ahead(known, {id(leaf) for leaf in boundary})
+    _settle(outlook.others, owed)
+    deferred = Deferred(leaves=outlook.leaves)
+    if not outlook.waiting or outlook.others is None:
+        if known:
+            accumulate_gradients(known, values)
+        return deferred
+    handles = [one.node.register_prehook(_Keep(one, deferred)) for one in outlook.waiting]
+    ends = [GradientEdge(node, 0) for node in (*outlook.others, *(one.node for one in outlook.waiting))]
+    try:
+        accumulate_gradients(known, values, ends)
+    finally:
+        for handle in handles:  # each holds its node, which holds it
+            handle.remove()
+    deferred.products = deque(map(_apart, deferred.products))
+    return deferred
+
+
+def _apart(one: OwedProduct) -> OwedProduct:
+    """The product with a gradient to which nobody adds: a leaf's `.grad` may have become a view of it."""
+    if not shares_memory(one.dy):
+        return one
+    dy = copy_of(one.dy)
+    return one._replace(dy=dy, versions=(one.versions[0], version(dy)))
+
+
+def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, owed: Iterable[Deferred]) -> None:
+    """Runs a backward in one, behind what earlier micro-batches left."""
+    _settle(None, owed)
+    run_backward(roots, gradients)
+
+
+def _settle(others: Collection[Node] | None, owed: Iterable[Deferred]) -> None:
+    """Does what earlier micro-batches left for leaves that are about to be reached."""
+    late = [at for at, one in enumerate(owed) if others is None or not one.leaves.isdisjoint(others)]
+    if late:
+        for one in list(owed)[: late[-1] + 1]:
+            backward_weight(one)
+
+
+@torch.no_grad()
+def backward_weight(deferred: Deferred) -> None:
+    """Runs W: adds to `.grad` of the leaves that waited; what it needs is given up product by product.
+
+    Raises:
+        RuntimeError: What it needs has been changed in place since.
+    """
+    while deferred.products:
+        product, slots, ends, _, dy, versions = deferred.products[0]
+        if versions != (version(product.x), version(dy)):
+            raise RuntimeError(CHANGED)
+        accumulate_gradients(ends, product.gradients(dy, slots))
+        deferred.products.popleft()  # not before: it says which node failed
+    deferred.leaves.clear()
+
+
+class _Keep:
+    """A hook before a product's node: keeps the gradient that comes to it."""
+
+    __slots__ = ("deferred", "one")
+
+    def __init__(self, one: WaitingProduct, deferred: Deferred) -> None:
+        self.one = one
+        self.deferred = deferred
+
+    def __call__(self, came: tuple[Tensor | None, ...]) -> None:
+        node, product, slots, ends = self.one
+        dy = came[0]
+        if dy is not None:
+            versions = version(product.x), version(dy)
+            self.deferred.products.append(OwedProduct(product, slots, ends, node_number(node), dy, versions))
+
+
+def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> Outlook:
+    """Walks the graph behind the roots once, and tells apart what can wait; `boundary` are the ids of leaves."""
+    seen: set[Node] = set()
+    again: set[Node] = set()  # come to by several edges
+    products, leaves = [], []
+    todo = [get_gradient_edge(root).node for root in roots]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            again.add(node)
+            continue
+        seen.add(node)
+        kind = type(node)
+        if kind is LEAF_NODE:
+            leaves.append(node)
+            continue
+        if kind in WEIGHT_SLOTS:
+            products.append(node)
+        elif kind.__name__ == REENTRANT:
+            return Outlook([], set(), None)
+        todo += [behind for behind, _ in node.next_functions if behind is not None]
+    singles = {leaf for leaf in leaves if leaf not in again and _can_wait(leaf, boundary)}
+    waiting, late = [], set()
+    for node in products:
+        found = _find_waiting(node, singles, again)
+        if found is not None:
+            waiting.append(found[0])
+            late.update(found[1])
+    return Outlook(waiting, late, [leaf for leaf in leaves if leaf not in late])
+
+
+REENTRANT = "CheckpointFunctionBackward"
+"""A checkpoint that runs a backward of its own, which comes to leaves unseen, and refuses one for some leaves."""
+
+
+def _can_wait(node: Node, boundary: Collection[int]) -> bool:
+    leaf: Tensor = node.variable  # type: ignore[attr-defined]  # of a node of a leaf
+    return (
+        type(leaf) in PLAIN
+        and id(leaf) not in boundary
+        and leaf.layout is torch.strided
+        and not has_gradient_hooks(leaf)
+    )
+
+
+def _find_waiting(
+    node: Node, singles: Set[Node], again: Collection[Node]
+) -> tuple[WaitingProduct, list[Node]] | None:
+    """A product whose weights can wait, with their leaves: it computes the gradients of all of them, or of none."""
+    edges = node.next_functions
+    weight, *bias = WEIGHT_SLOTS[type(node)]
+    slots, ends, leaves = [], [], []
+    for slot in (weight, *bias):
+        behind, number = edges[slot]
+        if behind is None:
+            if slot == weight:
+                return None
+            continue
+        leaf = _leaf_behind(behind, again)
+        if leaf not in singles:
+            return None
+        slots.append(slot)
+        ends.append(GradientEdge(behind, number))
+        leaves.append(leaf)
+    if has_node_hooks(node) or (product := read_product(node)) is None:
+        return None
+    return WaitingProduct(node, product, tuple(slots), tuple(ends)), leaves
+
+
+def _leaf_behind(node: Node, again: Collection[Node]) -> Node:
+    """Where a way through nodes that lay out or cast, and are come to by it alone, begins or ends."""
+    while type(node) in LAYOUT_NODES and node not in again:
+        behind = node.next_functions[0][0]
+        assert behind is not None  # it is there because something behind it wants a gradient
+        node = behind
+    return node

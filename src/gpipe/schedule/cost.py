@@ -1,0 +1,115 @@
+"""Costs of actions, in seconds and bytes by stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, assert_never
+
+from gpipe.schedule.action import Action, Kind
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one micro-batch costs at one stage, in seconds and bytes; a tie or reduction, what a mini-batch does.
+
+    `boundary` is what a stage keeps of a micro-batch though it recomputes it, above all what crosses into it;
+    `inside` what a forward keeps beside for the backward of its own stage, `working` what that backward needs beside
+    both; `state` the weights, gradients and optimizer state, whatever the micro-batches.
+
+    >>> from gpipe.schedule.action import parse_action
+    >>> seconds(parse_action("0R3"), [StageCost(forward=0.01, backward=0.02)])
+    0.01
+    """
+
+    forward: float
+    backward: float
+    backward_input: float | None = None  # None: half of backward
+    backward_weight: float | None = None  # likewise
+    recompute: float | None = None  # None: as long as forward
+    send: float = 0.0  # until the receiver has it; the sender does not wait
+    send_gradient: float | None = None  # of what came in, to the stage before; None: as long as send
+    tie: float = 0.0  # adding up the gradients of shared weights, when all stages that tie have theirs
+    reduce: float = 0.0  # averaging the gradients of the stage over replicas
+    boundary: int = 0
+    inside: int = 0
+    working: int = 0
+    state: int = 0
+
+    @property
+    def weight_share(self) -> float | None:
+        """The share of the weights in the two parts of the backward, if these are known."""
+        if self.backward_input is None or self.backward_weight is None:
+            return None
+        parts = self.backward_input + self.backward_weight
+        return self.backward_weight / parts if parts else None
+
+
+Costs = Sequence[StageCost]
+
+
+class LayerSeconds(NamedTuple):
+    """What one micro-batch takes in a layer: its forward, its backward whole, and the backward in its two parts.
+
+    The parts are None where they were not measured; together they take longer than the whole.
+
+    >>> LayerSeconds(forward=0.01, backward=0.02)
+    LayerSeconds(forward=0.01, backward=0.02, inputs=None, weights=None)
+    """
+
+    forward: float
+    backward: float
+    inputs: float | None = None
+    weights: float | None = None
+
+
+def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
+    """What a stage of measured layers costs.
+
+    >>> stage_cost([LayerSeconds(1.0, 2.0), LayerSeconds(1.0, 3.0)])  # doctest: +ELLIPSIS
+    StageCost(forward=2.0, backward=5.0, backward_input=None, backward_weight=None, ...
+    """
+    inputs = [layer.inputs for layer in layers if layer.inputs is not None]
+    weights = [layer.weights for layer in layers if layer.weights is not None]
+    split = len(inputs) == len(weights) == len(layers)
+    return StageCost(
+        sum(layer.forward for layer in layers),
+        sum(layer.backward for layer in layers),
+        backward_input=sum(inputs) if split else None,
+        backward_weight=sum(weights) if split else None,
+    )
+
+
+def unit_costs(stages: int) -> Costs:
+    """Forward and backward one second each, and all stages alike: the paper's bubble.
+
+    >>> len(unit_costs(4)), unit_costs(4)[0].backward
+    (4, 1.0)
+    """
+    return (StageCost(forward=1.0, backward=1.0),) * stages
+
+
+def seconds(action: Action, costs: Costs) -> float:
+    """How long an action keeps its rank busy; for a SEND, how long its message is under way."""
+    cost = costs[action.stage]
+    match action.kind:
+        case Kind.FORWARD:
+            return cost.forward
+        case Kind.RECOMPUTE:
+            return cost.forward if cost.recompute is None else cost.recompute
+        case Kind.BACKWARD:
+            return cost.backward
+        case Kind.BACKWARD_INPUT:
+            return cost.backward / 2 if cost.backward_input is None else cost.backward_input
+        case Kind.BACKWARD_WEIGHT:
+            return cost.backward / 2 if cost.backward_weight is None else cost.backward_weight
+        case Kind.SEND if action.carries_gradient and cost.send_gradient is not None:
+            return cost.send_gradient
+        case Kind.SEND:
+            return cost.send
+        case Kind.TIE:
+            return cost.tie
+        case Kind.REDUCE:
+            return cost.reduce
+        case Kind.RECEIVE | Kind.COMMIT:
+            return 0.0
+        case _:
+            assert_never(action.kind)

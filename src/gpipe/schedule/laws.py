@@ -1,0 +1,182 @@
+"""The laws that every program keeps, checked when it is built and not when it hangs.
+
+Law 1. Each action is in the row of its stage's rank, on a micro-batch and a route that the program has, once, so that
+       a stage closes once; each route leads to a later stage.
+Law 2. Each (stage, micro-batch) has one forward; in training one backward, or one input and one weight backward.
+Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent, but for what a TIE brings itself.
+Law 4. Two ranks list the messages between them in one order.
+Law 5. A legal total order exists; in it a closing action comes behind all that it closes.
+Law 6. The forwards of a stage stand in the order of the micro-batches, and so do its backwards, input and weight
+       backwards each: gradients are added up as in the plain loop, whatever the schedule.
+Law 7. The REDUCEs of a rank stand from the last stage down, those of stages that tie behind the TIEs: replicas wait
+       for each other in them, and one of fewer micro-batches may have another table.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+
+from gpipe.schedule.action import CLOSING, TRANSFERS, Action, Kind, Route
+from gpipe.schedule.order import linearize
+from gpipe.schedule.program import Program, ScheduleError
+from gpipe.schedule.rules import closing_order, needs, receiver_of, sender_of
+
+
+def check(program: Program) -> None:
+    """Checks the laws of a training or forward-only program.
+
+    Raises:
+        ScheduleError: Names every violation at once.
+
+    >>> from gpipe.schedule.lower import place_transfers
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> check(place_transfers(Program.of(fill_drain(stages=4, micro_batches=8), micro_batches=8)))
+    """
+    routes = tuple(route for route in program.routes if _leads_on(route, program))
+    usable = replace(program, routes=routes)
+    usable = usable.with_rows((a for a in row if _is_usable(a, usable)) for row in program.rows)
+    mistakes = [
+        *_misrouted(program),
+        *_misplaced(program),
+        *_miscounted(usable),
+        *_unmatched(usable),
+        *_disordered(usable),
+        *_deadlocked(usable),
+        *_out_of_turn(usable),
+        *_closed_out_of_turn(usable),
+    ]
+    if mistakes:
+        raise ScheduleError("this program breaks the laws:\n" + "\n".join(f"- {text}" for text in mistakes))
+
+
+def _leads_on(route: Route, program: Program) -> bool:
+    return 0 <= route.source < route.target < program.stages
+
+
+def _is_usable(action: Action, program: Program) -> bool:
+    """Whether the rules can be asked about an action: its stage exists, and its route, if it is a transfer."""
+    if not 0 <= action.stage < program.stages:
+        return False
+    if action.kind in TRANSFERS:
+        return _is_on_route(action, program)
+    return action.kind not in CLOSING or action.micro_batch is None
+
+
+def _is_on_route(action: Action, program: Program) -> bool:
+    route = action.route
+    return route is not None and route in program.routes and action.stage in (route.source, route.target)
+
+
+def _misrouted(program: Program) -> Iterator[str]:
+    for route, count in Counter(program.routes).items():
+        if not _leads_on(route, program):
+            yield f"route {route} does not lead from a stage to a later one"
+        if count > 1:
+            yield f"route {route} is listed {count} times"
+
+
+def _misplaced(program: Program) -> Iterator[str]:
+    for rank, row in enumerate(program.rows):
+        for action in row:
+            if not 0 <= action.stage < program.stages or program.rank_of[action.stage] != rank:
+                yield f"{action} is in the row of rank {rank}, which does not hold stage {action.stage}"
+            elif action.kind not in CLOSING and not _is_micro_batch(action.micro_batch, program):
+                yield f"{action} has no micro-batch of 0 to {program.micro_batches - 1}"
+            elif action.kind in CLOSING and action.micro_batch is not None:
+                yield f"{action} closes its stage and has no micro-batch"
+            elif action.kind in TRANSFERS and not _is_on_route(action, program):
+                yield f"{action} takes a route that the program does not have there"
+            elif action.kind not in TRANSFERS and action.route is not None:
+                yield f"{action} is no transfer and takes no route"
+
+
+def _is_micro_batch(micro_batch: int | None, program: Program) -> bool:
+    return micro_batch is not None and 0 <= micro_batch < program.micro_batches
+
+
+def _miscounted(program: Program) -> Iterator[str]:
+    counts = Counter(action for row in program.rows for action in row)
+    yield from (f"{action} appears {count} times" for action, count in counts.items() if count > 1)
+    kinds = {action.kind for action in counts}
+    trains = bool(kinds - TRANSFERS - {Kind.FORWARD, Kind.COMMIT})
+    for stage in range(program.stages):
+        for m in range(program.micro_batches):
+            cell = {kind for kind in Kind if Action(kind, stage, m) in counts}
+            if Kind.FORWARD not in cell:
+                yield f"{Action(Kind.FORWARD, stage, m)} is missing"
+            backward = cell - {Kind.FORWARD, Kind.RECOMPUTE}
+            whole = backward in ({Kind.BACKWARD}, {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+            if trains and not whole:
+                found = ", ".join(sorted(kind.value for kind in backward)) or "none"
+                yield f"stage {stage}, micro-batch {m} needs one B, or one I and one W; it has {found}"
+
+
+def _unmatched(program: Program) -> Iterator[str]:
+    actions = program.actions
+    for action in sorted((a for a in actions if a.kind in TRANSFERS), key=str):
+        sends = action.kind is Kind.SEND
+        other = receiver_of(action) if sends else sender_of(action)
+        peer = Action(Kind.RECEIVE if sends else Kind.SEND, other, action.micro_batch, action.route)
+        if peer not in actions:
+            yield f"{action} has no {peer}"
+    if any(action.kind in TRANSFERS for action in actions):
+        for action in sorted((a for a in actions if a.kind not in TRANSFERS | {Kind.TIE}), key=str):
+            for need in needs(action, program):
+                if program.rank_of[need.stage] != program.rank_of[action.stage]:
+                    yield f"{action} needs {need} of another rank, and nothing is sent"
+
+
+def _disordered(program: Program) -> Iterator[str]:
+    for first, second in combinations(range(program.ranks), 2):
+        listed, too = messages(program, first, second), messages(program, second, first)
+        both = {*listed} & {*too}  # the others are missing or unmatched
+        ours, theirs = ([m for m in dict.fromkeys(side) if m in both] for side in (listed, too))
+        if ours != theirs:
+            at = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+            yield f"ranks {first} and {second} list message {at} differently: {ours[at]} and {theirs[at]}"
+
+
+def _deadlocked(program: Program) -> Iterator[str]:
+    try:
+        deque(linearize(program), maxlen=0)
+    except ScheduleError as error:
+        yield str(error)
+
+
+def _out_of_turn(program: Program) -> Iterator[str]:
+    for row in program.rows:
+        last: dict[tuple[Kind, int], Action] = {}
+        for action in row:
+            m = action.micro_batch
+            if action.kind not in _IN_TURN or m is None or not _is_micro_batch(m, program):
+                continue
+            before = last.get((action.kind, action.stage))
+            if before is not None and (before.micro_batch or 0) > m:
+                yield f"{action} stands behind {before}; a stage takes the micro-batches in their order"
+            last[action.kind, action.stage] = action
+
+
+def _closed_out_of_turn(program: Program) -> Iterator[str]:
+    for rank, row in enumerate(program.rows):
+        closing = list(dict.fromkeys(action for action in row if action.kind in (Kind.TIE, Kind.REDUCE)))
+        wanted = sorted(closing, key=partial(closing_order, program))
+        if closing != wanted:
+            listed, right = (" ".join(map(str, some)) for some in (closing, wanted))
+            yield f"rank {rank} closes its stages in the order {listed}; in all replicas it is {right}"
+
+
+_IN_TURN = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+
+
+def messages(program: Program, rank: int, peer: int) -> list[Action]:
+    """What a rank exchanges with a peer, in the rank's order, each message as its SEND."""
+    found = []
+    for action in program.rows[rank]:
+        if action.kind in TRANSFERS:
+            sends = action.kind is Kind.SEND
+            other = receiver_of(action) if sends else sender_of(action)
+            if program.rank_of[other] == peer:
+                found.append(action if sends else Action(Kind.SEND, other, action.micro_batch, action.route))
+    return found

@@ -1,0 +1,176 @@
+"""The table: for each rank the ordered actions that it performs."""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+from gpipe.schedule.action import MAIN, Action, Kind, Route, parse_action
+
+Row: TypeAlias = tuple[Action, ...]
+Rows: TypeAlias = tuple[Row, ...]
+
+
+class ScheduleError(ValueError):
+    """A table that cannot be run: it breaks a law, or it would deadlock.
+
+    >>> from gpipe.schedule.action import Action, Kind
+    >>> from gpipe.schedule.laws import check
+    >>> try:
+    ...     check(Program.of([[Action(Kind.FORWARD, 0, 0)]], micro_batches=2))
+    ... except ScheduleError as error:
+    ...     print(error)
+    this program breaks the laws:
+    - 0F1 is missing
+    """
+
+
+@dataclass(frozen=True)
+class Program:
+    """What all ranks do in one mini-batch.
+
+    `rank_of[s]` is the rank of stage s; `rows[r]` is what rank r does, in order. Equality is by content.
+
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> program = Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2)
+    >>> print(program.to_text())
+    rank_of 0 1
+    micro_batches 2
+    routes x:0>1
+    row 0F0 0F1 0B0 0B1
+    row 1F0 1F1 1B0 1B1
+    """
+
+    rank_of: tuple[int, ...]
+    micro_batches: int
+    routes: tuple[Route, ...]
+    rows: Rows
+
+    @classmethod
+    def of(
+        cls,
+        rows: Iterable[Iterable[Action]],
+        micro_batches: int,
+        *,
+        rank_of: Iterable[int] | None = None,
+        skips: Iterable[Route] = (),
+    ) -> "Program":
+        """Makes a program of the rows of a schedule, one row a rank; `rank_of` or each stage its own."""
+        table: Rows = tuple(map(tuple, rows))
+        ranks = tuple(range(len(table)) if rank_of is None else rank_of)
+        return cls(ranks, micro_batches, (*main_line(len(ranks)), *skips), table)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.rank_of)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, K."""
+        return len(self.rows)
+
+    @cached_property
+    def actions(self) -> frozenset[Action]:
+        """All actions of all rows."""
+        return frozenset(action for row in self.rows for action in row)
+
+    @cached_property
+    def routes_into(self) -> tuple[tuple[Route, ...], ...]:
+        """By stage, the routes that end there."""
+        return tuple(tuple(r for r in self.routes if r.target == s) for s in range(self.stages))
+
+    @cached_property
+    def routes_from(self) -> tuple[tuple[Route, ...], ...]:
+        """By stage, the routes that start there."""
+        return tuple(tuple(r for r in self.routes if r.source == s) for s in range(self.stages))
+
+    def with_rows(self, rows: Iterable[Iterable[Action]]) -> "Program":
+        """The same program with other rows."""
+        return replace(self, rows=tuple(map(tuple, rows)))
+
+    def only(self, kinds: Iterable[Kind]) -> "Program":
+        """The same program with the actions of these kinds alone."""
+        kinds = frozenset(kinds)
+        return self.with_rows((a for a in row if a.kind in kinds) for row in self.rows)
+
+    def around(self, rank: int, at: int, reach: int = 4) -> str:
+        """The row around a place, for messages: `... 1F2 1F3 >1B3< 1B2 ...`."""
+        row = self.rows[rank]
+        shown = [f">{action}<" if i == at else str(action) for i, action in enumerate(row) if abs(i - at) <= reach]
+        before = ["..."] if at > reach else []
+        after = ["..."] if at + reach < len(row) - 1 else []
+        return " ".join([*before, *shown, *after])
+
+    def to_text(self) -> str:
+        """The program as text that `from_text` reads back."""
+        return "\n".join(" ".join(cells) for cells in self._cells())
+
+    def to_csv(self) -> str:
+        """The program as CSV that `from_csv` reads back."""
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows(self._cells())
+        return file.getvalue()
+
+    def _cells(self) -> Iterator[list[str]]:
+        yield ["rank_of", *map(str, self.rank_of)]
+        yield ["micro_batches", str(self.micro_batches)]
+        yield ["routes", *map(str, self.routes)]
+        for row in self.rows:
+            yield ["row", *map(str, row)]
+
+    @classmethod
+    def from_text(cls, text: str) -> "Program":
+        """Reads what `to_text` wrote.
+
+        Raises:
+            ValueError: A line or an action cannot be read.
+        """
+        return cls._from_cells(line.split() for line in text.splitlines())
+
+    @classmethod
+    def from_csv(cls, text: str) -> "Program":
+        """Reads what `to_csv` wrote.
+
+        Raises:
+            ValueError: A line or an action cannot be read.
+        """
+        return cls._from_cells(csv.reader(io.StringIO(text)))
+
+    @classmethod
+    def _from_cells(cls, lines: Iterable[list[str]]) -> "Program":
+        rank_of: tuple[int, ...] = ()
+        micro_batches = 0
+        routes: tuple[Route, ...] = ()
+        rows: list[Row] = []
+        for line in filter(None, lines):
+            match line:
+                case ["rank_of", *cells]:
+                    rank_of = tuple(map(int, cells))
+                case ["micro_batches", cell]:
+                    micro_batches = int(cell)
+                case ["routes", *cells]:
+                    routes = tuple(map(parse_route, cells))
+                case ["row", *cells]:
+                    rows.append(tuple(map(parse_action, cells)))
+                case _:
+                    raise ValueError(f"{line!r} is no line of a program")
+        return cls(rank_of, micro_batches, routes, tuple(rows))
+
+
+def main_line(stages: int) -> tuple[Route, ...]:
+    """The routes from each stage to the next."""
+    return tuple(Route(s, s + 1, MAIN) for s in range(stages - 1))
+
+
+def parse_route(text: str) -> Route:
+    """Reads a route back from its printed form.
+
+    >>> parse_route("early/5:0>2")
+    Route(source=0, target=2, name='early/5')
+    """
+    name, _, ends = text.rpartition(":")
+    source, _, target = ends.partition(">")
+    return Route(int(source), int(target), name)

@@ -1,0 +1,119 @@
+"""Says which actions an action needs: the one rule that all of gpipe goes by.
+
+Rule 1. A forward needs what its stage's incoming routes carry: the forward of each route's source.
+Rule 2. A recompute needs the forward of its own stage and micro-batch.
+Rule 3. A backward needs its own recompute, or its forward where nothing is recomputed, and the gradient that each
+        outgoing route brings back: the backward of each route's target.
+Rule 4. A weight backward needs its input backward.
+Rule 5. Between two ranks a value or gradient is carried by a SEND and its RECEIVE, which stand for it.
+Rule 6. A closing action needs all that its stage did before: COMMIT the forwards, TIE the backwards, REDUCE both the
+        backwards and the TIE.
+Rule 7. A TIE adds up what all stages with a TIE have, so it needs their backwards too; no SEND brings them, it does.
+
+An action that a program does not hold was done before the program began; a transfer that it does not hold (yet) is
+looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from gpipe.schedule.action import Action, Kind, Route
+from gpipe.schedule.program import Program
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def needs(action: Action, program: Program) -> tuple[Action, ...]:
+    """The actions of the program that must be done before this one, each once.
+
+    >>> from gpipe.schedule.action import parse_action
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> program = Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1)
+    >>> [str(need) for need in needs(parse_action("0B0"), program)]
+    ['0F0', '1B0']
+    """
+    return tuple(dict.fromkeys(filter(program.actions.__contains__, _direct_needs(action, program))))
+
+
+def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
+    stage, m = action.stage, action.micro_batch
+    match action.kind:
+        case Kind.FORWARD:
+            yield from _brought(action, program)
+        case Kind.RECOMPUTE:
+            yield Action(Kind.FORWARD, stage, m)
+        case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+            recompute = Action(Kind.RECOMPUTE, stage, m)
+            yield recompute if recompute in program.actions else Action(Kind.FORWARD, stage, m)
+            yield from _brought(action, program)
+        case Kind.BACKWARD_WEIGHT:
+            yield Action(Kind.BACKWARD_INPUT, stage, m)
+        case Kind.SEND:
+            yield from _produced(stage, m, gradient=action.carries_gradient)
+        case Kind.RECEIVE:
+            yield Action(Kind.SEND, sender_of(action), m, action.route)
+        case Kind.COMMIT:
+            yield from (Action(Kind.FORWARD, stage, i) for i in range(program.micro_batches))
+        case Kind.TIE:
+            yield from (backward for tied in _tied_to(stage, program) for backward in _backwards(tied, program))
+        case Kind.REDUCE:
+            yield from (*_backwards(stage, program), Action(Kind.TIE, stage))
+        case _:
+            assert_never(action.kind)
+
+
+def _tied_to(stage: int, program: Program) -> Iterator[int]:
+    return (s for s in range(program.stages) if s == stage or Action(Kind.TIE, s) in program.actions)
+
+
+def _backwards(stage: int, program: Program) -> Iterator[Action]:
+    kinds = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+    return (Action(kind, stage, m) for kind in kinds for m in range(program.micro_batches))
+
+
+def closing_order(program: Program, closing: Action) -> tuple[int, int]:
+    """By what the REDUCE and TIE of a rank are ordered: alike in all replicas, whatever their tables."""
+    if closing.kind is Kind.TIE:
+        return 1, closing.stage
+    tied = Action(Kind.TIE, closing.stage) in program.actions
+    return 2 if tied else 0, -closing.stage
+
+
+def fed_by(action: Action, program: Program) -> tuple[Route, ...]:
+    """The routes that bring an action what it needs of other stages: values a forward, gradients a backward."""
+    if action.kind is Kind.FORWARD:
+        return program.routes_into[action.stage]
+    return program.routes_from[action.stage] if action.kind in BACKWARDS else ()
+
+
+def feeds(action: Action, program: Program) -> tuple[Route, ...]:
+    """The routes that take on what an action made: values of a forward, gradients of a backward."""
+    if action.kind is Kind.FORWARD:
+        return program.routes_from[action.stage]
+    return program.routes_into[action.stage] if action.kind in BACKWARDS else ()
+
+
+def _brought(action: Action, program: Program) -> Iterator[Action]:
+    for route in fed_by(action, program):
+        receive = Action(Kind.RECEIVE, action.stage, action.micro_batch, route)
+        if receive in program.actions:
+            yield receive
+        else:
+            yield from _produced(sender_of(receive), receive.micro_batch, gradient=receive.carries_gradient)
+
+
+def _produced(stage: int, micro_batch: int | None, *, gradient: bool) -> Iterator[Action]:
+    for kind in BACKWARDS if gradient else (Kind.FORWARD,):
+        yield Action(kind, stage, micro_batch)
+
+
+def sender_of(receive: Action) -> int:
+    """The stage at the other end of a RECEIVE."""
+    assert receive.route is not None
+    return receive.route.target if receive.carries_gradient else receive.route.source
+
+
+def receiver_of(send: Action) -> int:
+    """The stage at the other end of a SEND."""
+    assert send.route is not None
+    return send.route.source if send.carries_gradient else send.route.target

@@ -1,0 +1,80 @@
+"""Schedules by name: which stages a rank holds, and in which order it runs their forwards and backwards.
+
+To add one, write a page like `one_forward_one_backward.py`, pure functions with their picture, and name it in
+`SCHEDULES`. `gpipe.profiling.lanes_text` draws the pictures: letters are kinds, small ones at a rank's second stage,
+numbers micro-batches, dots idle time; F, I and W take one unit of time, and B, which is both I and W, two.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpipe.schedule.program import Rows
+from gpipe.schedule.schedules.dualpipe_v import dualpipe_v
+from gpipe.schedule.schedules.gpipe import fill_drain, fill_drain_rows, forward_only, forward_only_rows
+from gpipe.schedule.schedules.interleaved import interleaved, interleaved_zb
+from gpipe.schedule.schedules.one_forward_one_backward import one_forward_one_backward
+from gpipe.schedule.schedules.v_half import v_half, v_min
+from gpipe.schedule.schedules.writing import Placement, line, loop, loops, vee
+from gpipe.schedule.schedules.zb_v import zb_v
+from gpipe.schedule.schedules.zero_bubble import zb_h1, zb_h2
+
+__all__ = [
+    "SCHEDULES",
+    "Placement",
+    "Schedule",
+    "fill_drain",
+    "forward_only",
+    "forward_only_rows",
+    "rows_in_training",
+]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a rank holds, and what it does in training.
+
+    Attributes:
+        name: What it is called.
+        rows: From a placement and the number of micro-batches, the forwards and backwards of each rank in order; None
+            where it has no table of that size.
+        placement: From the number of ranks and of stages on each, the rank of each stage; None where it has none.
+        stages_per_rank: How many stages a rank holds where nothing is asked for.
+
+    >>> schedule = SCHEDULES["1f1b"]
+    >>> schedule.placement(3, 1)
+    (0, 1, 2)
+    >>> [" ".join(map(str, row)) for row in schedule.rows((0, 1), 2)]
+    ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
+    """
+
+    name: str
+    rows: Callable[[Placement, int], Rows | None]
+    placement: Callable[[int, int], Placement | None]
+    stages_per_rank: int = 1
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", fill_drain_rows, loop),
+        Schedule("1f1b", one_forward_one_backward, line),
+        Schedule("interleaved", interleaved, loops, stages_per_rank=2),
+        Schedule("zb_h1", zb_h1, line),
+        Schedule("zb_h2", zb_h2, line),
+        Schedule("interleaved_zb", interleaved_zb, loops, stages_per_rank=2),
+        Schedule("zb_v", zb_v, vee, stages_per_rank=2),
+        Schedule("v_half", v_half, vee, stages_per_rank=2),
+        Schedule("v_min", v_min, vee, stages_per_rank=2),
+        Schedule("dualpipe_v", dualpipe_v, vee, stages_per_rank=2),
+    )
+}
+
+
+def rows_in_training(schedule: Schedule, placement: Placement, micro_batches: int) -> Rows:
+    """The rows of a mini-batch of any size: the schedule's, or fill-drain on the same placement where it has none.
+
+    >>> rows = rows_in_training(SCHEDULES["dualpipe_v"], (0, 1, 1, 0), micro_batches=2)
+    >>> print(*rows[1])
+    1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
+    """
+    return schedule.rows(placement, micro_batches) or fill_drain_rows(placement, micro_batches)

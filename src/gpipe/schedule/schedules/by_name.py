@@ -1,0 +1,185 @@
+"""The programs that schedules have by their names, and what is said of names and sizes that cannot be.
+
+Schedules that a user gives: a program, or a function that makes one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gpipe.schedule.action import CLOSING, TRANSFERS, Kind
+from gpipe.schedule.laws import check
+from gpipe.schedule.program import Program, Rows, ScheduleError
+from gpipe.schedule.schedules import SCHEDULES, Schedule
+from gpipe.schedule.schedules.writing import Placement
+
+MOST_STAGES = 64
+"""The stages a rank among which the nearest number that a page can have is looked for."""
+
+
+def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Program:
+    """The forwards and backwards of a schedule, for a mini-batch of so many micro-batches.
+
+    Args:
+        name: Of the schedule, as `SCHEDULES` has it.
+        ranks: K.
+        micro_batches: M.
+        stages_per_rank: How many stages each rank holds; by default what the schedule has.
+
+    Raises:
+        ValueError: There is no such schedule, or it has no table of this size; a line for each mistake.
+
+    >>> print(program_of("1f1b", ranks=2, micro_batches=2).to_csv())
+    rank_of,0,1
+    micro_batches,2
+    routes,x:0>1
+    row,0F0,0F1,0B0,0B1
+    row,1F0,1B0,1F1,1B1
+    <BLANKLINE>
+    >>> program_of("zb_v", ranks=2, micro_batches=2, stages_per_rank=3)
+    Traceback (most recent call last):
+    ValueError: schedule='zb_v' cannot place stages_per_rank=3; the nearest that it can is 2
+    """
+    counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
+    mistakes = [] if name in SCHEDULES else [unknown(name)]
+    mistakes += _uncountable(counts)
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    schedule = SCHEDULES[name]
+    each = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
+    placement = schedule.placement(ranks, each)
+    if placement is None:
+        raise ValueError(unplaced(schedule, ranks, each))
+    rows = schedule.rows(placement, micro_batches)
+    if rows is None:
+        raise ValueError(without_table(schedule, placement, micro_batches))
+    return Program.of(rows, micro_batches, rank_of=placement)
+
+
+def _uncountable(counts: dict[str, int | None]) -> Iterator[str]:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            yield f"{name}={count}; give a whole number of at least 1"
+
+
+def unknown(name: object) -> str:
+    """What is said of a name that no schedule has.
+
+    >>> unknown("zbv")[:40]
+    "schedule='zbv'; known are 'gpipe', '1f1b"
+    """
+    return f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
+
+
+def unplaced(schedule: Schedule, ranks: int, each: int) -> str:
+    """What is said of a number of stages that a schedule cannot place on a rank.
+
+    >>> unplaced(SCHEDULES["1f1b"], ranks=4, each=2)
+    "schedule='1f1b' cannot place stages_per_rank=2; the nearest that it can is 1"
+    """
+    nearest = _nearest(each, (n for n in range(1, MOST_STAGES) if schedule.placement(ranks, n)))
+    return f"schedule={schedule.name!r} cannot place stages_per_rank={each}; the nearest that it can is {nearest}"
+
+
+def without_table(schedule: Schedule, placement: Placement, micro_batches: int) -> str:
+    """What is said of a number of micro-batches for which a schedule has no table.
+
+    >>> print(without_table(SCHEDULES["dualpipe_v"], (0, 1, 1, 0), micro_batches=3).split("; ")[1])
+    the nearest that it can have is micro_batches=4
+    """
+    ranks = max(placement) + 1
+    around = range(1, 2 * (micro_batches + 2 * ranks))
+    nearest = _nearest(micro_batches, (m for m in around if schedule.rows(placement, m)))
+    remedy = "" if nearest is None else f"; the nearest that it can have is micro_batches={nearest}"
+    return f"schedule={schedule.name!r} has no table for micro_batches={micro_batches} over K={ranks} ranks{remedy}"
+
+
+def _nearest(wanted: int, candidates: Iterable[int]) -> int | None:
+    return min(candidates, key=lambda number: abs(number - wanted), default=None)
+
+
+Maker: TypeAlias = Callable[[int, int], Program]
+"""From the number of ranks and of micro-batches, a program of forwards and backwards alone."""
+
+PLACED = {*TRANSFERS, *CLOSING, Kind.RECOMPUTE}
+"""What a pipe places itself."""
+
+
+def check_given(program: Program) -> None:
+    """Checks a program that a pipe is to run.
+
+    Raises:
+        ScheduleError: It breaks the laws, leaves a rank without a stage, or has what a pipe places itself.
+
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> check_given(Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2))
+    """
+    names = [kind.name for kind in Kind if kind in PLACED and any(a.kind is kind for a in program.actions)]
+    if names:
+        raise ScheduleError(
+            f"the program has {', '.join(names)}, which a pipe places itself, by remat, skips, replicas and what "
+            f"layers share; give forwards and backwards alone (FORWARD, and BACKWARD or BACKWARD_INPUT and "
+            f"BACKWARD_WEIGHT): program.only(kinds)"
+        )
+    idle = set(range(program.ranks)) - set(program.rank_of)
+    if idle:
+        raise ScheduleError(f"the program leaves ranks {sorted(idle)} without a stage")
+    check(program)
+
+
+@dataclass(frozen=True)
+class GivenProgram:
+    """One program, for its own number of micro-batches."""
+
+    program: Program
+
+    def placement(self, ranks: int, stages_per_rank: int) -> Placement | None:
+        """The program's, if it is for so many ranks."""
+        return self.program.rank_of if ranks == self.program.ranks else None
+
+    def rows(self, placement: Placement, micro_batches: int) -> Rows | None:
+        """The program's, if it is for so many micro-batches."""
+        return self.program.rows if micro_batches == self.program.micro_batches else None
+
+
+@dataclass(frozen=True)
+class MadeProgram:
+    """Programs that a function makes, placed as that for a mini-batch of so many micro-batches is."""
+
+    make: Maker
+    micro_batches: int
+
+    def placement(self, ranks: int, stages_per_rank: int) -> Placement | None:
+        """That of the program for a whole mini-batch."""
+        program = _made(self.make, ranks, self.micro_batches)
+        if (program.ranks, program.micro_batches) != (ranks, self.micro_batches):
+            raise ScheduleError(
+                f"{_name(self.make)} was asked for K={ranks} ranks and M={self.micro_batches} micro-batches, and "
+                f"gave a program of K={program.ranks} and M={program.micro_batches}"
+            )
+        return program.rank_of
+
+    def rows(self, placement: Placement, micro_batches: int) -> Rows | None:
+        """Those of the program for so many, if the function makes one with this placement."""
+        try:
+            program = _made(self.make, max(placement) + 1, micro_batches)
+        except Exception:  # whatever it is that has no program of this size: a table of another will do
+            return None
+        same = (program.rank_of, program.micro_batches) == (placement, micro_batches)
+        return program.rows if same else None
+
+
+def _made(make: Maker, ranks: int, micro_batches: int) -> Program:
+    try:
+        program = make(ranks, micro_batches)
+    except Exception as error:
+        error.add_note(f"in schedule={_name(make)}, asked for K={ranks} ranks and M={micro_batches} micro-batches")
+        raise
+    if not isinstance(program, Program):
+        raise ScheduleError(f"{_name(make)} gave {type(program).__name__}, which is no Program")
+    check_given(program)
+    return program
+
+
+def _name(make: Maker) -> str:
+    return getattr(make, "__qualname__", type(make).__name__)

@@ -1,0 +1,143 @@
+"""Ways to write a row: micro-batch after micro-batch at every stage, whatever the order of the stages.
+
+Which rank holds which stage. A placement gives None where it cannot put so many stages on a rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import TypeAlias
+
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.program import Row, Rows
+
+Placement: TypeAlias = tuple[int, ...]
+"""The rank of each stage."""
+
+
+def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
+    """Places the stages on the ranks in turn, from the first rank again after the last.
+
+    >>> loop(3), loop(2, stages_per_rank=2)
+    ((0, 1, 2), (0, 1, 0, 1))
+    """
+    return tuple(range(ranks)) * stages_per_rank
+
+
+def line(ranks: int, stages_per_rank: int) -> Placement | None:
+    """One stage on each rank."""
+    return loop(ranks) if stages_per_rank == 1 else None
+
+
+def loops(ranks: int, stages_per_rank: int) -> Placement | None:
+    """A loop of two turns or more."""
+    return loop(ranks, stages_per_rank) if stages_per_rank > 1 else None
+
+
+def vee(ranks: int, stages_per_rank: int) -> Placement | None:
+    """Places the stages down the ranks and up again, so that the first rank holds the first and the last stage.
+
+    >>> vee(3, stages_per_rank=2)
+    (0, 1, 2, 2, 1, 0)
+    """
+    return (*range(ranks), *reversed(range(ranks))) if stages_per_rank == 2 else None
+
+
+Cell: TypeAlias = tuple[str, int | None]
+"""F, B, I or W is done next, and at which stage; a W at no stage is that of the oldest I whose W is still to come."""
+OLDEST: Cell = ("W", None)
+
+
+def in_turn(cells: Iterable[Cell], micro_batches: int) -> Row:
+    """Gives the cells of each stage the micro-batches in their order; those for which there is none are left out.
+
+    >>> print(*in_turn([("F", 0), ("F", 0), ("B", 0), ("I", 0), ("F", 0), OLDEST, OLDEST], micro_batches=2))
+    0F0 0F1 0B0 0I1 0W1
+    """
+    forwards, backwards = Counter[int](), Counter[int]()
+    owed: list[Action] = []
+    row: list[Action] = []
+    for kind, stage in cells:
+        if kind == "W":
+            found = next((action for action in owed if stage in (None, action.stage)), None)
+            if found is not None:
+                owed.remove(found)
+                row.append(Action(Kind.BACKWARD_WEIGHT, found.stage, found.micro_batch))
+            continue
+        assert stage is not None
+        done = forwards if kind == "F" else backwards
+        if done[stage] < micro_batches:
+            row.append(Action(Kind(kind), stage, done[stage]))
+            done[stage] += 1
+            owed += row[-1:] if kind == "I" else []
+    return tuple(row)
+
+
+def one_for_one(
+    forwards: Sequence[int], backwards: Sequence[int], ahead: int, late: int | None = None
+) -> Iterator[Cell]:
+    """A forward for each backward, once so many forwards are ahead.
+
+    Args:
+        forwards: The stages whose forwards a rank runs, in order.
+        backwards: Those whose backwards it runs.
+        ahead: Forwards before the first backward.
+        late: By how many I a W stands behind its own; None for backwards that are whole.
+
+    >>> "".join(kind for kind, _ in one_for_one([0] * 4, [0] * 4, ahead=2))
+    'FFBFBFBB'
+    >>> "".join(kind for kind, _ in one_for_one([0] * 4, [0] * 4, ahead=2, late=1))
+    'FFIFIWFIWIWW'
+    """
+    yield from (("F", stage) for stage in forwards[:ahead])
+    following = iter(forwards[ahead:])
+    for number, stage in enumerate(backwards):
+        yield ("B" if late is None else "I", stage)
+        if late is not None and number >= late:
+            yield OLDEST
+        if (forward := next(following, None)) is not None:
+            yield ("F", forward)
+    yield from [OLDEST] * (late or 0)
+
+
+def rows_in_step(kind: Kind, path: Sequence[int], placement: Placement, micro_batches: int) -> Rows:
+    """The actions of one kind by rank, where each micro-batch takes the path from stage to stage.
+
+    At each tick of a clock every rank does one action: of those that are ready, that of the oldest micro-batch. So
+    micro-batches overtake each other at no stage, and the rows have a legal order, that of the ticks.
+
+    >>> for row in rows_in_step(Kind.FORWARD, [0, 1, 2, 3], (0, 1, 0, 1), micro_batches=3):
+    ...     print(*row)
+    0F0 0F1 2F0 2F1 0F2 2F2
+    1F0 1F1 3F0 3F1 1F2 3F2
+    """
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    done = dict.fromkeys(path, 0)
+    while done[path[-1]] < micro_batches:
+        arrived = {path[0]: micro_batches} | {after: done[before] for before, after in pairwise(path)}
+        for rank, row in enumerate(rows):
+            ready = [(done[s], s) for s in path if placement[s] == rank and done[s] < arrived[s]]
+            if ready:
+                micro_batch, stage = min(ready)
+                row.append(Action(kind, stage, micro_batch))
+                done[stage] += 1
+    return tuple(map(tuple, rows))
+
+
+def round_sizes(ranks: int, micro_batches: int) -> list[int]:
+    """The micro-batches in rounds of K or, where K does not divide M, of as few more as can be; the largest first.
+
+    >>> round_sizes(ranks=4, micro_batches=8), round_sizes(ranks=4, micro_batches=11)
+    ([4, 4], [6, 5])
+    """
+    rounds = max(1, micro_batches // ranks)
+    return [micro_batches // rounds + (number < micro_batches % rounds) for number in range(rounds)]
+
+
+def in_rounds(stages: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The stages of a rank as rounds of micro-batches go through them, one stage after another.
+
+    >>> in_rounds([0, 2], sizes=[2, 1])
+    [0, 0, 2, 2, 0, 2]
+    """
+    return list(chain.from_iterable([stage] * size for size in sizes for stage in stages))

@@ -1,0 +1,144 @@
+"""When things happen: written by the simulator and by the recorder alike, so that they can be compared.
+
+Lays timelines of ranks on several hosts side by side, whose clocks have nothing in common.
+
+What a rank makes is there before another takes it: a forward bounds the clocks' difference from one side, a backward
+from the other. The middle is taken, as if messages took equally long both ways.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+from gpipe.schedule.action import COMPUTE, Action, Kind
+from gpipe.schedule.rules import BACKWARDS
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on one rank, from `start` to `end` in seconds since the step began.
+
+    >>> from gpipe.schedule.action import parse_action
+    >>> Span(0, parse_action("0F0"), start=0.5, end=0.75).seconds
+    0.25
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the action took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step, `seconds` long, over `ranks` ranks.
+
+    `other` holds seconds outside the pipeline that all ranks sat through, by name ("data", "weight update").
+
+    >>> from gpipe.schedule.action import parse_action
+    >>> timeline = Timeline(2, (Span(0, parse_action("0F0"), 0.0, 1.0), Span(1, parse_action("1F0"), 1.0, 2.0)), 2.0)
+    >>> timeline.busy(0), timeline.idle_share()
+    (1.0, 0.5)
+    """
+
+    ranks: int
+    spans: tuple[Span, ...]
+    seconds: float
+    other: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_step(self) -> bool:
+        """Whether there are forwards and backwards in it: not of a call, of its backward, or of an evaluation."""
+        kinds = {span.action.kind for span in self.spans}
+        return Kind.FORWARD in kinds and not kinds.isdisjoint(BACKWARDS)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank spent computing."""
+        return sum(span.seconds for span in self.spans if span.rank == rank and span.action.kind in COMPUTE)
+
+    def idle_share(self) -> float:
+        """The share of rank-seconds in which nothing was computed: the bubble of the paper if stages are equal."""
+        return 1 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.seconds)
+
+
+def steps_among(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The training steps among runs; all of these where there is none."""
+    return [timeline for timeline in timelines if timeline.is_step] or list(timelines)
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The idle share of a fill-drain pipeline of equal stages, (K-1)/(M+K-1) (paper, section 2.3).
+
+    >>> bubble(stages=4, micro_batches=4)
+    0.42857142857142855
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
+    """The seconds to add to the times of each rank, so that all are by the clock of rank 0's host.
+
+    Ranks that nothing connects with it are taken to begin when it does.
+
+    Args:
+        hosts: Of each rank.
+        timelines: Of each rank alone, by its host's clock.
+
+    >>> from gpipe.schedule.action import parse_action
+    >>> def ran(rank, start, *actions):
+    ...     spans = [Span(rank, parse_action(action), start + at, start + at + 1) for at, action in actions]
+    ...     return Timeline(1, tuple(spans), 9.0)
+    >>> first = ran(0, 0.0, (0, "0F0"), (4, "0B0"))
+    >>> offsets(["one", "two"], [first, ran(1, 100.0, (2, "1F0"), (3, "1B0"))])  # as if messages took half a second
+    [0.0, -100.5]
+    """
+    known = {hosts[0]: 0.0}
+    bounds = _bounds(hosts, timelines)
+    while reached := [(a, b) for a, b in bounds if (a in known) != (b in known)]:
+        a, b = reached[0]
+        least, most = bounds[a, b]
+        ahead = (least + most) / 2 if isfinite(least + most) else least if isfinite(least) else most
+        known |= {b: known[a] + ahead} if a in known else {a: known[b] - ahead}
+    begun = [min((span.start for span in timeline.spans), default=0.0) for timeline in timelines]
+    return [known.get(host, begun[0] - start) for host, start in zip(hosts, begun, strict=True)]
+
+
+def _bounds(hosts: Sequence[str], timelines: Sequence[Timeline]) -> dict[tuple[str, str], tuple[float, float]]:
+    """By two hosts, between what lies that which the second's clock is to be put forward by."""
+    made = dict(_made(hosts, timelines))
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for (replica, action), (host, span) in made.items():
+        for need in _brought(action):
+            other, before = made.get((replica, need), (host, span))
+            if other == host:
+                continue
+            a, b = sorted((host, other))
+            least, most = found.get((a, b), (-inf, inf))
+            waited = before.end - span.start
+            found[a, b] = (max(least, waited), most) if host == b else (least, min(most, -waited))
+    return found
+
+
+def _made(
+    hosts: Sequence[str], timelines: Sequence[Timeline]
+) -> Iterator[tuple[tuple[int, Action], tuple[str, Span]]]:
+    """What was done, by replica and action, on which host and when."""
+    seen: list[set[int]] = []
+    for host, timeline in zip(hosts, timelines, strict=True):
+        stages = {span.action.stage for span in timeline.spans}
+        for span in timeline.spans:
+            yield (seen.count(stages), span.action), (host, span)
+        seen.append(stages)
+
+
+def _brought(action: Action) -> Iterator[Action]:
+    """What another stage made that an action takes."""
+    if action.kind is Kind.FORWARD:
+        yield Action(Kind.FORWARD, action.stage - 1, action.micro_batch)
+    elif action.kind in BACKWARDS:
+        yield from (Action(kind, action.stage + 1, action.micro_batch) for kind in BACKWARDS)

@@ -1,1 +1,0 @@
-"""A model as layers: where it is cut, the paths that it takes, its own loss, and its values."""

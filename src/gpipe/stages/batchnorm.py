@@ -1,0 +1,192 @@
+"""Deferred BatchNorm: running statistics of the whole mini-batch, though each micro-batch is normalized by its own.
+
+A BatchNorm in training is lent empty buffers and a momentum of 1, so that its own forward leaves the mean and the
+variance of the micro-batch in them. At the end of the mini-batch's forward these are merged in micro-batch order, by
+count, mean and sum of squared differences from the mean (Chan, Golub & LeVeque 1979): E[x^2] - E[x]^2 would lose
+everything where the mean is large. The real buffers then change once, as in one forward of the whole mini-batch.
+Over replicas the mini-batch is that of all of them: each merges its own, and all merge these in the replicas' order.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from gpipe._torch.modes import is_compiled
+from gpipe._torch.modules import AnyBatchNorm
+from gpipe.stages.layout import allocate_like
+
+LENT = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What one forward of a BatchNorm saw in each channel, in float64."""
+
+    count: int
+    mean: Tensor
+    squares: Tensor  # sum of squared differences from the mean
+
+    def merge(self, other: "Statistics") -> "Statistics":
+        """The statistics of both together."""
+        count = self.count + other.count
+        apart = other.mean - self.mean
+        mean = self.mean + apart * (other.count / count)
+        squares = self.squares + other.squares + apart**2 * (self.count * other.count / count)
+        return Statistics(count, mean, squares)
+
+    def to_tensor(self) -> Tensor:
+        """All numbers in a row, to be sent."""
+        return torch.cat([self.mean.new_tensor([self.count]), self.mean, self.squares])
+
+    @classmethod
+    def from_tensor(cls, row: Tensor) -> "Statistics":
+        """Reads what `to_tensor` wrote."""
+        mean, squares = row[1:].chunk(2)
+        return cls(int(row[0]), mean, squares)
+
+
+@dataclass
+class DeferredStatistics:
+    """The statistics of one mini-batch: for each BatchNorm, micro-batch and forward in it."""
+
+    norms: Sequence[AnyBatchNorm]
+    seen: dict[tuple[int, int], list[Statistics]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> "DeferredStatistics":
+        """Begins a mini-batch: finds the BatchNorms that keep running statistics.
+
+        Raises:
+            ValueError: One is inside of a compiled module, whose code has its buffers and momentum built in.
+        """
+        found = {m: None for root in modules for m in root.modules() if _defers(m)}
+        inside = (m for root in modules for whole in root.modules() if is_compiled(whole) for m in whole.modules())
+        if any(map(_defers, inside)):
+            raise ValueError(
+                "deferred_batch_norm=True cannot reach a BatchNorm inside of a compiled module; compile what is "
+                "around it, or leave the statistics as they are by default"
+            )
+        return cls([norm for norm in found if isinstance(norm, AnyBatchNorm)])
+
+    @contextmanager
+    def collect(self, micro_batch: int) -> Iterator[None]:
+        """Keeps the statistics of the forwards inside, and the real buffers as they are."""
+        with self.aside() as lent:
+            yield
+        for at, buffers in enumerate(lent):
+            self.seen[at, micro_batch] = buffers.statistics()
+
+    @contextmanager
+    def aside(self) -> Iterator[list["_EmptyBuffers"]]:
+        """Keeps the real buffers as they are: for a recompute, whose forward did so."""
+        lent = [_EmptyBuffers(norm) for norm in self.norms]
+        for buffers in lent:
+            buffers.begin()
+        try:
+            yield lent
+        finally:
+            for buffers in lent:
+                buffers.end()
+
+    def merged(self, at: int) -> list[Statistics]:
+        """The statistics of the whole mini-batch, of each forward of a BatchNorm in it."""
+        by_micro_batch = [self.seen[key] for key in sorted(key for key in self.seen if key[0] == at)]
+        return [
+            reduce(Statistics.merge, (seen for seen in same_forward if seen is not None))
+            for same_forward in zip_longest(*by_micro_batch)  # a micro-batch may have left it out
+        ]
+
+    def to_tensors(self) -> list[list[Tensor]]:
+        """The statistics of this replica, by BatchNorm and forward, to be sent to the others."""
+        return [[seen.to_tensor() for seen in self.merged(at)] for at in range(len(self.norms))]
+
+    def merge_replicas(self, by_replica: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+        """Has the mini-batch be that of all replicas, each of which sent its statistics."""
+        self.seen = {
+            (at, replica): [Statistics.from_tensor(row) for row in rows]
+            for replica, norms in enumerate(by_replica)
+            for at, rows in enumerate(norms)
+        }
+
+    def commit(self) -> None:
+        """Changes the real buffers, once for each forward of a module in a mini-batch."""
+        for at, norm in enumerate(self.norms):
+            for seen in self.merged(at):
+                update_running_statistics(norm, seen)
+        self.seen.clear()
+
+
+def find_replica_drift(modules: Sequence[nn.Module]) -> list[str]:
+    """Tells of replicas whose running statistics are their own."""
+    if not any(_defers(module) for root in modules for module in root.modules()):
+        return []
+    return [
+        "the running statistics of BatchNorm are each replica's own, so replicas drift apart in evaluation, and a "
+        "checkpoint has the first one's; give deferred_batch_norm=True for those of the whole mini-batch of all "
+        "replicas, or sync_batch_norm=True"
+    ]
+
+
+def _defers(module: nn.Module) -> bool:
+    return isinstance(module, AnyBatchNorm) and module.training and module.running_mean is not None
+
+
+class _EmptyBuffers:
+    """Empty buffers for one BatchNorm, and whatever its forwards leave in them."""
+
+    def __init__(self, norm: AnyBatchNorm) -> None:
+        self.norm = norm
+        self.counts: list[int] = []
+        self.lent: list[tuple[Tensor, Tensor]] = []
+        self.momenta: dict[nn.Module, float | None] = {}
+
+    def begin(self) -> None:
+        self.own = {name: self.norm._buffers[name] for name in LENT}
+        self.hook = self.norm.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(self, norm: AnyBatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        """`norm` may be a stand-in for the module, which shares its buffers but not its momentum (weight_aliases)."""
+        mean, variance = self.own["running_mean"], self.own["running_var"]
+        assert mean is not None
+        assert variance is not None
+        given = args[0] if args else kwargs["input"]
+        self.lent.append((allocate_like(mean).zero_(), allocate_like(variance).zero_()))
+        self.counts.append(given.numel() // given.shape[1])
+        self.momenta.setdefault(norm, norm.momentum)
+        norm.__dict__["momentum"] = 1.0
+        tracked = self.own["num_batches_tracked"]
+        norm._buffers["num_batches_tracked"] = None if tracked is None else allocate_like(tracked).zero_()
+        norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
+
+    def end(self) -> None:
+        self.hook.remove()
+        for norm, momentum in self.momenta.items():
+            norm.__dict__["momentum"] = momentum
+        self.norm._buffers.update(self.own)
+
+    def statistics(self) -> list[Statistics]:
+        return [
+            Statistics(count, mean.double(), variance.double() * (count - 1))
+            for count, (mean, variance) in zip(self.counts, self.lent, strict=True)
+        ]
+
+
+@torch.no_grad()
+def update_running_statistics(norm: AnyBatchNorm, batch: Statistics) -> None:
+    """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    factor = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(norm.num_batches_tracked)
+    factor = 0.0 if factor is None else factor
+    variance = batch.squares / max(batch.count - 1, 1)
+    for running, new in ((norm.running_mean, batch.mean), (norm.running_var, variance)):
+        running.copy_(running.double() * (1 - factor) + new * factor)

@@ -1,0 +1,290 @@
+"""Cuts the autograd graph where a value leaves a stage, and brings gradients back across the cut.
+
+A boundary tensor is a leaf that shares the maker's memory. It is read-only to both sides: a stage that works in place
+on what it is given gets a copy (see `Stage`).
+
+Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gpipe._torch.autograd import accumulate_gradients, has_gradient_hooks, memory_users, node_number
+from gpipe._torch.trees import tree_flatten, tree_unflatten
+from gpipe.stages.layout import copy_of, storage_address
+from gpipe.stages.tree import Tree, hides_tensors, refuse_hidden_tensors, replace_tensors, tensors_in, version
+
+
+class Undefined(Enum):
+    """What autograd brings where a backward gave None: the node behind it runs all the same."""
+
+    UNDEFINED = "undefined"
+
+
+UNDEFINED = Undefined.UNDEFINED
+
+Gradients: TypeAlias = list[Tensor | Undefined | None]
+"""What comes back for the leaves of a crossing; None where nothing did, because nothing depends on the leaf."""
+
+
+CHANGED = (
+    "what {stage} was given has been changed in place since it was handed on: by the layer that made it, in a later "
+    "micro-batch (a buffer or a workspace that it returns and writes again), or by the caller, who wrote into the "
+    "inputs before the backward. Return a clone, and leave inputs alone until the backward is done"
+)
+NO_STRIDES = (
+    "a {kind} tensor {why} cannot cross to another stage; return it dense ({remedy}), or keep both layers in one "
+    "partition"
+)
+
+
+@dataclass(slots=True)
+class BoundaryValue:
+    """A value as it crosses a boundary.
+
+    `value` is what the next stage sees; `leaves` are its tensors that want a gradient, each once, in a fixed order.
+    `ancestors` are those from which others were made that cross with them, if that is known here: their gradient is
+    whole only where they were made.
+    """
+
+    value: Tree
+    leaves: list[Tensor]
+    ancestors: frozenset[int] | None = None
+    shares_storage: bool = False  # with another value that crosses
+    versions: list[int] | None = None  # of its tensors, as far as they are noted
+
+    def check(self, stage: object) -> None:
+        """Checks that nobody has changed the tensors of the value since it was handed on, or first looked at."""
+        now = [version(tensor) for tensor in tensors_in(self.value)]
+        if self.versions is not None and self.versions != now:
+            raise RuntimeError(CHANGED.format(stage=stage))
+        self.versions = now
+
+    @property
+    def tensor(self) -> Tensor:
+        """The value as the one tensor that it is."""
+        assert isinstance(self.value, Tensor)
+        return self.value
+
+    @property
+    def stashed(self) -> Tensor | None:
+        """The value of a skip route, which is one tensor, or None in its place."""
+        return None if self.value is None else self.tensor
+
+
+def cut(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
+    """Detaches a value from its graph: what to send, and the tensors of the graph that its leaves stand for.
+
+    A tensor that appears twice stays one tensor, so that the gradients of its uses are summed in the same order as
+    if there were no boundary.
+
+    Raises:
+        TypeError: Something in the value hides tensors where the boundary cannot see them.
+    """
+    if type(value) is Tensor:
+        leaf = _leaf(value)
+        return (BoundaryValue(leaf, [leaf]), [value]) if value.requires_grad else (BoundaryValue(leaf, []), [])
+    refuse_hidden_tensors(value)
+    flat, spec = tree_flatten(value)
+    known: dict[int, Tensor] = {}
+    roots, leaves = [], []
+    for at, item in enumerate(flat):
+        if not isinstance(item, Tensor):
+            continue
+        if id(item) not in known:
+            known[id(item)] = leaf = _leaf(item)
+            if item.requires_grad:
+                roots.append(item)
+                leaves.append(leaf)
+        flat[at] = known[id(item)]
+    return BoundaryValue(tree_unflatten(flat, spec), leaves), roots
+
+
+def detached(value: Tree) -> Tree:
+    """The value cut from its graph, for those who keep track of gradients themselves."""
+    refuse_hidden_tensors(value)
+    return replace_tensors(value, lambda tensor: carry_attributes(tensor, tensor.detach()))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:
+        raise TypeError(NO_STRIDES.format(kind="nested", why="", remedy="torch.nested.to_padded_tensor(t, 0.0)"))
+    if tensor.layout is not torch.strided and tensor.requires_grad:
+        raise TypeError(NO_STRIDES.format(kind="sparse", why="that wants a gradient", remedy="t.to_dense()"))
+    leaf = carry_attributes(tensor, tensor.detach())
+    return leaf.requires_grad_() if tensor.requires_grad else leaf
+
+
+def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
+    """Gives another tensor the attributes that somebody's code has put on this one; none may hold tensors."""
+    for name, attribute in vars(tensor).items():
+        if isinstance(attribute, Tensor) or hides_tensors(attribute):
+            raise TypeError(
+                f"the attribute {name!r} of a tensor holds tensors, whose gradients would be lost behind the cut; "
+                f"return a tuple or a dict of both"
+            )
+        setattr(other, name, attribute)
+    return other
+
+
+@dataclass(slots=True)
+class Entered:
+    """A value as one run of a stage is given it, the aliases of its leaves, and where their gradients will be."""
+
+    value: Tree
+    aliases: list[Tensor]
+    gradients: Gradients
+
+    @property
+    def stashed(self) -> Tensor | None:
+        """The value of a skip route."""
+        assert self.value is None or isinstance(self.value, Tensor)
+        return self.value
+
+    def hooked(self) -> set[int]:
+        """The leaves at whose gradients somebody wants to look, or which somebody wants to change."""
+        return {at for at, alias in enumerate(self.aliases) if alias.retains_grad or has_gradient_hooks(alias)}
+
+
+def enter(crossing: BoundaryValue) -> Entered:
+    """Gives a value that crossed a boundary to one run of a stage.
+
+    Each leaf has an alias with a node of its own: for the layers it is a tensor that others made, the hooks that they
+    put on it are of this run alone, and what comes back is kept as autograd brings it, with its strides and
+    alignment (autograd would lay it out anew as `.grad` of a leaf).
+    """
+    gradients: Gradients = [None] * len(crossing.leaves)
+    if not gradients:
+        return Entered(crossing.value, [], gradients)
+    aliases = {id(leaf): _alias(leaf, gradients, at) for at, leaf in enumerate(crossing.leaves)}
+    value = replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor))
+    return Entered(value, list(aliases.values()), gradients)
+
+
+def _alias(leaf: Tensor, gradients: Gradients, at: int) -> Tensor:
+    alias = leaf.expand_as(leaf)  # a view, and unlike one of `view_as` with every stride
+    if alias.grad_fn is not None:  # under no_grad there is nothing to come back
+        alias.grad_fn.register_hook(partial(_keep, gradients, at))
+    return carry_attributes(leaf, alias)
+
+
+def _keep(gradients: Gradients, at: int, passed: object, came: tuple[Tensor | None, ...]) -> tuple[None]:
+    gradients[at] = UNDEFINED if came[0] is None else came[0]
+    return (None,)  # nothing for `.grad`
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
+    """Adds to `.grad` of all leaves, as `torch.autograd.backward` does.
+
+    A root whose gradient is None is left out; one whose gradient is undefined has its node run all the same.
+    """
+    known, values = known_roots(roots, gradients)
+    if known:
+        accumulate_gradients(known, values)
+
+
+def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    """The roots from which a backward starts, and a gradient for each."""
+    known = [
+        _without_value(root) if gradient is UNDEFINED else (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if gradient is not None
+    ]
+    return [root for root, _ in known], [gradient for _, gradient in known]
+
+
+def set_apart(gradients: Iterable[Gradients], kept: Iterable[Tensor] = ()) -> None:
+    """Puts a copy in place of each gradient that shares memory: with another, with what is kept, with a `.grad`.
+
+    Autograd hands one gradient to several nodes, and has a leaf without `.grad` take a view of one for its own, to
+    which later micro-batches add. What goes to another stage must be its own alone.
+    """
+    known = set(map(storage_address, kept)) - {0}
+    for some in gradients:
+        for at, gradient in enumerate(some):
+            if isinstance(gradient, Tensor):
+                address = storage_address(gradient)
+                if address in known or shares_memory(gradient):
+                    some[at] = copy_of(gradient)
+                known |= {address} - {0}
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether there is another tensor, a view say, of the memory of this one."""
+    return storage_address(tensor) != 0 and memory_users(tensor) > 1
+
+
+def _without_value(root: Tensor) -> tuple[Tensor, Tensor]:
+    """A root behind this one, and its gradient, which make autograd run this one's node without a gradient."""
+    with torch.enable_grad():
+        behind: Tensor = _Nothing.apply(root)  # type: ignore[no-untyped-call]  # untyped in torch
+    return behind, torch.zeros_like(behind)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, root: Tensor) -> Tensor:
+        return root.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
+    """The indices of those tensors from which others of them were made.
+
+    >>> import torch
+    >>> one = torch.ones(2, requires_grad=True) * 2
+    >>> find_ancestors([one, one * 3, one.detach()])
+    {0}
+    """
+    edges: set[tuple[Node | None, int]] = set()
+    todo = [edge for root in roots if root.grad_fn is not None for edge in root.grad_fn.next_functions]
+    while todo:
+        edge = todo.pop()
+        if edge not in edges:
+            edges.add(edge)
+            todo += () if edge[0] is None else edge[0].next_functions
+    return {
+        at for at, root in enumerate(roots) if root.grad_fn is not None and (root.grad_fn, root.output_nr) in edges
+    }
+
+
+def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iterator[Tensor]:
+    """The leaves that autograd would reach from these tensors, not past certain nodes.
+
+    >>> import torch
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
+    [True]
+    """
+    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None and root.grad_fn not in until]
+    seen = {*todo, *until}
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                todo.append(behind)
+
+
+def failed_node(error: BaseException) -> int | None:
+    """The sequence number of the autograd node that raised, if it is written in Python."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        node = traceback.tb_frame.f_locals.get("self")
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return node_number(node)
+        traceback = traceback.tb_next
+    return None

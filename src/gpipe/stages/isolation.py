@@ -1,0 +1,149 @@
+"""Refuses stages that reach into each other: weights in a backward, buffers in a forward.
+
+All of a weight's gradient must come from one stage, to be added up in order; what a buffer holds would depend on
+which of its stages comes first.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from gpipe._torch.modules import NormWithStatistics
+from gpipe.stages.boundary import leaves_of
+from gpipe.stages.buffers import SavedBuffers, Slot
+from gpipe.stages.layout import storage_address
+from gpipe.stages.stage import Layer, Stage, stage_of_layers
+from gpipe.stages.tree import version
+
+FOREIGN = (
+    "the backward of {stage} reaches {name}, which is not its own: by a reference past the layers, in loss_fn, or in "
+    "a tensor that was left on a module{left}. Several partitions would add to its gradient at once. Hand on what is "
+    "needed as part of the value, or stash it and pop it where it is used, in the loss too (loss_fn.pop); let a "
+    "weight that several layers use be a parameter of each of them"
+)
+HOOKED = (
+    "{stage} puts a hook on a tensor that it is given (or retains its gradient), and another tensor that crosses the "
+    "cut with it was made from it: behind the cut the hook would see a part of the gradient. Put the hook where the "
+    "tensor is made, return a clone of the tensor for those who hook it, or keep both layers in one partition"
+)
+
+BACKWARD_IN_FORWARD = (
+    "the forward of {stage} adds to gradients of its parameters: a layer calls backward() in it. A recompute would "
+    "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
+    "and have loss_fn.pop), or train these layers by themselves"
+)
+WRITES_IN_BACKWARD = (
+    "the backward of {stage} writes buffers of it ({names}). Where a later forward reads them, as scales of FP8 are "
+    "read, the plain loop has them one micro-batch sooner: forwards go ahead of backwards here, and how far depends "
+    "on the schedule"
+)
+
+
+class WeightOwners:
+    """Which stage each weight of a run belongs to."""
+
+    def __init__(self, stages: Sequence[Stage], shared: Iterable[Tensor]) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._home: dict[int, tuple[int, str]] = {}
+        for stage in stages:
+            for layer in stage.layers:
+                for name, parameter in layer.module.named_parameters():
+                    self._home[id(parameter)] = stage.index, f"{name} of {layer}"
+        for weight in shared:  # layers have aliases of these, and nothing else may use them
+            self._home[id(weight)] = -1, self._home[id(weight)][1]
+        self._claims: dict[int, tuple[int, Tensor]] = {}  # of what belongs to no layer, the first stage that came
+        self._checked: set[int] = set()
+
+    def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
+        """Checks that a stage's first backward in a run reaches no weight of others; `given` are its input leaves."""
+        if stage in self._checked:
+            return
+        self._checked.add(stage)
+        own = set(map(id, given))
+        for leaf in leaves_of(roots):
+            if id(leaf) in own:
+                continue
+            home, name = self._home.get(id(leaf), (stage, ""))
+            first, _ = self._claims.setdefault(id(leaf), (stage, leaf))
+            if home != stage or first != stage:
+                words = name or f"a weight of shape {tuple(leaf.shape)}, which stage {first} uses too"
+                graphs = tensors_left_on(self._stages.values(), graphs=True)
+                left = f" ({graphs})" if graphs else ""
+                raise RuntimeError(FOREIGN.format(stage=self._stages[stage], name=words, left=left))
+
+
+def tensors_left_on(stages: Iterable[Stage], *, graphs: bool = False) -> str:
+    """In words, the attributes of modules where forwards left tensors, or such as have a graph."""
+    found = [
+        f"{name} of {layer}"
+        for stage in stages
+        for layer in stage.layers
+        for module in layer.module.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not (value.is_leaf and (graphs or value.requires_grad))
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def written_in_backward(stage: Stage, before: SavedBuffers) -> list[str]:
+    """What is to be told of the buffers that a backward of a stage has written."""
+    written = {f"{type(module).__name__}.{name}": None for module, name in stage.buffers.after(before)}
+    return [WRITES_IN_BACKWARD.format(stage=stage, names=", ".join(written))] if written else []
+
+
+def find_shared_norm(stages: Sequence[Stage]) -> str | None:
+    """Why the stages cannot be run, if running statistics of one module belong to several."""
+    home: dict[nn.Module, int] = {}
+    for stage in stages:
+        for layer in stage.layers:
+            for module in layer.module.modules():
+                first = home.setdefault(module, stage.index)
+                if first != stage.index and isinstance(module, NormWithStatistics) and module.track_running_stats:
+                    return (
+                        f"{layer} uses a {type(module).__name__} that stage {first} uses too, and its running "
+                        f"statistics would depend on which comes first; use one module for each, or put the layers "
+                        f"into one stage"
+                    )
+    return None
+
+
+def find_shared_buffers(stages: Sequence[Stage]) -> dict[Slot, str]:
+    """The buffers that several stages see, each with a layer of another: of one module, or in one memory."""
+    home: dict[object, Layer] = {}
+    stage_of = stage_of_layers(stages)
+    found: dict[Slot, str] = {}
+    for layer in (layer for stage in stages for layer in stage.layers):
+        for module in layer.module.modules():
+            for name, buffer in module._buffers.items():
+                for seen in (
+                    module,
+                    *([storage_address(buffer)] if buffer is not None and storage_address(buffer) else []),
+                ):
+                    first = home.setdefault(seen, layer)
+                    if stage_of[first.index] != stage_of[layer.index]:
+                        found[module, name] = f"{first} and {layer}"
+    return found
+
+
+class SharedBufferCheck:
+    """Watches the buffers that several stages see: a change would depend on which of them comes first."""
+
+    def __init__(self, shared_buffers: Mapping[Slot, str]) -> None:
+        self._shared = shared_buffers
+        tensors = [module._buffers.get(name) for module, name in shared_buffers]
+        self._before = [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
+
+    def check(self) -> None:
+        """Checks that no shared buffer was changed."""
+        states = zip(self._shared.items(), self._before, strict=True)
+        changed = [
+            f"{place[1]} ({users})"
+            for (place, users), (tensor, before) in states
+            if place[0]._buffers.get(place[1]) is not tensor or (tensor is not None and version(tensor) != before)
+        ]
+        if changed:
+            raise RuntimeError(
+                f"a forward changed a buffer that layers of several stages use, so that the result depends on "
+                f"which comes first: {', '.join(changed)}; use one module for each, or put the layers into one "
+                f"stage"
+            )

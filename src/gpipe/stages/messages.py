@@ -1,0 +1,150 @@
+"""The seam between ranks: a worker hands messages over, a transport brings them.
+
+What crossed between processes in one run, as data: each end notes for itself which tensors, and when.
+"""
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+
+import torch
+
+from gpipe.stages.boundary import BoundaryValue, Gradients
+
+Message: TypeAlias = BoundaryValue | Gradients
+ReadyEvent: TypeAlias = torch.cuda.Event | float | None
+"""When a tensor that crosses is whole: an event on its maker's stream, or on a CPU the time, for the recorder."""
+
+
+class Control(IntEnum):
+    """What processes tell each other outside of the program: in a label it stands where routes have their place."""
+
+    AGREEMENT = -1
+    """What all processes tell each other."""
+    TIED_GRADIENTS = -2
+    """Gradients of shared weights, between the stages that use them."""
+    GRADIENTS = -3
+    """Which gradients a replica has, and then the gradients, to the replica that adds them up."""
+    SUMMED_GRADIENTS = -4
+    """Gradients of all replicas added up."""
+    HEADER = -5
+    """What the first stage tells the others before a run."""
+    WEIGHT = -6
+    """By how much the micro-batches of a replica count."""
+    OUTPUT = -7
+    """An output of the last stage, for the others."""
+    DEFERRED_STATISTICS = -8
+    """Statistics of BatchNorm over the mini-batch of a replica."""
+    MICRO_BATCHES = -9
+    """How many micro-batches a replica has."""
+    REDUCTION = -10
+    """By what a replica averages and scales losses."""
+    BATCHNORM = -16
+    """Statistics of a micro-batch of a replica, at the stage's first BatchNorm; those of the others follow below."""
+
+
+class Label(NamedTuple):
+    """What a message carries: a route (its place in the program, or a `Control`), micro-batch, value or gradient."""
+
+    route: int
+    micro_batch: int
+    gradient: bool
+
+
+class Cancelled(BaseException):
+    """Ends a rank that waits for a message which will not come, because another rank failed."""
+
+
+class Transport(Protocol):
+    """Carries messages between ranks."""
+
+    cancelled: bool
+
+    def reach(self, at: int) -> None:
+        """Notes how far in its row a rank is."""
+
+    def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
+        """Hands a message to a rank, without waiting for it."""
+
+    def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
+        """Waits for a message to a rank; raises `Cancelled` once the run is."""
+
+    def cancel(self) -> None:
+        """Wakes every rank that waits, now or later, with `Cancelled`."""
+
+
+DIGITS = 9
+"""Of seconds, as processes tell each other: nanoseconds."""
+
+
+class Payload(NamedTuple):
+    """A tensor of a message; `size` are the bytes that travel, what is only repeated once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class Crossed(NamedTuple):
+    """A message, as one of its ends knows it.
+
+    `asked` is when this end called for it, `begun` when a sender had room for it and began to write, `ended` when
+    this end was done, all in seconds. A receiver does not know when it was begun: for it that is when it asked.
+    """
+
+    sends: bool
+    peer: int
+    label: Label
+    tensors: tuple[Payload, ...]
+    asked: float
+    begun: float
+    ended: float
+
+
+class Traffic(NamedTuple):
+    """All that one process sent and received in a run; `routes` are what the numbers of labels stand for.
+
+    >>> sent = Crossed(True, 1, Label(0, 3, False), (Payload("float32", (2, 4), 32),), 0.5, 0.5, 0.75)
+    >>> traffic = Traffic(("x:0>1",), 4, (sent,))
+    >>> Traffic.of_json(traffic.to_json()) == traffic
+    True
+    >>> traffic.moved(1.0).crossed[0].ended
+    1.75
+    """
+
+    routes: tuple[str, ...] = ()
+    micro_batches: int = 0
+    crossed: tuple[Crossed, ...] = ()
+
+    def moved(self, by: float) -> Self:
+        """The same by another clock."""
+        return self._replace(
+            crossed=tuple(
+                one._replace(asked=one.asked + by, begun=one.begun + by, ended=one.ended + by) for one in self.crossed
+            )
+        )
+
+    def to_json(self) -> list[Any]:
+        """As lists of numbers and words, what tensors there are written once."""
+        kinds = {one.tensors: None for one in self.crossed}
+        number = {tensors: at for at, tensors in enumerate(kinds)}
+        rows = [
+            [int(one.sends), one.peer, *map(int, one.label), number[one.tensors], *_rounded(one[-3:])]
+            for one in self.crossed
+        ]
+        return [self.routes, self.micro_batches, list(kinds), rows]
+
+    @classmethod
+    def of_json(cls, told: list[Any]) -> Self:
+        """Reads what `to_json` gave."""
+        routes, micro_batches, kinds, rows = told
+        payloads = [tuple(Payload(dtype, tuple(shape), size) for dtype, shape, size in kind) for kind in kinds]
+        crossed = (
+            Crossed(bool(sends), peer, Label(route, micro_batch, bool(gradient)), payloads[at], *times)
+            for sends, peer, route, micro_batch, gradient, at, *times in rows
+        )
+        return cls(tuple(routes), micro_batches, tuple(crossed))
+
+
+def _rounded(times: Iterable[float]) -> list[float]:
+    return [round(seconds, DIGITS) for seconds in times]

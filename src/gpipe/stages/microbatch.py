@@ -1,0 +1,360 @@
+"""Splits a mini-batch into micro-batches, merges their outputs, and weighs uneven ones.
+
+Finds what in inputs and targets cannot be split by rows into micro-batches, and says what to give instead.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeGuard, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset
+
+from gpipe._torch.trees import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from gpipe.stages.tree import Tree, hides_tensors
+
+Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A tensor, or what else holds some, that every micro-batch takes whole, whatever the first dimension.
+
+    >>> import gpipe, torch
+    >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=2)
+    >>> cosines = gpipe.Whole(torch.zeros(1, 8))  # not split, though the batch has 4 rows
+    >>> out, _ = pipe((torch.ones(4, 8), cosines))
+    >>> out.shape
+    torch.Size([4, 8])
+    """
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class MicroBatches(Sequence[Tree]):
+    """Ready-made micro-batches, in place of a mini-batch: nothing is split, and each has rows and lengths of its own.
+
+    An element is one micro-batch: all that the first layer takes of it or, as a target, all that the loss takes.
+
+    Args:
+        parts: The micro-batches, at least one and at most M.
+
+    Raises:
+        ValueError: There are none, or one is ready-made micro-batches itself.
+        TypeError: It is one value and no sequence of micro-batches.
+
+    >>> import gpipe, torch
+    >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=4)
+    >>> sentences = gpipe.MicroBatches([torch.ones(3, 5), torch.ones(2, 9)])  # each padded by itself
+    >>> [output.shape for output in pipe(sentences)]
+    [torch.Size([3, 5]), torch.Size([2, 9])]
+    """
+
+    parts: tuple[Tree, ...]
+
+    def __init__(self, parts: Iterable[Tree]) -> None:
+        if isinstance(parts, (Tensor, Mapping, str, bytes)) or not isinstance(parts, Iterable):
+            raise TypeError(
+                f"gpipe.MicroBatches takes a list with an element for each micro-batch, "
+                f"gpipe.MicroBatches([first, second, ...]), and not a {type(parts).__name__}"
+            )
+        object.__setattr__(self, "parts", tuple(parts))
+        if not self.parts:
+            raise ValueError("gpipe.MicroBatches of nothing: give at least one micro-batch, or skip this step")
+        if any(isinstance(part, MicroBatches) for part in self.parts):
+            raise ValueError(
+                "a micro-batch is gpipe.MicroBatches itself; give all micro-batches in one list: "
+                "gpipe.MicroBatches([*some, *others])"
+            )
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, at: int) -> Tree: ...
+    @overload
+    def __getitem__(self, at: slice) -> "MicroBatches": ...
+    def __getitem__(self, at: int | slice) -> Tree:
+        return MicroBatches(self.parts[at]) if isinstance(at, slice) else self.parts[at]
+
+
+def as_tree(given: Tree) -> Tree:
+    """What was given as a tree: of ready-made micro-batches, all of them."""
+    return given.parts if isinstance(given, MicroBatches) else given
+
+
+def take_parts(given: MicroBatches) -> list[Tree]:
+    """Ready-made micro-batches as the layers take them, with what is wrapped in `Whole` as it is."""
+    return [
+        part
+        if type(part) is Tensor
+        else tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Whole) else leaf, part)
+        for part in given.parts
+    ]
+
+
+def count_rows(inputs: Tree) -> int:
+    """N, the rows of a mini-batch: the first dimension of its first tensor that has one.
+
+    Raises:
+        ValueError: There is no such tensor, or it has no rows.
+    """
+    first = _first_with_rows(inputs)
+    if first is None:
+        raise ValueError(f"the inputs hold no tensor with rows; {_no_rows_in(inputs)}")
+    if not len(first):
+        raise ValueError(f"the mini-batch is empty: its first tensor has shape {tuple(first.shape)}; skip this batch")
+    return len(first)
+
+
+def count_rows_of_parts(inputs: MicroBatches) -> list[int]:
+    """The rows of each ready-made micro-batch of inputs, by what is not wrapped in `Whole`.
+
+    Raises:
+        ValueError: Some hold no tensor with rows, or no rows; all of them named.
+    """
+    found = [_first_with_rows(part) for part in inputs]
+    mistakes = [
+        f"inputs[{m}] holds no tensor with rows; {_no_rows_in(inputs[m])}"
+        if first is None
+        else f"inputs[{m}] is empty: its first tensor has shape {tuple(first.shape)}; leave this micro-batch out"
+        for m, first in enumerate(found)
+        if first is None or not len(first)
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return [len(first) for first in found if first is not None]
+
+
+def _first_with_rows(inputs: Tree) -> Tensor | None:
+    return next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+
+
+def _no_rows_in(inputs: Tree) -> str:
+    leaves = tree_leaves(inputs)
+    if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
+        instead = f"not numbers in a {type(inputs).__name__}: torch.tensor(...) makes one of them"
+    elif isinstance(inputs, (dict, list, tuple)) and not leaves:
+        instead = f"not an empty {type(inputs).__name__}"
+    else:
+        instead = f"not {'None' if inputs is None else 'a ' + type(inputs).__name__} without one"
+    return f"give at least one tensor whose first dimension is the batch, {instead}"
+
+
+def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
+    """Splits each tensor of `rows` rows as `tensor_split` does: the first parts are one row larger.
+
+    Tensors without dimensions, other values and what is wrapped in `Whole` go to every part as they are.
+
+    Raises:
+        ValueError: Tensors with another first dimension, all of them named.
+    """
+    if type(tree) is Tensor and tree.dim() > 0 and tree.shape[0] == rows:
+        return list(tree.tensor_split(parts))
+    leaves, spec = tree_flatten_with_path(tree)
+    mistakes = [
+        f"{what}{keystr(path)} has shape {tuple(leaf.shape)}, but the mini-batch has {rows} rows; "
+        f"split by rows, or wrap it in gpipe.Whole if every micro-batch needs all of it"
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != rows
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    columns = [_split_leaf(leaf, parts) for _, leaf in leaves]
+    return [tree_unflatten([column[i] for column in columns], spec) for i in range(parts)]
+
+
+def _split_leaf(leaf: object, parts: int) -> Sequence[object]:
+    if isinstance(leaf, Whole):
+        return [leaf.tensor] * parts
+    if isinstance(leaf, Tensor) and leaf.dim() > 0:
+        return leaf.tensor_split(parts)
+    return [leaf] * parts
+
+
+def merge(parts: Sequence[Tree]) -> Tree:
+    """Puts the outputs of micro-batches together again, tensors along their first dimension."""
+    if type(parts[0]) is Tensor and parts[0].dim() > 0:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]  # a tensor each
+    flat = [tree_flatten(part) for part in parts]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise TypeError("the outputs of the micro-batches differ in structure; return the same structure for each")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_merge_leaf(column) for column in columns], flat[0][1])
+
+
+def _merge_leaf(column: Sequence[object]) -> object:
+    first = column[0]
+    if len(column) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            raise TypeError(
+                "an output is a tensor without dimensions, one for each micro-batch, and cannot be merged; "
+                "give it a row dimension, or use step(), where loss_fn sees each micro-batch's output"
+            )
+        return torch.cat([leaf for leaf in column if isinstance(leaf, Tensor)])
+    if any(other is not first and other != first for other in column):
+        raise TypeError(
+            f"an output is {first!r} for one micro-batch and differs for another; return tensors with rows"
+        )
+    return first
+
+
+def rows_of_parts(rows: int, parts: int) -> list[int]:
+    """The rows of each micro-batch, where a mini-batch has so many: the first ones have one more."""
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def loss_weights(
+    reduction: Reduction,
+    rows: Sequence[int],
+    targets: Sequence[Tree],
+    over_replicas: Callable[[float], float] = float,
+) -> list[float]:
+    """The share w_i of each micro-batch in the loss: 1 each for "sum", else in proportion, in float64.
+
+    `over_replicas` adds the weight of this mini-batch to that of the others.
+
+    Raises:
+        ValueError: A weight is negative or not finite, or all are 0.
+        TypeError: The reduction is none of those known.
+    """
+    if reduction == "sum":
+        return [1.0] * len(rows)
+    if reduction == "mean":
+        raw = [float(n) for n in rows]
+    elif callable(reduction):
+        raw = [_weight(reduction(target)) for target in targets]
+    else:
+        raise TypeError(f"reduction={reduction!r}: give 'mean', 'sum' or a function of the target giving a weight")
+    if not all(0 <= weight < float("inf") for weight in raw):
+        raise ValueError(f"the weights of the micro-batches are {raw}; each must be finite and at least 0")
+    total = over_replicas(sum(raw))
+    if total == 0:
+        raise ValueError("the weights of all micro-batches are 0: there is nothing to average; skip this mini-batch")
+    return [weight / total for weight in raw]
+
+
+def _weight(returned: object) -> float:
+    try:
+        return float(returned)  # type: ignore[arg-type]  # whatever float takes
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        raise TypeError(
+            f"reduction must return the weight of a micro-batch, one number such as how many labels count; it "
+            f"returned {found}"
+        ) from error
+
+
+TWO_ROWS = 2
+"""What a model's forward is recorded on at least, if there are so many: BatchNorm in training refuses one."""
+
+
+def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
+    """The first micro-batch of a sample, of so many rows at least, if it has them."""
+    if sample is None:
+        return None
+    if isinstance(sample, MicroBatches):
+        return take_parts(sample)[0]
+    rows = count_rows(sample)
+    return split(sample, rows, min(micro_batches, max(rows // least, 1)), "sample")[0]
+
+
+SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator)
+
+
+INSIDE = (
+    "gpipe.MicroBatches, which stand for all inputs or all targets and in no other value; put the other values into "
+    "each micro-batch: gpipe.MicroBatches([(x, mask), ...])"
+)
+
+
+def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
+    """What is in a tree that cannot be split into micro-batches, or be one of them, each with what to do.
+
+    >>> list(find_unsplittable("inputs", {"mask": np.ones(3)}))
+    ["inputs['mask'] is a numpy array; give a tensor: torch.from_numpy(...)"]
+    """
+    if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
+        return
+    for path, leaf in tree_flatten_with_path(as_tree(tree), is_leaf=_is_packed)[0]:
+        name = f"{what}{keystr(path)}"
+        if isinstance(leaf, Tensor):
+            yield from _find_strange_layout(name, leaf, ready_made=isinstance(tree, MicroBatches))
+        elif isinstance(leaf, MicroBatches):
+            yield f"{name} is {INSIDE}"
+        elif isinstance(leaf, Whole):
+            if isinstance(leaf.tensor, np.ndarray):
+                yield f"{name} is a numpy array in gpipe.Whole; give a tensor: torch.from_numpy(...)"
+            elif isinstance(leaf.tensor, MicroBatches):
+                yield f"{name} is gpipe.Whole with {INSIDE}"
+        elif not isinstance(leaf, SIMPLE):
+            yield from _find_strange_kind(name, leaf)
+
+
+def find_unsplit_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
+    """Lists of numbers or words, one a row as it seems, that would go whole to every micro-batch."""
+    if type(tree) is Tensor or rows < 2:
+        return
+    for path, leaf in tree_flatten_with_path(tree, is_leaf=_is_plain_list)[0]:
+        if _is_plain_list(leaf) and len(leaf) == rows:
+            yield (
+                f"{what}{keystr(path)} is a list of {rows} values, as many as the mini-batch has rows, and "
+                f"only tensors are split by rows; make it a tensor, torch.tensor(...), or wrap it in gpipe.Whole if "
+                f"every micro-batch needs all of it"
+            )
+
+
+def _is_plain_list(value: object) -> TypeGuard[list[object]]:
+    return type(value) is list and all(isinstance(item, (int, float, str, bytes)) for item in value)
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def _find_strange_layout(name: str, tensor: Tensor, *, ready_made: bool) -> Iterator[str]:
+    if tensor.is_nested:
+        yield (
+            f"{name} is a nested tensor, which has no rows to split; pad it, as in "
+            f"torch.nested.to_padded_tensor(t, 0.0), and give a mask beside it"
+        )
+    elif tensor.layout is not torch.strided and not ready_made:
+        yield f"{name} is sparse ({tensor.layout}), which cannot be split into micro-batches; give t.to_dense()"
+
+
+def _find_strange_kind(name: str, leaf: object) -> Iterator[str]:
+    kind = type(leaf)
+    library = kind.__module__.partition(".")[0]
+    if isinstance(leaf, np.ndarray):
+        yield f"{name} is a numpy array; give a tensor: torch.from_numpy(...)"
+    elif library in ("pandas", "polars"):
+        yield f"{name} is a {kind.__name__} of {library}; give a tensor: torch.from_numpy(t.to_numpy())"
+    elif isinstance(leaf, PackedSequence):
+        yield f"{name} is a PackedSequence; give it padded, by nn.utils.rnn.pad_packed_sequence, and the lengths"
+    elif isinstance(leaf, (DataLoader, Dataset, Iterator)):
+        yield (
+            f"{name} is a {kind.__name__}; give one mini-batch of it at a time: "
+            f"for inputs, targets in ...: pipe.step(inputs, targets, loss_fn)"
+        )
+    elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
+        yield f"{name} is a {kind.__name__}; give a tensor: torch.as_tensor(numpy.asarray(...))"
+    elif hides_tensors(leaf):
+        plain = " dict(...) of it," if isinstance(leaf, Mapping) else ""
+        yield (
+            f"{name} is a {kind.__name__} that holds tensors, which cannot be seen, and so not be split; "
+            f"give{plain} tensors in tuples, lists or dicts, register the class by "
+            f"torch.utils._pytree.register_pytree_node, or wrap it in gpipe.Whole if every micro-batch needs it whole"
+        )

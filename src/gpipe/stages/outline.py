@@ -1,0 +1,175 @@
+"""Knows layers given as callables without their weights, so that each of several processes builds only its own.
+
+All processes have an `outline` of all layers, and then each builds its own for real: `realize`. A layer's weights
+depend on (seed, index) alone, so one process that builds all has the same.
+"""
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gpipe._torch.modules import refresh_weights_of_rnn
+from gpipe._torch.trees import tree_map
+from gpipe.stages.remote_parameter import stand_in
+from gpipe.stages.sequence import Maker, build, describe_invalid_sequence, name_layers
+from gpipe.stages.stage import Stage
+
+Shapes: TypeAlias = dict[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """All layers, on the meta device where they are given as callables, and what it takes to build those.
+
+    Attributes:
+        layers: The layers by name. Modules are the user's own.
+        makers: The callables, by the index of their layer.
+        seed: What the weights depend on.
+        mistakes: What is wrong with the layers.
+    """
+
+    layers: dict[str, nn.Module]
+    makers: dict[int, Maker]
+    seed: int
+    mistakes: list[str]
+
+
+def outline(layers: object, seed: int) -> Outline:
+    """The layers as far as they can be known without weights: names, routes, shapes and numbers of parameters.
+
+    Callables are called with the meta device as the default, where nothing is allocated. One that needs values there,
+    or has a device of its own, is built for real and left with shapes alone, so that one such layer at a time is in
+    memory. Torch's, numpy's and Python's generators stay untouched.
+
+    >>> found = outline([lambda: nn.Linear(10**6, 10**6), nn.Tanh], seed=0)
+    >>> found.layers["0"].weight.numel(), found.layers["0"].weight.device.type
+    (1000000000000, 'meta')
+    """
+    makers: dict[int, Maker] = {}
+    known = WeakIdKeyDictionary()
+    if isinstance(layers, Iterable) and not describe_invalid_sequence(layers):
+        layers = list(layers)
+        for layer in layers:
+            if isinstance(layer, nn.Module):  # stays as it is, also where a callable puts it into another
+                known.update({part: part for part in (*layer.modules(), *_state(layer).values())})
+
+    def without_values(maker: Maker, index: int) -> object:
+        makers[index] = maker
+        return _without_values(_build_on_meta(maker, seed, index), known)
+
+    named, mistakes = name_layers(layers, without_values)
+    return Outline(named, makers, seed, mistakes)
+
+
+def realize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module], list[str]]:
+    """The layers of an outline with those of the indices `own` built for real, and what is wrong with them.
+
+    They are built by another call of their callables, and have the weights that `build_layers` gives them. Modules
+    are the user's own, as they are.
+
+    >>> found = outline([lambda: nn.Linear(10**6, 10**6), lambda: nn.Linear(2, 1)], seed=0)
+    >>> layers, mistakes = realize(found, range(1, 2))
+    >>> [(name, layer.weight.device.type) for name, layer in layers.items()], mistakes
+    ([('0', 'meta'), ('1', 'cpu')], [])
+    """
+    mistakes: list[str] = []
+    named = dict(found.layers)
+    for index, maker in found.makers.items():
+        if index in own:
+            layer = build(maker, found.seed, index)
+            mistakes += _find_differences(index, found.layers[str(index)], layer)
+            if isinstance(layer, nn.Module):
+                named[str(index)] = layer
+    return named, mistakes
+
+
+def release(stages: Sequence[Stage], own: Sequence[Stage], others: Iterable[Tensor] = ()) -> None:
+    """Leaves the layers of other stages without values, but for what a layer of one's own has too, and `others`.
+
+    They would keep the weights that they began with, and a model of the user's that holds them would be half trained.
+    """
+    mine = [part for stage in own for layer in stage.layers for part in layer.module.modules()]
+    kept = {id(tensor) for part in mine for tensor in (*part._parameters.values(), *part._buffers.values())}
+    kept |= set(map(id, others))
+    known = WeakIdKeyDictionary()
+    layers = [layer for stage in stages for layer in stage.layers]
+    for part, index in {part: layer.index for layer in layers for part in layer.module.modules()}.items():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in kept and not _is_empty(tensor):
+                    held[name] = known.setdefault(tensor, stand_in(_on_meta(tensor), index))
+        refresh_weights_of_rnn(part)
+
+
+def _build_on_meta(maker: Maker, seed: int, index: int) -> object:
+    """Builds a layer on the meta device, or for real if it asks for values there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever builds the layer for real is warned
+        try:
+            with torch.device("meta"):
+                return build(maker, seed, index)
+        except Exception:  # whatever an operation without values raises; any other error comes again
+            pass
+        return build(maker, seed, index)
+
+
+def _without_values(value: object, known: WeakIdKeyDictionary) -> object:
+    """The same module or, if it has values, one of the same class, parts and names on the meta device.
+
+    The module itself stays as it is: it may be the user's. What is shared stays shared, by way of `known`.
+    """
+    if isinstance(value, Tensor):
+        return value if _is_empty(value) else known.setdefault(value, _on_meta(value))
+    if not isinstance(value, nn.Module) or isinstance(value, torch.jit.ScriptModule):
+        return value
+    if all(map(_is_empty, _state(value).values())):
+        return value
+    if value not in known:
+        known[value] = twin = value.__new__(type(value))
+        twin.__dict__ = tree_map(lambda leaf: _without_values(leaf, known), value.__dict__)
+    return known[value]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    return tensor.is_meta or is_lazy(tensor)
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[str]:
+    """What is wrong with a layer built for real, beside the one built without values."""
+    first, later = _shapes(empty), _shapes(layer) if isinstance(layer, nn.Module) else {}
+    same = type(layer).__name__ == type(empty).__name__  # some are of classes made for them alone
+    if not same or first != later:
+        yield (
+            f"layer {index}: its callable built {_named_apart(empty, first, later)} first and "
+            f"{_named_apart(layer, later, first)} later; it is called in every process, so let every call build the "
+            f"same layer"
+        )
+    elif isinstance(layer, nn.Module) and (missing := [name for name, t in _state(layer).items() if t.is_meta]):
+        yield (
+            f"layer {index}: its callable gave no values to {', '.join(missing)}; let every call build the whole "
+            f"layer anew, and name weights that it shares with another layer in ties=... instead"
+        )
+
+
+def _named_apart(layer: object, shapes: Shapes, others: Shapes) -> str:
+    apart = [f"{name} {shape}" for name, shape in shapes.items() if name not in others or others[name] != shape]
+    return f"a {type(layer).__name__}{' with ' if apart else ''}{', '.join(apart)}"
+
+
+def _shapes(module: nn.Module) -> Shapes:
+    return {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in _state(module).items()}

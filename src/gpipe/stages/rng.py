@@ -1,0 +1,316 @@
+"""Keys random operations: what a visit draws is a function of (seed, step, layer, micro-batch) alone.
+
+torch keeps one generator for each device of a process, and rank threads would draw from it in any order. So a visit
+has generators of its own, which the random operations inside of it are given.
+
+Random operations, where a thread wants to see them: each is given a generator, and all others cost nothing.
+
+torch's dispatcher has a key that nothing uses. Kernels for the random operations stand there, above those of
+autograd, and whoever enters a `Keyed` has its own thread go by that key. Operations that are made of others
+(`F.dropout`, `nn.LSTM`) are seen as those; what draws and takes no generator borrows the default one under a lock.
+"""
+
+import hashlib
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gpipe._torch.autograd import node_number, running_node
+from gpipe._torch.dispatcher import (
+    UNUSED_KEY,
+    Operator,
+    are_below_a_mode,
+    arguments_of,
+    go_by,
+    goes_by,
+    is_one_generator,
+    keys_below,
+    leave_out,
+    let_control_flow_pass,
+    random_operators,
+    stash,
+    stashed,
+    unused_key,
+)
+from gpipe._torch.modes import is_traced_by_compiler, is_vmapped, untraced_kernel
+from gpipe.stages.rng_checkpoint import Generators, find_checkpoints, note
+
+CPU = torch.device("cpu")
+SLOT = "gpipe.keyed"  # of this thread, and of the engine's threads for what this one begins
+
+borrowing = threading.RLock()  # whoever holds it may set the state of a default generator
+_installing = threading.Lock()
+_installed: list[Any] = []
+
+
+class Keyed:
+    """A context: inside, in this thread, what draws and was given no generator draws from `generator(device)`."""
+
+    def __init__(self) -> None:
+        self.grad = True  # whether it was entered in grad mode
+        self._outer: list[tuple[Keyed | None, FrameType]] = []
+
+    @property
+    def entered_by(self) -> FrameType | None:
+        """The frame that entered the context: where to stop on a way up the stack."""
+        return self._outer[-1][1] if self._outer else None
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator to draw from next on a device."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        key = _key()
+        nested = goes_by(key)
+        self._outer.append((stashed(SLOT) if nested else None, sys._getframe(1)))
+        self.grad = torch.is_grad_enabled()
+        stash(SLOT, self)
+        if not nested:
+            go_by(key, True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        outer, _ = self._outer.pop()
+        stash(SLOT, outer)
+        if outer is None:
+            go_by(_key(), False)
+
+
+def _install() -> tuple[Any, Sequence[torch.library.Library]]:
+    """The key, and the kernels, which stand there as long as they are remembered."""
+    key = unused_key()
+    rest = torch.library.Library("_", "IMPL", UNUSED_KEY)
+    rest.fallback(torch.library.fallthrough_kernel)
+    let_control_flow_pass(key)
+    libraries = {"_": rest}
+    below = keys_below(key)
+    for func in random_operators():
+        namespace, _, name = func.name().partition("::")
+        if namespace not in libraries:
+            libraries[namespace] = torch.library.Library(namespace, "IMPL", UNUSED_KEY)
+        libraries[namespace].impl(name, _kernel(func, key, below), with_keyset=True)
+    return key, tuple(libraries.values())
+
+
+def _key() -> Any:
+    if not _installed:
+        with _installing:
+            if not _installed:
+                _installed.extend(_install())
+    return _installed[0]
+
+
+def _find_with_generator(func: Operator) -> Operator | None:
+    """The overload of a random operation that takes a generator, if it has one."""
+    ours = arguments_of(func)
+    if "generator" in ours:
+        return func
+    for name in func.overloadpacket.overloads():
+        other: Operator = getattr(func.overloadpacket, name)
+        theirs = arguments_of(other)
+        if "generator" in theirs and [n for n in theirs if n != "generator"] == ours:
+            return other
+    return None
+
+
+def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
+    """What a random operation does in a thread that sees it."""
+    keyed, ours = _find_with_generator(func), arguments_of(func)
+    most = ours.index("generator") if "generator" in ours else len(ours)
+
+    def kernel(keys: Any, *args: object, **kwargs: object) -> object:
+        given = kwargs.get("generator") or (args[most] if len(args) > most else None)
+        if _is_transformed() or (given is not None and not _is_default(given)):
+            return func.redispatch(keys & below, *args, **kwargs)
+        device = _device_of(args, kwargs)
+        if keyed is None and _is_made_of_others(keys, device):
+            return func.redispatch(keys & below, *args, **kwargs)
+        generator = stashed(SLOT).generator(device)
+        leave_out(own, True)
+        try:
+            if keyed is None:
+                return _borrow(generator, lambda: func(*args, **kwargs))
+            kwargs["generator"] = generator
+            return keyed(*args[:most], **kwargs)
+        finally:
+            leave_out(own, False)
+
+    return untraced_kernel(kernel)  # it runs within compiled code too, and there dynamo would trace it
+
+
+def _is_made_of_others(keys: Any, device: torch.device) -> bool:
+    """Whether an operation draws by others that are seen in turn; below a mode or a subclass of Tensor none is."""
+    return device.type in ("cpu", "meta") and not are_below_a_mode(keys)
+
+
+def _is_transformed() -> bool:
+    """Whether a compiler looks on, so that nothing is drawn, or `vmap`, under which it will be, below."""
+    return is_vmapped() or is_traced_by_compiler()
+
+
+def _is_default(generator: Any) -> bool:
+    """Whether a generator that the caller passed is torch's own, which says no more than none."""
+    return is_one_generator(generator, default_generator(generator.device))
+
+
+def _device_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:
+    if args and isinstance(args[0], Tensor):
+        return _whole(args[0].device)
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, Tensor):
+            return _whole(value.device)
+    device = kwargs.get("device")
+    return CPU if device is None else _whole(torch.device(device))  # type: ignore[call-overload]  # as the operation
+
+
+def _whole(device: torch.device) -> torch.device:
+    """A device with its index, but for the CPU, which has one generator whatever its name."""
+    if device.type == "cpu":
+        return CPU
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:
+    """Draws from a default generator that meanwhile stands where `generator` does.
+
+    It is the only way where torch takes no generator: dropout, fused attention and cuDNN's RNNs on GPUs, and dropout
+    on the CPU below a mode or a subclass of Tensor. The lock keeps rank threads apart meanwhile.
+    """
+    default = default_generator(generator.device)
+    with borrowing:
+        own = default.get_state()
+        try:
+            default.set_state(generator.get_state())
+            result = draw()
+            generator.set_state(default.get_state())
+        finally:
+            default.set_state(own)
+    return result
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operations on a device take when given none."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
+
+
+@contextmanager
+def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Around a run: puts back a default generator that a layer seeded; one that others drew from goes on from there.
+
+    Layers that seed it within `torch.random.fork_rng` would else leave it seeded, where two do so at once: each puts
+    back what it found, which may be the other's seed.
+    """
+    found = {default: (default.initial_seed(), default.get_state()) for default in map(default_generator, devices)}
+    try:
+        yield
+    finally:
+        for default, (seed, state) in found.items():
+            if default.initial_seed() != seed:
+                default.set_state(state)
+
+
+IN_BACKWARD = (
+    "{} draws random numbers in its backward, where no key reaches them: they would depend on which rank comes "
+    "first. Draw them in the forward and keep them for the backward (ctx.save_for_backward). A layer that runs again "
+    "in its backward what drew in its forward (RevNet, Reformer) can do that by torch.utils.checkpoint, whose draws "
+    "are keyed, or leave it to the pipeline, by remat='always'"
+)
+
+
+def visit_key(seed: int, step: int, layer: int, micro_batch: int) -> int:
+    """The number, of 63 bits, from which a visit's generators are seeded."""
+    packed = struct.pack("<4q", seed, step, layer, micro_batch)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like torch.no_grad
+    """A context in which every random operation of this thread draws from the key (seed, step, layer, micro-batch).
+
+    The plain loop that a pipeline equals bit for bit enters it around each layer; its backward may be outside.
+
+    >>> import gpipe, torch
+    >>> with gpipe.visit(seed=0, step=3, layer=1, micro_batch=2):
+    ...     first = torch.rand(2)
+    >>> with gpipe.visit(seed=0, step=3, layer=1, micro_batch=2):
+    ...     again = torch.rand(2)
+    >>> torch.equal(first, again)
+    True
+    """
+
+    piped = False  # whether its backward will be run `InBackward`
+
+    def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
+        super().__init__()
+        self._generators = Generators(partial(_start, (seed, step, layer, micro_batch)))
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator to draw from next on a device."""
+        found = find_checkpoints(self.entered_by)
+        generators = self._generators if found.recompute is None else found.recompute.generators(sure=False)
+        generator = generators[device]
+        needed = self.grad or torch.is_grad_enabled()  # else no backward follows
+        for forward in found.forwards:
+            note(forward, device, generator, needed=needed, releases=self.piped)
+        return generator
+
+
+def _start(place: tuple[int, int, int, int], device: torch.device) -> torch.Generator:
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(visit_key(*place))
+
+
+class PipeVisit(visit):
+    """A visit in a pipe, which runs the backward too."""
+
+    piped = True
+
+
+class InBackward(Keyed):
+    """A context for a backward of a pipe: recomputes of checkpoints draw what their forwards drew, nothing else may.
+
+    Args:
+        maker: Says in words which layer made an autograd node, given the node's sequence number.
+    """
+
+    def __init__(self, maker: Callable[[int | None], str | None]) -> None:
+        super().__init__()
+        self._maker = maker
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator to draw from next on a device.
+
+        Raises:
+            RuntimeError: This is no recompute.
+        """
+        found = find_checkpoints(self.entered_by)
+        if found.recompute is None:
+            raise RuntimeError(IN_BACKWARD.format(self._maker(_node(self.entered_by)) or "a layer"))
+        generator = found.recompute.generators(sure=True)[device]
+        for forward in found.forwards:
+            note(forward, device, generator, needed=True, releases=True)
+        return generator
+
+
+def _node(until: FrameType | None) -> int | None:
+    """The sequence number of the autograd node that runs: the outermost one, since others are made in a backward."""
+    found = running_node()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not until:
+        node = frame.f_locals.get("self")
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found = node
+        frame = frame.f_back
+    return None if found is None else node_number(found)

@@ -1,0 +1,237 @@
+"""Finds the parameters that several layers use, and makes one of those that the user names as tied.
+
+Gives each layer that uses a shared parameter a leaf of its own, and adds up the leaves' gradients in layer order.
+
+The gradients are added up by layer, micro-batch after micro-batch, and then over the layers in their order: the same
+sum for every cut, also for none. The leaves, or aliases, stand in the modules only while a run is under way; in a
+module that itself belongs to several layers, only while one of them runs its forward, and the others wait for it:
+whatever the module refers to is then the layer's own.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gpipe._torch.modes import is_compiled
+from gpipe._torch.modules import refresh_weights_of_rnn
+from gpipe.stages.boundary import run_backward
+from gpipe.stages.buffers import Slot
+from gpipe.stages.layout import moved
+from gpipe.stages.stage import Layer, Stage
+
+Tied: TypeAlias = Sequence[Sequence[Slot]]
+"""Groups of slots whose parameters are one, though each process has its own."""
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several layers use, and its slots in each of them, in layer order."""
+
+    slots: dict[int, list[Slot]]
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter itself."""
+        module, name = next(iter(self.slots.values()))[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+
+def find_shared(layers: Sequence[nn.Module], tied: Tied = ()) -> list[SharedParameter]:
+    """The parameters that several layers use, found by identity, or because they are said to be one."""
+    one = {id(module._parameters[name]): group for group, found in enumerate(tied) for module, name in found}
+    slots: dict[int, dict[int, list[Slot]]] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    key = one.get(id(parameter), id(parameter))
+                    slots.setdefault(key, {}).setdefault(index, []).append((module, name))
+    return [SharedParameter(by_layer) for by_layer in slots.values() if len(by_layer) > 1]
+
+
+def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tuple[list[list[Slot]], list[str]]:
+    """Where the parameters of each group of names stand, and what is wrong with the names."""
+    root = nn.Module()
+    root._modules.update(layers)
+    mistakes = []
+    groups: list[list[Slot]] = []
+    for group in ties:
+        found: list[Slot] = []
+        for name in group:
+            path, _, leaf = name.rpartition(".")
+            try:
+                module = root.get_submodule(path)
+            except AttributeError:
+                module = nn.Module()
+            if module._parameters.get(leaf) is None:
+                mistakes.append(f"ties: there is no parameter {name!r}")
+            else:
+                found.append((module, leaf))
+        ids = {id(module._parameters[leaf]) for module, leaf in found}
+        if any(ids & {id(module._parameters[leaf]) for module, leaf in other} for other in groups):
+            mistakes.append(f"ties: {tuple(group)} has a parameter that another group has too; make them one group")
+        shapes = {tuple(module._parameters[leaf].shape) for module, leaf in found}  # type: ignore[union-attr]  # none of those found is None
+        if len(group) < 2 or len(shapes) > 1:
+            mistakes.append(
+                f"ties: {tuple(group)} must name two or more parameters of one shape, not {sorted(shapes)}"
+            )
+        groups.append(found)
+    return groups, mistakes
+
+
+def tie(groups: Sequence[Sequence[Slot]]) -> None:
+    """Makes the parameters of each group one, the first."""
+    for (first, name), *others in groups:
+        for module, leaf in others:
+            put_parameter(module, leaf, first._parameters[name])
+
+
+def put_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Puts a parameter, or an alias of one, into a slot of a module."""
+    module._parameters[name] = parameter  # type: ignore[assignment]  # an alias is no Parameter, and need not be
+    refresh_weights_of_rnn(module)
+
+
+PAST_ITS_LAYERS = (
+    "a gradient came to a weight of shape {shape}, which several layers share, past those layers: it is used "
+    "elsewhere (in loss_fn, or by a reference that is no parameter), or by a module that is several layers itself "
+    "and runs again in the backward (torch.utils.checkpoint: give it use_reentrant=False). Let whoever uses it have "
+    "it as a parameter"
+)
+_OWN = nullcontext()
+
+
+class WeightAliases:
+    """The aliases of shared parameters in one run, for the layers that run in this process."""
+
+    def __init__(self, shared: Sequence[SharedParameter], stages: Sequence[Stage]) -> None:
+        layers = {layer.index: (layer, stage) for stage in stages for layer in stage.layers}
+        self.users = {at: tuple(item.slots) for at, item in enumerate(shared)}  # in all processes
+        here = ({i: p for i, p in item.slots.items() if i in layers} for item in shared)
+        self.shared = {at: SharedParameter(slots) for at, slots in enumerate(here) if slots}
+        owners: dict[nn.Module, set[int]] = {}
+        for item in self.shared.values():
+            for index, slots in item.slots.items():
+                for module, _ in slots:
+                    owners.setdefault(module, set()).add(index)
+        self._in_turn = {index for indices in owners.values() if len(indices) > 1 for index in indices}
+        self._turn = threading.RLock()
+        self._adds = False
+        self._layers: dict[int, Layer] = {
+            index: layers[index][0] for item in self.shared.values() for index in item.slots
+        }
+        _refuse_compiled(part for index in self._in_turn for part in self._layers[index].module.modules())
+        self.leaves = {
+            at: {index: _alias(item.parameter, layers[index][1].device) for index in item.slots}
+            for at, item in self.shared.items()
+        }
+        self.sources = {at: item.parameter for at, item in self.shared.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Has layers see their aliases in place of shared parameters."""
+        by_layer: dict[int, dict[Slot, Tensor]] = {}
+        for at, item in self.shared.items():
+            for index, slots in item.slots.items():
+                by_layer.setdefault(index, {}).update(dict.fromkeys(slots, self.leaves[at][index]))
+        with ExitStack() as stack:
+            for parameter in self.sources.values():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_hook(self._refuse).remove)
+            for index, aliases in by_layer.items():
+                if index in self._in_turn:
+                    self._layers[index].aliased = _InTurn(self._turn, aliases)
+                else:
+                    stack.enter_context(_Aliased(aliases))
+            try:
+                yield
+            finally:
+                for index in self._in_turn:
+                    self._layers[index].aliased = _OWN
+
+    def _refuse(self, gradient: Tensor) -> None:
+        """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
+        if not self._adds:
+            raise RuntimeError(PAST_ITS_LAYERS.format(shape=tuple(gradient.shape)))
+
+    def gradients(self, at: int) -> dict[int, Tensor | None]:
+        """What the layers here add to the gradient of a shared parameter, by layer."""
+        return {index: leaf.grad for index, leaf in sorted(self.leaves[at].items())}
+
+    def add_up(self, found: Mapping[int, Mapping[int, Tensor | None]] | None = None) -> None:
+        """Adds the gradients of all aliases to the parameters', in layer order.
+
+        `found` are those of all processes, by shared parameter and layer, if there are others.
+        """
+        for at, parameter in self.sources.items():
+            gradients = self.gradients(at) if found is None else found[at]
+            total: Tensor | None = None
+            for _, gradient in sorted(gradients.items()):
+                if gradient is not None:
+                    gradient = moved(gradient, parameter.device)
+                    total = gradient if total is None else _plus(total, gradient)
+            if total is not None:
+                self._adds = True
+                run_backward([parameter], [total])  # as autograd would, hooks and all
+                self._adds = False
+            for leaf in self.leaves[at].values():
+                leaf.grad = None
+
+
+def _alias(parameter: Tensor, device: torch.device) -> Tensor:
+    return moved(parameter.detach(), device).requires_grad_(parameter.requires_grad)
+
+
+def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
+    """Refuses compiled modules that are several layers: their code would use the parameters of the first."""
+    for module in modules:
+        if is_compiled(module):
+            raise ValueError(
+                f"a compiled {type(module).__name__} is several layers, which would need its code once for each; "
+                f"give each layer a module of its own, and share their parameters, perhaps by ties=..."
+            )
+
+
+def _plus(one: Tensor, other: Tensor) -> Tensor:
+    return other + one if one.is_sparse and not other.is_sparse else one + other
+
+
+class _Aliased:
+    """While entered, modules have aliases in the slots of parameters."""
+
+    def __init__(self, aliases: Mapping[Slot, Tensor]) -> None:
+        self._aliases = aliases
+        self._own: list[tuple[Slot, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        for (module, name), leaf in self._aliases.items():
+            self._own.append(((module, name), module._parameters[name]))
+            put_parameter(module, name, leaf)
+
+    def __exit__(self, *_: object) -> None:
+        while self._own:
+            (module, name), parameter = self._own.pop()
+            put_parameter(module, name, parameter)
+
+
+class _InTurn(_Aliased):
+    """While entered, modules have aliases in the slots of parameters, for one layer at a time."""
+
+    def __init__(self, turn: threading.RLock, aliases: Mapping[Slot, Tensor]) -> None:
+        super().__init__(aliases)
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._turn.release()

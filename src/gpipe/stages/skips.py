@@ -1,0 +1,182 @@
+"""Skip connections: layers that stash a tensor, and layers further on that pop it.
+
+A layer with `stash = ("e0",)` returns `(out, {"e0": tensor})`; one with `pop = ("e0",)` takes it as a keyword.
+None may stand for the tensor.
+
+Note "Sums". Autograd adds up the gradients of a tensor's uses from the last use to the first. A cut must not change
+which are added first, so a stash and each pop get a node of their own (`alias`): the uses of a popped tensor are
+summed at its pop, the pops from the last layer to the first at the stash, and that sum joins the main line last.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from gpipe.stages.tree import version
+
+
+@dataclass(frozen=True, slots=True)
+class Pop:
+    """One use of a stash: the layer that pops it, and the layer that stashed it."""
+
+    name: str
+    source: int
+    target: int
+
+    @property
+    def route_name(self) -> str:
+        """The name of the route that this use takes between stages."""
+        return f"{self.name}/{self.target}"
+
+
+def skip_names(layer: object, attribute: str) -> tuple[str, ...]:
+    """The names that a layer stashes or pops."""
+    found = getattr(layer, attribute, ())
+    if isinstance(found, str):
+        return (found,)
+    return tuple(found) if isinstance(found, (tuple, list)) else ()  # nn.Sequential has a method `pop`
+
+
+def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
+    """All uses of all stashes, in layer order; unknown and duplicate names are refused, all at once."""
+    stashed: dict[str, int] = {}
+    pops: list[Pop] = []
+    mistakes: list[str] = []
+    for at, layer in enumerate(layers):
+        for name in skip_names(layer, "pop"):
+            if name in stashed:
+                pops.append(Pop(name, stashed[name], at))
+            else:
+                mistakes.append(f"layer {at} pops {name!r}, which no earlier layer stashes")
+        for name in skip_names(layer, "stash"):
+            if name in stashed:
+                mistakes.append(f"layers {stashed[name]} and {at} both stash {name!r}; give each stash its own name")
+            if not name or set(name) & set("@:/, "):
+                mistakes.append(f"layer {at} stashes {name!r}; a name has no spaces and none of @ : / ,")
+            stashed.setdefault(name, at)
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return pops
+
+
+def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[Pop]:
+    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names."""
+    stashed = {name: at for at, layer in enumerate(layers) for name in skip_names(layer, "stash")}
+    mistakes = [f"loss_fn pops {name!r}, which no layer stashes" for name in popped if name not in stashed]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return [Pop(name, stashed[name], len(layers)) for name in popped]
+
+
+def refuse_unused_stashes(layers: Sequence[nn.Module], popped: Sequence[str]) -> None:
+    """Refuses a step whose stashes neither a layer nor the loss, which pops these names, makes use of."""
+    used = {*popped, *(name for layer in layers for name in skip_names(layer, "pop"))}
+    unused = [
+        (at, name) for at, layer in enumerate(layers) for name in skip_names(layer, "stash") if name not in used
+    ]
+    if unused:
+        raise ValueError(
+            "\n".join(
+                f"layer {at} ({type(layers[at]).__name__}) stashes {name!r}, which neither a later layer nor loss_fn "
+                f"pops: its gradient would be lost; give the loss pop = ({name!r},) and an argument of that name, or "
+                f"leave the stash out"
+                for at, name in unused
+            )
+        )
+
+
+def unpack_stashes(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor | None]]:
+    """Takes apart what a layer that stashes returned: `(out, {name: tensor})`, with the names announced."""
+    match result:
+        case (out, dict() as tensors) if set(tensors) == set(stash) and _all_tensors(tensors):
+            return out, tensors
+    raise TypeError(
+        f"a layer with stash = {stash!r} must return (out, {{name: tensor}}) with exactly these names, each "
+        f"a tensor or None; it returned {_in_words(result)}"
+    )
+
+
+def _all_tensors(tensors: Mapping[str, object]) -> bool:
+    return all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors.values())
+
+
+def _in_words(value: object) -> str:
+    match value:
+        case (out, dict() as tensors):
+            held = ", ".join(f"{name!r}: {type(tensor).__name__}" for name, tensor in tensors.items())
+            return f"({type(out).__name__}, {{{held}}})"
+    return f"a {type(value).__name__}"
+
+
+class Stashed(NamedTuple):
+    """A stash that waits for its pops."""
+
+    tensor: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> "Stashed":
+        """Keeps a tensor that was stashed."""
+        stashed = alias(tensor)
+        return cls(stashed, version(stashed))
+
+    def pop(self, name: str) -> Tensor | None:
+        """The tensor for one use, as it was stashed."""
+        return alias(self.unchanged(name))
+
+    def unchanged(self, name: str) -> Tensor | None:
+        """The tensor, which must be as it was stashed: a pop on the other side of a cut would not see a change."""
+        if version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"stash {name!r} was changed in place after it was stashed, and whether a pop sees that would depend "
+                f"on where the layers are cut; let the layer that changes it work on a copy, or stash a clone"
+            )
+        return self.tensor
+
+
+def alias(tensor: Tensor | None) -> Tensor | None:
+    """The same tensor behind an autograd node of its own (note "Sums"), every stride kept.
+
+    >>> import torch
+    >>> image = torch.empty_strided((1, 6, 5, 7), (210, 1, 42, 6))  # a view would have other strides where size is 1
+    >>> image.view_as(image).stride(), alias(image).stride()
+    ((6, 1, 42, 6), (210, 1, 42, 6))
+    """
+    return None if tensor is None else tensor.expand_as(tensor)
+
+
+class Sequential(nn.Sequential):
+    """An `nn.Sequential` whose layers may stash and pop: the unpartitioned reference.
+
+    >>> import torch, gpipe
+    >>> class Stash(torch.nn.Module):
+    ...     stash = ("early",)
+    ...     def forward(self, x): return x + 1, {"early": x}
+    >>> class Pop(torch.nn.Module):
+    ...     pop = ("early",)
+    ...     def forward(self, x, early): return x * 10 + early
+    >>> gpipe.Sequential(Stash(), Pop())(torch.ones(1))
+    tensor([21.])
+    """
+
+    def forward(self, input: object) -> object:
+        """Runs the layers one after another."""
+        find_pops(list(self))
+        held: dict[str, Stashed] = {}
+        for layer in self:
+            input = run_layer(layer, input, held)
+        return input
+
+
+def run_layer(layer: nn.Module, value: object, held: dict[str, Stashed]) -> object:
+    """Runs one layer, popping from and stashing into `held`; for loops over plain layers."""
+    popped = {name: held[name].pop(name) for name in skip_names(layer, "pop")}
+    result = layer(value, **popped)
+    stash = skip_names(layer, "stash")
+    if not stash:
+        return result
+    result, tensors = unpack_stashes(result, stash)
+    held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
+    return result

@@ -1,0 +1,334 @@
+"""A model as layers: recorded on a sample, and proven on it.
+
+The names of a model's parameters and buffers: which layer has which. One tensor may have several.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.stages.buffers import Slot
+from gpipe.stages.losses import own_loss
+from gpipe.stages.skips import Pop
+from gpipe.stages.stage import RngKey
+from gpipe.stages.tree import Tree
+from gpipe.tracing.blocks import check_blocks, find_blocks, layers_of_path, open_names, segments_of
+from gpipe.tracing.dry_run import lacks_values
+from gpipe.tracing.initial_values import give_values
+from gpipe.tracing.own_loss import COUNT, NO_LABELS, Counting, tried
+from gpipe.tracing.part import Segment
+from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.proof import Recorded, record
+from gpipe.tracing.runs import arguments, in_mode, takes, unchanged, without_cache
+from gpipe.tracing.shallow_copy import Parts
+from gpipe.tracing.stage import AloneLayer, pops_between, state_of, visiting
+from gpipe.tracing.structure import Leaves, Structure, take_apart
+from gpipe.tracing.trace import Path, is_carried
+from gpipe.tracing.tracer import Traced, trace
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf in (*module._parameters, *module._buffers):
+            yield f"{path}.{leaf}" if path else leaf, (module, leaf)
+
+
+def names_of_all(parts: Parts) -> list[str]:
+    """The buffers that every layer reads: those outside of units."""
+    inside = {part for unit in parts.skeleton().units.values() for part in unit.modules()}
+    return [
+        name
+        for name, (module, leaf) in _places(parts.model)
+        if module not in inside and leaf in module._buffers
+    ]  # fmt: skip
+
+
+class Names:
+    """The names in each layer.
+
+    Args:
+        parts: The model.
+        segments: Its layers, by name.
+    """
+
+    def __init__(self, parts: Parts, segments: dict[str, Segment]) -> None:
+        self._parts, self._segments = parts, segments
+
+    def in_layer(self, layer: str) -> list[str]:
+        """What a layer has."""
+        segment = self._segments[layer]
+        modules = set(segment.modules())
+        slots = {slot for _, slots in segment.raw.values() for slot in slots}
+        return [name for name, slot in _places(self._parts.model) if slot[0] in modules or slot in slots]
+
+    def of_others(self, own: Collection[str]) -> frozenset[str]:
+        """What none of these layers has, nor all."""
+        mine = {name for layer in own for name in self.in_layer(layer)}
+        return frozenset(name for name, _ in _places(self._parts.model)) - mine - {*names_of_all(self._parts)}
+
+    def first_layers(self) -> dict[str, str]:
+        """The first layer that has each; what every layer reads counts to the first."""
+        found = dict.fromkeys(names_of_all(self._parts), next(iter(self._segments)))
+        for layer in reversed(self._segments):
+            found |= dict.fromkeys(self.in_layer(layer), layer)
+        return found
+
+
+PathKey: TypeAlias = tuple[object, ...]
+"""What says which path a forward takes, as far as it can be known before."""
+
+OTHER_LAYER = (
+    "with these inputs, or in this mode, {what} in layer {layer} ({name}) of the {model}, and with the sample it "
+    "did not; make the pipe with a sample that uses all of the model, or name other blocks"
+)
+DIFFERENT = (
+    "micro-batch {at} has inputs of another kind ({other}) than micro-batch 0 ({one}); give all of them the same "
+    "keys, and tensors of the same kinds"
+)
+NOT_LEARNT = (
+    "the model was not recorded with inputs of these keys and kinds, and over processes it cannot be any more, since "
+    "none has all of it; make the pipe with a sample of this kind"
+)
+
+
+SETTINGS = (bool, str, type(None))
+"""Kinds of attributes that switch something: with others set, a forward may take another path."""
+
+
+class Begun(NamedTuple):
+    """Micro-batches that are to be replayed.
+
+    Attributes:
+        path: The number of their path.
+        states: What the main line brings to the first stage, of each.
+        shares: Of each in the model's own loss, where it was asked for.
+        findings: What is to be told.
+    """
+
+    path: int
+    states: list[Tree]
+    shares: Sequence[float] = ()
+    findings: Sequence[str] = ()
+
+
+class ReplayedModel:
+    """A model that is replayed in layers.
+
+    Args:
+        model: The user's; stays as it is.
+        sample: What a call of it is given.
+        blocks: The names of the modules between which it may be cut; by default those that it declares, or finds.
+
+    Attributes:
+        parts: The model, and which of its modules are what.
+        paths: Those that it is known to take; the first is the sample's.
+        segments: The layers, by name.
+        names: Of the parameters and buffers in each.
+        seconds: What the forward of each took on the sample.
+        sample_names: The names of the inputs in the sample.
+
+    Raises:
+        CannotSplitError: It cannot be replayed to the same bits; says why, and what to do.
+    """
+
+    def __init__(self, model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> None:
+        named = find_blocks(model) if blocks is None else check_blocks(model, blocks)
+        self.parts = Parts(model, tuple(named), open_names(named))
+        self.lacks_values = lacks_values(model)
+        if self.lacks_values:
+            give_values(model, [], [], 0, names_of_all(self.parts))
+        self.parameter_names = [name for name, _ in model.named_parameters()]  # in their order, of all processes
+        self.paths: list[Path] = []
+        self._countings: list[Counting] = []
+        self._numbers: dict[PathKey, int] = {}
+        self._learns = True
+        self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
+        with unchanged(model):
+            counted = self._trace_counted(sample) if self._may_count(sample) else None
+            self._counts = counted is not None
+            sample = self._with_count(sample, 1) if self._counts else sample
+            found = record(self.parts, arguments(model, sample), counted)
+        self.parts, self.seconds = found.parts, found.seconds
+        self._keep(self._key(*self._apart(sample)), found, sample)
+        self.segments = segments_of(self.parts, found.path)
+        self.names = Names(self.parts, self.segments)
+        with unchanged(model):
+            self._countings[0] = tried(self._countings[0], model, sample, counts=self._counts)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.parts.model
+
+    def _may_count(self, value: Tree) -> bool:
+        """Whether a forward might be told how many labels of the mini-batch count."""
+        given = isinstance(value, Mapping) and COUNT not in value
+        return given and "labels" in value and takes(self.model, COUNT)  # type: ignore[operator]  # it is a mapping
+
+    def _trace_counted(self, sample: Tree) -> Traced | None:
+        """A run of a forward that is told the number; None if it does not use it, as many that only pass it on."""
+        one, two = (arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
+        found = trace(self.parts, one)
+        if lacks_values(self.model):
+            at = len(take_apart(tuple(one))[0]) - 1
+            return found if at in found.path.taken else None
+        losses = [_loss_of(found.output), _loss_of(trace(self.parts, two).output)]
+        return found if losses[0] is not None and not torch.equal(*losses) else None
+
+    @staticmethod
+    def _with_count(value: Tree, count: float) -> Tree:
+        assert isinstance(value, Mapping)
+        return {**value, COUNT: torch.tensor(int(count))}
+
+    def _keep(self, key: PathKey, found: Recorded, value: Tree) -> None:
+        given = value if isinstance(value, Mapping) else {}
+        self._numbers[key] = len(self.paths)
+        self.paths.append(found.path)
+        self._countings.append(Counting.of(found.losses, given, counts=self._counts))
+
+    def begin(
+        self,
+        values: Sequence[Tree],
+        over_replicas: Callable[[float], float] | None = None,
+        *,
+        for_output: bool = False,
+    ) -> Begun:
+        """Has micro-batches take their path, which is recorded if it is not known yet.
+
+        Args:
+            values: What the user gave of each.
+            over_replicas: Adds what the model's loss averages over to that of the other replicas, if the loss is
+                wanted.
+            for_output: Whether the output is wanted: a cache for generation is left out of it, unless asked for.
+        """
+        if for_output:
+            values = [without_cache(self.model, value) for value in values]
+        labelled = self._counts and self._may_count(values[0])
+        counted = self._counts and isinstance(values[0], Mapping) and COUNT in values[0]  # by the user
+        if labelled:
+            values = [self._with_count(value, 1) for value in values]
+        begun = self._begin(values)
+        counting = self._countings[begun.path]
+        if counted:
+            return begun._replace(shares=[1.0] * len(values))
+        if over_replicas is None and not labelled and counting.finding is not None:
+            return begun
+        findings = [] if counting.finding is None else [counting.finding]
+        counts = [counting.count(value) for value in values]
+        total = (over_replicas or float)(sum(counts))
+        if labelled and not total:
+            raise ValueError(NO_LABELS.format(ignored=counting.ignored))
+        if labelled:
+            states = [self._begin([self._with_count(value, total)]).states[0] for value in values]
+            return Begun(begun.path, states, [1.0] * len(states), findings)
+        return Begun(begun.path, begun.states, counting.shares(counts, total), findings)
+
+    def _begin(self, values: Sequence[Tree]) -> Begun:
+        apart = [self._apart(value) for value in values]
+        keys = [self._key(*one) for one in apart]
+        if different := [key for key in keys if key != keys[0]]:
+            at = keys.index(different[0])
+            raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
+        if keys[0] not in self._numbers:
+            if not self._learns:
+                raise ValueError(NOT_LEARNT)
+            self._learn(keys[0], values[0])
+        number = self._numbers[keys[0]]
+        return Begun(number, [state_of(number, leaves) for leaves, _ in apart])
+
+    def learn_all(self, value: Tree) -> None:
+        """Records all usual paths ahead, where no process will have the whole model: none can be recorded later on.
+
+        They are those of training and evaluation, with labels and without.
+        """
+        values = [value]
+        if isinstance(value, Mapping) and "labels" in value:
+            values.append({key: item for key, item in value.items() if key != "labels"})
+        for training, one, for_output in product((True, False), values, (False, True)):
+            with in_mode(self.model, training=training), suppress(Exception):  # then it is refused when asked for
+                self.begin([one], for_output=for_output)
+        self._learns = False
+
+    def alone(self) -> list[nn.Module]:
+        """The layers as they run one by one, from one state to the next."""
+        return [AloneLayer(at, segment, self.parts, self.paths) for at, segment in enumerate(self.segments.values())]
+
+    def visit(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Around one forward of the model itself: it draws random numbers as a pipe with this seed does."""
+        return visiting(self.parts, self.paths[0], RngKey(seed, step, micro_batch))
+
+    def outlines(self) -> list[list[tuple[str, int]]]:
+        """The paths in short: their events, each with its layer; the same in all processes."""
+        return [[(event.name, path.layer_of(at)) for at, event in enumerate(path.events)] for path in self.paths]
+
+    def buffers_between(self) -> list[Tensor]:
+        """The buffers that are read between units, by every layer."""
+        return [self.model.get_buffer(name) for path in self.paths for name in sorted(path.buffers)]
+
+    def realize(self, own: Collection[int], seed: int) -> None:
+        """Gives values to those of these layers that have none yet; they depend on (seed, index) alone."""
+        if self.lacks_values:
+            names = [self.names.in_layer(name) for name in self.segments]
+            give_values(self.model, names, own, seed)
+
+    def let_go(self) -> None:
+        """Has the model have what the layers have in place of parameters that other processes hold."""
+        for segment in self.segments.values():
+            segment.lead()
+
+    def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
+        """The uses of tensors that have routes of their own."""
+        return pops_between(self.paths[number], stage_of)
+
+    def _apart(self, value: Tree) -> tuple[Leaves, Structure]:
+        given = arguments(self.model, value)
+        return take_apart((given.args, given.kwargs))
+
+    def _key(self, leaves: Leaves, structure: Structure) -> PathKey:
+        held = [vars(self.model.get_submodule(name)) for name in sorted(self.parts.opened)]
+        held += [vars(one["config"]) for one in held if hasattr(one.get("config"), "__dict__")]
+        settings = tuple((name, value) for one in held for name, value in one.items() if isinstance(value, SETTINGS))
+        return str(structure.spec), tuple(map(_kind, leaves)), settings
+
+    def _learn(self, key: PathKey, value: Tree) -> None:
+        with unchanged(self.model):
+            found = record(self.parts, arguments(self.model, value))
+        segments = list(self.segments.items())
+        units, raw = layers_of_path(found.path)
+        if len(units) != len(segments):
+            raise CannotSplitError(
+                f"with these inputs, or in this mode, the {type(self.model).__name__} has {len(units)} layers, and "
+                f"{len(segments)} with the sample; make a pipe of its own for them"
+            )
+        for at, (name, segment) in enumerate(segments):
+            new = [f"{one} runs" for one in units[at] if one not in segment.units]
+            new += [f"{one} is used" for one in raw[at] if one not in segment.raw]
+            if new:
+                raise CannotSplitError(
+                    OTHER_LAYER.format(what=new[0], layer=at, name=name, model=type(self.model).__name__)
+                )
+        self._keep(key, found, value)
+
+
+def _loss_of(output: Tree) -> Any:
+    try:
+        return own_loss(output)
+    except TypeError:
+        return None
+
+
+def _in_words(value: Tree) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_in_words(item)}" for key, item in value.items())
+    return f"{value.dtype}, {value.dim()} dimensions" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _kind(leaf: Any) -> object:
+    """What of an input a path depends on: not its size, nor what a number is."""
+    if isinstance(leaf, Tensor):
+        return "tensor", is_carried(leaf), leaf.dim()
+    return type(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else repr(leaf)

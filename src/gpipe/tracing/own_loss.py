@@ -1,0 +1,229 @@
+"""The loss that a model gives itself, and how those of micro-batches make that of a mini-batch.
+
+A loss that is divided by the labels that count is put together by these: `num_items_in_batch`, their number in the
+whole mini-batch, goes into every micro-batch where the forward uses it, and the losses are added up, as transformers'
+Trainer does over its gradient accumulation. Else each counts by its own number of them, or of rows.
+
+Tries on the sample whether the losses of micro-batches make that of the mini-batch.
+
+Puts what a model returned for each micro-batch together to what it returns for the mini-batch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_unflatten
+from gpipe.stages.losses import own_loss, sum_of_weights
+from gpipe.stages.microbatch import count_rows, split
+from gpipe.stages.tree import Tree
+from gpipe.tracing.dry_run import lacks_values
+from gpipe.tracing.loss_calls import OF_LABELS, OF_ROWS, LossCall
+from gpipe.tracing.runs import arguments, in_mode
+
+COUNT = "num_items_in_batch"
+"""The keyword by which a forward is told the labels that count in the whole mini-batch."""
+NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
+UNKNOWN = (
+    "of the model's own loss it cannot be known how it averages: {seen}; micro-batches are weighed by their rows. If "
+    "it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
+)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What the loss of a micro-batch is divided by.
+
+    Attributes:
+        by: The labels that count, rows, or nothing: the losses are sums.
+        labels: The name of the input that holds the labels.
+        shifted: Whether the first label of each row is none, as where the next word is to be found.
+        ignored: The label that does not count.
+        weight: What labels of each class count; by default 1.
+        finding: What is to be told of it.
+    """
+
+    by: Literal["labels", "rows", "sum"] = "rows"
+    labels: str = "labels"
+    shifted: bool = False
+    ignored: object = -100
+    weight: Tensor | None = None
+    finding: str | None = None
+
+    @classmethod
+    def of(cls, calls: Sequence[LossCall], given: Mapping[str, Any], *, counts: bool) -> "Counting":
+        """Finds it in the losses that a forward called.
+
+        Args:
+            calls: The calls.
+            given: The arguments of the forward.
+            counts: Whether it used the number of labels in the mini-batch.
+        """
+        of_labels = [call for call in calls if call.name in OF_LABELS and call.target is not None]
+        for call in of_labels if len(of_labels) == 1 or counts else ():
+            for name, labels in sorted(given.items(), key=lambda item: "label" not in item[0]):
+                shifted = _is_shifted(call.target, labels) if isinstance(labels, Tensor) else None
+                if shifted is not None:
+                    by: Literal["labels", "sum"] = "sum" if call.reduction == "sum" and not counts else "labels"
+                    return cls(by, name, shifted, call.ignored, call.weight)
+        if counts and "labels" in given:
+            return cls("labels")
+        if calls and all(call.reduction == "sum" for call in calls):
+            return cls("sum")
+        known = calls and all(call.name in OF_ROWS for call in calls)
+        return cls("rows", finding=None if known else UNKNOWN.format(seen=_in_words(calls)))
+
+    def count(self, part: Mapping[str, Any] | Tree) -> float:
+        """What a micro-batch counts."""
+        labels = part.get(self.labels) if isinstance(part, Mapping) else None
+        if self.by != "labels" or not isinstance(labels, Tensor):
+            return float(count_rows(part))
+        if isinstance(part, Mapping) and isinstance(part.get("shift_labels"), Tensor):
+            labels = part["shift_labels"]
+        elif self.shifted:
+            labels = labels[..., 1:]
+        return float(sum_of_weights(labels, self.ignored, self.weight))  # type: ignore[arg-type]  # a number
+
+    def shares(self, counts: Sequence[float], total: float) -> list[float]:
+        """The share of each micro-batch in the loss."""
+        if self.by == "sum":
+            return [1.0] * len(counts)
+        if not total:
+            raise ValueError(NO_LABELS.format(ignored=self.ignored))
+        return [count / total for count in counts]
+
+
+def _in_words(calls: Sequence[LossCall]) -> str:
+    names = ", ".join(dict.fromkeys(call.name for call in calls))
+    match len(calls):
+        case 0:
+            return "its forward calls none of torch's losses"
+        case 1:
+            return f"its forward calls {names}, of labels that are none of its inputs"
+    return f"its forward calls {len(calls)} losses of torch ({names})"
+
+
+def _is_shifted(target: Tensor | None, labels: Tensor) -> bool | None:
+    """Whether a loss was given labels from the second on; None if these are not its labels.
+
+    It may be given all of them several times, once for each word ahead that it looks for.
+    """
+    if target is None or labels.is_floating_point() or target.is_floating_point() or not labels.dim():
+        return None
+    if labels.numel() and not target.numel() % labels.numel():
+        arranged = target.reshape(-1, *labels.shape)
+        if torch.equal(arranged, labels.expand_as(arranged)):
+            return False
+        if labels.dim() > 1 and torch.equal(arranged[..., :-1], labels[..., 1:].expand_as(arranged[..., :-1])):
+            return True
+    elif labels.dim() > 1 and target.numel() == labels[..., 1:].numel():
+        return True if torch.equal(target.reshape(labels[..., 1:].shape), labels[..., 1:]) else None
+    return None
+
+
+TWO, NEARLY = 2, 1e-3
+NOT_TOGETHER = (
+    "the model's own loss is not put together of those of micro-batches: of the sample's halves it would be "
+    "{together:.6g}, and of the sample it is {whole:.6g}. Each micro-batch has its own loss all the same, weighed as "
+    "well as can be; for that of the whole mini-batch give step(inputs, targets, loss_fn, reduction=...) with a loss "
+    "of the model's output"
+)
+
+
+def tried(counting: Counting, model: nn.Module, sample: Tree, *, counts: bool) -> Counting:
+    """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
+
+    That is as was read in the forward, or by labels or rows where these fit instead; where nothing fits, with what is
+    to be told of it. `counts` is whether the forward is told the labels of the mini-batch. Dropout is left out of it.
+    """
+    if lacks_values(model) or not isinstance(sample, Mapping):
+        return counting
+    try:
+        halves = split(sample, count_rows(sample), TWO, "sample")
+        with in_mode(model, training=False), torch.no_grad():
+            whole, *losses = (_loss(model, part) for part in (sample, *halves))
+        found = {other: _together(other, halves, losses, counts=counts) for other in _others(counting, counts=counts)}
+    except Exception:  # no loss, or none for so few rows: there is nothing to compare
+        return counting
+    for other, together in found.items():
+        if math.isclose(together, whole, rel_tol=NEARLY, abs_tol=NEARLY):
+            return other
+    return replace(counting, finding=NOT_TOGETHER.format(together=found[counting], whole=whole))
+
+
+def _others(counting: Counting, *, counts: bool) -> list[Counting]:
+    """What was read, and what else it may be: a sum that the forward divides by something itself."""
+    if counts or counting.by != "sum":
+        return [counting]
+    return [counting, replace(counting, by="labels"), replace(counting, by="rows")]
+
+
+def _together(counting: Counting, halves: Sequence[Tree], losses: Sequence[float], *, counts: bool) -> float:
+    some = [counting.count(half) for half in halves]
+    shares = [1.0] * TWO if counts else counting.shares(some, sum(some))
+    return sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
+
+
+def _loss(model: nn.Module, part: Tree) -> float:
+    given = arguments(model, part)
+    return float(own_loss(model(*given.args, **given.kwargs)))
+
+
+CANNOT_JOIN = (
+    "the model's outputs for the micro-batches cannot be put together: output{path} {why}. Give the "
+    "micro-batches as gpipe.MicroBatches([...]), for a list of their outputs, or use step(), which needs the "
+    "loss alone"
+)
+UNKNOWN_LOSS = "is a loss, and it is not known how it averages (leave out the labels, for all but the loss)"
+
+
+def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
+    """The output of the mini-batch: rows behind one another, losses added up by their shares.
+
+    Raises:
+        TypeError: Something is neither the loss, nor has rows, nor is the same for all.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [tree_flatten_with_path(output) for output in outputs]
+    losses = [_loss_in(output) for output in outputs]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise TypeError(CANNOT_JOIN.format(path="", why="has other parts for one micro-batch than for another"))
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_join_leaf(column, losses, rows, shares) for column in columns], spec)
+
+
+def _loss_in(output: Tree) -> Tensor | None:
+    try:
+        return own_loss(output)
+    except TypeError:
+        return None
+
+
+def _join_leaf(
+    column: Sequence[tuple[Any, Any]], losses: Sequence[Tensor | None], rows: Sequence[int], shares: Sequence[float]
+) -> Any:
+    path, leaves = keystr(column[0][0]), [leaf for _, leaf in column]
+    first = leaves[0]
+    if all(leaf is loss for leaf, loss in zip(leaves, losses, strict=True)) and first is not None:
+        if len(shares) != len(leaves):
+            raise TypeError(CANNOT_JOIN.format(path=path, why=UNKNOWN_LOSS))
+        said = [loss * share for loss, share in zip(leaves, shares, strict=True) if share]  # of no weight, even NaN
+        return sum(said[1:], start=said[0])
+    if isinstance(first, Tensor):
+        if first.dim() and all(leaf.dim() and len(leaf) == count for leaf, count in zip(leaves, rows, strict=True)):
+            if any(leaf.shape[1:] != first.shape[1:] for leaf in leaves):
+                shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+                raise TypeError(CANNOT_JOIN.format(path=path, why=f"has the shapes {shapes}"))
+            return torch.cat(leaves)
+        if all(leaf.shape == first.shape and torch.equal(leaf, first) for leaf in leaves):
+            return first
+        raise TypeError(CANNOT_JOIN.format(path=path, why=f"has no rows: its shape is {tuple(first.shape)}"))
+    if any(leaf is not first and leaf != first for leaf in leaves):
+        raise TypeError(CANNOT_JOIN.format(path=path, why=f"is {first!r} for one and another for others"))
+    return first

@@ -1,0 +1,217 @@
+"""Records a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
+
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe._torch.trees import keystr, tree_flatten_with_path
+from gpipe.stages.digest import differ, digest
+from gpipe.stages.stage import Layer, LayerProgress
+from gpipe.tracing.dry_run import Dry, lacks_values
+from gpipe.tracing.interpreter import Replay
+from gpipe.tracing.leftovers import refuse_failing_apart, refusing_leftovers
+from gpipe.tracing.loss_calls import LossCall
+from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.runs import Given, copied, watched
+from gpipe.tracing.shallow_copy import Parts
+from gpipe.tracing.stage import visiting
+from gpipe.tracing.structure import Leaves, Structure, take_apart
+from gpipe.tracing.trace import Call, Path, Tag, describe
+from gpipe.tracing.tracer import KEY, Traced, trace
+
+OTHER_STRUCTURE = (
+    "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
+    "on the way from inside of blocks (output_hidden_states, output_attentions, output_router_logits, caches by "
+    "use_cache) is not seen by a replay; turn it off, in model.config or in what the model is given"
+)
+OTHER_BITS = (
+    "replayed in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
+    "on what is not seen there (a cache, a value that one block leaves for another, a random number): let it be part "
+    "of what blocks are given and return, or name other blocks. Or a block keeps a tensor from call to call as an "
+    "attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
+)
+
+
+class Recorded(NamedTuple):
+    """What was learnt of a model."""
+
+    parts: Parts
+    path: Path
+    seconds: list[float]
+    losses: list[LossCall]
+
+
+def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded:
+    """Records the path of a model's forward, in the mode that it is in, and proves it.
+
+    Args:
+        parts: The model.
+        given: What the forward is given.
+        traced: What a run of it with the same has shown.
+
+    Raises:
+        CannotSplitError: It cannot be replayed to the same bits.
+    """
+    found = trace(parts, given) if traced is None else traced
+    _, path, parts, losses = found
+    if lacks_values(parts.model):
+        return _proven_without_values(parts, given, found)
+    own, expected = watched(parts.model, lambda: _called(parts, path, given))
+    (leaves, structure, seconds), buffers = watched(
+        parts.model, lambda: _replayed(parts, path, given, writes=bool(expected))
+    )
+    _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
+    return Recorded(parts, path, seconds, losses)
+
+
+def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorded:
+    """Compares what can be without values: the layouts of what the replayed layers give."""
+    dry = Dry()
+    with dry.faking(parts.model):
+        leaves, structure, seconds = _replayed(found.parts, found.path, given, dry)
+    expected, own = take_apart(found.output)
+    if structure != own or describe(leaves) != describe(expected):
+        raise CannotSplitError(
+            OTHER_STRUCTURE.format(model=type(parts.model).__name__, parts=_in_words(own, structure))
+        )
+    return Recorded(found.parts, found.path, seconds, found.losses)
+
+
+def _called(parts: Parts, path: Path, given: Given) -> Any:
+    """What the model itself gives."""
+
+    def call() -> Any:
+        with visiting(parts, path, KEY):
+            return parts.model(*copied(given.args), **copied(given.kwargs))
+
+    def again() -> None:
+        watched(parts.model, call)
+
+    walked = parts.skeleton().walked
+    return refusing_leftovers(walked, set(parts.opened), type(parts.model).__name__, call, again)
+
+
+class _Echoing(Replay):
+    """A walk that has each unit run once more behind its event, on other inputs, and forgets what comes of it.
+
+    So does a pipeline, whose micro-batches follow one another: what a block leaves somewhere for a later one is of
+    another by the time it is read.
+    """
+
+    writes = False
+    """Whether the forward writes buffers, which an echo must not."""
+    seconds_of_echoes = 0.0
+
+    def event(self, call: Call) -> Any:
+        """Does an event, and its echo; behind the last event the walk stops by an exception."""
+        is_own = self.begin <= self.at < self.end and call.unit is not None and self.dry is None
+        try:
+            return super().event(call)
+        finally:
+            if is_own:
+                start = time.perf_counter()
+                self._echo(call)
+                self.seconds_of_echoes += time.perf_counter() - start
+
+    def _echo(self, call: Call) -> None:
+        other = call.given(_other)
+        with suppress(Exception):  # it cannot do with them
+            if self.writes and other.unit is not None:
+                watched(other.unit, other.do)
+            else:
+                other.do()
+
+
+def _other(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind that is another: rows in another order, and real numbers that are smaller."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    turned = tensor.roll(1, 0 if len(tensor) > 1 else -1) if tensor.dim() else tensor
+    return (turned.detach() * 0.5).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else turned
+
+
+def _replayed(
+    parts: Parts, path: Path, given: Given, dry: Dry | None = None, *, writes: bool = False
+) -> tuple[Leaves, Structure, list[float]]:
+    """What the model gives when each layer is replayed by itself, and the seconds that each takes.
+
+    `writes` is whether its forward writes buffers.
+    """
+    leaves, _ = take_apart(copied((given.args, given.kwargs)))
+    values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
+    inputs = [None if Tag(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
+    log = [describe(leaves)]
+    skeleton = parts.skeleton()
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    seconds, output = [], None
+    for index in range(len(path.starts)):
+        start = time.perf_counter()
+        arrived = {tag: values[tag] for tag in path.live_before(index)} if index else values
+        wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
+        layer = Layer(index, str(index), parts.model)
+        skeleton.refresh()
+        walk = _Echoing(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
+        walk.writes = writes
+        try:
+            output = walk.go(inputs)
+        except Exception as error:
+            refuse_failing_apart(parts.model, error)
+            raise
+        values = dict(walk.made)
+        values |= dict.fromkeys(wanted - values.keys())
+        seconds.append(time.perf_counter() - start - walk.seconds_of_echoes)
+    return *take_apart(output), seconds
+
+
+def _compare(
+    model: nn.Module,
+    own: tuple[Leaves, Structure],
+    found: tuple[Leaves, Structure],
+    buffers: dict[str, Tensor | None],
+    changed: dict[str, Tensor | None],
+) -> None:
+    """Compares structure and bits of the outputs, and the buffers behind them."""
+    name = type(model).__name__
+    if own[1] != found[1] or len(own[0]) != len(found[0]):
+        raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=_in_words(own[1], found[1])))
+    for at, (one, other) in enumerate(zip(own[0], found[0], strict=True)):
+        if bool(differ(digest([one]), digest([other]))):
+            what = f"output{_path_of(own[1], at)} {difference(one, other)}"
+            raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
+    for buffer in {*buffers, *changed}:
+        if bool(differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)]))):
+            raise CannotSplitError(OTHER_BITS.format(model=name, what=f"the buffer {buffer}"))
+
+
+def _path_of(structure: Structure, at: int) -> str:
+    """Where a leaf stands; its number, where plain dataclasses hold some."""
+    paths = tree_flatten_with_path(structure.filled(range(structure.count)))[0]
+    return keystr(paths[at][0]) if len(paths) == structure.count else f", leaf {at},"
+
+
+def difference(one: Any, other: Any) -> str:
+    """How one leaf of an output differs from what it should be, in words.
+
+    >>> difference(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))
+    'differs in 1 of 3 values, by 1 at most'
+    >>> difference(torch.ones(2), torch.ones(3))
+    'is torch.float32 (3,) where it should be torch.float32 (2,)'
+    """
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return f"is {other!s:.80} where it should be {one!s:.80}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"is {other.dtype} {tuple(other.shape)} where it should be {one.dtype} {tuple(one.shape)}"
+    one, other = one.detach(), other.detach()
+    unlike = (one != other) & ~(one.isnan() & other.isnan())
+    if not unlike.any():
+        return "differs in the signs of zeros, or in what NaNs hold"
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    most = (one.to(wide) - other.to(wide)).abs()[unlike].max()
+    return f"differs in {int(unlike.sum())} of {one.numel()} values, by {float(most):.3g} at most"
+
+
+def _in_words(one: Structure, other: Structure) -> str:
+    return f"{str(other.spec)[:200]} where it gives {str(one.spec)[:200]}"

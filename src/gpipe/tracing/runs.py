@@ -1,0 +1,116 @@
+"""Runs of a model that leave it as it was.
+
+How a value that a pipe is given becomes the arguments of a model's forward.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gpipe._torch.dispatcher import is_fake
+from gpipe.stages.buffers import untouched
+from gpipe.stages.layout import copy_of
+from gpipe.stages.tree import Tree, replace_tensors, version
+
+T = TypeVar("T")
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back what recordings inside change: modules, their state, torch's generator. Inside there is a graph.
+
+    It shows what torch does not: functions of autograd.
+    """
+    with untouched(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Has a model be in training mode or not, and puts back the mode of each module."""
+    before = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor | None]]:
+    """What a run gives, and the buffers that it wrote, with their new values; they are put back."""
+    before = {
+        f"{path}.{key}".lstrip("."): (module._buffers, key, buffer, copy_of(buffer), version(buffer))
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and not is_fake(buffer)
+    }
+    made = run()
+    changed: dict[str, Tensor | None] = {}
+    with torch.no_grad():
+        for name, (held, key, buffer, copy, was) in before.items():
+            now = held.get(key)
+            if now is not buffer or version(buffer) != was:
+                changed[name] = None if now is None else copy_of(now)
+                held[key] = buffer
+                buffer.copy_(copy)
+    return made, changed
+
+
+def copied(value: Any) -> Any:
+    """Inputs for a forward to keep: it may work on them in place."""
+    return replace_tensors(value, copy_of)
+
+
+class Given(NamedTuple):
+    """The arguments of a forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments(model: nn.Module, value: Tree) -> Given:
+    """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument.
+
+    >>> class Net(nn.Module):
+    ...     def forward(self, x, mask=None): return x
+    >>> arguments(Net(), {"x": 1}), arguments(Net(), {"y": 1})
+    (Given(args=(), kwargs={'x': 1}), Given(args=({'y': 1},), kwargs={}))
+    """
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        try:
+            inspect.signature(model.forward).bind(**value)
+        except TypeError:
+            return Given((dict(value),), {})
+        return Given((), dict(value))
+    return Given((value,), {})
+
+
+def without_cache(model: nn.Module, value: Tree) -> Tree:
+    """What has a model keep no cache for generation: each layer would have its own part of it alone."""
+    config = getattr(model, "config", None)
+    inner = vars(config).values() if hasattr(config, "__dict__") else ()  # of a text model within, or a decoder
+    keeps = any(getattr(one, "use_cache", None) is not None for one in (config, *inner))
+    if not (keeps and takes(model, "use_cache")):
+        return value
+    if isinstance(value, Mapping):
+        return {"use_cache": False, **value}
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    named = first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return {first.name: value, "use_cache": False} if named and first is not None else value
+
+
+def takes(model: nn.Module, keyword: str) -> bool:
+    """Whether a forward takes a keyword, if only among others."""
+    parameters = inspect.signature(model.forward).parameters
+    return keyword in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def names_taken(model: nn.Module) -> str:
+    """The names of what a forward takes, one after another."""
+    return ", ".join(inspect.signature(model.forward).parameters)

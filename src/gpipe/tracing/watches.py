@@ -1,0 +1,235 @@
+"""Watches for what a walk cannot see: other makers of tensors, and changes in place that a cut would part.
+
+Sees which parameters of others a unit uses by a reference, past its arguments.
+
+Sees that a forward goes one way or another by chance, as where layers are dropped at random.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from gpipe._torch.modes import is_vmapped
+from gpipe.stages.boundary import leaves_of
+from gpipe.stages.layout import storage_address
+from gpipe.stages.tree import version
+from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.structure import take_apart
+from gpipe.tracing.trace import Call, Path, Tag
+
+FILLED = (
+    "{name} is given a tensor that was made of nothing (torch.zeros, torch.empty) and changed in place by "
+    "{changed}: every layer makes it, and one alone would change it. Use what {changed} returns, put parts "
+    "together by torch.cat or torch.stack, or make it of what a block gave: x.new_zeros(...), torch.zeros_like(x)"
+)
+PARTLY_CHANGED = (
+    "{name} changes in place a tensor that shares its memory with another, which an earlier layer made and a "
+    "later operation uses: behind a cut the other would not change with it. Work on a copy there"
+)
+
+
+class _Known(NamedTuple):
+    maker: Any  # the node behind the tensor in autograd's graph
+    version: int
+    wants: bool  # a gradient
+
+
+class Makers:
+    """Notices that something else than an event has put a tensor into another place of autograd's graph."""
+
+    def __init__(self) -> None:
+        self._known: dict[Tag, _Known] = {}
+
+    def note(self, tag: Tag, tensor: Tensor) -> None:
+        """Notes how an event left a tensor."""
+        self._known[tag] = _Known(tensor.grad_fn, version(tensor), tensor.requires_grad)
+
+    def differ(self, tag: Tag, tensor: Tensor) -> bool:
+        """Whether it is otherwise now."""
+        known = self._known[tag]
+        if tensor.requires_grad and not known.wants:
+            return True
+        return tensor.grad_fn is not known.maker and version(tensor) == known.version
+
+
+class _Filling(NamedTuple):
+    tensor: Tensor  # kept, so that its address stays its own
+    changed_by: str
+    layer: int
+
+
+class Fillings:
+    """Follows tensors that every layer makes for itself and the event of one changed in place.
+
+    Args:
+        tag_of: What a tensor is called that an event made.
+    """
+
+    def __init__(self, tag_of: Callable[[Tensor], Tag | None]) -> None:
+        self._tag_of = tag_of
+        self._by_address: dict[int, _Filling] = {}
+
+    def note(self, tensor: Tensor, changed_by: str, layer: int) -> None:
+        """Notes that an event changed a tensor that none made."""
+        self._by_address[storage_address(tensor)] = _Filling(tensor, changed_by, layer)
+
+    def spread(self, tensors: Sequence[Tensor], name: str, made: Sequence[Any]) -> None:
+        """Notes that an operation of every layer was given such ones; refuses it if it made plain values of them."""
+        filling = next((filling for _, filling in self._among(tensors)), None)
+        for leaf in made if filling is not None else ():
+            assert filling is not None
+            if isinstance(leaf, Tensor):
+                self._by_address[storage_address(leaf)] = filling._replace(tensor=leaf)
+            elif isinstance(leaf, (bool, int, float)):
+                raise CannotSplitError(FILLED.format(name=name, changed=filling.changed_by))
+
+    def refuse_elsewhere(self, tensors: Sequence[Tensor], name: str, layer: int) -> None:
+        """Refuses them but in the layer of that event: the others have them as they were made."""
+        for tensor, filling in self._among(tensors):
+            if tensor.requires_grad or filling.layer != layer:
+                raise CannotSplitError(FILLED.format(name=name, changed=filling.changed_by))
+
+    def _among(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, _Filling]]:
+        for tensor in tensors if self._by_address and not is_vmapped() else ():
+            if self._tag_of(tensor) is None and storage_address(tensor) in self._by_address:
+                yield tensor, self._by_address[storage_address(tensor)]
+
+
+class SharedMemory:
+    """Finds changes in place of what another tensor of an earlier layer shares, and a later event uses."""
+
+    def __init__(self) -> None:
+        self._address: dict[Tag, int] = {}
+        self._changed: list[tuple[int, Tag]] = []
+
+    def note(self, tag: Tag, tensor: Tensor) -> None:
+        """Notes where a tensor lies."""
+        try:
+            self._address[tag] = storage_address(tensor)
+        except NotImplementedError:  # below vmap there is none
+            self._address[tag] = 0
+
+    def note_change(self, event: int, tag: Tag) -> None:
+        """Notes that an event changed a tensor in place."""
+        self._changed.append((event, tag))
+
+    def refuse_parted(self, path: Path) -> None:
+        """Refuses such changes, once the whole path is known."""
+        last_use = dict.fromkeys(path.results, len(path.events))
+        for at, event in enumerate(path.events):
+            for tag in event.uses:
+                last_use[tag] = max(at, last_use.get(tag, -1))
+        for at, changed in self._changed:
+            layer, memory = path.layer_of(at), self._address[changed]
+            for tag, other in self._address.items():
+                shares = tag != changed and memory and other == memory and tag.event < at < last_use.get(tag, -1)
+                if shares and min(path.layer_of(tag.event), path.layer_of(changed.event)) < layer:
+                    raise CannotSplitError(PARTLY_CHANGED.format(name=path.events[at].name))
+
+
+REACHES = (
+    "{unit} uses {parameter} by a reference, a parameter of a module that blocks stand in: no layer has it, and "
+    "several would add to its gradient at once. Hand it to {unit} as an argument, or let a module have it in which "
+    "no block stands"
+)
+
+
+class Owners:
+    """Which units have which parameters.
+
+    Args:
+        model: Has the parameters.
+        units: The units by name.
+    """
+
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._units = {name: frozenset(map(id, unit.parameters())) for name, unit in units.items()}
+
+    def reached(self, call: Call, made: Any, until: Collection[Node]) -> list[str]:
+        """The other units whose parameters the call of a unit has used.
+
+        Args:
+            call: The call.
+            made: What it has returned.
+            until: The nodes behind the tensors that it was given, from before it ran.
+
+        Raises:
+            CannotSplitError: It has used one of no unit.
+        """
+        roots = [leaf for leaf in take_apart(made)[0] if isinstance(leaf, Tensor)]
+        known = {*self._units[call.name], *map(id, call.tensors)}
+        found: dict[str, None] = {}
+        for leaf in leaves_of(roots, until):
+            if id(leaf) in self._names and id(leaf) not in known:
+                home = next((name for name, held in self._units.items() if id(leaf) in held), None)
+                if home is None:
+                    raise CannotSplitError(REACHES.format(unit=call.name, parameter=self._names[id(leaf)]))
+                found[home] = None
+        return list(found)
+
+
+COMPARISONS = frozenset({"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__", "less", "greater"})
+
+BY_CHANCE = (
+    "the forward of the {model} goes one way or another by a random number between blocks{what}, as where layers "
+    "are dropped at random: the next micro-batch would take another path than the sample. Set what drops layers "
+    "(layerdrop, layer_drop) to 0, or let a block draw"
+)
+
+
+class Chance:
+    """What of a forward is drawn, and depends on nothing else.
+
+    Args:
+        model: The model, for errors.
+        walked: The modules that every layer walks through, by name.
+    """
+
+    def __init__(self, model: nn.Module, walked: Mapping[str, nn.Module]) -> None:
+        self._model, self._walked = model, walked
+        self._drawn: set[Tag] = set()
+        self._thresholds: list[float] = []
+
+    def see(
+        self,
+        name: str,
+        args: Sequence[Any],
+        uses: Collection[Tag],
+        made: Mapping[Tag, Any],
+        *,
+        draws: bool,
+    ) -> None:
+        """Is told of an operation between units.
+
+        Args:
+            name: The function's.
+            args: What it was given.
+            uses: The tensors of events among that.
+            made: The leaves of what it returned; those of plain numbers too.
+            draws: Whether it is a function that draws.
+
+        Raises:
+            CannotSplitError: It makes a plain value of a random number.
+        """
+        if not (draws and not uses) and not (uses and self._drawn.issuperset(uses)):
+            return
+        threshold = next((item for item in args if isinstance(item, (int, float))), None)
+        if name in COMPARISONS and threshold is not None:
+            if not 0 < threshold < 1:
+                return  # whatever is drawn, it is the same
+            self._thresholds.append(float(threshold))
+        if uses and any(isinstance(leaf, (bool, int, float)) for leaf in made.values()):
+            raise CannotSplitError(BY_CHANCE.format(model=type(self._model).__name__, what=self._in_words()))
+        self._drawn |= made.keys()
+
+    def _in_words(self) -> str:
+        named = [
+            f"{type(module).__name__}.{key}={value!r}"
+            for module in self._walked.values()
+            for key, value in vars(module).items()
+            if "drop" in key and isinstance(value, float) and value in self._thresholds
+        ]
+        return f" ({', '.join(dict.fromkeys(named))})" if named else ""

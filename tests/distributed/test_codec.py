@@ -1,0 +1,302 @@
+"""The law of the codec: what comes out lies in memory as what went in, with its dtype, shape, bits and identities."""
+
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gpipe.distributed.codec import decode, encode
+from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Gradients
+from gpipe.stages.messages import Message
+from gpipe.stages.tree import Tree
+
+LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+sizes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+def random_bits(dtype: torch.dtype, size: Sequence[int], seed: int) -> Tensor:
+    """Any bits: NaN of all kinds and negative zeros among them. A bool is 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(size).numel()
+    if dtype is torch.bool:
+        return torch.randint(2, (count,), generator=generator).bool().view(size)
+    data = torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).view(size)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Of any dtype and shape, lying in memory in any way that torch has."""
+    dtype, size, seed = draw(st.sampled_from(DTYPES)), draw(sizes), draw(st.integers(0, 2**31))
+    tensor = random_bits(dtype, size, seed)
+    for way in draw(st.lists(st.sampled_from(WAYS), max_size=3)):
+        tensor = lay(tensor, way, seed)
+    if draw(st.booleans()) and (tensor.is_floating_point() or tensor.is_complex()) and dtype.itemsize > 1:
+        tensor = tensor.detach().requires_grad_()
+    return tensor
+
+
+WAYS = ["turned", "permuted", "every second", "narrow", "expanded", "offset", "conj", "neg", "column", "spread"]
+
+
+def lay(tensor: Tensor, way: str, seed: int) -> Tensor:
+    """The tensor, or a part of it, in another layout."""
+    axes = tensor.dim()
+    match way:
+        case "conj" if tensor.is_complex():
+            return tensor.conj()
+        case "neg" if tensor.is_complex():
+            return tensor.conj().imag  # a real tensor with the negative bit
+        case "offset":
+            flat = tensor.contiguous().view(-1)
+            return torch.cat([flat, flat, flat])[len(flat) : 2 * len(flat)].view(tensor.shape)
+        case "spread":  # gaps between all elements
+            room = tensor.new_zeros((*tensor.shape, 3))
+            room[..., 1] = tensor
+            return room[..., 1]
+        case "expanded":
+            return tensor.unsqueeze(seed % (axes + 1)).expand(*_with(tensor.shape, seed % (axes + 1), 3))
+    if not axes:
+        return tensor
+    match way:
+        case "turned":
+            return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        case "permuted":
+            return tensor.permute(*np.random.default_rng(seed).permutation(axes).tolist())
+        case "every second":
+            return tensor[..., ::2]
+        case "narrow":
+            return tensor[:, 1:] if axes > 1 else tensor[1:]
+        case "column":
+            return tensor[..., :1]
+    return tensor
+
+
+def _with(size: torch.Size, at: int, count: int) -> tuple[int, ...]:
+    return (*size[:at], count, *size[at:])
+
+
+plain = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.text(max_size=5),
+    st.binary(max_size=5), st.sampled_from(DTYPES),
+)  # fmt: skip
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """Tuples, lists and dicts of tensors, some of which come again, and of plain values."""
+    shared = draw(st.lists(tensors(), min_size=1, max_size=3))
+    leaves = st.one_of(st.sampled_from(shared), tensors(), plain)
+    keys = st.one_of(st.text(max_size=3), st.integers(-3, 3), st.none())
+    nested = st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(keys, inner, max_size=3),
+            st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        ),
+        max_leaves=6,
+    )
+    return draw(nested)
+
+
+def there_and_back(message: Message, gap: int = 0) -> Message:
+    """A message by both of its ways: through a stream, behind `gap` other bytes, and through shared memory."""
+    encoded = encode(message)
+    stream = bytearray(gap) + b"".join(map(bytes, encoded.pieces()))
+    assert len(stream) == gap + encoded.size
+    by_stream = decode(encoded.layout, stream, gap)
+    stream[:] = b"\xff" * len(stream)  # used again
+    memory = bytearray(b"\xff" * (encoded.size + 100))
+    encoded.write(torch.frombuffer(memory, dtype=torch.uint8))
+    by_memory = decode(encoded.layout, memory)
+    memory[:] = b"\xff" * len(memory)
+    assert_same(by_stream, by_memory)
+    return by_stream
+
+
+def assert_same(one: Message, other: Message, *, strides: bool = True) -> None:
+    """The same trees of the same tensors, with the same tensor in the same places."""
+    items = [pytree.tree_flatten(m.value if isinstance(m, BoundaryValue) else m) for m in (one, other)]
+    (left, spec), (right, other_spec) = items
+    assert spec == other_spec
+    pairs = list(zip(left, right, strict=True))
+    for a, b in pairs:
+        assert type(a) is type(b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            assert torch.equal(bits_of(a), bits_of(b))
+            assert (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
+            assert not strides or a.stride() == b.stride()
+            assert a.data_ptr() % 64 == b.data_ptr() % 64
+        else:
+            assert repr(a) == repr(b)  # NaN is NaN
+    first = [[next(i for i, found in enumerate(half) if found is item) for item in half] for half in (left, right)]
+    is_tensor = [isinstance(item, Tensor) for item in left]
+    assert [i for i, tensor in zip(first[0], is_tensor, strict=True) if tensor] == [
+        i for i, tensor in zip(first[1], is_tensor, strict=True) if tensor
+    ]
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1).view(torch.uint8)
+
+
+@settings(LAW, max_examples=400)
+@given(tensors(), st.integers(0, 70))
+def test_a_tensor_comes_as_it_left(tensor: Tensor, gap: int) -> None:
+    back = there_and_back(BoundaryValue(tensor, []), gap)
+    assert_same(back, BoundaryValue(tensor, []))
+    assert isinstance(back, BoundaryValue)
+    assert [id(leaf) for leaf in back.leaves] == [id(back.value)] * tensor.requires_grad
+    assert back.tensor.is_leaf
+
+
+@settings(LAW, max_examples=200)
+@given(trees(), st.integers(0, 70))
+@example((), 0)
+@example({}, 0)
+@example(None, 0)
+@example({"a": [()], 2: {}}, 0)
+@example([torch.ones(3)] * 3, 5)
+def test_a_tree_comes_as_it_left(tree: Tree, gap: int) -> None:
+    back = there_and_back(BoundaryValue(tree, []), gap)
+    assert_same(back, BoundaryValue(tree, []))
+    assert isinstance(back, BoundaryValue)
+    wanted = {id(t): t for t in pytree.tree_leaves(back.value) if isinstance(t, Tensor) and t.requires_grad}
+    assert [id(leaf) for leaf in back.leaves] == list(wanted)
+
+
+@settings(LAW, max_examples=100)
+@given(st.lists(st.tuples(tensors(), st.integers(0, 2)), max_size=8))
+def test_memory_through_which_messages_keep_coming_gives_each_of_them(sent: Sequence[tuple[Tensor, int]]) -> None:
+    memory = bytearray(2**16)
+    came = []
+    for tensor, gap in sent:
+        encoded = encode(BoundaryValue(tensor, []))
+        memory[:] = b"\xff" * len(memory)
+        memory[gap : gap + encoded.size] = b"".join(map(bytes, encoded.pieces()))
+        came.append(decode(encoded.layout, memory, gap))
+    memory[:] = b"\xff" * len(memory)
+    for (tensor, _), back in zip(sent, came, strict=True):
+        assert_same(back, BoundaryValue(tensor, []))
+
+
+@settings(LAW, max_examples=100)
+@given(st.lists(st.none() | st.just(UNDEFINED) | tensors(), max_size=4))
+def test_gradients_come_as_they_left(found: Gradients) -> None:
+    gradients: Gradients = [one.detach() if isinstance(one, Tensor) else one for one in found]
+    assert_same(there_and_back(gradients), gradients)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(10.0).unfold(0, 4, 2),
+        torch.arange(12.0).as_strided((3, 4), (2, 1)),
+        torch.arange(12.0).as_strided((2, 3, 2), (1, 1, 0)),
+    ],
+    ids=["unfolded", "rows that overlap", "diagonals, expanded"],
+)
+def test_of_elements_that_overlap_only_the_bits_arrive(tensor: Tensor) -> None:
+    assert_same(there_and_back(BoundaryValue(tensor, [])), BoundaryValue(tensor, []), strides=False)
+
+
+def test_a_size_stays_a_size_and_a_container_what_it_is() -> None:
+    counts = defaultdict(int, {(1, "a"): 2})
+    for value in (torch.Size([2, 3]), {None: torch.Size(())}, {(1, (True, 2.5)): 3}, counts, deque([1], maxlen=3)):
+        back = there_and_back(BoundaryValue(value, []))
+        assert isinstance(back, BoundaryValue)
+        assert back.value == value
+        assert isinstance(value, torch.Size) or type(back.value) is type(value)
+
+
+def test_keys_stay_what_they_are_also_where_they_are_equal() -> None:
+    """The layout that is kept for one is not the other's."""
+    for key in (1, True, "1", 1, (1,), (True,), True, 1.0):
+        back = there_and_back(BoundaryValue({key: torch.ones(1)}, []))
+        assert isinstance(back, BoundaryValue)
+        assert isinstance(back.value, dict)
+        assert [(found, type(found)) for found in back.value] == [(key, type(key))]
+
+
+def test_complex_numbers_of_16_bytes_may_lie_at_any_address() -> None:
+    """The processor reads them from multiples of 16 alone, and a message may end anywhere: it was killed."""
+    tensor = torch.randn(33, 5, dtype=torch.complex128)
+    for gap in range(17):
+        assert_same(there_and_back(BoundaryValue(tensor, []), gap), BoundaryValue(tensor, []))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.bool])
+def test_a_tensor_may_lie_at_any_address(dtype: torch.dtype) -> None:
+    """Also at none that a multiple of its items could reach, as over a file that was read."""
+    memory = torch.zeros(200, dtype=torch.uint8)
+    for ahead in range(65):
+        tensor = torch.empty(0, dtype=dtype).set_(memory.untyped_storage()[ahead:], 0, (2, 4), (4, 1))
+        back = there_and_back(BoundaryValue(tensor, []))
+        assert_same(back, BoundaryValue(tensor, []))
+        assert isinstance(back, BoundaryValue)
+        assert back.tensor.data_ptr() % 64 == ahead % 64
+
+
+def test_an_expanded_tensor_travels_once() -> None:
+    assert encode(BoundaryValue(torch.ones(1000, 1).expand(1000, 1000), [])).size == 4000
+
+
+def test_channels_last_stays_channels_last() -> None:
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    back = there_and_back(BoundaryValue(images, []))
+    assert isinstance(back, BoundaryValue)
+    assert back.tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass
+class Held:
+    tensor: Tensor
+
+
+class Colour(Enum):
+    RED = 1
+
+
+REFUSED = {
+    "a set": ({1, 2}, "set"),
+    "a module": (nn.Tanh(), "Tanh"),
+    "an array": (np.ones(3), "ndarray"),
+    "a number of numpy": (np.float32(1), "float32"),
+    "an enum": (Colour.RED, "Colour"),
+    "a dataclass": (Held(torch.ones(1)), "Held"),
+    "a function": (len, "builtin_function"),
+    "a sparse tensor": (torch.ones(2, 2).to_sparse(), "layout torch.sparse_coo"),
+    "a parameter": (nn.Parameter(torch.ones(2)), "Parameter"),
+    "a named tuple": (Pair(1, torch.ones(2)), "Pair"),
+    "a key that is an enum": ({Colour.RED: torch.ones(2)}, "Colour"),
+    "a defaultdict of one's own": (defaultdict[Any, Any](lambda: 0, {1: torch.ones(2)}), "lambda"),
+    "a key that is a dtype": ({torch.bool: torch.ones(2)}, "torch.bool"),
+}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_travel_is_refused_by_name_when_it_leaves(name: str, within: bool) -> None:
+    value, named = REFUSED[name]
+    with pytest.raises(TypeError, match=named):
+        encode(BoundaryValue((torch.ones(1), value) if within else value, []))

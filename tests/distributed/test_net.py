@@ -1,0 +1,233 @@
+"""Nets: every program runs, however little may be under way, and what is not wanted does no harm."""
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe.distributed.frames import SLOTS
+from gpipe.distributed.local import INLINE, Link
+from gpipe.distributed.net import Net
+from gpipe.errors import RemoteError
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.lower import place_recompute, place_transfers
+from gpipe.schedule.program import Program
+from gpipe.schedule.rules import receiver_of, sender_of
+from gpipe.schedule.schedules import fill_drain
+from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.messages import Label
+from tests.support.nets import BIG, KINDS, label_of, nets, receive, send, send_all, together, wait_until, waits
+
+# Note "Room": every program that is one can be run, however little is under way at a time.
+
+
+def walk(net: Net, program: Program, size: int, pauses: random.Random) -> None:
+    """A rank's row: its transfers, and pauses for the rest."""
+    numbers = {route: number for number, route in enumerate(program.routes)}
+
+    def label(action: Action) -> Label:
+        assert action.route is not None
+        assert action.micro_batch is not None
+        return Label(numbers[action.route], action.micro_batch, action.carries_gradient)
+
+    row = program.rows[net.rank]
+    due = {label(action): at for at, action in enumerate(row) if action.kind is Kind.RECEIVE}
+    sources = {program.rank_of[sender_of(action)] for action in row if action.kind is Kind.RECEIVE}
+    net.expect(due, sources, lambda peer, seen: f"at {seen.at}")
+    for at, action in enumerate(row):
+        net.reach(at)
+        held = set(net._early)
+        assert all(due[early] <= at for _, early in held)  # and what waits does not grow with M
+        if action.kind is Kind.SEND:
+            value = torch.full([size // 8], hash(label(action)))
+            net.send(program.rank_of[receiver_of(action)], label(action), BoundaryValue(value, []))
+        elif action.kind is Kind.RECEIVE:
+            message, _ = net.receive(program.rank_of[sender_of(action)], label(action))
+            assert isinstance(message, BoundaryValue)
+            assert torch.equal(message.tensor, torch.full([size // 8], hash(label(action))))
+        elif pauses.random() < 0.1:
+            time.sleep(2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=10)
+@given(
+    ranks=st.integers(2, 4),
+    micro_batches=st.integers(1, 12),
+    size=st.sampled_from([8, INLINE, BIG]),
+    seed=st.integers(0, 99),
+)
+def test_every_program_runs_however_large_its_messages(
+    kind: type[Link], ranks: int, micro_batches: int, size: int, seed: int
+) -> None:
+    program = Program.of(fill_drain(ranks, micro_batches), micro_batches)
+    program = place_transfers(place_recompute(program, ["always"] * ranks))
+    with nets(ranks, kind, buffer=2**14) as every:
+        works = [lambda net=net: walk(net, program, size, random.Random(seed + net.rank)) for net in every]
+        assert together(*works) == [None] * ranks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_receiver_bounds_what_is_under_way(kind: type[Link]) -> None:
+    count = 10 * SLOTS
+    with nets(2, kind, buffer=2**14) as (first, second):
+        done: list[int] = []
+
+        def sends() -> None:
+            for number in range(count):
+                send(first, 1, number, BIG)
+                done.append(number)
+
+        def takes() -> None:
+            wait_until(lambda: waits(first))
+            assert len(done) <= 3 * SLOTS
+            for number in range(count):
+                receive(second, 0, number, BIG)
+                assert len(done) <= number + 1 + 3 * SLOTS
+
+        assert together(sends, takes) == [None, None]
+
+
+@pytest.mark.parametrize("size", [INLINE, BIG])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_that_send_more_than_fits_take_meanwhile_what_their_rows_have(kind: type[Link], size: int) -> None:
+    count = 10 * SLOTS
+
+    def exchange(net: Net, peer: int) -> None:
+        net.expect({label_of(number): 0 for number in range(count)}, {peer}, lambda peer, seen: "")
+        for number in range(count):
+            send(net, peer, number, size)
+        for number in range(count):
+            receive(net, peer, number, size)
+
+    with nets(2, kind, buffer=2**14) as (first, second):
+        assert together(lambda: exchange(first, 1), lambda: exchange(second, 0)) == [None, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_row_does_not_have_yet_is_not_taken(kind: type[Link]) -> None:
+    with nets(2, kind) as (first, second):
+        second.expect({label_of(1): 5, label_of(0): 0}, {0}, lambda peer, seen: "")
+        send(first, 1, 0)
+        send(first, 1, 1)
+        receive(second, 0, 0)
+        assert not second._early
+        second.reach(5)
+        receive(second, 0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("as_source", [False, True])
+def test_a_message_that_comes_just_before_the_wait_is_seen(
+    as_source: bool, kind: type[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hung: `_wait` took what was wanted from the stream, and then waited for the stream."""
+    with nets(2, kind) as (first, second):
+        if as_source:
+            second.expect({label_of(0): 0}, {0}, lambda peer, seen: "")
+        wait = second._wait
+
+        def late(*given: Any, **how: Any) -> None:
+            monkeypatch.undo()
+            send(first, 1, 0)
+            wait(*given, **how)
+
+        monkeypatch.setattr(second, "_wait", late)
+        receive(second, 0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_room_that_comes_just_before_the_wait_is_seen(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hung: `_wait` heard that messages had left while it looked for others, and then waited to hear it."""
+    with nets(2, kind) as (first, second):
+        sent: list[int] = []
+        wait, ended = first._wait, threading.Event()
+
+        def late(*given: Any, **how: Any) -> None:
+            monkeypatch.undo()
+            for number in sent:
+                receive(second, 0, number, BIG)
+            time.sleep(0.1)  # until the thread that writes has said so
+            wait(*given, **how)
+            ended.set()
+
+        monkeypatch.setattr(first, "_wait", late)
+        while not ended.is_set():
+            send(first, 1, len(sent), BIG)
+            sent.append(len(sent))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_does_not_spin(kind: type[Link]) -> None:
+    """A stream was still watched for writing, or for reading, when nobody wrote or read it any more."""
+    with nets(3, kind, buffer=1) as (first, second, third):
+        polls: list[str] = []
+        real = second._poll
+
+        class Counted:
+            def __getattr__(self, name: str) -> Any:
+                if name == "poll":
+                    polls.append(name)
+                return getattr(real, name)
+
+        second._poll = Counted()  # type: ignore[assignment]
+
+        def middle() -> None:
+            send(second, 2, 0, INLINE)
+            receive(second, 2, 0)
+            del polls[:]
+            receive(second, 0, 0)
+
+        def others() -> None:
+            receive(third, 1, 0, INLINE)
+            send(third, 1, 0)
+            send(third, 1, 1)  # which is not wanted
+            wait_until(lambda: waits(second))
+            time.sleep(0.1)
+            send(first, 1, 0)
+
+        assert together(middle, others) == [None, None]
+        assert len(polls) < 100  # who spins polls thousands of times
+
+
+# Runs.
+
+
+@pytest.mark.parametrize("size", [8, INLINE, BIG])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_failed_run_left_is_thrown_away_by_the_next(kind: type[Link], size: int) -> None:
+    with nets(2, kind, buffer=1) as (first, second):
+
+        def sends() -> None:
+            with pytest.raises(RemoteError, match="ValueError: enough"):
+                send_all(first, range(100_000), size)
+            first.begin()
+            for number in range(3):
+                send(first, 1, number, size)
+
+        def takes() -> None:
+            wait_until(lambda: waits(first))  # which is in the middle of a frame, if that is large
+            second.fail(ValueError("enough"))
+            second.begin()
+            for number in range(3):
+                receive(second, 0, number, size)
+
+        assert together(sends, takes) == [None, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_of_the_next_run_waits_for_it(kind: type[Link]) -> None:
+    with nets(2, kind) as (first, second):
+        send(second, 0, 0)
+        second.begin()
+        send(second, 0, 1)
+        receive(first, 1, 0)
+        wait_until(lambda: first.links[1].head() is not None)
+        assert first._take(1, label_of(1)) is False
+        first.begin()
+        receive(first, 1, 1)

@@ -1,0 +1,274 @@
+"""Nets: whatever happens to one rank is told to all, those that can not be told find out, and nothing stays open."""
+
+import gc
+import os
+import select
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe.distributed import net as net_module
+from gpipe.distributed.failures import Status
+from gpipe.distributed.frames import SLOTS
+from gpipe.distributed.local import Link
+from gpipe.distributed.net import Net
+from gpipe.distributed.tcp import RemoteLink
+from gpipe.errors import RemoteError
+from tests.support.nets import BIG, KINDS, LIMIT, exchange, label_of, nets, receive, send, together, wait_until, waits
+
+# Reports.
+
+
+def test_a_report_of_this_run_wakes_who_waits_and_later_ones_wait() -> None:
+    with nets(3) as (first, second, third):
+
+        def waiter() -> None:
+            with pytest.raises(RemoteError, match="rank 1 failed: ValueError: now\nin the forward") as raised:
+                first.receive(2, label_of(0))
+            assert (raised.value.rank, raised.value.type_name) == (1, "ValueError")
+            assert "ValueError: now" in raised.value.traceback
+
+        def fails() -> None:
+            wait_until(lambda: waits(first))
+            error = ValueError("now")
+            error.add_note("in the forward")
+            second.fail(error)
+
+        assert together(waiter, fails) == [None, None]
+        third.begin()
+        third.fail(ValueError("later"))
+        for net in (first, second):
+            with pytest.raises(RemoteError, match="later"):
+                net.begin()
+        assert together(*(lambda net=net: exchange(net, b"x") for net in (first, second, third))) == [[b"x"] * 3] * 3
+
+
+def test_a_failure_in_the_next_run_is_nothing_to_this_one() -> None:
+    with nets(2) as (first, second):
+        send(second, 0, 0)
+        second.begin()
+        second.fail(ValueError("later"))
+        receive(first, 1, 0)
+        with pytest.raises(RemoteError, match="later"):
+            first.begin()
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "語" * 10**6, "\udcff"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_arrives_however_long_and_odd_its_text(kind: type[Link], text: str) -> None:
+    with nets(2, kind) as (first, second):
+        second.fail(ValueError(text))
+        with pytest.raises(RemoteError) as raised:
+            first.receive(1, label_of(0))
+        assert str(raised.value).startswith(f"rank 1 failed: ValueError: {text[:1000]}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_fails_again_and_again_is_heard_in_the_end(kind: type[Link]) -> None:
+    with nets(2, kind) as (first, second):
+        for number in range(60):
+            second.fail(ValueError(f"{number} " + "x" * 10_000))
+            second.begin()
+        with pytest.raises(RemoteError, match="ValueError: 0 x"):
+            first.receive(1, label_of(0))
+        for number in range(1, 60):
+            second.links[0].listen()  # as whatever it does next will
+            with pytest.raises(RemoteError, match=f"ValueError: {number} x"):
+                first.begin()
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_ends_is_missed(kind: type[Link]) -> None:
+    with nets(3, kind) as (first, second, _):
+
+        def ends() -> None:
+            wait_until(lambda: waits(first))
+            second.close()
+
+        raised, _ = together(lambda: receive(first, 2, 0), ends)
+        assert isinstance(raised, RemoteError)
+        assert (raised.rank, raised.type_name) == (1, "")
+        assert str(raised).startswith("rank 1 is gone; it ")
+        with pytest.raises(RemoteError, match="rank 1 is gone"):
+            first.begin()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_says_why_and_ends_is_heard(kind: type[Link]) -> None:
+    with nets(2, kind) as (first, second):
+        second.fail(ValueError("why"))
+        second.close()
+        with pytest.raises(RemoteError, match="rank 1 failed: ValueError: why"):
+            first.receive(1, label_of(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_may_end_before_the_news_say_why(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts each takes its own way."""
+    with nets(2, kind) as (first, second):
+
+        def ends() -> None:
+            wait_until(lambda: waits(first))
+            second.links[0]._stream.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.1)
+            second.fail(ValueError("why"))
+
+        monkeypatch.setattr("gpipe.distributed.failures.SOON", LIMIT)
+        raised, _ = together(lambda: receive(first, 1, 0), ends)
+        assert isinstance(raised, RemoteError)
+        assert raised.type_name == "ValueError"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_agree_and_then_may_leave_at_once(kind: type[Link], size: int) -> None:
+    for length in (3, 2**21):
+        with nets(size, kind, buffer=2**14) as every:
+
+            def agree(net: Net, length: int = length) -> list[int]:
+                told = net.agree((net.rank, torch.zeros(length)))
+                net.close()
+                assert all(tensor.numel() == length for _, tensor in told)
+                return [rank for rank, _ in told]
+
+            assert together(*(lambda net=net: agree(net) for net in every)) == [list(range(size))] * size
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Link], who: int) -> None:
+    with nets(3, kind) as every:
+        works = [net.close if net.rank == who else lambda net=net: exchange(net, b"") for net in every]
+        found = together(*works)
+        assert all(isinstance(one, RemoteError) and one.rank == who for one in found if one is not None)
+        assert found.count(None) == 1
+
+
+# Timeouts.
+
+
+class PollsTogether:
+    """Has nets begin to wait at the same time, when each says that it waits."""
+
+    def __init__(self, net: Net, all_wait: threading.Barrier) -> None:
+        self.real, self.all_wait = net._poll, all_wait
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sleep":
+            self.all_wait.wait(LIMIT)
+        return getattr(self.real, name)
+
+
+def test_a_timeout_names_who_keeps_all_waiting() -> None:
+    with nets(3) as (first, second, third):
+        third.expect({}, (), lambda peer, seen: "")
+        third.reach(4)
+        all_wait = threading.Barrier(2)
+
+        def wait_for(net: Net, peer: int) -> None:
+            net.lookout.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
+            net.expect({}, (), lambda peer, seen: f"in action {seen.at} of rank {peer}")
+            net.receive(peer, label_of(0))
+
+        found = together(lambda: wait_for(first, 1), lambda: wait_for(second, 2))
+        for raised in found:
+            assert isinstance(raised, RemoteError)
+            assert "nothing came for 0.3 s, the timeout of the process group" in str(raised)
+            assert "rank 2: it was last seen in action 4 of rank 2" in str(raised)
+            assert raised.rank == 2
+
+
+def test_between_hosts_a_timeout_names_who_was_waited_for() -> None:
+    told = "rank 1: it is on another host: see its own messages"
+    with nets(2, RemoteLink) as (first, _):
+        first.lookout.limit = 0.1
+        with pytest.raises(RemoteError, match=told):
+            first.receive(1, label_of(0))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_process_that_ends_or_stops_while_nets_are_made_is_missed(ended: bool) -> None:
+    streams, news = socket.socketpair(), socket.socketpair()
+    link, other = (Link(*ends) for ends in zip(streams, news, strict=True))
+    if ended:
+        other.close()
+    with pytest.raises(RemoteError, match="rank 1 is gone" if ended else r"rank 1 did not link up within 0\.1 s"):
+        Status().shared_with({1: link}, limit=0.1)
+    link.close()
+    other.close()
+
+
+# What is left.
+
+
+def handles() -> set[str]:
+    gc.collect()  # of tests before
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_stays_open(kind: type[Link]) -> None:
+    before, threads = handles(), set(threading.enumerate())  # of other tests some may be about to end
+    with nets(2, kind) as every:
+        first, second = every
+        for number in range(SLOTS):
+            send(first, 1, number, BIG)
+        receive(second, 0, 0, BIG)
+        assert handles() - before
+    del every, first, second
+    assert handles() <= before
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_keep_the_links_open() -> None:
+    with nets(2) as (first, second):
+        until, release = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(release)
+            os.read(until, 1)
+            os._exit(0)
+        try:
+            second.close()
+            ready, _, _ = select.select([first.links[1].news.connection], [], [], LIMIT)
+            assert ready
+            with pytest.raises(RemoteError, match="rank 1 is gone"):
+                first.begin()
+        finally:
+            os.close(release)
+            os.close(until)
+            os.waitpid(child, 0)
+
+
+# Long waits.
+
+
+def test_a_long_wait_is_told_once_and_names_who_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(net_module, "LONG", 0.1)
+    with nets(3) as (first, second, third):
+        for net in (first, third):
+            net.begin()
+
+        def comes_late() -> None:
+            wait_until(lambda: len(caplog.messages) == 2)
+            second.begin()
+            for peer in (0, 2):
+                send(second, peer, 0)
+
+        assert together(lambda: receive(first, 1, 0), lambda: receive(third, 1, 0), comes_late) == [None] * 3
+    waited, other = sorted(caplog.messages)
+    assert waited.startswith(
+        "rank 0 has waited 0.1 s for rank 1\nrank 1: it was last seen outside of any step, after 1"
+    )
+    assert "is the pipe called on every rank, in the same order?" in waited
+    assert other.startswith("rank 2 has waited 0.1 s for rank 1\n")

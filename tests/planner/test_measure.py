@@ -1,0 +1,388 @@
+"""What layers cost: however it is found out, the layers are afterwards as they were."""
+
+import copy
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils.parametrizations import spectral_norm
+
+import gpipe
+from gpipe.config.arguments import Costs
+from gpipe.planner import measure
+from gpipe.schedule.cost import LayerSeconds, StageCost
+from gpipe.schedule.simulate import simulate
+from tests.support.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits
+
+SAMPLE = torch.linspace(-1, 1, 40).reshape(8, 5)
+TARGET = torch.linspace(1, -1, 24).reshape(8, 3)
+
+
+class Clock(threading.local):
+    """Stands for the module `time`: it goes on only when a layer says so, in the layer's thread alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class _Ticking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        clock.now += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.clock.now += 10 * ctx.seconds
+        return gradient, None, None
+
+
+class Ticking(nn.Module):
+    """Takes `seconds` forward and ten times that backward."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock = clock
+        self.seconds = seconds
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ticked: Tensor = _Ticking.apply(x * self.scale, self.clock, self.seconds)
+        return ticked
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    return clock
+
+
+class Habits(nn.Module):
+    """Changes itself in every way that a layer may."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.cache: dict[int, Tensor] = {}
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > len(self.seen):  # a table that grows with what comes
+            self.register_buffer("seen", torch.ones(2 * len(self.seen)))
+            self.register_buffer("more", torch.ones(1))
+        self.cache[self.calls] = x.detach()
+        self.last = x
+        return x + self.seen[self.calls - 1]
+
+
+def changing() -> list[nn.Module]:
+    """Layers with randomness and statistics."""
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+        nn.Dropout(0.4),
+        Drift(6, in_place=True),
+        Drift(6, in_place=False),
+        Noise(),
+        spectral_norm(nn.Linear(6, 6)).requires_grad_(False),
+        nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.4)).eval(),
+        nn.Linear(6, 3),
+    ]
+
+
+def run_it(layer: nn.Module, value: Any) -> float:
+    """A cost of the user's own that is careless."""
+    layer(value).sum().backward()
+    return 1.0 + sum(p.numel() for p in layer.parameters())
+
+
+MEASURED: dict[str, Costs] = {"time": "time", "flops": "flops", "function": run_it}
+every_way = pytest.mark.parametrize("costs", MEASURED.values(), ids=MEASURED)
+
+
+@pytest.mark.parametrize("way", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@every_way
+def test_measuring_leaves_nothing_behind(costs: Costs, way: Callable[[], Any]) -> None:
+    habits, last = Habits(), nn.Linear(3, 3)
+    layers = [*changing(), habits, last]
+    last.weight.grad = gradient = torch.ones(3, 3)
+    whole = nn.Sequential(*layers)
+    before = copy.deepcopy(whole.state_dict())
+    kept = [(p, p.grad, p.requires_grad) for p in whole.parameters()]
+    attributes = [(module, dict(vars(module)), module.training) for module in whole.modules()]
+    places = [(module._buffers, dict(module._buffers)) for module in whole.modules()]
+    generator, threads = torch.get_rng_state(), torch.get_num_threads()
+    with way():
+        gpipe.GPipe(layers, 3, 2, costs=costs, sample=SAMPLE, seed=0)
+    after = whole.state_dict()
+    assert list(after) == list(before)
+    assert [name for name in before if not same_bits(before[name], after[name])] == []
+    assert all(p.grad is grad and p.requires_grad == wanted for p, grad, wanted in kept)
+    assert torch.equal(gradient, torch.ones(3, 3))
+    assert all(vars(module) == own and module.training == mode for module, own, mode in attributes)
+    assert all(buffers == own for buffers, own in places)
+    assert habits.cache == {}
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.get_num_threads() == threads
+
+
+@every_way
+def test_a_pipe_that_was_measured_gives_the_bits_of_the_plain_loop(costs: Costs) -> None:
+    layers = changing()
+    reference = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 3, 2, costs=costs, sample=SAMPLE, seed=3, driver="lockstep")
+    loss = pipe.step(SAMPLE, TARGET, mse_loss)
+    assert same_bits(loss, plain_loop(reference, SAMPLE, TARGET, mse_loss, micro_batches=2, seed=3))
+    assert_same_bits(pipe, reference)
+
+
+def skips() -> list[nn.Module]:
+    return [nn.Linear(5, 5), Stash("a", 5), nn.ReLU(), Stash("b", 5), Pop({"a": 5}, 5), Pop({"a": 5, "b": 5}, 5)]
+
+
+def forks(kind: str) -> list[nn.Module]:
+    return [nn.Linear(5, 6), Fork(kind, 6), nn.Identity(), Join(6, 6, 3)]
+
+
+MODELS: dict[str, tuple[Callable[[], list[nn.Module]], Tensor]] = {
+    "skips": (skips, SAMPLE),
+    "tuples": (lambda: forks("same"), SAMPLE),
+    "dictionaries": (lambda: forks("keyed"), SAMPLE),
+    "integers": (lambda: [nn.Embedding(9, 4), nn.Linear(4, 2)], torch.arange(8)),
+    "integers only": (lambda: [nn.Identity(), nn.Flatten(0)], torch.arange(8)),
+    "in place": (lambda: [nn.ReLU(inplace=True), nn.Linear(5, 5), nn.Dropout(0.5, inplace=True)], SAMPLE),
+    "no parameters": (lambda: [nn.Tanh(), nn.Identity(), nn.Flatten()], SAMPLE),
+    "frozen": (lambda: [nn.Linear(5, 5).requires_grad_(False), nn.Tanh(), nn.Linear(5, 5)], SAMPLE),
+    "the same twice": (lambda: [nn.Linear(5, 5)] * 2, SAMPLE),
+}
+
+
+@pytest.mark.parametrize(("build", "sample"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("costs", ["time", "flops", "function"])
+def test_whatever_a_layer_may_do_can_be_measured(
+    costs: str, build: Callable[[], list[nn.Module]], sample: Tensor
+) -> None:
+    before = sample.clone()
+    layers = build()
+    way = (lambda layer, value: 2.0) if costs == "function" else costs
+    pipe = gpipe.GPipe(layers, 2, 4, costs=way, sample=sample)  # type: ignore[arg-type]  # it is one of them
+    assert len(pipe.costs) == len(layers)
+    assert all(cost > 0 for cost in pipe.costs)
+    assert torch.equal(sample, before)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("always", 12), ("except_last", 12), ("never", 11)])
+def test_time_is_forward_recompute_and_backward(clock: Clock, remat: str, times: int) -> None:
+    layers = [Ticking(clock, seconds) for seconds in (1, 5, 2, 0)]
+    pipe = gpipe.GPipe(layers, 2, 2, costs="time", sample=SAMPLE, remat=remat)
+    assert pipe.costs == (times * 1, times * 5, times * 2, 0)
+    assert pipe.layers_per_partition == (2, 2)
+
+
+def test_the_median_counts(clock: Clock) -> None:
+    class Uneven(Ticking):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seconds = next(rounds)
+            return super().forward(x)
+
+    rounds: Iterator[float] = iter([9.0, *[0.003, 0.001, 0.001, 0.004, 0.001], *[0.0] * 9])
+    pipe = gpipe.GPipe([Uneven(clock, 0)], 1, 1, costs="time", sample=SAMPLE, remat="never")
+    assert pipe.costs == pytest.approx([0.011])
+
+
+def test_what_disturbs_now_one_layer_and_now_another_is_part_of_their_sum() -> None:
+    rounds = [[LayerSeconds(1, 0), LayerSeconds(1, 2)], [LayerSeconds(5, 0), LayerSeconds(1, 2)]]
+    rounds.append([LayerSeconds(1, 0), LayerSeconds(1, 6, 4, 5)])
+    assert measure._typical(rounds) == [LayerSeconds(2, 0), LayerSeconds(2, 4)]  # 4 and 8 in a round, by medians 4
+
+
+def test_a_measured_pipe_foretells_its_schedule_by_forward_and_backward(clock: Clock) -> None:
+    layers = [Ticking(clock, seconds) for seconds in (1, 2, 3)]
+    for schedule, remat in (("1f1b", "always"), ("gpipe", "except_last"), ("gpipe", "never")):
+        pipe = gpipe.GPipe(layers, [1, 1, 1], 4, sample=SAMPLE, schedule=schedule, remat=remat)
+        costs = [StageCost(seconds, 10 * seconds) for seconds in (1, 2, 3)]
+        assert pipe.plan.timeline == simulate(pipe.program, costs).timeline
+
+
+@pytest.mark.parametrize(("driver", "threads"), [(None, 3), ("lockstep", 1)])
+def test_layers_are_measured_in_the_company_that_they_will_have(driver: str | None, threads: int) -> None:
+    class Seen(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            seen[threading.get_ident(), self] += 1
+            return super().forward(input)
+
+    seen: Counter[tuple[int, nn.Module]] = Counter()
+    layers = [Seen(5, 5) for _ in range(3)]
+    gpipe.GPipe(layers, 2, 2, sample=SAMPLE, driver=driver)
+    assert len({thread for thread, _ in seen}) == threads
+    for layer in layers:  # once in the calling thread, and then in that of its group
+        assert len([None for _, own in seen if own is layer]) == min(threads, 2)
+
+
+def test_a_sample_alone_means_time_and_nothing_means_parameters(clock: Clock) -> None:
+    timed = gpipe.GPipe([Ticking(clock, 2), Ticking(clock, 1)], 2, 1, sample=SAMPLE)
+    assert (timed.costs, timed.plan.unit) == ((24, 12), "seconds")
+    counted = gpipe.GPipe([nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 1, bias=False)], 2, 1)
+    assert (counted.costs, counted.plan.unit) == ((36, 1, 6), "relative")
+    assert gpipe.GPipe(list(counted.children()), 2, 1, costs="params", sample=SAMPLE).costs == (36, 1, 6)
+
+
+def test_costs_as_a_list_are_taken_as_they_are() -> None:
+    pipe = gpipe.GPipe([nn.Identity() for _ in range(5)], 2, 1, costs=(3, 1, 1.0, 1, 2), sample=SAMPLE)
+    assert pipe.costs == (3.0, 1.0, 1.0, 1.0, 2.0)
+    assert pipe.layers_per_partition == (2, 3)
+    assert pipe.plan.unit == "relative"
+
+
+def test_a_function_is_given_each_layer_with_what_it_takes_of_the_first_micro_batch() -> None:
+    layers = [nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
+    seen = []
+
+    def cost(layer: nn.Module, value: object) -> float:
+        assert isinstance(value, Tensor)
+        seen.append((layer, value.clone()))
+        value.detach().zero_()  # its own copy
+        return torch.tensor(float(value.shape[1]))  # type: ignore[return-value]  # it is a number
+
+    assert gpipe.GPipe(layers, 2, 3, costs=cost, sample=SAMPLE).costs == (5, 4, 4)
+    assert [layer for layer, _ in seen] == layers
+    assert torch.equal(seen[0][1], SAMPLE[:3])
+    assert torch.equal(seen[2][1], layers[0](SAMPLE[:3]).relu())
+
+
+@pytest.mark.parametrize(
+    ("layers", "sample", "flops"),
+    [
+        ([nn.Linear(5, 7), nn.Linear(7, 3)], torch.ones(8, 5), [2 * 2 * 8 * 5 * 7, 3 * 2 * 8 * 7 * 3]),
+        ([nn.Linear(5, 7).requires_grad_(False)], torch.ones(8, 5), [2 * 8 * 5 * 7]),
+        (
+            [nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, (5, 1), stride=2, groups=2)],
+            torch.ones(2, 3, 9, 9),
+            [2 * 2 * 2 * 6 * 81 * 3 * 9, 1, 3 * 2 * 2 * 4 * (3 * 5) * 3 * 5],
+        ),
+        ([nn.ReLU(), nn.Flatten()], torch.ones(8, 5), [1, 1]),
+    ],
+    ids=["linear", "frozen", "conv2d", "no products"],
+)  # products are an addition and a multiplication each; the first layer passes no gradient on
+def test_flops(layers: list[nn.Module], sample: Tensor, flops: list[float]) -> None:
+    pipe = gpipe.GPipe(layers, 1, 1, costs="flops", sample=sample)
+    assert list(pipe.costs) == flops
+
+
+def test_measured_costs_can_be_kept_and_given_again(clock: Clock) -> None:
+    seconds = [0.1 + 0.7 * at % 0.9 for at in range(12)]
+    measured = gpipe.GPipe([Ticking(clock, own) for own in seconds], 4, 4, sample=SAMPLE)
+    kept = json.dumps(measured.costs)
+    again = gpipe.GPipe([nn.Identity() for _ in seconds], 4, 4, costs=json.loads(kept))
+    assert again.costs == measured.costs
+    assert again.layers_per_partition == measured.layers_per_partition
+    assert again.plan.partition == measured.plan.partition
+    assert (again.plan.unit, measured.plan.unit) == ("relative", "seconds")
+
+
+def test_operations_have_the_threads_that_they_will_have() -> None:
+    class Threads(nn.Identity):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return input
+
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        gpipe.GPipe([Threads()], 1, 1, sample=SAMPLE)
+        assert set(seen) == {1}
+        seen.clear()
+        gpipe.GPipe([Threads()], 1, 1, sample=SAMPLE, intra_op_threads=2)
+        assert set(seen) == {2}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+class Broken(nn.Module):
+    """Fails, having left traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        torch.set_num_threads(2)
+        raise KeyError("not today")
+
+
+@every_way
+def test_a_layer_that_raises_keeps_its_exception_and_is_named(costs: Costs) -> None:
+    broken, threads = Broken(), torch.get_num_threads()
+    broken.linear.weight.grad = gradient = torch.ones(5, 5)
+    with pytest.raises(KeyError, match="not today") as caught:
+        gpipe.GPipe([nn.Linear(5, 5), broken], 2, 2, costs=costs, sample=SAMPLE)
+    assert caught.value.__notes__[0].startswith("while layer 1 (Broken) was run on the sample, for its cost")
+    assert broken.calls == 0
+    assert torch.get_num_threads() == threads
+    assert broken.linear.weight.grad is gradient
+
+
+@every_way
+def test_what_must_be_measured_needs_a_sample(costs: Costs) -> None:
+    with pytest.raises(ValueError, match=r"needs sample=, an example mini-batch of inputs"):
+        gpipe.GPipe([nn.Identity()], 1, 1, costs=costs)
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "text"),
+    [
+        (-1, ValueError, "costs[0] is -1.0, costs[1] is -1.0, must be at least 0 and finite"),
+        (float("nan"), ValueError, "costs[0] is nan, costs[1] is nan, must be at least 0 and finite"),
+        (float("inf"), ValueError, "costs[0] is inf, costs[1] is inf, must be at least 0 and finite"),
+        (None, TypeError, "float() argument must be"),
+    ],
+)
+@pytest.mark.parametrize("partitions", [2, [1, 1]])
+def test_a_function_must_give_costs(
+    partitions: int | Sequence[int], result: float, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        gpipe.GPipe([nn.Identity(), nn.ReLU()], partitions, 1, costs=lambda layer, value: result, sample=SAMPLE)
+
+
+def test_an_array_of_costs_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"costs=tensor.*; give one number a layer"):
+        gpipe.GPipe([nn.Identity(), nn.ReLU()], 2, 1, costs=torch.ones(2))  # type: ignore[arg-type]  # that is the point
+
+
+def test_the_plan_foretells_the_step() -> None:
+    layers = [nn.Identity() for _ in range(4)]
+    pipe = gpipe.GPipe(layers, 2, 4, costs=[3, 3, 3, 3], remat="never")  # forward 2 a stage, backward 4
+    assert pipe.plan.partition.layers == pipe.layers_per_partition
+    assert pipe.plan.program == pipe.program
+    assert pipe.plan.timeline.seconds == 5 * (2 + 4)
+    assert pipe.plan.bubble == pytest.approx(1 / 5)
+    assert pipe.plan.peak_bytes is None
+
+
+def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Clock) -> None:
+    pipe = gpipe.GPipe([Ticking(clock, 1), Ticking(clock, 4), Ticking(clock, 1)], 3, 8, sample=SAMPLE)
+    lines = pipe.summary().splitlines()
+    assert "the slowest stage costs 100.0% more than the mean, 0.0% more than any cuts must cost" in lines
+    assert "in the way of better cuts: layer 1, 200% of a mean stage" in lines
+    assert f"predicted step: {pipe.plan.timeline.seconds:.4g} s, {pipe.plan.bubble:.1%} of it idle" in pipe.summary()

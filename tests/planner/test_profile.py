@@ -1,0 +1,197 @@
+"""What layers cost by their rows: counted to the byte, without values."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe.models import unet
+from gpipe.planner.profile import ADAM, count, profile_layers
+from gpipe.planner.search.profile import Line
+
+
+def profile(layers: list[nn.Module], *shape: int) -> list:  # type: ignore[type-arg]
+    samples = {rows: torch.ones(rows, *shape) for rows in (2, 4)}
+    return list(profile_layers(layers, samples, [str(at) for at in range(len(layers))]).layers)
+
+
+def test_each_storage_counts_once_where_it_is_first_kept() -> None:
+    linear, tanh, second = profile([nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)], 4)
+    assert (linear.boundary, linear.inside, linear.keeps_input) == (Line(0, 16.0), Line(0, 0.0), Line(0, 16.0))
+    assert (tanh.boundary, tanh.inside, tanh.keeps_input) == (Line(0, 32.0), Line(0, 32.0), Line(0, 0.0))
+    assert (second.boundary, second.inside, second.keeps_input) == (Line(0, 32.0), Line(0, 0.0), Line(0, 0.0))
+    assert linear.state == (4 * 8 + 8) * 4 * (2 + ADAM)
+    assert linear.forward == Line(0, 2.0 * 4 * 8)
+
+
+def test_inside_is_what_torch_keeps() -> None:
+    layers = [
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.Linear(144, 5),
+    ]
+    x = torch.randn(4, 3, 8, 8, requires_grad=True)
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[id(storage)] = storage
+        return tensor
+
+    whole = nn.Sequential(*layers)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        out = whole(x)
+    own = {id(tensor.untyped_storage()) for tensor in (*whole.parameters(), *whole.buffers())}
+    measured = sum(storage.nbytes() for at, storage in saved.items() if at not in own)
+    counted = count(layers, x)
+    assert sum(each.inside + each.keeps_input for each in counted) == measured
+    assert out.shape == (4, 5)
+
+
+def test_nothing_of_a_count_remains() -> None:
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()]
+    before = [tensor.clone() for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    generator = torch.get_rng_state()
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    count(layers, torch.ones(2, 4))
+    after = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    assert all(map(torch.equal, before, after))
+    assert all(
+        one is other
+        for one, other in zip(parameters, (p for layer in layers for p in layer.parameters()), strict=True)
+    )
+    assert all(parameter.grad is None for parameter in parameters)
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_skips_count_where_they_are_popped() -> None:
+    with torch.device("meta"):
+        layers = unet(1, 4)
+    counted = count(layers, torch.ones(2, 3, 64, 64))
+    joins = [at for at, each in enumerate(counted) if each.popped]
+    stashed = [source for at in joins for source in counted[at].popped]
+    assert stashed == sorted(stashed, reverse=True)
+    assert counted[joins[-1]].popped == {stashed[-1]: 2 * 4 * 64 * 64 * 4.0}
+
+
+def test_attention_is_counted() -> None:
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    (each,) = count([Attends()], torch.ones(2, 3, 16, 8, requires_grad=True))
+    assert each.forward == 2 * 2 * 2 * 3 * 16 * 16 * 8
+    assert each.backward == 2.5 * each.forward
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_counted_by_their_weights(kind: Callable[..., nn.Module], gates: int) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = kind(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inside(x)[0]
+            return found
+
+    (each,) = count([Recurrent()], torch.ones(3, 7, 6, requires_grad=True))
+    weights = 2 * gates * 5 * (6 + 5 + 10 + 5)
+    assert each.forward == 2 * 3 * 7 * weights
+    assert each.backward == pytest.approx(2 * each.forward, rel=0.1)  # the first state wants no gradient
+
+
+def test_a_matrix_by_a_vector_and_a_bilinear_layer_are_counted() -> None:
+    class ByVector(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return torch.stack([torch.mv(self.weight, row) for row in input])
+
+    class Both(nn.Bilinear):
+        def forward(self, input1: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(input1, input1)
+
+    by_vector, both = count([ByVector(8, 6), Both(6, 6, 3)], torch.ones(2, 8, requires_grad=True))
+    assert by_vector.forward == 2 * 2 * 8 * 6
+    assert by_vector.backward >= by_vector.forward
+    assert both.forward == 2 * 2 * 3 * 6 * 6
+    assert both.backward == 3 * both.forward
+
+
+def test_a_layer_that_needs_values_is_named() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum().item() > 0 else -x
+
+    with pytest.raises(RuntimeError) as refused:
+        count([nn.Identity(), Looks()], torch.ones(2, 4))
+    assert "while layer 1 (Looks) was counted without values; if it needs them, to branch on" in str(
+        refused.value.__notes__
+    )
+
+
+def test_seconds_are_measured_by_direction() -> None:
+    layers = [nn.Linear(64, 64), nn.Tanh()]
+    samples = {2: torch.ones(2, 64), 4: torch.ones(4, 64)}
+    found = profile_layers(layers, samples, ["a", "b"], measured_on=torch.device("cpu"))
+    assert found.unit == "seconds"
+    assert all(0 < layer.forward.at(4) < 1 for layer in found.layers)
+    assert found.layers[0].boundary == Line(0, 256.0)
+
+
+def test_two_numbers_make_a_line() -> None:
+    layers = [nn.Linear(4, 4, device="meta")]
+    (layer,) = profile_layers(layers, {3: torch.ones(3, 4)}, ["a"]).layers
+    assert layer.boundary == Line(0, 16.0)
+    assert gpipe.Device(memory=1).memory == 1
+
+
+def layers_in_turn(times: int, *makers: Callable[[], nn.Module]) -> list[nn.Module]:
+    return [make() for _ in range(times) for make in makers]
+
+
+class Scaled(nn.Module):
+    """Says nothing of its factor where it is printed, and holds a tensor that is no buffer."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.wide, self.factor = wide, torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.factor).repeat(1, self.wide)[:, :8].contiguous()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        layers_in_turn(4, lambda: nn.Linear(8, 8)),
+        layers_in_turn(3, nn.Tanh, nn.Tanh, lambda: nn.Linear(8, 8), nn.Identity, lambda: nn.ReLU(inplace=True)),
+        layers_in_turn(3, lambda: nn.BatchNorm1d(8), nn.Dropout, nn.Flatten, lambda: nn.Linear(8, 8, bias=False)),
+        [Scaled(2), Scaled(2), Scaled(3), nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)],
+        [nn.Linear(8, 8).eval(), *[nn.Dropout(0.1), nn.Dropout(0.1).eval()] * 3],
+    ],
+)
+@pytest.mark.parametrize("wants", [False, True])
+def test_layers_that_are_alike_count_as_if_each_were_run(
+    layers: list[nn.Module], wants: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, 8, requires_grad=wants)
+    found = count(layers, x)
+    monkeypatch.setattr("gpipe.planner.profile.likeness", lambda layer: None)
+    assert found == count(layers, x)
+
+
+def test_of_layers_that_are_alike_few_are_run() -> None:
+    class Counted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            runs.append(self.out_features)
+            return super().forward(input)
+
+    runs: list[int] = []
+    assert len(count([Counted(8, 8) for _ in range(100)], torch.ones(4, 8))) == 100
+    assert len(runs) == 3  # the first has an input that wants no gradient, the last hands on what it keeps

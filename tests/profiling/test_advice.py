@@ -1,0 +1,148 @@
+"""What to change, told from timelines that were made on paper: each gain is what its remedy then gives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.profiling.advice import Advice, Seen, advise, explain
+from gpipe.profiling.breakdown import breakdown
+from gpipe.schedule.action import Kind
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.lower import Remat
+from gpipe.schedule.partition import given as given_cuts
+from gpipe.schedule.simulate import simulate
+from gpipe.schedule.timeline import Timeline
+from tests.support.programs import LAW, lowered
+
+M = 8
+
+
+def step(layers: Sequence[float], cuts: Sequence[int], remat: Remat = "never") -> Timeline:
+    """A step of layers that take so many seconds forward, and twice that backward."""
+    forwards = [sum(layers[first:end]) for first, end in given_cuts(cuts, layers).bounds]
+    costs = [StageCost(forward=some, backward=2 * some) for some in forwards]
+    return simulate(lowered(len(cuts), M, remat), costs).timeline
+
+
+def seen(
+    layers: Sequence[float],
+    cuts: Sequence[int],
+    remat: Remat = "never",
+    driver: str = "threads",
+    other: dict[str, float] | None = None,
+) -> Seen:
+    """Three such steps, and what else took time behind each."""
+    timelines = [replace(step(layers, cuts, remat), other=other or {})] * 3
+    return Seen(timelines, breakdown(timelines), given_cuts(cuts, layers), driver)
+
+
+def the_one(some: Seen, text: str) -> Advice:
+    """The advice that says so."""
+    (found,) = [advice for advice in advise(some) if text in advice.text]
+    return found
+
+
+def test_a_slow_stage_is_named_with_the_cuts_that_mend_it_and_what_they_give() -> None:
+    slow = seen([1.0] * 6, [4, 1, 1])
+    assert explain(slow).startswith("Stage 0 takes 100% longer than the mean stage: partitions=[2, 2, 2] in place of")
+    mended = step([1.0] * 6, [2, 2, 2])
+    assert the_one(slow, "partitions=").gain == pytest.approx(slow.found.seconds / mended.seconds)
+
+
+@LAW
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=6), st.data())
+def test_other_cuts_give_what_is_told(layers: list[int], data: st.DataObject) -> None:
+    first = data.draw(st.integers(1, len(layers) - 1))
+    now = seen(list(map(float, layers)), [first, len(layers) - first])
+    for advice in advise(now):
+        if "partitions=" in advice.text:
+            better = advice.text.split("partitions=[")[1].split("]")[0]
+            then = step(list(map(float, layers)), [int(count) for count in better.split(", ")])
+            assert advice.gain == pytest.approx(now.found.seconds / then.seconds, rel=1e-6)
+
+
+def test_a_slow_stage_that_no_cut_mends_is_named_too() -> None:
+    sentence = explain(seen([3.0, 1.0, 1.0], [1, 1, 1]))
+    assert sentence.startswith("Stage 0 takes 80% longer")
+    assert "no cuts are better" in sentence
+
+
+def test_a_rank_that_is_slower_than_those_with_the_same_layers_is_named() -> None:
+    quick, slow = (
+        simulate(lowered(2, M, "never"), [StageCost(1.0, 2.0), StageCost(last, 2 * last)]).timeline
+        for last in (1.0, 1.5)
+    )
+    both = replace(slow, ranks=4, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in slow.spans)))
+    found = Seen([both], breakdown([both]), given_cuts([1, 1], [1.0, 1.0]), "process")
+    assert explain(found).startswith("Rank 3 takes 50% longer than ranks with the same layers")
+    assert the_one(found, "Rank 3").gain == pytest.approx(slow.seconds / quick.seconds)
+    alike = replace(both, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in quick.spans)))
+    assert not any(
+        "Rank" in str(advice) for advice in advise(Seen([alike], breakdown([alike]), found.partition, "process"))
+    )
+
+
+def test_recompute_is_told_with_what_it_gives() -> None:
+    always = seen([1.0, 1.0], [1, 1], "always")
+    assert always.found.shares["recompute"] > 0.1
+    never = step([1.0, 1.0], [1, 1], "never")
+    assert the_one(always, "remat='never'").gain == pytest.approx(always.found.seconds / never.seconds)
+
+
+def test_one_thread_for_all_ranks_is_told() -> None:
+    on_time = step([1.0, 1.0], [1, 1])
+    timelines = [replace(on_time, seconds=2 * on_time.seconds)]
+    in_turns = Seen(timelines, breakdown(timelines), given_cuts([1, 1], [1.0, 1.0]), "lockstep")
+    assert "driver='lockstep'" in explain(in_turns)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("data", "Making mini-batches ready"), ("weight update", "The optimizer"), ("between steps", "Your own code")],
+)
+def test_what_takes_most_outside_of_the_pipeline_is_told(part: str, words: str) -> None:
+    assert explain(seen([1.0, 1.0], [1, 1], other={part: 100.0})).startswith(words)
+
+
+@LAW
+@given(
+    st.lists(st.floats(0.01, 9), min_size=2, max_size=4),
+    st.sampled_from(["always", "except_last", "never"]),
+    st.sampled_from(["lockstep", "threads", "process"]),
+)
+def test_advice_is_sorted_by_gain_and_worth_something(layers: list[float], remat: Remat, driver: str) -> None:
+    gains = [advice.gain for advice in advise(seen(layers, [1] * len(layers), remat, driver))]
+    assert gains == sorted(gains, reverse=True)
+    assert all(gain >= 1.02 for gain in gains)
+
+
+def test_smaller_micro_batches_are_advised_where_there_are_rows_for_them() -> None:
+    slow = seen([1.0, 1.0], [1, 1])
+    for asked, said in ((M, True), (2 * M, False)):  # with M=16 there were rows for 8
+        texts = [advice.text for advice in advise(replace(slow, micro_batches=asked))]
+        assert any("micro_batches=16" in text for text in texts) == said
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_of_one_micro_batch_more_are_advised_unless_they_would_be_recomputed(recomputes: bool) -> None:
+    timeline = simulate(lowered(2, 1, "never"), [StageCost(1.0, 2.0)] * 2).timeline
+    one = Seen([timeline], breakdown([timeline]), given_cuts([1, 1], [1.0, 1.0]), "threads", None, 1, recomputes)
+    assert any("micro_batches=2" in advice.text for advice in advise(one)) != recomputes
+
+
+def test_cuts_by_guess_are_told_as_such() -> None:
+    slow = seen([3.0, 1.0, 1.0], [1, 1, 1])
+    assert "with sample=, GPipe measures" in explain(replace(slow, measured=False))
+    assert not the_one(slow, "no cuts are better").is_free
+
+
+def test_of_calls_the_gain_of_no_recompute_is_at_most_its_share() -> None:
+    step_ = step([1.0, 1.0], [1, 1], "always")
+    half = replace(step_, spans=tuple(span for span in step_.spans if span.action.kind is not Kind.FORWARD))
+    calls = Seen([half], breakdown([half]), given_cuts([1, 1], [1.0, 1.0]), "threads", recomputes=True)
+    share = calls.found.shares["recompute"]
+    assert the_one(calls, "remat='never'").gain == pytest.approx(1 / (1 - share))
+    assert not any("partitions=" in advice.text for advice in advise(calls))

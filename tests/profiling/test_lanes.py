@@ -1,0 +1,127 @@
+"""Lanes show what the simulator says, on terminals of any width, with colours and without."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from gpipe.profiling.colors import is_bright, nth_stages, shade
+from gpipe.profiling.lanes import (
+    find_ruler,
+    fitted,
+    lanes,
+    lanes_text,
+    legend,
+    letter_of,
+    named,
+    needed,
+    panel,
+    widest,
+)
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.figures import figures
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.timeline import Span, Timeline
+from tests.support.timelines import pipelined
+
+
+def timed(name: str, *size: int) -> Timeline:
+    return figures(program_of(name, *(size or (4, 8)))).timeline
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_lane_has_the_actions_of_its_rank_in_order_and_idle_time_between(name: str) -> None:
+    program = program_of(name, 4, 8)
+    timeline = figures(program).timeline
+    ruler = widest([timeline])
+    nth = nth_stages(timeline)
+    for rank, (row, lane) in enumerate(zip(program.rows, lanes(timeline, ruler), strict=True)):
+        labels = [(letter_of(a.kind, nth[rank, a.stage]), str(a.micro_batch)) for a in row]
+        assert re.findall(r"([A-Za-z])(\d+)", "".join(piece.text for piece in lane)) == labels
+        idle = sum(len(piece.text) for piece in lane if piece.kind is None)
+        assert idle == ruler.column(timeline.seconds - timeline.busy(rank))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("colored", [False, True])
+def test_lanes_fill_no_more_than_the_width_and_begin_where_actions_do(name: str, colored: bool) -> None:
+    timeline = timed(name)
+    least = needed([timeline], colored=colored)
+    assert find_ruler([timeline], least - 1, colored=colored) is None
+    for width in (least, least + 1, 2 * least, 5 * least):
+        ruler = find_ruler([timeline], width, colored=colored)
+        assert ruler is not None
+        *drawn, axis = panel(timeline, ruler, colored=colored)
+        assert all(len(line) <= width for line in drawn)
+        assert len(axis) <= width + len("10")
+        for rank, lane in enumerate(lanes(timeline, ruler, colored=colored)):
+            starts, at = [], 0
+            for piece in lane:
+                starts += [at] if piece.kind else []
+                at += len(piece.text)
+            assert starts == [ruler.column(span.start) for span in timeline.spans if span.rank == rank]
+
+
+def test_a_wider_terminal_gives_longer_labels() -> None:
+    timeline = timed("gpipe", 2, 12)
+    shown = {}
+    for width in (47, 86, 125, 164):
+        ruler = find_ruler([timeline], width)
+        assert ruler is not None
+        shown[ruler.unit] = str(next(panel(timeline, ruler, colored=False)))[8:]
+    assert shown[1].startswith("FFFFFFFFFFFF...B B ")
+    assert shown[2].startswith("F F F F F F F F F F F F . . . B0- B1- ")
+    assert shown[3].startswith("F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 F10F11.. .. .. B0---")
+    assert shown[4].startswith("F0  F1  ")
+
+
+def test_costs_that_are_no_multiples_of_each_other_are_drawn_in_proportion() -> None:
+    program = program_of("zb_h1", 3, 5)
+    text = lanes_text(program, [StageCost(1.0, 1.97, 1.05, 0.92)] * 3)
+    assert text.count("\n") == 2
+    for line, row in zip(text.splitlines(), program.rows, strict=True):
+        assert re.findall(r"[A-Z]\d", line) == [str(action)[1:] for action in row]
+
+
+def test_third_stages_have_marks() -> None:
+    assert "F0'" in lanes_text(program_of("interleaved", 2, 4, 3))
+    words = [str(line) for line in legend([timed("interleaved", 2, 4, 3)], colored=False)]
+    assert words[1] == "f, b at a rank's second stage; F', B' at a rank's third stage"
+
+
+def test_recorded_steps_can_be_drawn_too() -> None:
+    timeline = pipelined(2, 8)
+    assert find_ruler([timeline], 400) is not None
+    assert len(lanes(timeline, widest([timeline]))) == 2
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_by_a_fitted_ruler_any_timeline_fills_the_width(width: int) -> None:
+    tiny = Span(0, Action(Kind.RECOMPUTE, 0, 0), 0.0, 1e-9)
+    for timeline in (pipelined(3, 8), pipelined(2, 100), Timeline(1, (tiny,), 1.0)):
+        ruler = fitted([timeline], width)
+        for text, lane in named(lanes(timeline, ruler)):
+            assert len("".join(piece.text for piece in lane)) == width
+            assert len(text) <= width
+    assert [piece.kind for piece in lanes(timeline, ruler)[0]] == [None]
+
+
+def test_in_a_fitted_lane_what_has_no_room_for_a_label_has_none() -> None:
+    spans = [(0.0, 0.5), (0.5, 0.52), (0.52, 1.0)]
+    timeline = Timeline(1, tuple(Span(0, Action(Kind.FORWARD, 0, m), *when) for m, when in enumerate(spans)), 1.0)
+    assert [text for text, _ in named(lanes(timeline, fitted([timeline], 28)))] == ["rank 0  F0------- F2-------"]
+
+
+def test_colors_tell_kinds_and_stages_apart() -> None:
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+    for stages in (1, 2, 3):
+        colors = [shade(kind, nth, stages) for kind in kinds for nth in range(stages)]
+        far = [
+            max(abs(int(a[i : i + 2], 16) - int(b[i : i + 2], 16)) for i in (1, 3, 5)) for a, b in pairwise(colors)
+        ]
+        assert len(set(colors)) == len(colors)
+        assert min(far) > 30
+    assert is_bright("#ffffff")
+    assert not is_bright("#000000")

@@ -1,0 +1,109 @@
+"""What ranks hold at their peak: state as counted, activations as the law of the table says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.planner.profile import profile_layers
+from gpipe.planner.search.profile import bounds
+from gpipe.schedule.simulate import simulate
+from tests.support.plain_loop import squares, weights_of
+
+WIDTH, ROWS, LAYERS, M = 32, 256, 4, 4  # of a micro-batch; of each of two stages
+ONE = ROWS * WIDTH * 4  # bytes of a micro-batch between layers
+X = torch.randn(M * ROWS, WIDTH)
+
+
+def recorded(remat: str, driver: str) -> tuple[gpipe.GPipe, gpipe.Recording]:
+    with weights_of(1):
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * LAYERS)]
+    pipe = gpipe.GPipe(layers, [LAYERS, LAYERS], M, remat=remat, driver=driver)
+    optimizer = torch.optim.Adam(pipe.parameters())
+    with pipe, gpipe.record(pipe, memory=True) as recording:
+        for _ in range(2):
+            pipe.step(X, X, squares)
+            optimizer.step()
+            optimizer.zero_grad()
+    return pipe, recording
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+@pytest.mark.parametrize(
+    ("remat", "most"),
+    [
+        ("never", M * LAYERS),  # each layer's output, of all micro-batches
+        ("always", M + LAYERS),  # what a stage makes, of all, and the inside of one
+    ],
+)
+def test_activations_are_those_of_the_law(remat: str, most: int, driver: str) -> None:
+    _, recording = recorded(remat, driver)
+    for rank, held in recording.memory().items():
+        assert held.activations is not None
+        assert held.boundary is not None
+        assert held.boundary == M * ONE if rank else held.boundary <= ONE  # one gradient comes back at a time
+        inputs = M if rank == 0 and remat == "always" else 0  # which the caller made
+        losses = 2 * M if remat == "never" else 0  # and what is taken from another rank
+        assert (most - inputs) * ONE <= held.activations <= (most + losses + 4) * ONE  # what is made on the way
+
+
+def mixed() -> list[nn.Module]:
+    return [
+        nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2 * LAYERS)
+    ]
+
+
+@pytest.mark.parametrize(("remat", "schedule"), [("never", "gpipe"), ("always", "gpipe"), ("always", "1f1b")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_foretold_is_held(ranks: int, remat: str, schedule: str) -> None:
+    x = torch.randn(8 * ROWS, WIDTH)
+    layers = mixed()
+    sized = profile_layers(layers, {ROWS: x[:ROWS]}, [""] * len(layers)).of_micro_batch(ROWS)
+    with gpipe.GPipe(layers, ranks, 8, remat=remat, schedule=schedule, driver="lockstep") as pipe:
+        costs = [replace(sized.cost(*run, speed=1.0), state=0) for run in bounds(pipe.layers_per_partition)]
+        costs[0] = replace(costs[0], boundary=0)  # which is the caller's
+        foretold = simulate(pipe.program, costs).peak_bytes
+        with gpipe.record(pipe, memory=True) as recording:
+            for _ in range(2):  # whatever was done to gradients meanwhile
+                pipe.step(x, x, squares)
+                pipe.zero_grad()
+    for rank, held in recording.memory().items():
+        assert held.activations == pytest.approx(foretold[rank], rel=0.05)
+
+
+def test_state_is_counted() -> None:
+    pipe, recording = recorded("always", "threads")
+    weights = LAYERS * (WIDTH + 1) * WIDTH * 4
+    for held in recording.memory().values():
+        assert (held.weights, held.gradients) == (weights, weights)
+        assert held.optimizer == 2 * weights + LAYERS * 2 * 4  # two moments, and a counter for each parameter
+        assert held.total == held.state + (held.activations or 0)
+    assert sum(held.weights for held in recording.memory().values()) == sum(4 * p.numel() for p in pipe.parameters())
+
+
+def test_watching_changes_no_bit_and_must_be_asked_for() -> None:
+    with weights_of(1):
+        layers = [nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)]
+    x = torch.randn(8, 3)
+    with gpipe.GPipe(layers, 2, 4, seed=0) as pipe:
+        expected = pipe.step(x, x, squares)
+        pipe.step_number = 0
+        with gpipe.record(pipe, memory=True):
+            assert torch.equal(pipe.step(x, x, squares), expected)
+        with gpipe.record(pipe) as recording:
+            pipe.step(x, x, squares)
+        assert recording.memory()[0].activations is None
+        assert recording.report("a run").memory[0].keys() == {"weights", "gradients", "optimizer"}
+
+
+def test_boundary_tensors_of_a_call_stay_what_they_are_until_its_backward() -> None:
+    with weights_of(1):
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * LAYERS)]
+    with (
+        gpipe.GPipe(layers, [LAYERS, LAYERS], M, remat="never") as pipe,
+        gpipe.record(pipe, memory=True) as recording,
+    ):
+        squares(pipe(X), X).backward()
+    assert recording.memory()[1].boundary == M * ONE

@@ -1,0 +1,99 @@
+"""A run's report reads back equal from JSON; what is none is refused with what is wrong with it."""
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.profiling import Report, read_report, report_json
+from gpipe.schedule.action import CLOSING, Action, Kind, Route
+from gpipe.schedule.timeline import Span, Timeline
+from tests.support.timelines import pipelined
+
+NUMBERS = st.floats(allow_nan=False)
+SECONDS = st.floats(0, allow_infinity=False)
+SMALL = st.integers(0, 4)
+ACTIONS = st.one_of(
+    st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in CLOSING]), SMALL, SMALL),
+    st.builds(Action, st.sampled_from(sorted(CLOSING, key=str)), SMALL),
+    st.builds(Action, st.just(Kind.SEND), SMALL, SMALL, st.builds(Route, SMALL, SMALL, st.sampled_from("xé/"))),
+)
+TIMELINES = st.builds(
+    Timeline,
+    st.just(3),
+    st.lists(st.builds(Span, st.integers(0, 2), ACTIONS, SECONDS, SECONDS), max_size=4).map(tuple),
+    SECONDS,
+    st.dictionaries(st.text(), SECONDS, max_size=2),
+)
+REPORTS = st.builds(
+    Report,
+    st.text(),
+    st.dictionaries(st.text(), st.one_of(st.none(), st.booleans(), st.integers(), SECONDS, st.text()), max_size=3),
+    st.lists(TIMELINES, max_size=2).map(tuple),
+    st.none() | TIMELINES,
+    st.dictionaries(st.text(), SECONDS, max_size=3),
+    st.lists(st.dictionaries(st.text(), st.integers(0), max_size=2), max_size=3).map(tuple),
+    st.lists(NUMBERS, max_size=3).map(tuple),
+    st.sampled_from(["step", "epoch"]),
+    st.text(),
+)
+
+
+@given(REPORTS)
+def test_a_report_reads_back_equal(report: Report) -> None:
+    assert read_report(report_json(report)) == report
+
+
+def test_every_attribute_is_kept() -> None:
+    assert {*json.loads(report_json(Report("")))} == {"format", *(field.name for field in fields(Report))}
+    (timeline,) = json.loads(report_json(Report("", timelines=(pipelined(1, 1),))))["timelines"]
+    assert {*timeline} == {field.name for field in fields(Timeline)}
+    assert len(timeline["spans"][0]) == len(fields(Span))
+
+
+def test_losses_that_are_no_numbers_are_kept_in_json_that_anybody_reads() -> None:
+    def refuse(constant: str) -> float:
+        raise AssertionError(constant)
+
+    text = report_json(Report("", losses=(1.0, float("nan"), float("-inf"))))
+    json.loads(text, parse_constant=refuse)
+    assert [*map(repr, read_report(text).losses)] == ["1.0", "nan", "-inf"]
+
+
+def test_the_typical_step_is_that_of_median_length() -> None:
+    lengths = (3.0, 1.0, 9.0, 2.0, 4.0)
+    assert Report("", timelines=tuple(Timeline(1, (), length) for length in lengths)).typical == 0
+
+
+WHOLE = json.loads(report_json(Report("", timelines=(pipelined(2, 1),), predicted=pipelined(2, 1))))
+SPAN = [5, "0F0", 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "Expecting value"),
+        ("[]", "its format is None, and this gpipe reads 'gpipe report 1'"),
+        (json.dumps({"format": "gpipe report 2"}), "its format is 'gpipe report 2'"),
+        (json.dumps({"format": "gpipe report 1"}), "it has no 'loss_each'"),
+        (json.dumps(WHOLE | {"loss_each": "year"}), "its loss_each is 'year'"),
+        (json.dumps(WHOLE | {"timelines": 3}), "a value in it is of another type than it is written with"),
+        (json.dumps(WHOLE | {"shares": []}), "a value in it is of another type"),
+        (json.dumps(WHOLE | {"configuration": {"a": [1]}}), "a value in it is of another type"),
+        (json.dumps(WHOLE | {"losses": ["much"]}), "could not convert string to float: 'much'"),
+        (json.dumps(WHOLE | {"predicted": {**WHOLE["predicted"], "spans": [SPAN]}}), "of rank 5, and its timeline"),
+        (json.dumps(WHOLE | {"predicted": {**WHOLE["predicted"], "spans": [[0, "0X0", 0, 1]]}}), "'0X0' is not an"),
+        (json.dumps(WHOLE | {"predicted": {**WHOLE["predicted"], "spans": [[0]]}}), "not enough values to unpack"),
+    ],
+)
+def test_what_is_no_report_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        read_report(text)
+
+
+def test_timelines_of_a_stored_report_are_those_of_the_run() -> None:
+    timeline: Any = replace(pipelined(2, 3), other={"data": 0.1 + 0.2})
+    assert read_report(report_json(Report("", timelines=(timeline,)))).timelines == (timeline,)

@@ -1,0 +1,146 @@
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpipe.recipes.data import Augmentation, cutout, flip
+from gpipe.recipes.data.augment import augment, central_box, random_box, shift_colors
+
+EVERYTHING = Augmentation(flip=True, color=True, cutout=5)
+WAYS: dict[str, Callable[..., Tensor]] = {
+    "flip": flip,
+    "colors": shift_colors,
+    "cutout": partial(cutout, size=5),
+    "all": partial(augment, how=EVERYTHING),
+}
+SIDES, SHARES = st.integers(1, 3000), st.floats(0.01, 1)
+SEEDS, EPOCHS, ROWS = st.integers(0, 2**40), st.integers(0, 1000), st.integers(0, 2**30)
+
+
+def noise(count: int) -> Tensor:
+    return torch.rand(count, 3, 12, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@given(SIDES, SIDES, ROWS, SHARES, SEEDS, EPOCHS)
+def test_a_random_box_is_inside_the_image_and_not_empty(
+    width: int, height: int, row: int, share: float, seed: int, epoch: int
+) -> None:
+    left, top, right, bottom = random_box(width, height, row, least_area=share, seed=seed, epoch=epoch)
+    assert 0 <= left < right <= width
+    assert 0 <= top < bottom <= height
+
+
+@given(st.integers(50, 3000), st.floats(3 / 4, 4 / 3), ROWS, st.floats(0.05, 0.5), SEEDS, EPOCHS)
+def test_a_random_box_has_its_area_and_shape_within_a_pixel(
+    width: int, shape: float, row: int, share: float, seed: int, epoch: int
+) -> None:
+    height = round(width * shape)
+    left, top, right, bottom = random_box(width, height, row, least_area=share, seed=seed, epoch=epoch)
+    wide, high = right - left, bottom - top
+    assert (wide + 1) * (high + 1) >= share * width * height
+    assert 3 / 4 * (high - 1) <= wide + 1
+    assert wide - 1 <= 4 / 3 * (high + 1)
+
+
+def test_random_boxes_are_of_all_sizes_and_places() -> None:
+    boxes = [random_box(100, 100, row, least_area=0.1, seed=0, epoch=0) for row in range(300)]
+    areas = [(right - left) * (bottom - top) / 100**2 for left, top, right, bottom in boxes]
+    assert min(areas) < 0.15
+    assert max(areas) > 0.85
+    assert len({box[0] for box in boxes}) > 30
+    assert len({box[1] for box in boxes}) > 30
+
+
+def test_a_long_image_has_room_for_a_smaller_box_only() -> None:
+    left, top, right, bottom = random_box(1000, 10, 3, least_area=0.5, seed=0, epoch=0)
+    assert bottom - top == 10
+    assert 7 <= right - left <= 14
+
+
+@given(SIDES, SIDES)
+def test_the_central_box_is_seven_eighths_of_each_side(width: int, height: int) -> None:
+    left, top, right, bottom = central_box(width, height)
+    assert (right - left, bottom - top) == pytest.approx((0.875 * width, 0.875 * height))
+    assert (left + right, top + bottom) == pytest.approx((width, height))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@given(data=st.data(), seed=SEEDS, epoch=EPOCHS)
+def test_what_becomes_of_a_row_does_not_depend_on_the_batch(
+    way: Callable[..., Tensor], data: st.DataObject, seed: int, epoch: int
+) -> None:
+    rows = torch.tensor(data.draw(st.lists(ROWS, min_size=1, max_size=6, unique=True)))
+    images = noise(len(rows))
+    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))[: data.draw(st.integers(1, len(rows)))]
+    whole = way(images, rows, seed=seed, epoch=epoch)
+    assert torch.equal(way(images[order], rows[order], seed=seed, epoch=epoch), whole[order])
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_each_seed_and_epoch_draws_anew_and_torchs_generator_is_left_alone(way: Callable[..., Tensor]) -> None:
+    images, rows, before = noise(20), torch.arange(20), torch.get_rng_state()
+    first = way(images, rows, seed=1, epoch=2)
+    assert torch.equal(first, way(images, rows, seed=1, epoch=2))
+    assert not torch.equal(first, way(images, rows, seed=1, epoch=3))
+    assert not torch.equal(first, way(images, rows, seed=2, epoch=2))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_kinds_of_draws_do_not_depend_on_one_another() -> None:
+    images, rows = noise(20), torch.arange(20)
+    without = augment(images, rows, Augmentation(flip=False, cutout=5), seed=0, epoch=1)
+    flipped = augment(images, rows, Augmentation(flip=True, cutout=5), seed=0, epoch=1)
+    assert torch.equal(without == 0, flipped == 0)
+
+
+def test_half_of_the_images_are_mirrored_and_the_others_as_they_were() -> None:
+    images = noise(400)
+    flipped = flip(images, torch.arange(400), seed=0, epoch=0)
+    mirrored = (flipped == images.flip(-1)).flatten(1).all(1)
+    same = (flipped == images).flatten(1).all(1)
+    assert bool((mirrored ^ same).all())
+    assert 160 < int(mirrored.sum()) < 240
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), ROWS, SEEDS, EPOCHS)
+def test_a_cutout_is_one_square_as_far_as_it_is_inside(
+    height: int, width: int, size: int, row: int, seed: int, epoch: int
+) -> None:
+    cut = cutout(torch.ones(1, 3, height, width), torch.tensor([row]), size, seed=seed, epoch=epoch) == 0
+    assert bool((cut == cut[:, :1]).all())
+    down, across = cut[0, 0].any(1), cut[0, 0].any(0)
+    assert torch.equal(cut[0, 0], down[:, None] & across)
+    for covered, side in ((down, height), (across, width)):
+        count = int(covered.sum())
+        assert min(side, (size + 1) // 2) <= count <= size or count == side
+        assert int((covered[1:] != covered[:-1]).sum()) <= (1 if count < size else 2)
+
+
+def test_a_cutout_hangs_over_every_edge_now_and_then() -> None:
+    cut = cutout(torch.ones(300, 1, 8, 8), torch.arange(300), 4, seed=0, epoch=0)[:, 0] == 0
+    for corner in (cut[:, 0, 0], cut[:, 0, -1], cut[:, -1, 0], cut[:, -1, -1]):
+        assert bool(corner.any())
+    assert {int(each) for each in cut.sum((1, 2))} >= {4, 16}
+
+
+def test_a_cutout_leaves_all_else_as_it_was() -> None:
+    images = noise(5)
+    cut = cutout(images, torch.arange(5), 4, seed=0, epoch=0)
+    assert bool(((cut == images) | (cut == 0)).all())
+
+
+def test_colors_are_shifted_alike_all_over_an_image_and_little() -> None:
+    shifts = shift_colors(torch.zeros(100, 3, 4, 4), torch.arange(100), seed=0, epoch=0)
+    assert torch.equal(shifts, shifts[:, :, :1, :1].expand_as(shifts))
+    assert float(shifts.abs().max()) <= 2 * (32 / 255 + 0.1 * 1.772)
+    assert float(shifts.std()) > 0.1
+    assert float(shift_colors(noise(100) * 1.0, torch.arange(100), seed=0, epoch=0).abs().max()) <= 1
+
+
+def test_all_mistakes_of_an_augmentation_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match=r"size is 0;.*least_area is 0;.*cutout is -1;"):
+        Augmentation(size=0, least_area=0, cutout=-1)

@@ -1,0 +1,369 @@
+"""The partitioner against all cuts there are, counted in fractions; then examples, then what it refuses."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from gpipe.schedule.partition import Balance, Memory, Partition, given, partition
+
+BALANCES: tuple[Balance, ...] = ("variance", "minmax")
+
+STEM = [0.0106, 0.0789, 0.1437]
+CELLS = [0.5523, 0.6551, *[0.7065] * 4]
+AMOEBANET = [*STEM, 0.411, 0.578, *[0.7065] * 4, 1.0372, *CELLS, 1.0372, *CELLS, 0.0041]  # D (18, 256), GMAC
+
+
+@dataclass(frozen=True)
+class Question:
+    """The arguments of `partition`, and its definition, written as plainly as possible."""
+
+    costs: list[float]
+    stages: int
+    speeds: list[float] | None
+    transfers: list[float] | None
+    memory: Memory | None
+
+    def ask(self, balance: Balance) -> Partition:
+        return partition(
+            self.costs,
+            self.stages,
+            balance=balance,
+            speeds=self.speeds,
+            transfers=self.transfers,
+            memory=self.memory,
+        )
+
+    def answers(self) -> Iterator[tuple[int, ...]]:
+        """All cuts that fit."""
+        count = len(self.costs)
+        for cuts in combinations(range(1, count), self.stages - 1):
+            places = (0, *cuts, count)
+            if all(self.fits(k, *places[k : k + 2]) for k in range(self.stages)):
+                yield tuple(end - first for first, end in pairwise(places))
+
+    def fits(self, stage: int, first: int, end: int) -> bool:
+        memory = self.memory
+        if memory is None:
+            return True
+        limit = memory.limits if isinstance(memory.limits, int | float) else memory.limits[stage]
+        in_flight = memory.in_flight if isinstance(memory.in_flight, int | float) else memory.in_flight[stage]
+        need = sum(memory.state[first:end]) + sum(memory.inside[first:end]) + in_flight * memory.boundary[first]
+        return need <= limit
+
+    def seconds(self, layers: Sequence[int]) -> list[Fraction]:
+        costs = self.costs if any(self.costs) or any(self.transfers or []) else [1.0] * len(self.costs)
+        speeds = self.speeds or [1.0] * self.stages
+        transfers = [0.0, *(self.transfers or [0.0] * (len(costs) - 1)), 0.0]
+        ends = [sum(layers[: k + 1]) for k in range(len(layers))]
+        return [
+            sum(map(Fraction, costs[end - own : end])) / Fraction(speed)
+            + Fraction(transfers[end - own])
+            + Fraction(transfers[end])
+            for own, end, speed in zip(layers, ends, speeds, strict=True)
+        ]
+
+    def mean(self) -> Fraction:
+        costs = self.costs if any(self.costs) or any(self.transfers or []) else [1.0] * len(self.costs)
+        return sum(map(Fraction, costs), Fraction(0)) / sum(map(Fraction, self.speeds or [1.0] * self.stages))
+
+    def value(self, layers: Sequence[int], balance: Balance) -> tuple[Fraction, ...]:
+        """What is minimized, most important first."""
+        seconds, mean = self.seconds(layers), self.mean()
+        variance = sum(((own - mean) ** 2 for own in seconds), Fraction(0))
+        return (max(seconds), variance) if balance == "minmax" else (variance,)
+
+    def best(self, balance: Balance) -> tuple[int, ...] | None:
+        """The best of all cuts; of ties, the one with the largest first stages."""
+        return min(self.answers(), key=lambda own: (self.value(own, balance), [-n for n in own]), default=None)
+
+
+@st.composite
+def questions(draw: st.DrawFn, numbers: st.SearchStrategy[float], most: int = 8) -> Question:
+    count = draw(st.integers(1, most))
+    stages = draw(st.integers(1, min(count, 5)))
+
+    def rows(entries: st.SearchStrategy[float], length: int) -> st.SearchStrategy[list[float]]:
+        return st.lists(entries, min_size=length, max_size=length)
+
+    bytes_ = rows(st.integers(0, 9), count)
+    memories = st.builds(
+        Memory,
+        bytes_,
+        bytes_,
+        bytes_,
+        st.one_of(st.integers(8, 60), rows(st.one_of(st.integers(8, 60), st.just(math.inf)), stages)),
+        st.one_of(st.integers(1, 3), rows(st.integers(1, 3), stages)),
+    )
+    return Question(
+        draw(rows(numbers, count)),
+        stages,
+        draw(st.none() | rows(st.sampled_from([1.0, 2.0, 0.5, 3.0]), stages)),
+        draw(st.none() | rows(numbers, count - 1)),
+        draw(st.none() | memories),
+    )
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@settings(max_examples=250, deadline=None)
+@for_all(question=questions(st.integers(0, 12)))
+def test_no_cuts_are_better_and_ties_go_to_large_first_stages(balance: Balance, question: Question) -> None:
+    best = question.best(balance)
+    if best is None:
+        with pytest.raises(ValueError, match=r"fit in memory|largest device holds"):
+            question.ask(balance)
+    else:
+        assert question.ask(balance).layers == best
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@settings(max_examples=150, deadline=None)
+@for_all(question=questions(st.one_of(st.floats(0, 1e6), st.floats(0, 1e-6), st.floats(0.9, 1.1))))
+def test_no_cuts_are_better_whatever_the_numbers(balance: Balance, question: Question) -> None:
+    best = question.best(balance)
+    if best is not None:
+        found = question.ask(balance)
+        assert all(question.fits(stage, *ends) for stage, ends in enumerate(found.bounds))
+        assert found.seconds == pytest.approx([float(own) for own in given_seconds(question, found)], rel=1e-14)
+        got, least = question.value(found.layers, balance)[0], question.value(best, balance)[0]
+        power, slack = (1.0, 0.0) if balance == "minmax" else (0.5, 1e-11 * float(question.mean()))
+        assert float(got) ** power <= float(least) ** power * (1 + 1e-11) + slack
+
+
+def given_seconds(question: Question, found: Partition) -> list[Fraction]:
+    zero = not any(question.costs) and not any(question.transfers or [])
+    return [Fraction(0)] * question.stages if zero else question.seconds(found.layers)
+
+
+def by_rows(question: Question, balance: Balance) -> float:
+    """The least value by the plain table, for questions with too many cuts to list."""
+    count, stages = len(question.costs), question.stages
+    speeds = question.speeds or [1.0] * stages
+    moved = [0.0, *(question.transfers or [0.0] * (count - 1)), 0.0]
+    mean = sum(question.costs) / sum(speeds)
+    least = [math.inf] * count + [0.0]
+    for stage in reversed(range(stages)):
+        now = [math.inf] * (count + 1)
+        for first in range(count):
+            own = 0.0
+            for end in range(first + 1, count + 1):
+                own += question.costs[end - 1]
+                if least[end] == math.inf or not question.fits(stage, first, end):
+                    continue
+                span = own / speeds[stage] + moved[first] + moved[end]
+                value = max(span, least[end]) if balance == "minmax" else (span - mean) ** 2 + least[end]
+                now[first] = min(now[first], value)
+        least = now
+    return least[0]
+
+
+def long_question(random: Random, kind: str, count: int, stages: int) -> Question:
+    """What breaks the order that halving needs: uneven transfers, boundary tensors, memory that binds."""
+    costs = [random.choice([random.lognormvariate(0, 1), random.randint(0, 3)]) for _ in range(count)]
+    speeds = [random.uniform(0.5, 2) for _ in range(stages)] if kind in ("speeds", "all") else None
+    transfers = [random.expovariate(0.3) for _ in costs[1:]]
+    if kind in ("rising", "falling"):
+        transfers = sorted(random.choice([0, 3, 9]) + 0.1 * own for own in transfers)[
+            :: 1 if kind == "rising" else -1
+        ]
+    state, boundary = [random.randint(0, 5) for _ in costs], [random.randint(0, 20) for _ in costs]
+    memory = Memory(state, boundary, [1] * count, limits=3.5 * count / stages + 20)
+    moved = transfers if kind in ("transfers", "rising", "falling", "all") else None
+    return Question(costs, stages, speeds, moved, memory if kind in ("memory", "all") else None)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("kind", ["plain", "speeds", "transfers", "rising", "falling", "memory", "all"])
+def test_long_rows(balance: Balance, kind: str) -> None:
+    for seed in range(44):
+        random = Random(seed)
+        count, stages = (30, 5) if seed < 40 else (random.randint(90, 140), random.randint(2, 7))
+        question = long_question(random, kind, count, stages)
+        least = by_rows(question, balance)
+        if least == math.inf:
+            with pytest.raises(ValueError, match="fit in memory"):
+                question.ask(balance)
+            continue
+        found = question.ask(balance)
+        assert float(question.value(found.layers, balance)[0]) == pytest.approx(least, rel=1e-9)
+        assert all(question.fits(stage, *ends) for stage, ends in enumerate(found.bounds))
+
+
+def test_many_equal_layers_are_cut_as_evenly_as_can_be() -> None:
+    """Sums that are off by their last bits would shuffle the sizes."""
+    assert partition([0.7065] * 10_000, 128).layers == (79,) * 16 + (78,) * 112
+
+
+@pytest.mark.parametrize(
+    ("stages", "balance", "listed", "heaviest"),
+    [
+        (2, "variance", [13, 11], 1.014),
+        (2, "minmax", [13, 11], 1.014),
+        (4, "variance", [8, 5, 5, 6], 1.045),
+        (4, "minmax", [8, 5, 5, 6], 1.045),
+        (8, "variance", [6, 2, 2, 3, 2, 2, 3, 4], 1.197),
+        (8, "minmax", [6, 2, 2, 3, 3, 2, 3, 3], 1.194),
+    ],
+)
+def test_amoebanet(stages: int, balance: Balance, listed: list[int], heaviest: float) -> None:
+    found, known = partition(AMOEBANET, stages, balance=balance), given(listed, AMOEBANET)
+    assert 1 + found.imbalance / 100 == pytest.approx(heaviest, abs=1e-3)
+    assert found.seconds == pytest.approx(known.seconds) or variance(found) == pytest.approx(variance(known))
+
+
+def variance(found: Partition) -> float:
+    return sum((own - found.mean) ** 2 for own in found.seconds)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("cost", [5, 0, 0.1, 1e-320, 1e300])
+@pytest.mark.parametrize(("count", "layers"), [((8, 3), (3, 3, 2)), ((11, 4), (3, 3, 3, 2)), ((3, 3), (1, 1, 1))])
+def test_equal_costs(balance: Balance, cost: float, count: tuple[int, int], layers: tuple[int, ...]) -> None:
+    assert partition([cost] * count[0], count[1], balance=balance).layers == layers
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_one_giant_layer_stands_alone_and_in_the_way(balance: Balance, at: int) -> None:
+    costs = [1.0] * 20
+    costs[at] = 100.0
+    found = partition(costs, 4, balance=balance)
+    assert found.layers[[first for first, _ in found.bounds].index(at)] == 1
+    assert (found.obstacle, found.gap, max(found.seconds)) == (at, 0, 100)
+
+
+def test_a_giant_layer_with_too_few_stages_is_still_named() -> None:
+    assert partition([1, 1, 50, 1, 1], 2).obstacle == 2
+
+
+def test_nothing_stands_in_the_way_of_a_perfect_balance_or_of_better_cuts() -> None:
+    assert partition([2, 2, 4], 2).obstacle is None
+    assert given([1, 3], [1, 1, 1, 1]).obstacle is None
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_where_heuristics_of_others_fail(balance: Balance) -> None:
+    """Costs that fall, an embedding and a head around equal blocks, and a long tail: peers are up to 1.89x off."""
+    rows = [[0.93**at for at in range(40)], [40 - 0.9 * at for at in range(40)], [0.4, *[1.0] * 24, 3.1]]
+    rows += [[Random(seed * 100 + at).lognormvariate(0, 1) for at in range(40)] for seed in range(5)]
+    for costs in rows:
+        question = Question(costs, 8, None, None, None)
+        found = question.ask(balance)
+        assert min(found.layers) >= 1
+        assert float(question.value(found.layers, balance)[0]) == pytest.approx(by_rows(question, balance), rel=1e-9)
+
+
+def test_variance_and_minmax_differ() -> None:
+    costs = [6, 9, 2, 1, 6, 8, 7, 7]
+    even, low = partition(costs, 4), partition(costs, 4, balance="minmax")
+    assert max(low.seconds) < max(even.seconds)
+    assert variance(even) < variance(low)
+
+
+def test_minmax_takes_the_least_variance_beside_a_giant() -> None:
+    assert partition([9, 1, 1, 1, 1], 3, balance="minmax").layers == (1, 2, 2)
+
+
+def test_faster_devices_take_more() -> None:
+    found = partition([1] * 12, 3, speeds=[1, 2, 3])
+    assert (found.layers, found.seconds, found.imbalance) == ((2, 4, 6), (2, 2, 2), 0)
+
+
+def test_an_expensive_cut_is_avoided() -> None:
+    found = partition([1] * 4, 2, transfers=[0, 5, 0])
+    assert (found.layers, found.seconds) == ((3, 1), (3, 1))
+
+
+@pytest.mark.parametrize("power", [-900, -300, 300, 900])
+@pytest.mark.parametrize("balance", BALANCES)
+def test_the_unit_does_not_matter(balance: Balance, power: int) -> None:
+    costs, transfers = [3.0, 1, 4, 1, 5, 9, 2, 6, 5, 3], [1.0, 0, 2, 0, 1, 3, 0, 2, 1]
+    scaled = [2.0**power * cost for cost in costs], [2.0**power * transfer for transfer in transfers]
+    plain = partition(costs, 4, balance=balance, transfers=transfers)
+    assert partition(scaled[0], 4, balance=balance, transfers=scaled[1]).layers == plain.layers
+
+
+def test_memory_moves_the_cut() -> None:
+    memory = Memory(state=[8, 1, 1, 1], boundary=[0, 2, 2, 2], inside=[1, 1, 1, 1], limits=[10, 30], in_flight=4)
+    found = partition([1, 1, 1, 1], 2, memory=memory)
+    assert (found.layers, found.bytes) == ((1, 3), (9, 14))
+
+
+def test_the_account_of_a_partition() -> None:
+    memory = Memory([4000, 10, 10], [0, 7, 7], [5, 5, 5], limits=4100, in_flight=2)
+    text = given([1, 2], [6, 1, 1], memory=memory).explain(["embedding", "block", "head"])
+    assert text == (
+        "stage 0: embedding (1): cost 6, 150% of the mean; 4,005 bytes of 4,100\n"
+        "stage 1: block to head (2): cost 2, 50% of the mean; 44 bytes of 4,100\n"
+        "slowest stage: 50.0% over the mean 4, 0.0% over the lower bound 6\n"
+        "in the way: embedding, cost 6"
+    )
+    assert "(TOO MUCH)" in given([2, 1], [6, 1, 1], memory=Memory([9] * 3, [0] * 3, [1] * 3, 15)).explain()
+    with pytest.raises(ValueError, match="1 names for 3 layers"):
+        given([1, 2], [6, 1, 1]).explain(["embedding"])
+
+
+def test_layers_given() -> None:
+    found = given((2, 3, 1), [1, 2, 3, 4, 5, 6])
+    assert (found.cuts, found.bounds, found.seconds) == ((2, 5), ((0, 2), (2, 5), (5, 6)), (3, 12, 6))
+    assert found == given([2, 3, 1], [1.0, 2, 3, 4, 5, 6])
+    with pytest.raises(ValueError, match=r"stage 1 takes 0 layers, must take at least 1; .*6 layers .*all 7"):
+        given([2, 0, 4], [1] * 7)
+
+
+def test_a_layer_too_big_for_any_device_is_named() -> None:
+    memory = Memory(state=[1, 8000, 1], boundary=[1, 1, 1], inside=[1, 500, 1], limits=[4000, 5000])
+    with pytest.raises(ValueError, match=r"layer 1 needs 8,500 bytes, the largest device holds 5,000"):
+        partition([1, 1, 1], 2, memory=memory)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_what_would_fit_is_said(balance: Balance) -> None:
+    memory = Memory(state=[10] * 6, boundary=[0] * 6, inside=[0] * 6, limits=[24, 20])
+    with pytest.raises(ValueError, match=r" 1\.5 times the limits: stage 1 with layers 3 to 5 needs 30 bytes of 20"):
+        partition([1] * 6, 2, balance=balance, memory=memory)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    nan, inf = math.nan, math.inf
+    memory = Memory([1, -1, 1], [1, 1], [0, 0, 0], limits=[5, nan], in_flight=-1)
+    with pytest.raises(ValueError, match="stages for 3 layers") as caught:
+        partition([1, nan, -inf], 4, balance="best", speeds=[1, 0], transfers=[inf, 1], memory=memory)  # type: ignore[arg-type]
+    told = str(caught.value).split("; ")
+    assert [text.split()[0] for text in told] == [
+        "balance",
+        "4",
+        "costs[1]",
+        "speeds",
+        "speeds[1]",
+        "transfers[0]",
+        "memory.state[1]",
+        "memory.boundary",
+        "memory.limits",
+        "memory.limits[1]",
+        "memory.in_flight[0]",
+    ]
+
+
+def test_costs_too_small_to_square() -> None:
+    assert partition([0, 0, 5e-324, 5e-324], 2, transfers=[0, 0, 0.5]).seconds == (0, 1e-323)
+
+
+@pytest.mark.parametrize("stages", [-1, 0, 3])
+def test_no_stage_may_be_empty(stages: int) -> None:
+    with pytest.raises(ValueError, match=f"^{stages} stages for 2 layers, must be 1 to 2, so that none is empty$"):
+        partition([1, 1], stages)
+
+
+def test_no_layers_and_numbers_too_large() -> None:
+    with pytest.raises(ValueError, match="1 stages for 0 layers"):
+        partition([], 1)
+    with pytest.raises(ValueError, match="take larger units"):
+        partition([1e308, 1e308], 1)

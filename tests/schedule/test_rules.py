@@ -1,0 +1,131 @@
+"""The dependency rule: by generated programs, then rule by rule."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+
+from gpipe.schedule.action import TRANSFERS, Action, Kind, Route, parse_action
+from gpipe.schedule.lower import place_commits, place_reduces, place_ties, place_transfers
+from gpipe.schedule.program import Program
+from gpipe.schedule.rules import needs, receiver_of, sender_of
+from gpipe.schedule.schedules import fill_drain
+from tests.support.programs import LAW, SPLIT, bare_programs, listed, lowered, lowered_programs, scattered
+
+
+def through_transfers(action: Action, program: Program) -> Iterator[Action]:
+    for need in needs(action, program):
+        if need.kind in TRANSFERS:
+            yield from through_transfers(need, program)
+        else:
+            yield need
+
+
+@LAW
+@given(bare_programs())
+def test_a_transfer_stands_for_what_it_carries(bare: Program) -> None:
+    program = place_transfers(bare)
+    for action in listed(bare):
+        assert set(through_transfers(action, program)) == set(needs(action, bare))
+
+
+@LAW
+@given(lowered_programs())
+def test_nothing_needs_itself_or_what_the_program_lacks(program: Program) -> None:
+    for action in listed(program):
+        found = needs(action, program)
+        assert set(found) <= program.actions - {action}
+        assert len(set(found)) == len(found)
+
+
+@LAW
+@given(lowered_programs())
+def test_only_a_message_and_shared_gradients_come_from_another_rank(program: Program) -> None:
+    for action in listed(program):
+        away = [n for n in needs(action, program) if program.rank_of[n.stage] != program.rank_of[action.stage]]
+        if action.kind is not Kind.TIE:
+            assert all(need.kind is Kind.SEND and action.kind is Kind.RECEIVE for need in away)
+
+
+@LAW
+@given(lowered_programs())
+def test_a_tie_needs_the_backwards_of_all_stages_that_tie(program: Program) -> None:
+    tied = {a.stage for a in listed(program) if a.kind is Kind.TIE}
+    backwards = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    for stage in tied:
+        expected = {a for a in program.actions if a.kind in backwards and a.stage in tied}
+        assert set(needs(Action(Kind.TIE, stage), program)) == expected
+
+
+def found(text: str, program: Program) -> list[str]:
+    return [str(need) for need in needs(parse_action(text), program)]
+
+
+BARE = Program.of(fill_drain(3, 2), 2, skips=[Route(0, 2, "e0")])
+LOWERED = place_commits(lowered(3, 2, skips=[Route(0, 2, "e0")]), range(3))
+
+
+@pytest.mark.parametrize(
+    ("action", "bare", "sent"),
+    [
+        ("0F1", [], []),
+        ("1F1", ["0F1"], ["1RECEIVE1@x:0>1"]),
+        ("2F1", ["1F1", "0F1"], ["2RECEIVE1@x:1>2", "2RECEIVE1@e0:0>2"]),
+        ("2B1", ["2F1"], ["2R1"]),
+        ("1B1", ["1F1", "2B1"], ["1R1", "1RECEIVE1@x:1>2"]),
+        ("0B1", ["0F1", "1B1", "2B1"], ["0R1", "0RECEIVE1@x:0>1", "0RECEIVE1@e0:0>2"]),
+    ],
+)
+def test_a_forward_follows_its_routes_and_a_backward_goes_against_them(
+    action: str, bare: Sequence[str], sent: Sequence[str]
+) -> None:
+    assert found(action, BARE) == bare
+    assert found(action, LOWERED) == sent
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        ("1R0", ["1F0"]),
+        ("0SEND0@x:0>1", ["0F0"]),
+        ("1SEND0@x:0>1", ["1B0"]),
+        ("1RECEIVE0@x:0>1", ["0SEND0@x:0>1"]),
+        ("0RECEIVE0@x:0>1", ["1SEND0@x:0>1"]),
+        ("0RECEIVE0@e0:0>2", ["2SEND0@e0:0>2"]),
+        ("2COMMIT", ["2F0", "2F1"]),
+        ("2REDUCE", ["2B0", "2B1"]),
+        ("2TIE", ["2B0", "2B1"]),
+    ],
+)
+def test_a_recompute_a_transfer_and_a_closing_action_need_their_own_stage(
+    action: str, expected: Sequence[str]
+) -> None:
+    assert found(action, LOWERED) == expected
+
+
+def test_a_gradient_leaves_when_the_inputs_have_it_and_before_the_weights() -> None:
+    program = scattered(2, 1, SPLIT, ())
+    assert found("0I0", program) == ["0F0", "1I0"]
+    assert found("0W0", program) == ["0I0"]
+    assert found("1SEND0@x:0>1", program) == ["1I0"]
+    assert found("0REDUCE", program) == ["0I0", "0W0"]
+
+
+def test_a_tie_brings_the_gradients_of_the_others_and_a_reduction_follows_it() -> None:
+    program = place_reduces(place_ties(LOWERED, [0, 2]), range(3))
+    assert found("2TIE", program) == ["0B0", "0B1", "2B0", "2B1"]
+    assert found("2REDUCE", program) == ["2B0", "2B1", "2TIE"]
+    assert found("1REDUCE", program) == ["1B0", "1B1"]
+
+
+def test_a_message_has_two_ends() -> None:
+    for text, sender, receiver in [("0SEND3@e0:0>2", 0, 2), ("2SEND3@e0:0>2", 2, 0)]:
+        send = parse_action(text)
+        assert receiver_of(send) == receiver
+        assert sender_of(Action(Kind.RECEIVE, receiver, 3, send.route)) == sender
+
+
+def test_bug_two_routes_between_two_stages_make_one_need() -> None:
+    program = Program.of(fill_drain(2, 1), 1, skips=[Route(0, 1, "e0")])
+    assert found("1F0", program) == ["0F0"]
+    assert found("0B0", program) == ["0F0", "1B0"]

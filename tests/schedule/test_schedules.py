@@ -1,0 +1,227 @@
+"""Schedules: what every one of them gives on every placement, then the pictures."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule.action import Kind, Route
+from gpipe.schedule.cost import StageCost, unit_costs
+from gpipe.schedule.laws import check
+from gpipe.schedule.lower import Remat, place_recompute, place_transfers
+from gpipe.schedule.program import Program, Rows
+from gpipe.schedule.schedules import (
+    SCHEDULES,
+    Placement,
+    fill_drain,
+    forward_only,
+    forward_only_rows,
+    rows_in_training,
+)
+from gpipe.schedule.schedules.writing import loop
+from gpipe.schedule.simulate import simulate
+from tests.support.placements import there_and_back
+from tests.support.programs import LAW, closed, listed, remats, skips
+
+ONE_STAGE = ("1f1b", "zb_h1", "zb_h2")
+V = ("zb_v", "v_half", "v_min", "dualpipe_v")
+TRAINING = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
+placements = st.builds(
+    lambda place, ranks, stages_per_rank: place(ranks, stages_per_rank),
+    st.sampled_from([loop, there_and_back]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+
+
+def sizes(name: str) -> st.SearchStrategy[tuple[Placement, int]]:
+    """A placement that a page has, and a number of micro-batches."""
+    each = st.sampled_from([n for n in range(1, 5) if SCHEDULES[name].placement(2, n)])
+    placement = st.builds(lambda ranks, each: SCHEDULES[name].placement(ranks, each), st.integers(1, 6), each)
+    return st.tuples(placement, st.integers(1, 20))
+
+
+each_schedule = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def drawn_program(rows: Rows, placement: Placement, micro_batches: int, data: st.DataObject) -> Program:
+    routes: Sequence[Route] = data.draw(st.just([]) | skips(len(placement)))
+    return Program.of(rows, micro_batches, rank_of=placement, skips=routes)
+
+
+def check_as_it_is_run(program: Program, data: st.DataObject) -> None:
+    check(program)
+    remat: list[Remat] = data.draw(remats(program.stages))
+    check(closed(place_transfers(place_recompute(program, remat))))
+
+
+@each_schedule
+@LAW
+@given(st.data())
+def test_a_page_is_lawful_bare_and_as_it_is_run(name: str, data: st.DataObject) -> None:
+    placement, micro_batches = data.draw(sizes(name))
+    rows = rows_in_training(SCHEDULES[name], placement, micro_batches)
+    check_as_it_is_run(drawn_program(rows, placement, micro_batches, data), data)
+
+
+@LAW
+@given(placements, st.integers(1, 8), st.data())
+def test_fill_drain_is_lawful_on_any_placement(placement: Placement, micro_batches: int, data: st.DataObject) -> None:
+    rows = SCHEDULES["gpipe"].rows(placement, micro_batches)
+    assert rows is not None
+    check_as_it_is_run(drawn_program(rows, placement, micro_batches, data), data)
+
+
+@each_schedule
+@LAW
+@given(st.data())
+def test_each_placement_has_its_forwards_alone(name: str, data: st.DataObject) -> None:
+    placement, micro_batches = data.draw(sizes(name))
+    program = drawn_program(forward_only_rows(placement, micro_batches), placement, micro_batches, data)
+    check(place_transfers(program))
+    cells = [(s, m) for s in range(program.stages) for m in range(micro_batches)]
+    assert sorted((a.stage, a.micro_batch or 0) for a in listed(program)) == cells
+    assert {a.kind for a in program.actions} == {Kind.FORWARD}
+
+
+@each_schedule
+@LAW
+@given(st.data())
+def test_a_page_has_a_forward_and_a_backward_of_each_stage_and_micro_batch(name: str, data: st.DataObject) -> None:
+    placement, micro_batches = data.draw(sizes(name))
+    program = drawn_program(
+        rows_in_training(SCHEDULES[name], placement, micro_batches), placement, micro_batches, data
+    )
+    cells = [(s, m) for s in range(program.stages) for m in range(micro_batches)]
+    for kinds in ({Kind.FORWARD}, TRAINING):
+        assert sorted((a.stage, a.micro_batch or 0) for a in listed(program) if a.kind in kinds) == cells
+
+
+@each_schedule
+@pytest.mark.parametrize("ranks", range(1, 5))
+@pytest.mark.parametrize("stages_per_rank", range(1, 4))
+def test_a_placement_gives_each_rank_as_many_stages_or_is_none(name: str, ranks: int, stages_per_rank: int) -> None:
+    placement = SCHEDULES[name].placement(ranks, stages_per_rank)
+    has = {**dict.fromkeys(ONE_STAGE, (1,)), **dict.fromkeys(V, (2,)), "gpipe": (1, 2, 3)}
+    assert (placement is not None) == (stages_per_rank in has.get(name, (2, 3)))
+    if placement is not None:
+        assert [placement.count(rank) for rank in range(ranks)] == [stages_per_rank] * ranks
+
+
+def longest_round(ranks: int, micro_batches: int) -> int:
+    return -(-micro_batches // (micro_batches // ranks))
+
+
+EXCESS: dict[str, Callable[[int], float]] = {
+    "gpipe": lambda k: 3 * (k - 1),
+    "1f1b": lambda k: 3 * (k - 1),
+    "interleaved": lambda k: 3 * (k - 1),
+    "zb_h1": lambda k: k - 1,
+    "zb_h2": lambda k: k - 1,
+    "interleaved_zb": lambda k: k - 1,
+    "zb_v": lambda k: k - 1,
+    "v_half": lambda k: 3.5 * k - 2 if k % 2 == 0 else 3.5 * (k - 1),
+    "v_min": lambda k: 4 * k - 3 if k % 3 == 0 else 4 * k - 5,
+    "dualpipe_v": lambda k: k - 1,
+}
+"""By K, how much longer a mini-batch takes than the work of a rank, where F, I and W of a stage take 1, and B 2."""
+PEAK: dict[str, Callable[[int, int, int], float]] = {
+    "gpipe": lambda k, m, v: m,
+    "1f1b": lambda k, m, v: k,
+    "interleaved": lambda k, m, v: ((v - 1) * longest_round(k, m) + 2 * k - 1) / v,
+    "zb_h1": lambda k, m, v: k,
+    "zb_h2": lambda k, m, v: 2 * k - 1,
+    "interleaved_zb": lambda k, m, v: ((v - 1) * longest_round(k, m) + k) / v,
+    "zb_v": lambda k, m, v: k,
+    "v_half": lambda k, m, v: (k + 2) // 2,
+    "v_min": lambda k, m, v: (k + 4) // 3,
+    "dualpipe_v": lambda k, m, v: k + 0.5,
+}
+"""By K, M and the stages a rank, the micro-batches of a rank's share that it holds at most."""
+
+
+@each_schedule
+@pytest.mark.parametrize("ranks", range(2, 17))
+def test_bubble_and_peak_are_those_of_the_formulas(name: str, ranks: int) -> None:
+    schedule = SCHEDULES[name]
+    for micro_batches in sorted({2 * ranks, 3 * ranks - 1, 64 if ranks in (2, 4, 7, 16) else 2 * ranks + 1}):
+        for each in (2, 3) if name.startswith("interleaved") and ranks < 6 else (schedule.stages_per_rank,):
+            placement = schedule.placement(ranks, each)
+            assert placement is not None
+            rows = schedule.rows(placement, micro_batches)
+            assert rows is not None
+            program = Program.of(rows, micro_batches, rank_of=placement)
+            simulation = simulate(program, [StageCost(1, 2, inside=1)] * len(placement))
+            assert simulation.timeline.seconds - 3 * micro_batches * each == EXCESS[name](ranks)
+            assert max(simulation.peak_bytes) == each * PEAK[name](ranks, micro_batches, each)
+
+
+@pytest.mark.parametrize("ranks", range(2, 17))
+def test_no_rank_is_idle_between_its_first_and_last_action_where_the_bubble_is_zero(ranks: int) -> None:
+    for name in ("zb_h2", "zb_v"):
+        placement = SCHEDULES[name].placement(ranks, SCHEDULES[name].stages_per_rank)
+        assert placement is not None
+        rows = rows_in_training(SCHEDULES[name], placement, 4 * ranks)
+        program = Program.of(rows, 4 * ranks, rank_of=placement)
+        timeline = simulate(program, [StageCost(1, 2)] * len(placement)).timeline
+        for rank in range(ranks):
+            spans = [span for span in timeline.spans if span.rank == rank]
+            assert spans[-1].end - spans[0].start == timeline.busy(rank)
+
+
+@each_schedule
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 16])
+def test_a_mini_batch_of_any_size_has_rows(name: str, ranks: int) -> None:
+    schedule = SCHEDULES[name]
+    placement = schedule.placement(ranks, schedule.stages_per_rank)
+    assert placement is not None
+    for micro_batches in [*range(1, 2 * ranks + 2, 1 + ranks // 4), *([64] if ranks == 16 else [])]:
+        check(Program.of(rows_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement))
+
+
+def test_a_page_without_a_table_of_a_size_gives_way_to_fill_drain() -> None:
+    placement = (0, 1, 1, 0)
+    schedule = SCHEDULES["dualpipe_v"]
+    assert schedule.rows(placement, 3) is None
+    assert rows_in_training(schedule, placement, 3) == SCHEDULES["gpipe"].rows(placement, 3)
+
+
+@LAW
+@given(placements, st.integers(1, 8))
+def test_fill_drain_ends_all_forwards_of_a_rank_before_its_backwards(
+    placement: Placement, micro_batches: int
+) -> None:
+    for row in rows_in_training(SCHEDULES["gpipe"], placement, micro_batches):
+        kinds = [action.kind for action in row]
+        assert kinds == sorted(kinds, key=[Kind.FORWARD, Kind.BACKWARD].index)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
+def test_several_stages_a_rank_shorten_fill_and_drain(ranks: int, stages_per_rank: int) -> None:
+    micro_batches = 2 * ranks
+    stages = ranks * stages_per_rank
+    placement = loop(ranks, stages_per_rank)
+    rows = rows_in_training(SCHEDULES["gpipe"], placement, micro_batches)
+    timeline = simulate(Program.of(rows, micro_batches, rank_of=placement), unit_costs(stages)).timeline
+    assert timeline.seconds == 2 * (micro_batches * stages_per_rank + ranks - 1)
+
+
+def picture(rows: Rows) -> list[str]:
+    return [" ".join(map(str, row)) for row in rows]
+
+
+def test_fill_drain_goes_forth_in_order_and_back_in_order() -> None:
+    assert picture(fill_drain(2, 3)) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+
+
+def test_fill_drain_takes_the_oldest_micro_batch_that_has_come() -> None:
+    assert picture(rows_in_training(SCHEDULES["gpipe"], (0, 1, 1, 0), 2)) == [
+        "0F0 0F1 3F0 3F1 3B0 3B1 0B0 0B1",
+        "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
+    ]
+
+
+def test_forward_only_goes_forth_in_order() -> None:
+    assert picture(forward_only(2, 3)) == ["0F0 0F1 0F2", "1F0 1F1 1F2"]

@@ -1,0 +1,273 @@
+"""The simulator. Costs are whole numbers, so that times are exact."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule.action import CLOSING, COMPUTE, Action, Kind, Route, parse_action
+from gpipe.schedule.cost import StageCost, unit_costs
+from gpipe.schedule.lower import Remat, place_recompute, place_reduces, place_transfers
+from gpipe.schedule.program import Program
+from gpipe.schedule.rules import needs
+from gpipe.schedule.schedules import fill_drain, forward_only
+from gpipe.schedule.simulate import simulate
+from gpipe.schedule.timeline import Span, bubble
+from tests.support.programs import LAW, REMATS, listed, lowered, lowered_programs, parsed, skips
+
+COUNTS = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in range(1, 17)]
+
+GRADIENTS = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+
+whole = st.integers(0, 9)
+costs_of_stages = st.lists(
+    st.builds(
+        StageCost,
+        forward=st.integers(1, 9),
+        backward=st.integers(1, 9),
+        recompute=st.none() | whole,
+        send=whole,
+        tie=whole,
+        reduce=whole,
+        boundary=whole,
+        inside=whole,
+        state=whole,
+    ),
+    min_size=6,
+    max_size=6,
+)
+
+
+def spans_of(program: Program, costs: Sequence[StageCost]) -> dict[Action, Span]:
+    return {span.action: span for span in simulate(program, costs).timeline.spans}
+
+
+def under_way(need: Action, action: Action, program: Program, costs: Sequence[StageCost]) -> float:
+    """Seconds from the end of what an action needs until its rank has it; a TIE brings what it needs itself."""
+    crosses = program.rank_of[need.stage] != program.rank_of[action.stage]
+    return costs[need.stage].send if crosses and action.kind is not Kind.TIE else 0.0
+
+
+def test_unit_costs_give_the_bubble_of_the_paper() -> None:
+    for stages, micro_batches in COUNTS:
+        timeline = simulate(lowered(stages, micro_batches, "never"), unit_costs(stages)).timeline
+        assert timeline.seconds == 2 * (micro_batches + stages - 1)
+        assert [timeline.busy(rank) for rank in range(stages)] == [2 * micro_batches] * stages
+        assert timeline.idle_share() == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-15)
+        assert timeline.idle_share() == pytest.approx(bubble(stages, micro_batches), abs=1e-15)
+
+
+def test_transfers_that_take_no_time_change_no_time() -> None:
+    for stages, micro_batches in COUNTS:
+        bare = place_recompute(Program.of(fill_drain(stages, micro_batches), micro_batches), ["always"] * stages)
+        sent = simulate(place_transfers(bare), unit_costs(stages)).timeline
+        before = simulate(bare, unit_costs(stages)).timeline
+        assert sent.seconds == before.seconds
+        assert set(sent.spans) == set(before.spans)
+
+
+@LAW
+@given(st.sampled_from(COUNTS), st.sampled_from(REMATS), st.data(), whole, whole, whole, whole)
+def test_fill_drain_with_equal_stages_hides_recompute_in_the_bubble(
+    counts: tuple[int, int], remat: Remat, data: st.DataObject, f: int, r: int, b: int, send: int
+) -> None:
+    """All but the work of the last stage is filling and draining: no stage before it is later for its recompute.
+
+    The last stage ends its forwards at (M+K-1) f, then takes r + b for each micro-batch; each stage before it ends
+    one b later. A message adds `send` at each of the K-1 cuts, both ways, if it is there before the next is sent.
+    """
+    f, b = f + send, b + send
+    k, m = counts
+    program = lowered(k, m, remat, [] if send else data.draw(skips(k)))
+    costs = [StageCost(forward=f, backward=b, recompute=r, send=send)] * k
+    kept = remat if isinstance(remat, int) else {"never": m, "except_last": 1, "always": 0}[remat]
+    recomputes = max(0, m - kept) if m > 1 else 0
+    assert simulate(program, costs).timeline.seconds == (m + k - 1) * (f + b) + recomputes * r + 2 * (k - 1) * send
+
+
+@LAW
+@given(st.sampled_from(COUNTS), whole, st.integers(1, 9), st.integers(1, 9), whole)
+def test_recompute_starts_before_its_gradient_arrives(
+    counts: tuple[int, int], f: int, r: int, b: int, send: int
+) -> None:
+    k, m = counts
+    f, b = f + send, b + send  # so that no message waits for the one before
+    spans = spans_of(lowered(k, m), [StageCost(forward=f, backward=b, recompute=r, send=send)] * k)
+    for action, span in spans.items():
+        if action.kind is Kind.RECOMPUTE and action.stage < k - 1:
+            following = spans[Action(Kind.BACKWARD, action.stage + 1, action.micro_batch)]
+            assert span.start < following.end + send
+
+
+@LAW
+@given(st.sampled_from(COUNTS), st.sampled_from(REMATS), whole, whole)
+def test_reductions_overlap_the_drain_so_that_only_the_first_stage_s_shows(
+    counts: tuple[int, int], remat: Remat, b: int, reduce: int
+) -> None:
+    k, m = counts
+    program, costs = lowered(k, m, remat), [StageCost(forward=1, backward=b, reduce=reduce)] * k
+    timeline = simulate(place_reduces(program, range(k)), costs).timeline
+    without = simulate(program, costs).timeline
+    assert timeline.seconds == without.seconds + reduce
+    ends = {span.action.stage: span.end for span in timeline.spans if span.action.kind is Kind.REDUCE}
+    assert ends == {stage: without.seconds + reduce - stage * b for stage in range(k)}
+    assert set(without.spans) <= set(timeline.spans)
+
+
+@LAW
+@given(lowered_programs(forward=False), costs_of_stages)
+def test_no_tie_begins_before_all_stages_that_tie_have_their_gradients(
+    program: Program, costs: Sequence[StageCost]
+) -> None:
+    spans = spans_of(program, costs)
+    tied = {action.stage for action in spans if action.kind is Kind.TIE}
+    backwards = [span.end for a, span in spans.items() if a.stage in tied and a.kind in GRADIENTS]
+    assert all(span.start >= max(backwards) for action, span in spans.items() if action.kind is Kind.TIE)
+
+
+@LAW
+@given(lowered_programs(), costs_of_stages)
+def test_recompute_starts_as_soon_as_its_rank_is_free(program: Program, costs: Sequence[StageCost]) -> None:
+    spans = simulate(program, costs).timeline.spans
+    for rank in range(program.ranks):
+        row = [span for span in spans if span.rank == rank]
+        for before, span in pairwise(row):
+            if span.action.kind is Kind.RECOMPUTE:
+                assert span.start == before.end
+
+
+@LAW
+@given(lowered_programs(), costs_of_stages)
+def test_each_rank_does_one_thing_at_a_time_in_row_order(program: Program, costs: Sequence[StageCost]) -> None:
+    timeline = simulate(program, costs).timeline
+    for rank, row in enumerate(program.rows):
+        spans = [span for span in timeline.spans if span.rank == rank]
+        assert [span.action for span in spans] == [a for a in row if a.kind in COMPUTE | CLOSING]
+        assert all(before.end <= span.start for before, span in pairwise(spans))
+        assert all(0 <= span.start <= span.end <= timeline.seconds for span in spans)
+
+
+@LAW
+@given(lowered_programs(), costs_of_stages)
+def test_each_span_starts_after_what_it_needs_and_its_message(program: Program, costs: Sequence[StageCost]) -> None:
+    spans = spans_of(program, costs)
+    looked_through = program.only(COMPUTE | CLOSING)
+    for action, span in spans.items():
+        for need in needs(action, looked_through):
+            assert spans[need].end + under_way(need, action, program, costs) <= span.start
+
+
+@LAW
+@given(lowered_programs(), costs_of_stages)
+def test_no_rank_waits_without_a_reason(program: Program, costs: Sequence[StageCost]) -> None:
+    costs = [replace(cost, send=0.0) for cost in costs]  # no message waits for the link
+    spans = simulate(program, costs).timeline.spans
+    looked_through = program.only(COMPUTE | CLOSING)
+    ends = {span.action: span.end for span in spans}
+    free = [0.0] * program.ranks
+    for span in spans:
+        assert span.start == max([free[span.rank], *(ends[need] for need in needs(span.action, looked_through))])
+        free[span.rank] = span.end
+
+
+def test_a_duration_by_action_replaces_the_costs() -> None:
+    takes = {"0F0": 5.0, "0F1": 1.0, "0B1": 2.0, "0B0": 4.0}
+    program = Program.of(fill_drain(1, 2), 2)
+    timeline = simulate(program, unit_costs(1), lambda action: takes[str(action)]).timeline
+    assert [(str(s.action), s.start, s.end) for s in timeline.spans] == [
+        ("0F0", 0, 5),
+        ("0F1", 5, 6),
+        ("0B0", 6, 10),
+        ("0B1", 10, 12),
+    ]
+
+
+def test_a_message_is_under_way_while_its_sender_goes_on_and_the_next_waits_for_the_link() -> None:
+    costs = [StageCost(forward=1, backward=1, send=10), StageCost(forward=1, backward=1, send=3)]
+    timeline = simulate(lowered(2, 2, "never"), costs).timeline
+    assert [(str(s.action), s.start) for s in sorted(timeline.spans, key=lambda span: span.start)] == [
+        ("0F0", 0),
+        ("0F1", 1),
+        ("1F0", 11),
+        ("1F1", 21),
+        ("1B0", 22),
+        ("1B1", 23),
+        ("0B0", 26),
+        ("0B1", 29),
+    ]
+
+
+def test_bug_a_message_is_not_sent_before_its_place_in_the_row() -> None:
+    rows = ["0F0 0F1 0SEND0@x:0>1 0SEND1@x:0>1", "1RECEIVE0@x:0>1 1RECEIVE1@x:0>1 1F0 1F1"]
+    program = Program.of([parsed(text) for text in rows], 2)
+    assert spans_of(program, unit_costs(2))[parse_action("1F0")].start == 2
+
+
+def test_no_actions_take_no_time_and_hold_the_state() -> None:
+    simulation = simulate(Program((0,), 0, (), ((),)), [StageCost(forward=1, backward=1, state=7)])
+    assert (simulation.timeline.seconds, simulation.timeline.spans, simulation.peak_bytes) == (0, (), (7,))
+
+
+BYTES = StageCost(forward=1, backward=1, boundary=1, inside=10, state=100)
+
+
+@pytest.mark.parametrize(
+    ("remat", "peak"),
+    [
+        ("always", 100 + 4 * 1 + 10),  # the boundaries of all, the inside of one
+        ("except_last", 100 + 4 * 1 + 10 + 10),  # that of micro-batch 0 while the others are under way
+        ("never", 100 + 4 * (1 + 10)),
+    ],
+)
+def test_remat_keeps_boundaries_and_one_inside(remat: Remat, peak: int) -> None:
+    assert simulate(lowered(3, 4, remat), [BYTES] * 3).peak_bytes == (peak,) * 3
+
+
+def test_each_stage_counts_its_own_remat_and_bytes() -> None:
+    bare = Program.of(fill_drain(2, 3), 3)
+    program = place_transfers(place_recompute(bare, ["never", "always"]))
+    other = StageCost(forward=1, backward=1, boundary=2, inside=50, state=0)
+    assert simulate(program, [BYTES, other]).peak_bytes == (100 + 3 * 11, 3 * 2 + 50)
+
+
+def test_stages_of_one_rank_share_its_bytes() -> None:
+    actions = parsed("0F0 1F0 1R0 1B0 0R0 0B0")
+    program = Program.of([actions], 1, rank_of=[0, 0])
+    assert simulate(program, [BYTES, BYTES]).peak_bytes == (2 * 100 + 2 * 1 + 10,)
+
+
+def test_forwards_alone_keep_nothing() -> None:
+    assert simulate(Program.of(forward_only(2, 5), 5), [BYTES] * 2).peak_bytes == (111, 111)
+
+
+def test_an_early_backward_keeps_one_micro_batch() -> None:
+    actions = parsed("0F0 0B0 0F1 0B1 0F2 0B2")
+    assert simulate(Program.of([actions], 3), [BYTES]).peak_bytes == (111,)
+
+
+def test_a_split_backward_keeps_all_until_the_weights_have_theirs() -> None:
+    for text, peak in [("0F0 0I0 0F1 0W0 0I1 0W1", 122), ("0F0 0I0 0W0 0F1 0I1 0W1", 111)]:
+        assert simulate(Program.of([parsed(text)], 2), [BYTES]).peak_bytes == (peak,)
+
+
+@LAW
+@given(lowered_programs(split=False), costs_of_stages)
+def test_the_peak_is_bounded_by_what_remat_keeps(program: Program, costs: Sequence[StageCost]) -> None:
+    recomputed = {(a.stage, a.micro_batch) for a in listed(program) if a.kind is Kind.RECOMPUTE}
+    for rank, peak in enumerate(simulate(program, costs).peak_bytes):
+        stages = [s for s in range(program.stages) if program.rank_of[s] == rank]
+        cells = [(s, m) for s in stages for m in range(program.micro_batches)]
+        state = sum(costs[s].state for s in stages)
+        boundaries = sum(costs[s].boundary for s, _ in cells)
+        kept = sum(costs[s].inside for s, m in cells if (s, m) not in recomputed)
+        one = max(costs[s].inside for s in stages)
+        assert state <= peak <= state + boundaries + kept + one
+
+
+def test_a_skip_does_not_hold_up_the_main_line() -> None:
+    with_skip = lowered(4, 4, skips=[Route(0, 3, "e0")])
+    costs = [StageCost(forward=1, backward=2, send=1)] * 4
+    assert simulate(with_skip, costs).timeline.seconds == simulate(lowered(4, 4), costs).timeline.seconds

@@ -1,0 +1,282 @@
+"""Micro-batches are weighed as torch's own losses average: the step's loss is that of the whole mini-batch."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.stages.losses import find_reduction
+from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
+
+ROWS, CLASSES, PIXELS = 7, 3, 2
+IGNORED = 1
+WEIGHT = torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
+
+
+def one_hot_targets() -> Tensor:
+    return torch.rand(ROWS, CLASSES, dtype=torch.float64).softmax(1)
+
+
+def labels(*shape: int, ignored: int = -100) -> Tensor:
+    """Labels of which those of the first rows are mostly to be ignored."""
+    found = torch.randint(CLASSES, (ROWS, *shape))
+    flat = found.view(ROWS, -1)
+    flat[:3, 0] = ignored
+    flat[3, -1] = ignored
+    flat[-1, 0] = 0 if ignored else 2
+    return found
+
+
+def signs() -> Tensor:
+    return torch.randint(2, (ROWS, CLASSES)).double() * 2 - 1
+
+
+Case = tuple[Callable[..., Any], Callable[[], Tensor]]
+real = partial(torch.rand, ROWS, CLASSES, dtype=torch.float64)
+
+
+class Inherits(nn.CrossEntropyLoss):
+    """One of torch's own, in all but name."""
+
+
+ELEMENTWISE: dict[str, Case] = {
+    "mse": (nn.MSELoss(), real),
+    "mse function": (F.mse_loss, real),
+    "l1": (nn.L1Loss(), real),
+    "l1 function": (F.l1_loss, real),
+    "smooth l1": (nn.SmoothL1Loss(beta=0.3), real),
+    "huber": (nn.HuberLoss(delta=0.3), real),
+    "huber function": (partial(F.huber_loss, delta=0.3), real),
+    "bce with logits": (nn.BCEWithLogitsLoss(weight=WEIGHT, pos_weight=2 * WEIGHT), real),
+    "bce with logits function": (partial(F.binary_cross_entropy_with_logits, pos_weight=WEIGHT), real),
+    "bce": (lambda output, target: F.binary_cross_entropy(output.sigmoid(), target), real),
+    "kl div batchmean": (nn.KLDivLoss(reduction="batchmean"), one_hot_targets),
+    "kl div function": (partial(F.kl_div, reduction="batchmean", log_target=True), real),
+    "poisson": (nn.PoissonNLLLoss(), real),
+    "gaussian": (partial(F.gaussian_nll_loss, var=1.5), real),
+    "soft margin": (nn.SoftMarginLoss(), signs),
+    "hinge": (nn.HingeEmbeddingLoss(), signs),
+    "multi-label soft margin": (nn.MultiLabelSoftMarginLoss(weight=WEIGHT), lambda: (signs() + 1) / 2),
+    "multi-label margin": (nn.MultiLabelMarginLoss(), lambda: torch.tensor([[1, -1, -1], [0, 2, -1]] * 4)[:ROWS]),
+    "multi-margin": (nn.MultiMarginLoss(weight=WEIGHT), lambda: torch.randint(CLASSES, (ROWS,))),
+    "sum": (nn.MSELoss(reduction="sum"), real),
+    "sum function": (partial(F.l1_loss, reduction="sum"), real),
+    "sum, nested": (partial(partial(F.l1_loss, reduction="mean"), reduction="sum"), real),
+    "mean of old": (partial(F.mse_loss, size_average=True), real),
+    "sum function of old": (partial(F.mse_loss, size_average=False), real),
+    "partial of a module": (partial(nn.MSELoss(reduction="sum")), real),
+    "a forward": (nn.MSELoss(reduction="sum").forward, real),
+}
+ENTROPIES: dict[str, Case] = {
+    "entropy": (nn.CrossEntropyLoss(), labels),
+    "entropy function": (F.cross_entropy, labels),
+    "entropy inherited": (Inherits(ignore_index=2), partial(labels, ignored=2)),
+    "entropy index": (nn.CrossEntropyLoss(ignore_index=IGNORED), partial(labels, ignored=IGNORED)),
+    "entropy weight": (nn.CrossEntropyLoss(WEIGHT), labels),
+    "entropy weight index": (nn.CrossEntropyLoss(WEIGHT, ignore_index=0), partial(labels, ignored=0)),
+    "entropy smoothing": (nn.CrossEntropyLoss(label_smoothing=0.2), labels),
+    "entropy all": (nn.CrossEntropyLoss(WEIGHT, ignore_index=0, label_smoothing=0.2), partial(labels, ignored=0)),
+    "entropy function all": (
+        partial(partial(F.cross_entropy, weight=WEIGHT), ignore_index=0, label_smoothing=0.1),
+        partial(labels, ignored=0),
+    ),
+    "entropy sum": (nn.CrossEntropyLoss(WEIGHT, reduction="sum"), labels),
+    "entropy sum function": (partial(F.cross_entropy, reduction="sum", label_smoothing=0.1), labels),
+    "entropy sum of old": (partial(F.cross_entropy, size_average=False), labels),
+    "probabilities": (nn.CrossEntropyLoss(), one_hot_targets),
+    "probabilities weight smoothing": (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.2), one_hot_targets),
+}
+NLL: dict[str, Case] = {
+    "nll": (nn.NLLLoss(), labels),
+    "nll weight": (nn.NLLLoss(WEIGHT, ignore_index=2), partial(labels, ignored=2)),
+    "nll function": (partial(F.nll_loss, weight=WEIGHT), labels),
+}
+IMAGES: dict[str, Case] = {
+    "images": (nn.CrossEntropyLoss(), partial(labels, PIXELS, PIXELS)),
+    "images all": (
+        nn.CrossEntropyLoss(WEIGHT, ignore_index=0, label_smoothing=0.2),
+        partial(labels, PIXELS, PIXELS, ignored=0),
+    ),
+    "images probabilities": (
+        nn.CrossEntropyLoss(WEIGHT),
+        lambda: torch.rand(ROWS, CLASSES, PIXELS, PIXELS, dtype=torch.float64).softmax(1),
+    ),
+}
+
+
+class Images(nn.Module):
+    """Gives scores of each class for each pixel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), CLASSES, PIXELS, PIXELS)
+
+
+def build(last: nn.Module | None, out: int = CLASSES) -> list[nn.Module]:
+    with weights_of(5):
+        return [nn.Linear(4, 6).double(), nn.Tanh(), nn.Linear(6, out).double(), *([last] if last else [])]
+
+
+def build_for(name: str) -> list[nn.Module]:
+    if name in NLL:
+        return build(nn.LogSoftmax(1))
+    return build(Images(), CLASSES * PIXELS**2) if name in IMAGES else build(None)
+
+
+ALL = {**ELEMENTWISE, **ENTROPIES, **NLL, **IMAGES}
+
+
+def close(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
+def test_a_step_gives_the_loss_of_the_whole_mini_batch(micro_batches: int, name: str) -> None:
+    loss_fn, targets = ALL[name]
+    x, y = torch.randn(ROWS, 4, dtype=torch.float64), targets()
+    whole = build_for(name)
+    pipe = gpipe.GPipe(mine := build_for(name), 2, micro_batches, seed=0)
+    expected = loss_fn(nn.Sequential(*whole)(x), y)
+    expected.backward()
+    assert close(pipe.step(x, y, loss_fn), expected.detach())
+    pairs = zip(nn.Sequential(*mine).parameters(), nn.Sequential(*whole).parameters(), strict=True)
+    assert all(close(one.grad, other.grad) for one, other in pairs)
+    assert not any("-100" in finding for finding in pipe.findings)
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("name", ["mse", "entropy", "entropy all", "nll weight", "images all", "sum", "entropy sum"])
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_given_the_weights_the_bits_are_those_of_the_plain_loop(driver: str, remat: str, name: str) -> None:
+    loss_fn, targets = ALL[name]
+    x, y = torch.randn(ROWS, 4, dtype=torch.float64), targets()
+    pipe = gpipe.GPipe(build_for(name), 2, 3, seed=0, driver=driver, remat=remat)
+    plain = build_for(name)
+    reduction = find_reduction(loss_fn)
+    assert reduction is not None
+    expected = plain_loop(plain, x, y, loss_fn, micro_batches=3, seed=0, reduction=reduction)
+    assert same_bits(pipe.step(x, y, loss_fn), expected)
+    assert_same_bits(pipe, plain)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), F.cross_entropy, partial(F.cross_entropy, weight=WEIGHT)])
+def test_a_micro_batch_of_ignored_labels_alone_is_left_out(loss_fn: Callable[..., Any]) -> None:
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.tensor([-100, -100, 0, 2, 1, -100])
+    whole = build(None)
+    pipe = gpipe.GPipe(build(None), 2, 3, seed=0)
+    expected = loss_fn(nn.Sequential(*whole)(x), y)
+    expected.backward()
+    assert close(pipe.step(x, y, loss_fn), expected.detach())
+    pairs = zip(pipe.parameters(), nn.Sequential(*whole).parameters(), strict=True)
+    assert all(close(one.grad, other.grad) for one, other in pairs)
+    with torch.no_grad():
+        assert close(pipe.step(x, y, loss_fn), expected.detach())
+    with pytest.raises(ValueError, match="weights of all micro-batches are 0: there is nothing to average"):
+        pipe.step(x, torch.full((6,), -100), loss_fn)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.MSELoss(reduction="none"),
+        partial(F.cross_entropy, reduction="none"),
+        partial(F.mse_loss, reduce=False),
+    ],
+)
+def test_a_loss_for_each_row_is_refused_before_anything_runs(loss_fn: Callable[..., Any]) -> None:
+    pipe = gpipe.GPipe(build(None), 2, 2)
+    with pytest.raises(ValueError, match=r"reduction='none', .* add \.mean\(\)"):
+        pipe.step(torch.randn(4, 4).double(), torch.rand(4, CLASSES).double(), loss_fn)
+    assert pipe.step_number == 0
+
+
+def test_an_explicit_reduction_wins() -> None:
+    x, y = torch.randn(ROWS, 4, dtype=torch.float64), labels()
+    count: Callable[[Any], object] = lambda target: (target >= 0).sum() ** 2  # noqa: E731
+    for reduction in ("sum", count):
+        plain = build(None)
+        pipe = gpipe.GPipe(build(None), 2, 2, seed=0)
+        loss = pipe.step(x, y, F.cross_entropy, reduction=reduction)
+        keys = {"micro_batches": 2, "seed": 0}
+        assert same_bits(loss, plain_loop(plain, x, y, F.cross_entropy, reduction=reduction, **keys))
+        assert_same_bits(pipe, plain)
+
+
+def test_compiled_losses_are_read() -> None:
+    assert find_reduction(torch.compile(nn.MSELoss(reduction="sum"), backend="eager")) == "sum"
+    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) == "mean"
+
+
+class Own(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) * 2
+
+
+class Called(nn.MSELoss):
+    def __call__(self, *given: Any) -> Any:
+        return super().__call__(*given) * 2
+
+
+UNREAD: list[Callable[..., Any]] = [
+    lambda output, target: F.cross_entropy(output, target),
+    Own(),
+    Called(),
+    partial(lambda output, target, k: F.cross_entropy(output, target), k=1),
+    partial(F.mse_loss, torch.ones(1)),
+    F.relu,
+    partial(nn.MSELoss(), target=3),
+]
+
+
+@pytest.mark.parametrize("loss_fn", UNREAD)
+def test_what_torch_did_not_write_is_not_read(loss_fn: Callable[..., Any]) -> None:
+    assert find_reduction(loss_fn) is None
+
+
+def test_ignored_labels_under_a_loss_that_cannot_be_read_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = gpipe.GPipe(build(None), 2, 2)
+    x, y = torch.randn(ROWS, 4, dtype=torch.float64), labels()
+    own = UNREAD[0]
+    with caplog.at_level(logging.WARNING, "gpipe"):
+        pipe.step(x, y.clamp(min=0), own)
+        assert not [record for record in caplog.records if "-100" in record.message]
+        pipe.step(x, y, own, reduction="mean")
+        pipe.step(x, y, F.cross_entropy)
+        assert not [record for record in caplog.records if "-100" in record.message]
+        for _ in range(3):
+            pipe.step(x, {"y": y}, lambda output, target: F.cross_entropy(output, target["y"]))
+    (told,) = [record.message for record in caplog.records if "-100" in record.message]
+    assert "reduction=lambda target: (target != -100).sum()" in told
+    assert told in pipe.findings
+    assert told in pipe.summary()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        partial(F.mse_loss, weight=torch.rand(4, CLASSES).double()),  # type: ignore[call-arg]  # newer than its types
+        nn.BCEWithLogitsLoss(weight=torch.rand(4, 1).double()),
+    ],
+)
+def test_weights_of_rows_that_the_loss_holds_are_refused(loss_fn: Callable[..., Any]) -> None:
+    pipe = gpipe.GPipe(build(None), 2, 4)
+    x, y = torch.randn(4, 4).double(), torch.rand(4, CLASSES).double()
+    with pytest.raises(ValueError, match=r"a row for each of the mini-batch's 4, .* hand it over among the targets"):
+        pipe.step(x, y, loss_fn)
+    gpipe.GPipe(build(None), 2, 1).step(x, y, loss_fn)
+
+
+@pytest.mark.parametrize(("own", "given", "told"), [("sum", "mean", 1), ("mean", "sum", 1), ("sum", "sum", 0)])
+def test_a_loss_that_averages_otherwise_than_the_step_is_told_of(own: str, given: Any, told: int) -> None:
+    pipe = gpipe.GPipe([nn.Linear(3, CLASSES)], 1, 2, driver="lockstep")
+    for _ in range(2):
+        pipe.step(torch.randn(ROWS, 3), torch.zeros(ROWS).long(), nn.CrossEntropyLoss(reduction=own), reduction=given)
+    assert sum(f"reduction={own!r} and step was given" in finding for finding in pipe.findings) == told

@@ -1,0 +1,218 @@
+"""How a mini-batch becomes micro-batches and one output again, and what each weighs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import gpipe
+from gpipe.stages.microbatch import count_rows, loss_weights, merge, split
+from gpipe.stages.tree import Tree
+
+LAW = settings(derandomize=True, deadline=None, database=None, max_examples=100)
+
+
+def rows_of(rows: int, micro_batches: int) -> list[int]:
+    """The rows that each micro-batch of a pipe is given."""
+    seen: list[int] = []
+
+    class Note(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return x
+
+    with torch.no_grad(), gpipe.GPipe([Note()], 1, micro_batches, driver="lockstep") as pipe:
+        assert torch.equal(pipe(torch.arange(rows)), torch.arange(rows))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batches", "expected"),
+    [
+        (5, 4, [2, 1, 1, 1]),
+        (3, 4, [1, 1, 1]),
+        (1, 4, [1]),
+        (8, 4, [2, 2, 2, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (7, 1, [7]),
+    ],
+)
+def test_the_first_micro_batches_are_one_row_larger_and_none_is_empty(
+    rows: int, micro_batches: int, expected: list[int]
+) -> None:
+    assert rows_of(rows, micro_batches) == expected
+
+
+def trees(rows: int) -> st.SearchStrategy[Tree]:
+    """Tensors of so many rows of any type, tensors without dimensions, other values, in any nesting."""
+    shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda rest: (rows, *rest))
+    tensors = st.builds(
+        lambda shape, dtype: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype),
+        shapes,
+        st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16]),
+    )
+    others = st.sampled_from([None, 3, 2.5, "text", True])
+    leaves = tensors | others | st.builds(torch.tensor, st.integers(0, 9))
+    return st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    )
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[Tree, int, int]:
+    rows = draw(st.integers(1, 9))
+    return draw(trees(rows)), rows, draw(st.integers(1, rows))
+
+
+@LAW
+@given(splits())
+def test_each_part_has_the_rows_of_tensor_split_and_all_else_as_it_is(drawn: tuple[Tree, int, int]) -> None:
+    tree, rows, parts = drawn
+    leaves, spec = pytree.tree_flatten(tree)
+    found = split(tree, rows, parts, "inputs")
+    assert len(found) == parts
+    for at, part in enumerate(found):
+        assert pytree.tree_structure(part) == spec
+        for whole, leaf in zip(leaves, pytree.tree_leaves(part), strict=True):
+            if isinstance(whole, Tensor) and whole.dim():
+                assert torch.equal(leaf, whole.tensor_split(parts)[at])
+            else:
+                assert leaf is whole
+
+
+@LAW
+@given(splits())
+def test_merge_puts_together_what_split_took_apart(drawn: tuple[Tree, int, int]) -> None:
+    tree, rows, parts = drawn
+    leaves, spec = pytree.tree_flatten(tree)
+    without_scalars = pytree.tree_unflatten(
+        [leaf if not isinstance(leaf, Tensor) or leaf.dim() else int(leaf) for leaf in leaves], spec
+    )
+    again = merge(split(without_scalars, rows, parts, "inputs"))
+    assert pytree.tree_structure(again) == spec
+    for one, other in zip(pytree.tree_leaves(without_scalars), pytree.tree_leaves(again), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_the_first_tensor_with_dimensions_says_how_many_rows_there_are() -> None:
+    assert count_rows((None, 3, torch.tensor(1.0), {"x": torch.zeros(7, 2)}, torch.zeros(5))) == 7
+
+
+def test_what_has_no_rows_is_refused() -> None:
+    for nothing in (None, 3, torch.tensor(1.0), {"x": torch.tensor(2)}, gpipe.Whole(torch.zeros(3))):
+        with pytest.raises(ValueError, match="no tensor with rows"):
+            count_rows(nothing)
+
+
+def network() -> gpipe.GPipe:
+    return gpipe.GPipe([nn.Linear(3, 2), nn.Linear(2, 1)], partitions=2, micro_batches=4)
+
+
+def test_an_empty_mini_batch_is_refused() -> None:
+    pipe = network()
+    with pytest.raises(ValueError, match="empty"):
+        pipe(torch.zeros(0, 3))
+    with pytest.raises(ValueError, match="empty"):
+        pipe.step(torch.zeros(0, 3), torch.zeros(0, 1), nn.functional.mse_loss)
+    assert pipe.step_number == 0
+    pipe.step(torch.zeros(2, 3), torch.zeros(2, 1), nn.functional.mse_loss)
+
+
+def test_rows_that_do_not_match_are_refused_all_at_once() -> None:
+    inputs = {"x": torch.zeros(6, 3), "mask": torch.zeros(5), "deep": [None, torch.zeros(1, 6)]}
+    targets = (torch.zeros(6), torch.zeros(7, 2))
+    with pytest.raises(ValueError, match="6 rows") as refusal:
+        network().step(inputs, targets, nn.functional.mse_loss)
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 3
+    for line, place, shape in zip(
+        lines, ["inputs['mask']", "inputs['deep'][1]", "targets[1]"], ["(5,)", "(1, 6)", "(7, 2)"], strict=True
+    ):
+        assert place in line
+        assert shape in line
+        assert "gpipe.Whole" in line
+
+
+class Weighted(nn.Module):
+    """Takes a table that all rows need, a number and nothing at all."""
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor, float, None]) -> Tensor:
+        x, table, factor, number, nothing = given
+        assert nothing is None
+        assert table.shape == (2, 3)
+        return x @ table.t() * factor + number
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_whole_tensors_scalars_and_other_values_go_to_every_micro_batch(micro_batches: int) -> None:
+    x, table = torch.randn(7, 3), torch.randn(2, 3)
+    pipe = gpipe.GPipe([Weighted()], partitions=1, micro_batches=micro_batches)
+    out = pipe((x, gpipe.Whole(table), torch.tensor(2.0), 0.5, None))
+    torch.testing.assert_close(out, x @ table.t() * 2 + 0.5)
+
+
+def test_whole_stays_whole_though_its_rows_are_those_of_the_mini_batch() -> None:
+    parts = split((torch.zeros(4, 1), gpipe.Whole(torch.arange(4))), 4, 2, "inputs")
+    assert all(isinstance(part, tuple) and torch.equal(part[1], torch.arange(4)) for part in parts)
+
+
+def test_whole_targets_reach_every_loss() -> None:
+    seen: list[Tensor] = []
+
+    def loss_fn(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        seen.append(target[1])
+        return ((output - target[0]) ** 2 * target[1]).mean()
+
+    pipe = network()
+    pipe.step(torch.zeros(6, 3), (torch.ones(6, 1), gpipe.Whole(torch.ones(1))), loss_fn)
+    assert len(seen) == 4
+    assert all(torch.equal(weight, torch.ones(1)) for weight in seen)
+
+
+def test_outputs_without_rows_cannot_be_merged() -> None:
+    with pytest.raises(TypeError, match="without dimensions"):
+        merge([torch.tensor(1.0), torch.tensor(2.0)])
+    with pytest.raises(TypeError, match="structure"):
+        merge([(torch.zeros(1),), [torch.zeros(1)]])
+    with pytest.raises(TypeError, match="differs"):
+        merge([{"rows": 3}, {"rows": 2}])
+    only = torch.tensor(1.0)
+    assert merge([only]) is only
+
+
+def test_mean_weighs_by_rows() -> None:
+    assert loss_weights("mean", [2, 1, 1, 1], [None] * 4) == [0.4, 0.2, 0.2, 0.2]
+    assert loss_weights("sum", [2, 1, 1, 1], [None] * 4) == [1.0] * 4
+
+
+@LAW
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any))
+def test_a_function_weighs_by_the_target(found: list[int]) -> None:
+    shares = loss_weights(lambda target: target, [1] * len(found), found)
+    assert shares == [weight / sum(found) for weight in found]
+    assert loss_weights(lambda target: torch.tensor(target), [1] * len(found), found) == shares
+
+
+def test_weights_that_cannot_be_are_refused() -> None:
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="at least 0"):
+            loss_weights(lambda target: target, [1, 1], [1.0, wrong])
+    with pytest.raises(ValueError, match="all micro-batches are 0"):
+        loss_weights(lambda target: 0, [1, 1], [None, None])
+    with pytest.raises(TypeError, match="'mean', 'sum' or a function"):
+        loss_weights("average", [1, 1], [None, None])  # type: ignore[arg-type]
+
+
+def test_one_loss_of_uneven_micro_batches_is_the_mean_over_rows() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 1, dtype=torch.float64)
+    pipe = network().double()
+    loss = pipe.step(x, y, nn.functional.mse_loss)
+    gradients = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    pipe.zero_grad()
+    whole = nn.functional.mse_loss(nn.Sequential(*pipe.children())(x), y)
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach())
+    torch.testing.assert_close(gradients, [p.grad for p in pipe.parameters()])

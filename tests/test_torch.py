@@ -1,0 +1,993 @@
+"""What gpipe relies on in torch beyond what torch documents: each tried alone, so that a new torch is known by it.
+
+A failure here says what of `gpipe._torch` broke, what it is for and which modules use it; mend it there.
+"""
+
+import ast
+import inspect
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch._prims import rng_prims
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.func import vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+import gpipe
+from gpipe._torch import autograd, dispatcher, modes, modules, products, trees
+from gpipe._torch import checkpoint as checkpoints
+from gpipe._torch import dispatcher as fakes
+from gpipe._torch import dispatcher as operations
+from gpipe._torch import modes as casts
+from gpipe._torch.checkpoint import CheckpointFrame
+from gpipe._torch.intra_op import intra_op_threads
+
+SOURCE = Path(gpipe.__file__).parent
+PRIVATE = SOURCE / "_torch"
+MODULES = {file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}
+ALLOWED = {
+    "_parameters": "what a module holds, by name: every tool that puts something into its place reads it",
+    "_buffers": "likewise",
+    "_modules": "likewise",
+    "_apply": "what `to` and its like call, and what modules override",
+    "_version": "how often a tensor was changed in place: torch's notes on autograd name it",
+    "_base": "what a tensor is a view of",
+    "_getframe": "of sys",
+    "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
+    "_no_split_modules": "what models of transformers say of themselves",
+    "_output_capturing_hooks_installed": "what models of transformers look for on themselves",
+    "_fields": "of a namedtuple",
+    "_replace": "likewise",
+}
+"""Private names, of torch or others, that modules beside `_torch` may use."""
+UNDOCUMENTED = {
+    "redispatch": {"stages/rng.py"},
+    "autocast_increment_nesting": {"runtime/thread_state.py"},
+    "autocast_decrement_nesting": {"runtime/thread_state.py"},
+    "BackwardCFunction": {"stages/boundary.py", "stages/rng.py"},
+    "conv_flop_count": {"planner/counts.py"},
+    "WeakIdKeyDictionary": {"stages/outline.py"},
+}
+"""Names without an underscore that torch does not document, or not for use, and the modules that use them."""
+
+
+def imported_from_private(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpipe._torch"):
+            yield from (alias.name for alias in node.names)
+
+
+USERS = {path: set(imported_from_private(tree)) for path, tree in MODULES.items()}
+
+
+@contextmanager
+def relied_on(name: str, purpose: str) -> Iterator[None]:
+    """Around what gpipe relies on: says what broke, what it is for and who uses it."""
+    try:
+        yield
+    except Exception as error:
+        users = ", ".join(path for path, names in USERS.items() if name in names)
+        raise AssertionError(
+            f"torch {torch.__version__}: gpipe._torch's {name} broke, which {purpose}; used in {users}"
+        ) from error
+
+
+def test_a_break_names_what_broke_and_who_uses_it() -> None:
+    told = r"will_run broke, which sees .*; used in runtime/autograd.py"
+    with pytest.raises(AssertionError, match=told), relied_on("will_run", "sees what a backward is for"):
+        assert torch.__version__ == "0"
+
+
+# ---- who may use what ----
+
+
+def own_private_names() -> set[str]:
+    """The private names that gpipe itself defines: functions, classes, and attributes set on self."""
+    names: set[str] = set()
+    for node in (node for tree in MODULES.values() for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name) | ast.ClassDef(name):
+                names.add(name)
+            case ast.Name(name, ast.Store()) | ast.Attribute(ast.Name("self"), name, ast.Store()):
+                names.add(name)
+            case ast.ImportFrom(module, aliases) if not (module or "").startswith("torch"):
+                names |= {alias.name for alias in aliases}
+    return names
+
+
+OWN = own_private_names()
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_gpipe")) and name != "_"
+
+
+def foreign(tree: ast.AST, own: set[str]) -> set[str]:
+    """The private names of others that code uses, also by way of strings."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) | ast.Constant(str(name)) if name.isidentifier():
+                names |= {name} - own if is_private(name) else set()
+            case ast.Import(aliases):
+                names |= {part for alias in aliases for part in alias.name.split(".") if is_private(part)}
+            case ast.ImportFrom(module, aliases) if (module or "").startswith("torch"):
+                parts = [*(module or "").split("."), *(alias.name for alias in aliases)]
+                names |= {part for part in parts if is_private(part)}
+    return names - ALLOWED.keys()
+
+
+def named(tree: ast.AST) -> set[str]:
+    """The names that code imports or has as attributes."""
+    nodes = list(ast.walk(tree))
+    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def test_what_torch_does_not_document_is_used_where_it_is_listed_and_nowhere_else() -> None:
+    found = {path: named(tree) for path, tree in MODULES.items() if not path.startswith("_torch/")}
+    assert {name: {path for path, names in found.items() if name in names} for name in UNDOCUMENTED} == UNDOCUMENTED
+    told = gpipe._torch.__doc__ or ""
+    assert [name for name in UNDOCUMENTED if name not in told] == []
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if not path.startswith("_torch/")])
+def test_no_other_module_uses_what_is_private_to_torch(path: str) -> None:
+    assert foreign(MODULES[path], OWN) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from torch.utils import _pytree as pytree", {"_pytree"}),
+        ("import torch._dynamo", {"_dynamo"}),
+        ("from torch._ops import OpOverload", {"_ops"}),
+        ("torch._C._current_autograd_node()", {"_C", "_current_autograd_node"}),
+        ("getattr(module, '_flat_weights')", {"_flat_weights"}),
+        ("scaler._per_optimizer_states[0]", {"_per_optimizer_states"}),
+        ("module._parameters['weight']._version", set()),
+        ("self._mine = self.__dict__", set()),
+        ("from gpipe._torch.trees import tree_leaves", set()),
+    ],
+)
+def test_what_is_private_is_found(source: str, found: set[str]) -> None:
+    assert foreign(ast.parse(source), {"_mine"}) == found
+
+
+def offered() -> set[str]:
+    """The names that `_torch` offers."""
+    names = {alias.name for alias in trees_imported() if alias.asname == alias.name}
+    for path in (path for path in MODULES if path.startswith("_torch/")):
+        for node in MODULES[path].body:
+            match node:
+                case ast.FunctionDef(name) | ast.ClassDef(name) | ast.AnnAssign(ast.Name(name)):
+                    names |= set() if is_private(name) else {name}
+    return names
+
+
+def trees_imported() -> Iterator[ast.alias]:
+    for node in MODULES["_torch/trees.py"].body:
+        if isinstance(node, ast.ImportFrom):
+            yield from node.names
+
+
+def test_whatever_is_offered_is_used_and_tried_here() -> None:
+    calls = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Call)]
+    tried = {ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "relied_on"}
+    used = set().union(*USERS.values())
+    assert offered() - used == set()
+    assert offered() - tried == set()
+
+
+def test_the_names_that_stay_where_they_are_do_what_they_say() -> None:
+    layer = nn.BatchNorm1d(2)
+    assert layer._parameters["weight"] is layer.weight
+    assert layer._buffers["running_mean"] is layer.running_mean
+    assert nn.Sequential(layer)._modules["0"] is layer
+    assert layer._apply(lambda tensor: tensor + 1) is layer
+    tensor = torch.zeros(3)
+    before, view = tensor._version, tensor[1:]
+    view.add_(1)
+    assert tensor._version == before + 1
+    assert view._base is tensor
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_what_torch_does_not_document_does_what_its_name_says() -> None:
+    assert callable(torch.ops.aten.rand.default.redispatch)
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+    assert isinstance(
+        Doubled.apply(torch.ones(1, requires_grad=True)).grad_fn, torch.autograd.function.BackwardCFunction
+    )
+    assert conv_flop_count([1, 2, 4], [3, 2, 1], [1, 3, 4]) == 2 * 4 * 3 * 2
+    key, other = torch.zeros(2), torch.zeros(2)
+    kept = WeakIdKeyDictionary()
+    kept[key] = 1
+    assert key in kept
+    assert other not in kept
+    del key
+    assert len(kept) == 0
+
+
+# ---- trees ----
+
+
+class Pair:
+    """A class that somebody registered."""
+
+    def __init__(self, one: object, other: object) -> None:
+        self.both = [one, other]
+
+
+_pytree.register_pytree_node(
+    Pair,
+    lambda pair: (pair.both, "context"),
+    lambda both, _: Pair(*both),
+    serialized_type_name="tests.Pair",
+    to_dumpable_context=lambda context: [context],
+    from_dumpable_context=lambda written: written[0],
+)
+
+
+def test_trees() -> None:
+    value = {"a": [torch.ones(1), 2], "b": (3,)}
+    with relied_on("tree_flatten", "takes values apart where they cross"):
+        leaves, spec = trees.tree_flatten(value)
+        assert leaves == [value["a"][0], 2, 3]
+    with relied_on("tree_unflatten", "puts values together behind a crossing"):
+        assert trees.tree_unflatten([4, 5, 6], spec) == {"a": [4, 5], "b": (6,)}
+    with relied_on("tree_leaves", "finds tensors in values"):
+        assert trees.tree_leaves(value) == leaves
+    with relied_on("tree_map", "makes a module's sketch on the meta device"):
+        assert trees.tree_map(lambda leaf: leaf + 1, [1, (2,)]) == [2, (3,)]
+    with relied_on("tree_map_only", "replaces tensors in values"):
+        assert trees.tree_map_only(int, lambda leaf: -leaf, [1, "two"]) == [-1, "two"]
+    with relied_on("tree_flatten_with_path", "finds what cannot be split"):
+        found = trees.tree_flatten_with_path({"a": [1, 2], "b": (3,)}, is_leaf=lambda item: isinstance(item, list))[0]
+        with relied_on("keystr", "names a place in a value to the user"):
+            assert [(trees.keystr(path), leaf) for path, leaf in found] == [("['a']", [1, 2]), ("['b'][0]", 3)]
+
+
+def test_a_structure_can_be_read_and_made() -> None:
+    with relied_on("TreeSpec", "is how a message tells the structure of a value"):
+        spec = trees.tree_flatten({"a": [1, 2]})[1]
+        assert (spec.type, spec.context, spec.num_leaves) == (dict, ["a"], 2)
+        inner = spec.children()[0]
+        leaf = inner.children()[0]
+        assert (inner.type, inner.context, leaf.type) == (list, None, None)
+        assert trees.TreeSpec(dict, ["a"], [trees.TreeSpec(list, None, [leaf, leaf])]) == spec
+
+
+def test_registered_classes_are_known_by_name() -> None:
+    with relied_on("registered_name", "names a class of the user in a message"):
+        assert (trees.registered_name(Pair), trees.registered_name(list)) == ("tests.Pair", "builtins.list")
+        assert trees.registered_name(set) is None
+    with relied_on("registered_class", "finds a class of the user by its name in a message"):
+        assert (trees.registered_class("tests.Pair"), trees.registered_class("nobody.Knows")) == (Pair, None)
+    with relied_on("context_writer", "writes what a class of the user keeps beside its leaves"):
+        write = trees.context_writer(Pair)
+        assert write is not None
+        assert write("context") == ["context"]
+    with relied_on("context_reader", "reads what a class of the user keeps beside its leaves"):
+        read = trees.context_reader(Pair)
+        assert read is not None
+        assert read(["context"]) == "context"
+
+
+# ---- autograd ----
+
+
+def test_gradients_are_accumulated() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with relied_on("accumulate_gradients", "runs the backward of a stage"):
+        for _ in range(2):
+            autograd.accumulate_gradients([weight * 2, weight * 3], [torch.ones(2), torch.ones(2)])
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [10, 10]
+        other = torch.ones(2, requires_grad=True)
+        edge = get_gradient_edge(weight)
+        autograd.accumulate_gradients([weight * other], [torch.ones(2)], [edge])
+        assert weight.grad.tolist() == [11, 11]
+        assert other.grad is None
+        autograd.accumulate_gradients([edge], [torch.ones(3, 2)])
+        assert weight.grad.tolist() == [14, 14]  # summed to its shape
+
+
+def product_nodes() -> dict[str, Any]:
+    """A node of each kind of product."""
+    x, weight, bias = torch.randn(4, 5), torch.randn(3, 5, requires_grad=True), torch.randn(3, requires_grad=True)
+    image, kernel = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3, requires_grad=True)
+    return {
+        "AddmmBackward0": F.linear(x, weight, bias).grad_fn,
+        "MmBackward0": F.linear(x, weight).grad_fn,
+        "BmmBackward0": torch.bmm(x[None], weight.t()[None]).grad_fn,
+        "ConvolutionBackward0": F.conv2d(image, kernel, bias).grad_fn,
+    }
+
+
+def test_products_are_known_with_the_places_of_their_weights() -> None:
+    with relied_on("WEIGHT_SLOTS", "finds the products whose weights can wait"):
+        nodes = product_nodes()
+        assert {kind.__name__: kind for kind in products.WEIGHT_SLOTS} == {n: type(f) for n, f in nodes.items()}
+    with relied_on("LEAF_NODE", "finds the leaves that a backward comes to"):
+        leaf, _ = nodes["AddmmBackward0"].next_functions[0]
+        assert leaf.variable.shape == (3,)
+        assert type(leaf) is products.LEAF_NODE
+    with relied_on("LAYOUT_NODES", "finds weights that were laid out or cast for a product"):
+        weight = torch.randn(1, 2, 3, requires_grad=True)
+        laid = (
+            weight[0].new_tensor(weight.tolist()).requires_grad_(),
+            weight.transpose(0, 1),
+            weight.permute(2, 0, 1),
+            weight.view(6),
+            weight.expand(4, 2, 3),
+            weight.unsqueeze(0),
+            weight.squeeze(0),
+            weight.clone(),
+            weight.to(torch.float64),
+            torch.randn(2, 3, requires_grad=True).t(),
+            torch.ops.aten._unsafe_view(weight, [6]),
+        )
+        kinds = {type(one.grad_fn) for one in laid if one.grad_fn is not None}
+        assert kinds == products.LAYOUT_NODES
+    with relied_on("PLAIN", "leaves weights alone that have a way of their own"):
+        assert {Tensor, nn.Parameter} == products.PLAIN
+
+
+@pytest.mark.parametrize("name", product_nodes())
+def test_the_gradients_of_a_products_weights_are_those_of_torch(name: str) -> None:
+    with relied_on("Product", "keeps what is needed for it"), relied_on("read_product", "computes gradients later"):
+        node = product_nodes()[name]
+        product: products.Product | None = products.read_product(node)
+        assert product is not None
+        slots = tuple(slot for slot in products.WEIGHT_SLOTS[type(node)] if node.next_functions[slot][0] is not None)
+        dy = torch.randn(1, 3, 3, 3) if name == "ConvolutionBackward0" else torch.randn(4, 3)
+        dy = dy[None] if name == "BmmBackward0" else dy
+        expected = node(dy)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        found = product.gradients(dy, slots)
+        assert all(torch.equal(one, expected[slot]) for one, slot in zip(found, slots, strict=True))
+
+
+def test_what_a_product_saved_is_not_read_where_hooks_unpack_it_or_the_formulas_do_not_hold() -> None:
+    weight, bias = torch.randn(5, 3, requires_grad=True), torch.randn(3)
+    with relied_on("read_product", "computes the gradients of weights later"):
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            hooked = torch.mm(torch.randn(4, 5), weight)
+        assert products.read_product(hooked.grad_fn) is None
+        assert products.read_product(torch.addmm(bias, torch.randn(4, 5), weight, alpha=2).grad_fn) is None
+        assert products.read_product(torch.mm(torch.randn(4, 5).to_sparse(), weight).grad_fn) is None
+        x = torch.randn(4, 5)
+        read: products.Product | None = products.read_product(torch.mm(x, weight).grad_fn)
+        assert read is not None
+        x.add_(1)
+        assert read.x._version == x._version
+
+
+def test_hooks_on_nodes_are_seen() -> None:
+    with relied_on("has_node_hooks", "sees that somebody looks at the gradients of weights"):
+        node = product_nodes()["AddmmBackward0"]
+        assert not products.has_node_hooks(node)
+        handle = node.register_hook(lambda made, came: None)
+        assert products.has_node_hooks(node)
+        handle.remove()
+        assert not products.has_node_hooks(node)
+
+
+class Asks(torch.autograd.Function):
+    """Asks in its backward whether that comes to a leaf's node, and which node runs."""
+
+    answers: list[tuple[bool, int]]
+
+    @staticmethod
+    def forward(ctx: Any, answers: list[tuple[bool, int]], anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.answers, ctx.anchor = answers, get_gradient_edge(anchor).node
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        ctx.answers.append((autograd.will_run(ctx.anchor), autograd.node_number(autograd.running_node())))
+        return None, None, gradient * 2
+
+
+def asked() -> tuple[Tensor, Tensor, list[tuple[bool, int]]]:
+    answers: list[tuple[bool, int]] = []
+    x = torch.ones(1, requires_grad=True)
+    return Asks.apply(answers, torch.empty(0, requires_grad=True), x), x, answers
+
+
+def test_a_node_knows_what_a_backward_is_for() -> None:
+    with relied_on("will_run", "refuses a backward for some inputs alone"):
+        out, _, answers = asked()
+        out.backward()
+        out, x, later = asked()
+        torch.autograd.grad(out, x)
+        assert [answer for answer, _ in answers + later] == [True, False]
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    with relied_on("next_node_number", "says which nodes a layer makes"), relied_on("node_number", "names a layer"):
+        number = autograd.next_node_number()
+        out, _, answers = asked()
+        assert out.grad_fn is not None
+        assert number <= autograd.node_number(out.grad_fn) < autograd.next_node_number()
+    with relied_on("running_node", "names the layer that draws in its backward"):
+        out.backward()
+        assert answers[0][1] == autograd.node_number(out.grad_fn)
+
+
+def test_hooks_on_tensors_are_seen() -> None:
+    with relied_on("has_gradient_hooks", "sees that somebody looks at what crosses"):
+        one = torch.ones(1, requires_grad=True) * 1
+        assert not autograd.has_gradient_hooks(one)
+        one.register_hook(lambda gradient: None)
+        assert autograd.has_gradient_hooks(one)
+    with relied_on("has_hooks", "refuses to give values to what has hooks, which would not come along"):
+        put = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+        leaves = [torch.ones(1, requires_grad=True) for _ in put]
+        assert [autograd.has_hooks(leaf) for leaf in leaves] == [False, False]
+        for register, leaf in zip(put, leaves, strict=True):
+            register(leaf, lambda gradient: None)
+        assert [autograd.has_hooks(leaf) for leaf in leaves] == [True, True]
+
+
+def test_tensors_of_one_memory_are_counted() -> None:
+    with relied_on(
+        "memory_users", "copies a gradient before it goes to another stage while a leaf has it for its own"
+    ):
+        one = torch.ones(4)
+        assert autograd.memory_users(one) == 1
+        view = one[1:]
+        assert (autograd.memory_users(one), autograd.memory_users(view)) == (2, 1)
+        another = one[2:]
+        assert autograd.memory_users(view) == 2
+        del one, another
+        assert autograd.memory_users(view) == 1
+
+
+def test_forward_mode_is_seen() -> None:
+    with relied_on("is_differentiated_forward", "refuses tangents, and costs nothing where there are none"):
+        assert not autograd.is_differentiated_forward()
+        with forward_ad.dual_level():
+            assert autograd.is_differentiated_forward()
+
+
+def test_tensors() -> None:
+    with relied_on("copy_each", "puts summed gradients back"):
+        into = [torch.zeros(2), torch.zeros(1)]
+        autograd.copy_each(into, torch.arange(3.0).split([2, 1]))
+        assert [tensor.tolist() for tensor in into] == [[0, 1], [2]]
+    with relied_on("negative_view", "copies a tensor with its sign bit"):
+        one = torch.ones(2)
+        assert autograd.negative_view(one).is_neg()
+        assert autograd.negative_view(autograd.negative_view(one)).data_ptr() == one.data_ptr()
+
+
+# ---- modes, and the compiler ----
+
+
+class Listens(TorchFunctionMode):
+    """A mode that does nothing."""
+
+
+def test_a_rank_that_leaves_an_autocast_is_heard_of() -> None:
+    with relied_on("casts_apart", "keeps a rank's casts of weights while another rank leaves its autocast"):
+        with casts.casts_apart():
+            assert torch.clear_autocast_cache is not casts._forget
+            own = relied_on("as_rank", "says whose casts are kept apart")
+            with own, casts.as_rank(), torch.autocast("cpu", torch.bfloat16):
+                assert casts._rounds._inside == {threading.get_ident()}
+            assert not casts._rounds._inside | casts._rounds._left
+            with torch.autocast("cpu", torch.bfloat16):  # no rank
+                assert not casts._rounds._inside
+        assert torch.clear_autocast_cache is casts._forget
+        assert torch.autocast_increment_nesting is casts._enter
+
+
+def test_a_rank_enters_again_when_the_casts_of_before_are_forgotten() -> None:
+    forgot: list[str] = []
+    rounds = casts._Rounds(lambda: forgot.append(threading.current_thread().name))
+    went_on = threading.Event()
+
+    def other() -> None:
+        for _ in range(2):
+            rounds.enter()
+            rounds.leave()
+        went_on.set()
+
+    rounds.enter()
+    thread = threading.Thread(target=other, name="other")
+    thread.start()
+    assert not went_on.wait(0.2)
+    assert not forgot
+    rounds.leave()
+    thread.join(60)
+    assert forgot[0] == threading.current_thread().name
+
+
+def test_what_is_set_in_a_thread_is_seen() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with relied_on("saved_tensor_hooks", "carries save_on_cpu and its like into rank threads"):
+        assert modes.saved_tensor_hooks() is None
+        with saved_tensors_hooks(pack, pack):
+            assert modes.saved_tensor_hooks() == (pack, pack)
+        assert modes.saved_tensor_hooks() is None
+    with relied_on("modes_here", "carries the default device into rank threads, and refuses other modes"):
+        assert modes.modes_here() == (None, [])
+        counter, listener = FlopCounterMode(display=False), Listens()
+        with torch.device("meta"), listener, counter:
+            device, others = modes.modes_here()
+        assert device == torch.device("meta")
+        assert others[0] is listener
+        assert len(others) == 2
+
+
+def test_a_mode_that_is_paused_sees_nothing() -> None:
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    with relied_on("paused", "has the modules of a model run as they are, while what is between them is seen"):
+        with Sees() as mode:
+            torch.ones(2)
+            with modes.paused(mode):
+                torch.ones(2)
+                with Sees(), modes.paused(mode):  # which stands below another now
+                    torch.ones(2)
+            torch.ones(2)
+        assert len(seen) == 3
+
+
+def test_operations_are_seen_with_those_of_backwards() -> None:
+    class Sizes(operations.Operations):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[int] = []
+
+        def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+            self.found += [tensor.numel() for tensor in made]
+
+    with relied_on("Operations", "sees what memory is held for"):
+        x, sizes = torch.ones(3, requires_grad=True), Sizes()
+        with sizes:
+            y = x * 2
+        forward = len(sizes.found)
+        y.sum().backward()
+        assert sizes.found == [3]
+        with sizes:
+            (x * 2).sum().backward()
+        assert len(sizes.found) > forward + 2
+
+
+def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:
+    class Refuses(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise TypeError
+
+    refuses = torch.ones(2).as_subclass(Refuses)
+    with relied_on("as_plain_tensors", "answers what is asked of the layout of a tensor that is not there"):
+        with modes.as_plain_tensors():
+            assert refuses.shape == (2,)
+        with pytest.raises(TypeError):
+            _ = refuses.shape
+
+
+def test_operations_are_counted_without_hooks_on_what_modules_take() -> None:
+    layer, x = nn.Linear(3, 5), torch.ones(2, 3, requires_grad=True)
+    with relied_on("flop_counter", "counts what layers cost that are replayed"):
+        with modes.flop_counter({}) as counter:
+            out = layer(x)
+            assert counter.get_total_flops() == 2 * 2 * 3 * 5
+            assert x._backward_hooks is None
+            assert out._backward_hooks is None
+            out.sum().backward()
+        assert counter.get_total_flops() == 3 * 2 * 2 * 3 * 5
+    heads = torch.ones(1, 2, 4, 8, requires_grad=True)
+    told = {modes.ATTENTION_ON_CPU: "forward", modes.ATTENTION_ON_CPU_BACKWARD: "backward"}
+    with relied_on("ATTENTION_ON_CPU", "counts what attention costs"):
+        seen: list[str] = []
+
+        def noting(name: str) -> Callable[..., int]:
+            def note(*_: Any, **__: Any) -> int:
+                seen.append(name)
+                return len(seen)
+
+            return note
+
+        formulas = {kind: noting(name) for kind, name in told.items()}
+        with modes.flop_counter(formulas):
+            F.scaled_dot_product_attention(heads, heads, heads).sum().backward()
+        assert seen == ["forward", "backward"]
+
+
+def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
+    faking, weight = fakes.Fakes(), nn.Parameter(torch.empty(4, 3, device="meta"))
+    with relied_on("Fakes", "runs models on the meta device as far as layouts go"):
+        like = faking.like(weight)
+        assert isinstance(like, nn.Parameter)
+        with faking.inside():
+            made = F.embedding(torch.tensor([[1, 2]]), like)
+            assert made.shape == (1, 2, 3)
+            assert made.device.type == "cpu"
+            assert made.requires_grad
+            assert made.float() is made
+            for needs in (made.sum().item, made.nonzero):
+                with pytest.raises(fakes.NEEDS_VALUES):
+                    needs()
+    with relied_on("empty_on_meta", "stands for what other layers made where all else is made without values"):
+        with faking.inside():
+            assert not fakes.is_fake(fakes.empty_on_meta((2, 3), torch.float64))
+        assert fakes.empty_on_meta((2, 3), torch.float64).shape == (2, 3)
+    with relied_on("is_fake", "tells such tensors from others"):
+        assert fakes.is_fake(made)
+        assert not fakes.is_fake(weight)
+    with relied_on("NEEDS_VALUES", "tells what cannot be done without values"):
+        assert all(issubclass(kind, RuntimeError) for kind in fakes.NEEDS_VALUES)
+
+
+def test_a_module_holds_the_state_of_another() -> None:
+    one, other = nn.Module(), nn.BatchNorm1d(2)
+    with relied_on("hold_state_of", "has a pipe have the names of its model"):
+        modules.hold_state_of(one, other)
+        other.register_buffer("late", torch.ones(1), persistent=False)
+        assert one.state_dict().keys() == other.state_dict().keys()
+        assert one.late is other.late
+
+
+def test_transforms_and_compilers_that_look_on_are_seen() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((modes.is_vmapped(), modes.is_traced_by_compiler()))
+        return x + 1
+
+    with relied_on("is_vmapped", "leaves draws below vmap alone"):
+        look(torch.ones(2))
+        vmap(look)(torch.ones(2))
+        assert seen == [(False, False), (True, False)]
+    with relied_on("is_traced_by_compiler", "leaves draws alone that a compiler only traces"):
+        make_fx(look, tracing_mode="fake")(torch.ones(2))
+        assert seen[2:] == [(False, True)]
+
+
+@modes.untraced
+def hidden(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def test_a_function_that_is_untraced_is_no_part_of_a_graph() -> None:
+    code = []
+
+    def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        code.append(graph.code)
+        return graph.forward
+
+    with relied_on("untraced", "keeps the compiler out of a pipe"):
+        found = torch.compile(lambda x: hidden(x * 2) + 1, backend=note)(torch.ones(2))
+        assert torch.equal(found, torch.ones(2).mul(2).sin() + 1)
+        assert "mul" in "".join(code) or "*" in "".join(code)
+        assert "sin" not in "".join(code)
+
+
+IN_COMPILED_CODE = """
+    import sys
+    import torch
+    import torch._dynamo
+    from torch._C._dynamo import eval_frame
+
+    if sys.argv[1] == "renamed":
+        del eval_frame._FrameExecStrategy
+    import gpipe
+
+    def draw(x):
+        return torch.nn.functional.dropout(x) + torch.rand(3)
+
+    found = []
+    for function in (draw, torch.compile(draw, backend="eager")):
+        with gpipe.visit(1, 2, 3, 4):
+            found.append(function(torch.ones(3)))
+    assert torch.equal(*found)
+    frames = torch._dynamo.utils.counters["frames"]
+    print(frames["total"])
+"""
+
+
+@pytest.mark.parametrize("eval_frame", ["as it is", "renamed"])
+@pytest.mark.slow
+def test_a_kernel_is_left_alone_by_compiled_code(eval_frame: str) -> None:
+    with relied_on("untraced_kernel", "has random operations keyed in compiled code"):
+        source = textwrap.dedent(IN_COMPILED_CODE)
+        done = subprocess.run([sys.executable, "-c", source, eval_frame], capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) == 1  # draw, and no kernel
+
+
+def test_what_the_compiler_wrapped_is_told_apart() -> None:
+    layer, inside = nn.Linear(2, 2), nn.Linear(2, 2)
+    inside.compile(backend="eager")
+    with relied_on("is_compiled", "refuses what compiled modules cannot do"):
+        assert modes.is_compiled(inside)
+        wrapped: Any = torch.compile(layer, backend="eager")
+        assert [modes.is_compiled(module) for module in (layer, wrapped)] == [False, True]
+    with relied_on("without_compiler", "knows a loss of torch that is compiled"):
+        assert modes.without_compiler(wrapped) is layer
+        assert modes.without_compiler(torch.compile(F.mse_loss, backend="eager")) is F.mse_loss
+        assert modes.without_compiler(F.mse_loss) is F.mse_loss
+
+
+# ---- modules, process groups, scalers ----
+
+
+def test_norms_have_the_classes_that_they_had() -> None:
+    norms = [nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.LazyBatchNorm2d(), nn.SyncBatchNorm(2)]
+    with relied_on("AnyBatchNorm", "finds the BatchNorms of a model"):
+        assert all(isinstance(norm, modules.AnyBatchNorm) for norm in norms)
+        assert not isinstance(nn.LayerNorm(2), modules.AnyBatchNorm)
+    with relied_on("NormWithStatistics", "finds norms that several partitions would write to"):
+        assert all(isinstance(norm, modules.NormWithStatistics) for norm in (*norms, nn.InstanceNorm2d(2)))
+    with relied_on("check_dimensions", "refuses what a BatchNorm does not take"):
+        modules.check_dimensions(nn.BatchNorm2d(2), torch.ones(1, 2, 3, 3))
+        with pytest.raises(ValueError, match="4D"):
+            modules.check_dimensions(nn.BatchNorm2d(2), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_an_rnn_uses_the_weights_that_are_put_into_it(kind: Any) -> None:
+    with relied_on("refresh_weights_of_rnn", "has an RNN run with weights that several layers share"):
+        rnn, x = kind(2, 2), torch.ones(1, 1, 2)
+        before = rnn(x)[0]
+        rnn._parameters["weight_ih_l0"] = nn.Parameter(rnn.weight_ih_l0.detach() + 1)
+        modules.refresh_weights_of_rnn(rnn)
+        assert not torch.equal(rnn(x)[0], before)
+        modules.refresh_weights_of_rnn(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.Linear])
+def test_what_resets_a_module_is_found(kind: Any) -> None:
+    with relied_on("reset_of", "gives values to a module that was built without them"):
+        module = kind(8, 2)
+        before = [tensor.detach().clone() for tensor in module.parameters() if tensor.std() > 0]
+        reset = modules.reset_of(module)
+        assert reset is not None
+        reset()
+        after = [tensor for tensor in module.parameters() if tensor.std() > 0]
+        assert not torch.equal(before[0], after[0])
+        assert modules.reset_of(nn.ReLU()) is None
+
+
+def test_hooks_of_modules_are_seen() -> None:
+    def hook(*_: object) -> None:
+        return None
+
+    with relied_on("hooks_of", "looks into hooks for what a layer keeps"):
+        layer = nn.Linear(1, 1)
+        assert modules.hooks_of(layer) == []
+        layer.register_forward_hook(hook)
+        layer.register_full_backward_hook(hook)
+        layer.register_full_backward_pre_hook(hook)
+        assert modules.hooks_of(layer) == [hook] * 3
+    with relied_on("hooks_before_forward", "knows the weights that torch's weight norm sets"):
+        normed = nn.utils.spectral_norm(nn.Linear(2, 2))
+        assert [getattr(hook, "name", "") for hook in modules.hooks_before_forward(normed)] == ["weight"]
+
+
+class Wrapper(Tensor):
+    """A tensor that says that it holds others."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: object, context: object, size: object, stride: object) -> Tensor:
+        raise NotImplementedError
+
+
+def test_tensors_that_hold_others_are_seen() -> None:
+    with relied_on("is_wrapper", "refuses to store what is no plain tensor"):
+        assert modules.is_wrapper(torch.ones(1).as_subclass(Wrapper))
+        assert not modules.is_wrapper(nn.Parameter(torch.ones(1)))
+
+
+def test_the_timeout_of_a_group_is_read() -> None:
+    with relied_on("seconds_of_group", "waits for other processes as long as their group does"):
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+        try:
+            assert dist.group.WORLD is not None
+            assert modules.seconds_of_group(dist.group.WORLD) == 77
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_scaler_believes_what_is_noted() -> None:
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(layer(torch.ones(1, 1)).sum()).backward()
+    before = layer.weight.detach().clone()
+    with relied_on("awaits_unscale", "unscales gradients once"):
+        assert modules.awaits_unscale(scaler, optimizer)
+        scaler.unscale_(optimizer)
+        assert not modules.awaits_unscale(scaler, optimizer)
+    with relied_on("found_infinite", "tells other ranks that a gradient was not finite"):
+        assert [bool(found) for found in modules.found_infinite(scaler, optimizer).values()] == [False]
+    with relied_on("note_infinite", "has all ranks skip the same steps"):
+        modules.note_infinite(scaler, optimizer, {torch.device("cpu"): torch.ones(())})
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(layer.weight, before)
+        assert scaler.get_scale() == 1.0
+
+
+# ---- the dispatcher ----
+
+
+def test_a_thread_may_go_by_a_key() -> None:
+    with relied_on("unused_key", "is where random operations are seen"):
+        key = dispatcher.unused_key()
+    with relied_on("goes_by", "sees that visits are nested"), relied_on("go_by", "enters and leaves a visit"):
+        assert not dispatcher.goes_by(key)
+        dispatcher.go_by(key, True)
+        inside = dispatcher.goes_by(key)
+        dispatcher.go_by(key, False)
+        assert inside
+        assert not dispatcher.goes_by(key)
+    with relied_on("leave_out", "draws below the kernel that saw it"):
+        dispatcher.leave_out(key, True)
+        left_out = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+        dispatcher.leave_out(key, False)
+        assert left_out
+        assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    with relied_on("stash", "keeps the visit of a thread"), relied_on("stashed", "finds the visit of a thread"):
+        kept = object()
+        before = sys.getrefcount(kept)
+        dispatcher.stash("tests.slot", kept)
+        assert dispatcher.stashed("tests.slot") is kept
+        assert sys.getrefcount(kept) == before + 1
+        dispatcher.stash("tests.slot", None)
+        assert sys.getrefcount(kept) == before
+
+
+def test_keys_below_are_those_of_torch() -> None:
+    with relied_on("keys_below", "hands an operation on to torch"):
+        key = dispatcher.unused_key()
+        below = dispatcher.keys_below(key)
+        assert not below.has(key)
+        assert below.has(torch._C.DispatchKey.AutogradCPU)
+        assert below.has(torch._C.DispatchKey.CPU)
+    with relied_on("are_below_a_mode", "knows which operations are seen part by part"):
+        assert not dispatcher.are_below_a_mode(torch._C._dispatch_keys(torch.ones(1)))
+        assert dispatcher.are_below_a_mode(torch._C.DispatchKeySet(torch._C.DispatchKey.Python))
+
+
+def test_random_operations_are_known() -> None:
+    with relied_on("random_operators", "finds what is to be keyed"):
+        names = {operator.name() for operator in dispatcher.random_operators()}
+        known = ("rand", "randn", "randperm", "bernoulli", "native_dropout", "normal_", "multinomial", "randint.low")
+        assert {f"aten::{name}" for name in known} <= names
+        assert not {"aten::add.Tensor", "aten::dropout", "aten::lstm.input"} & names
+    with relied_on("arguments_of", "finds the overload that takes a generator"):
+        assert dispatcher.arguments_of(torch.ops.aten.bernoulli.default) == ["self", "generator"]
+    with relied_on("Operator", "is what such an operation is"):
+        assert isinstance(torch.ops.aten.rand.default, torch._ops.OpOverload)
+
+
+def test_control_flow_passes_a_key() -> None:
+    with relied_on("let_control_flow_pass", "lets torch.cond run in a layer"), gpipe.visit(0, 0, 0, 0):
+        x = torch.ones(2)
+        found = torch.ops.higher_order.cond(torch.tensor(True), lambda x: (x + 1,), lambda x: (x,), (x,))
+        assert torch.equal(found[0], x + 1)
+
+
+def test_generators_are_told_apart() -> None:
+    with relied_on("is_one_generator", "takes torch's own generator for none"):
+        assert dispatcher.is_one_generator(torch.default_generator, torch.default_generator)
+        assert not dispatcher.is_one_generator(torch.Generator(), torch.default_generator)
+
+
+# ---- torch.utils.checkpoint ----
+
+
+def frames_seen() -> list[CheckpointFrame]:
+    frame, found = inspect.currentframe(), []
+    while frame is not None:
+        seen = checkpoints.read_checkpoint(frame)
+        found += [] if seen is None else [seen]
+        frame = frame.f_back
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("preserves", [True, False])
+def test_checkpoints_show_what_they_noted(reentrant: bool, preserves: bool) -> None:
+    forward_and_recompute: list[list[CheckpointFrame]] = []
+    in_backward: list[list[CheckpointFrame]] = []
+
+    def layer(x: Tensor) -> Tensor:
+        forward_and_recompute.append(frames_seen())
+        made = x * torch.rand(2)
+        if made.requires_grad:
+            made.register_hook(lambda gradient: in_backward.append(frames_seen()))
+        return made.sin()
+
+    told = "has a recompute draw what its forward drew"
+    with relied_on("read_checkpoint", told), relied_on("CheckpointFrame", told):
+        x, state = torch.ones(2, requires_grad=True), torch.get_rng_state()
+        checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=preserves).sum().backward()
+        (forward,), (recompute,) = forward_and_recompute
+        assert (forward.recomputes, forward.preserves, recompute.recomputes) == (False, preserves, True)
+        for seen in (forward, recompute):
+            noted = seen.state(torch.device("cpu"))
+            assert torch.equal(noted, state) if preserves and noted is not None else noted is None
+            assert seen.state(torch.device("cuda", 0)) is None
+        assert in_backward in ([[]], [[], []])  # what runs behind a recompute is none
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_can_be_told_to_leave_the_default_generator_alone(reentrant: bool) -> None:
+    drawn = []
+
+    def layer(x: Tensor) -> Tensor:
+        for seen in frames_seen():
+            seen.release()
+        drawn.append(torch.rand(1))
+        return x.sin()
+
+    with relied_on("read_checkpoint", "leaves the default generator of other threads alone"):
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+        assert len(drawn) == 2
+        assert not torch.equal(*drawn)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
+
+
+def test_compiled_recomputes_are_known() -> None:
+    with relied_on("reruns_by_default_generator", "refuses draws that a compiler's recompute would not repeat"):
+        assert rng_prims.__file__ is not None
+        every = codes(compile(Path(rng_prims.__file__).read_text(), rng_prims.__file__, "exec"))
+        known = [code.co_name for code in every if checkpoints.reruns_by_default_generator(code)]
+        assert {"impl_cpu", "impl_cuda"} <= set(known)
+
+
+def test_the_threads_of_an_operation_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with relied_on("intra_op_threads", "has every rank compute with the same number of threads"):
+        with intra_op_threads(before + 1):
+            assert torch.get_num_threads() == before + 1
+        assert torch.get_num_threads() == before

@@ -1,0 +1,350 @@
+"""Models of other libraries train as they are: x-transformers, and transformers with what people put around it."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.tracing.model import ReplayedModel
+from tests.support.beside_plain import SEED, Case, M, assert_as_plain
+from tests.support.handwritten import VOCABULARY, cross_entropy, word_targets, words
+from tests.support.plain_loop import one_thread, same_bits, weights_of
+
+transformers: Any = pytest.importorskip("transformers")
+
+OF_X: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "decoder": ("Decoder", {}, {}),
+    "encoder": ("Encoder", {"attn_dropout": 0.1, "ff_dropout": 0.1}, {"emb_dropout": 0.1}),
+    "rotary": ("Decoder", {"rotary_pos_emb": True}, {}),
+    "memory": ("Decoder", {}, {"num_memory_tokens": 2}),
+    "a bias that blocks are given": ("Decoder", {"rel_pos_bias": True}, {}),
+    "residual streams": ("Decoder", {"num_residual_streams": 2}, {"tie_embedding": True}),
+}
+
+
+def build_x(kind: str, layers: dict[str, Any], wrapper: dict[str, Any]) -> nn.Module:
+    library: Any = pytest.importorskip("x_transformers")
+    inner = getattr(library, kind)(dim=16, depth=3, heads=2, attn_dim_head=8, **layers)
+    model: nn.Module = library.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=8, attn_layers=inner, **wrapper)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OF_X)
+def test_x_transformers_train_as_the_plain_loop(name: str) -> None:
+    case = Case(partial(build_x, *OF_X[name]), words, word_targets, cross_entropy)
+    like = assert_as_plain(case, 1)
+    assert_as_plain(case, 4, like=like, schedule="1f1b", driver="lockstep")
+    assert_as_plain(case, 2, like=like, schedule="zb_v", remat="never")
+
+
+def llama(**settings: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings,
+    )  # fmt: skip
+    with weights_of(3):
+        made: nn.Module = transformers.LlamaForCausalLM(config).train()
+    return made
+
+
+def batch(rows: int = 8, length: int = 10) -> dict[str, Tensor]:
+    ids = torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(rows))
+    real = torch.arange(length) < length - torch.arange(rows)[:, None] % 3
+    return {"input_ids": ids * real, "attention_mask": real.long(), "labels": ids.where(real, -100)}
+
+
+def made(model: nn.Module, partitions: int = 3, **settings: Any) -> gpipe.GPipe:
+    given: dict[str, Any] = {"sample": batch(4, 7), "costs": "params", "seed": SEED}
+    return gpipe.GPipe(model, partitions, M, **given | settings)
+
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+@one_thread()
+def train_plainly(
+    model: nn.Module, step: int = 0, around: Around = nullcontext, whole: dict[str, Tensor] | None = None
+) -> Tensor:
+    """As transformers' Trainer accumulates gradients: the losses of micro-batches add up."""
+    whole = batch() if whole is None else whole
+    count = (whole["labels"][:, 1:] != -100).sum()
+    parts = [{name: value.tensor_split(M)[m] for name, value in whole.items()} for m in range(M)]
+    replayed = ReplayedModel(model, parts[0])
+    losses = []
+    for m, part in enumerate(parts):
+        with replayed.visit(SEED, step, m), around():
+            given = {name: value.clone() for name, value in part.items()}
+            loss = model(**given, num_items_in_batch=count, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return sum(losses[1:], start=losses[0])
+
+
+def rope(kind: str, **settings: Any) -> nn.Module:
+    """Made for 8 words."""
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **settings}
+    return llama(max_position_embeddings=8, rope_parameters=parameters)
+
+
+def test_a_rope_that_follows_the_length_is_refused_where_it_changes_and_the_next_step_is_as_before() -> None:
+    # Each layer had frequencies of its own: a recompute found those of a later micro-batch, the user's model none.
+    with pytest.raises(ValueError, match=r"in place of model.rotary_emb.inv_freq between .* of the type 'dynamic'"):
+        made(rope("dynamic"), sample=batch(4, 12))
+    plain, model = rope("dynamic"), rope("dynamic")
+    pipe = made(model)
+    with pytest.raises(ValueError, match=r"changes the buffer model.rotary_emb.inv_freq .* max_position_embeddings"):
+        pipe.step(batch(8, 12))
+    found = pipe.step(batch(8, 7))
+    assert same_bits(found, train_plainly(plain, whole=batch(8, 7)))
+    assert all(map(same_bits, model.buffers(), plain.buffers()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rope_that_is_written_to_in_place_is_one_layers() -> None:
+    # The values were those that stood there, so every layer wrote its own into the model's one buffer.
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 8}
+    plain, model = rope("longrope", **factors), rope("longrope", **factors)
+    pipe = made(model)
+    for whole in (batch(8, 7), batch(8, 12), batch(8, 6)):
+        assert same_bits(pipe.step(whole), train_plainly(plain, whole=whole))
+        assert all(map(same_bits, model.buffers(), plain.buffers()))
+    assert "model.rotary_emb" in gpipe.layers_of(model, batch(4, 7))[0].modules
+
+
+def with_checkpointing(model: Any, *, reentrant: bool) -> nn.Module:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    same: nn.Module = model
+    return same
+
+
+def with_compiled_blocks(model: Any) -> nn.Module:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    same: nn.Module = model
+    return same
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    peft: Any = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    with weights_of(4):
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted.train()
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Around]] = {
+    "as it is": (lambda model: model, nullcontext),
+    "checkpointing": (partial(with_checkpointing, reentrant=False), nullcontext),
+    "checkpointing, reentrant": (partial(with_checkpointing, reentrant=True), nullcontext),
+    "compiled blocks": (with_compiled_blocks, nullcontext),
+    "autocast": (lambda model: model, partial(torch.autocast, "cpu", torch.bfloat16)),
+    "adapters": (with_adapters, nullcontext),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_people_put_around_a_model_gives_the_bits_of_the_plain_loop(way: str) -> None:
+    change, around = WAYS[way]
+    ways: list[dict[str, Any]] = [{}, {"remat": "never", "schedule": "1f1b", "driver": "lockstep"}]
+    for settings in ways:
+        plain, model = change(llama(attention_dropout=0.1)), change(llama(attention_dropout=0.1))
+        expected = train_plainly(plain, around=around)
+        pipe = made(model, **settings)
+        with around():
+            found = pipe.step(batch())
+        assert same_bits(found, expected)
+        theirs = dict(plain.named_parameters())
+        assert not [name for name, p in model.named_parameters() if not same_bits(p.grad, theirs[name].grad)]
+        pipe.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_saved_after_steps(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    model = with_adapters(llama())
+    pipe = made(model)
+    trained = [p for p in pipe.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    pipe.step(batch())
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    values = model.state_dict()
+    assert all(same_bits(value, values[name]) for name, value in again.state_dict().items())
+
+
+def grouped(pipe: gpipe.GPipe) -> torch.optim.Optimizer:
+    """Groups by names, as a Trainer makes them."""
+    named = dict(pipe.named_parameters())
+    norms = [p for name, p in named.items() if "norm" in name]
+    others = [p for name, p in named.items() if "norm" not in name]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train(pipe: gpipe.GPipe, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Tensor]:
+    for _ in range(steps):
+        yield pipe.step(batch())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_checkpoint_goes_on_at_another_k_and_schedule_in_another_model(tmp_path: Path) -> None:
+    pipe = made(llama(attention_dropout=0.1), 2)
+    optimizer = grouped(pipe)
+    list(train(pipe, optimizer, 2))
+    gpipe.save(tmp_path / "one", pipe, optimizer)
+    expected = list(train(pipe, optimizer, 2))
+    other = made(llama(attention_dropout=0.1), 4, schedule="1f1b", remat="never")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    optimizer = grouped(other)
+    gpipe.load(tmp_path / "one", other, optimizer)
+    assert all(map(same_bits, train(other, optimizer, 2), expected))
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_a_pipe_trains_alike_and_apart(again: Callable[[gpipe.GPipe], gpipe.GPipe]) -> None:
+    pipe = made(llama(attention_dropout=0.1))
+    pipe.step(batch())
+    pipe.zero_grad()
+    other = again(pipe)
+    assert not {id(p) for p in pipe.parameters()} & {id(p) for p in other.parameters()}
+    one, two = pipe.step(batch()), other.step(batch())
+    assert same_bits(one, two)
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(pipe.parameters(), other.parameters(), strict=True))
+
+
+def test_modes_are_those_of_the_model_whoever_sets_them() -> None:
+    model = llama(attention_dropout=0.3)
+    pipe = made(model)
+    drawn = pipe.step(batch())
+    model.eval()
+    with torch.no_grad():
+        expected = [model(**{n: v.tensor_split(M)[m] for n, v in batch().items() if n != "labels"}) for m in range(M)]
+        for _ in range(2):
+            found = pipe(**{name: value for name, value in batch().items() if name != "labels"})
+            assert torch.allclose(found.logits, torch.cat([one.logits for one in expected]), atol=1e-6)
+            pipe.train()
+            assert all(module.training for module in model.modules())
+            pipe.eval()
+            assert not any(module.training for module in model.modules())
+    model.train()
+    pipe.step_number = 0
+    assert same_bits(pipe.step(batch()), drawn)
+
+
+def test_the_model_generates_and_is_saved_after_steps_and_its_config_is_as_before(tmp_path: Path) -> None:
+    model = llama()
+    config = copy.deepcopy(model.config.to_dict())  # type: ignore[union-attr,operator]
+    pipe = made(model)
+    optimizer = grouped(pipe)
+    list(train(pipe, optimizer, 2))
+    assert model.config.to_dict() == config  # type: ignore[union-attr,operator]
+    model.eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    said = model.generate(prompt, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again.generate(prompt, max_new_tokens=4, do_sample=False), said)
+    assert not [n for n, v in again.state_dict().items() if not same_bits(v, model.state_dict()[n])]
+
+
+COLLECTED = r"output_hidden_states.*model.config"
+
+
+def test_what_is_collected_inside_of_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match=COLLECTED):
+        made(llama(output_hidden_states=True))
+    with pytest.raises(ValueError, match=COLLECTED):
+        made(llama(output_attentions=True, attn_implementation="eager"))
+    with pytest.raises(ValueError, match=COLLECTED):
+        made(llama(), sample={**batch(4, 7), "output_hidden_states": True})
+    model = llama()
+    pipe = made(model)
+    with pytest.raises(ValueError, match=COLLECTED):
+        pipe.step({**batch(), "output_hidden_states": True})
+    pipe.step(batch())
+    model.config.output_hidden_states = True  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=COLLECTED):
+        pipe.step(batch())
+    with pytest.raises(ValueError, match=COLLECTED), torch.no_grad():
+        pipe.eval()(**batch())
+
+
+def test_a_cache_that_is_asked_for_is_refused() -> None:
+    pipe = made(llama())
+    with pytest.raises(TypeError, match=r"DynamicCache holds tensors .*use_cache=False"), torch.no_grad():
+        pipe(**batch(), use_cache=True)
+
+
+def test_a_cache_that_is_given_is_refused_by_name() -> None:
+    def cached() -> dict[str, Any]:
+        return {**batch(4, 7), "past_key_values": transformers.DynamicCache()}
+
+    told = r"is given a DynamicCache \(past_key_values\), in which its forward keeps tensors.* Leave it out"
+    with pytest.raises(ValueError, match=told):
+        made(llama(), sample=cached())
+    pipe = made(llama())
+    with pytest.raises(ValueError, match=told):
+        pipe.step(cached())
+    pipe.step(batch())
+
+
+def test_a_call_leaves_out_the_cache_of_a_model_within() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    encoder, decoder = (
+        transformers.BertConfig(**sizes, vocab_size=64, is_decoder=reads, add_cross_attention=reads)
+        for reads in (False, True)
+    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder, decoder, decoder_start_token_id=1, pad_token_id=0
+    )
+    with weights_of(3):
+        model = transformers.EncoderDecoderModel(config=config).eval()
+    given = {"input_ids": batch()["input_ids"], "decoder_input_ids": batch()["input_ids"]}
+    pipe = made(model, sample=given)
+    with torch.no_grad():
+        found = pipe(given)
+        assert "past_key_values" not in found
+        assert torch.allclose(found.logits, model(**given).logits, atol=1e-6)
+
+
+def test_other_keys_are_recorded_when_they_come() -> None:
+    model = llama()
+    pipe = made(model)
+    pipe.step(batch())
+    given = {"input_ids": batch()["input_ids"], "labels": batch()["labels"]}
+    count = (given["labels"][:, 1:] != -100).sum()
+    with one_thread(), torch.no_grad():
+        parts = [{name: value.tensor_split(M)[m] for name, value in given.items()} for m in range(M)]
+        losses = [model(**part, num_items_in_batch=count).loss for part in parts]
+    assert same_bits(pipe.step(given), sum(losses[1:], start=losses[0]))
+
+
+def test_models_that_drop_layers_are_refused_by_name() -> None:
+    config = transformers.OPTConfig(
+        hidden_size=16, num_hidden_layers=3, ffn_dim=16, num_attention_heads=2, vocab_size=64, word_embed_proj_dim=16,
+        max_position_embeddings=32, layerdrop=0.5, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"random number between blocks \(OPTDecoder.layerdrop=0.5\).* to 0"):
+        made(transformers.OPTForCausalLM(config).train())
+    config.layerdrop = 0.0
+    made(transformers.OPTForCausalLM(config).train()).step(batch())
