@@ -715,7 +715,7 @@ IN_COMPILED_CODE = """
 
     found = []
     for function in (draw, torch.compile(draw, backend="eager")):
-        with gpipe.visit(1, 2, 3, 4):
+        with gpipe.rng_scope(1, 2, 3, 4):
             found.append(function(torch.ones(3)))
     assert torch.equal(*found)
     frames = torch._dynamo.utils.counters["frames"]
@@ -855,7 +855,7 @@ def test_a_scaler_believes_what_is_noted() -> None:
 def test_a_thread_may_go_by_a_key() -> None:
     with relied_on("unused_key", "is where random operations are seen"):
         key = dispatcher.unused_key()
-    with relied_on("goes_by", "sees that visits are nested"), relied_on("go_by", "enters and leaves a visit"):
+    with relied_on("goes_by", "sees that scopes are nested"), relied_on("go_by", "enters and leaves a scope"):
         assert not dispatcher.goes_by(key)
         dispatcher.go_by(key, True)
         inside = dispatcher.goes_by(key)
@@ -868,7 +868,7 @@ def test_a_thread_may_go_by_a_key() -> None:
         dispatcher.leave_out(key, False)
         assert left_out
         assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    with relied_on("stash", "keeps the visit of a thread"), relied_on("stashed", "finds the visit of a thread"):
+    with relied_on("stash", "keeps the scope of a thread"), relied_on("stashed", "finds the scope of a thread"):
         kept = object()
         before = sys.getrefcount(kept)
         dispatcher.stash("tests.slot", kept)
@@ -903,7 +903,7 @@ def test_random_operations_are_known() -> None:
 
 
 def test_control_flow_passes_a_key() -> None:
-    with relied_on("let_control_flow_pass", "lets torch.cond run in a layer"), gpipe.visit(0, 0, 0, 0):
+    with relied_on("let_control_flow_pass", "lets torch.cond run in a layer"), gpipe.rng_scope(0, 0, 0, 0):
         x = torch.ones(2)
         found = torch.ops.higher_order.cond(torch.tensor(True), lambda x: (x + 1,), lambda x: (x,), (x,))
         assert torch.equal(found[0], x + 1)

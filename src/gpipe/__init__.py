@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpipe.profiling.recording import record as record
     from gpipe.stages.microbatch import MicroBatches as MicroBatches
     from gpipe.stages.microbatch import Whole as Whole
-    from gpipe.stages.rng import visit as visit
+    from gpipe.stages.rng import rng_scope as rng_scope
     from gpipe.stages.skips import Sequential as Sequential
     from gpipe.tracing.layers_of import layers_of as layers_of
 
@@ -50,7 +50,7 @@ _HOME = {
     "record": "gpipe.profiling.recording",
     "save": "gpipe.checkpoint.save",
     "save_weights": "gpipe.checkpoint.weights",
-    "visit": "gpipe.stages.rng",
+    "rng_scope": "gpipe.stages.rng",
 }
 
 __all__ = list(_HOME)

@@ -172,7 +172,7 @@ def reference(family: Family, model: nn.Module, given: Batch, micro_batches: int
     recording = time.perf_counter() - before
     total = torch.zeros(())
     for m, (part, share) in enumerate(zip(parts, weighing.shares, strict=True)):
-        with layers.visit(SEED, 0, m):  # what is drawn at random is that of a pipe
+        with layers.rng_scope(SEED, 0, m):  # what is drawn at random is that of a pipe
             loss = model(**part, **weighing.told).loss
         loss.backward(torch.full_like(loss, share))
         total = total + loss.detach().reshape(()) * share

@@ -75,7 +75,7 @@ def plain_loop(
     losses = []
     for m, (value, target) in enumerate(parts):
         for index, layer in enumerate(layers):
-            with gpipe.visit(seed, step, index, m):
+            with gpipe.rng_scope(seed, step, index, m):
                 value = layer(value)
         losses.append(loss_fn(value, target))
     shares = [len(value) / len(x) for value, _ in parts]

@@ -40,7 +40,7 @@ def test_a_model_on_a_gpu_has_the_bits_of_the_model_itself() -> None:
     total = torch.zeros((), device="cuda")
     for m in range(4):
         part = {name: tensor.tensor_split(4)[m] for name, tensor in given.items()}
-        with layers.visit(7, 0, m):
+        with layers.rng_scope(7, 0, m):
             one = other(**part, num_items_in_batch=count).loss
         one.backward()
         total = total + one.detach()

@@ -63,7 +63,7 @@ class Trainer(ABC):
 
 
 class Loop(Trainer):
-    """For each micro-batch in turn: forward, loss, backward; `gpipe.visit` around each layer and the loss."""
+    """For each micro-batch in turn: forward, loss, backward; `gpipe.rng_scope` around each layer and the loss."""
 
     def __init__(self, case: Case, setting: Setting) -> None:
         self.case, self.setting = case, setting
@@ -84,7 +84,7 @@ class Loop(Trainer):
         for m, (part, aim, share) in enumerate(zip(parts, aims, shares, strict=True)):
             output, stashed = self._forward(part, number, m)
             popped = {name: stashed[name] for name in _names(self.case.loss, "pop")}
-            with gpipe.visit(self.setting.seed, number, len(self.layers), m):
+            with gpipe.rng_scope(self.setting.seed, number, len(self.layers), m):
                 loss = self.case.loss(output, aim, **popped)
             if isinstance(loss, tuple):
                 loss, told = loss
@@ -132,7 +132,7 @@ class Loop(Trainer):
         stashed: dict[str, Any] = {}
         for index, layer in enumerate(self.layers):
             popped = {name: stashed[name] for name in _names(layer, "pop")}
-            with gpipe.visit(self.setting.seed, step, index, micro_batch):
+            with gpipe.rng_scope(self.setting.seed, step, index, micro_batch):
                 x = layer(x, **popped)
             if _names(layer, "stash"):
                 x, made = x

@@ -1,4 +1,4 @@
-"""Every operation of torch that draws, draws from the key of its visit, and from nothing else."""
+"""Every operation of torch that draws, draws from the key of its scope, and from nothing else."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.stages.rng import visit_key
+from gpipe.stages.rng import rng_seed
 from tests.support.plain_loop import all_same_bits
 
 Op = OpOverload[..., Any]
@@ -111,8 +111,8 @@ def drawing_ops() -> dict[str, Op]:
 OPS = pytest.mark.parametrize("name", drawing_ops())
 
 
-def visited(op: Op, *key: int) -> list[Tensor]:
-    with gpipe.visit(*key):
+def drawn_in_scope(op: Op, *key: int) -> list[Tensor]:
+    with gpipe.rng_scope(*key):
         return drawn(op)
 
 
@@ -128,30 +128,30 @@ def test_most_operations_that_draw_are_looked_at() -> None:
 def test_an_operation_draws_from_the_key_alone(name: str) -> None:
     op = drawing_ops()[name]
     state = torch.get_rng_state()
-    first = visited(op, 1, 2, 3, 4)
+    first = drawn_in_scope(op, 1, 2, 3, 4)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(1)
-    assert all_same_bits(visited(op, 1, 2, 3, 4), first)
+    assert all_same_bits(drawn_in_scope(op, 1, 2, 3, 4), first)
     for other in [(0, 2, 3, 4), (1, 3, 3, 4), (1, 2, 4, 4), (1, 2, 3, 5), (4, 3, 2, 1), (-1, 2, 3, 4)]:
-        assert not all_same_bits(visited(op, *other), first)
+        assert not all_same_bits(drawn_in_scope(op, *other), first)
 
 
 @OPS
 def test_an_operation_draws_what_torchs_generator_would_give_if_seeded_with_the_key(name: str) -> None:
     op = drawing_ops()[name]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(visit_key(1, 2, 3, 4))
+        torch.manual_seed(rng_seed(1, 2, 3, 4))
         expected = [*drawn(op), *drawn(op)]
-    with gpipe.visit(1, 2, 3, 4):
+    with gpipe.rng_scope(1, 2, 3, 4):
         assert all_same_bits([*drawn(op), *drawn(op)], expected)
 
 
 @OPS
 def test_an_operation_goes_on_where_the_one_before_stopped(name: str) -> None:
     op = drawing_ops()[name]
-    with gpipe.visit(0, 0, 0, 0):
+    with gpipe.rng_scope(0, 0, 0, 0):
         first, second = drawn(op), drawn(op)
-    with gpipe.visit(0, 0, 0, 0):
+    with gpipe.rng_scope(0, 0, 0, 0):
         assert all_same_bits(drawn(op), first)
         assert all_same_bits(drawn(op), second)
     assert not all_same_bits(first, second)
@@ -163,8 +163,8 @@ def test_a_generator_of_the_users_own_is_left_alone(name: str) -> None:
     given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
     outside = op(**given)
     given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
-    with gpipe.visit(0, 0, 0, 0):
+    with gpipe.rng_scope(0, 0, 0, 0):
         assert all_same_bits(pytree.tree_leaves(op(**given)), pytree.tree_leaves(outside))
         first = torch.rand(3)
-    with gpipe.visit(0, 0, 0, 0):
+    with gpipe.rng_scope(0, 0, 0, 0):
         assert torch.equal(torch.rand(3), first)

@@ -266,17 +266,17 @@ def test_without_its_state_one_that_draws_nothing_just_works(use_reentrant: bool
     gpipe.GPipe([nn.Linear(WIDTH, WIDTH), Forgets(without, without)], 2, M).step(data()[0], data()[0], F.mse_loss)
 
 
-def test_a_visit_inside_of_a_checkpoint_needs_no_state() -> None:
+def test_a_scope_inside_of_a_checkpoint_needs_no_state() -> None:
     layer = Layer(without, without)
 
-    def visited(x: Tensor) -> Tensor:
-        with gpipe.visit(1, 2, 3, 4):
+    def drawn(x: Tensor) -> Tensor:
+        with gpipe.rng_scope(1, 2, 3, 4):
             return layer.deep(0, x)
 
     gradients = []
     for use in (None, True, False):
         x = data()[0].requires_grad_()
-        out: Any = visited(x) if use is None else checkpoint(visited, x, use_reentrant=use, preserve_rng_state=False)
+        out: Any = drawn(x) if use is None else checkpoint(drawn, x, use_reentrant=use, preserve_rng_state=False)
         out.sum().backward()
         gradients.append(x.grad)
     assert same_bits(gradients[0], gradients[1])

@@ -81,7 +81,7 @@ def train_plainly(
     losses = []
     for m, (part, target) in enumerate(zip(parts, wanted, strict=True)):
         given = arguments(model, unwrapped(part))
-        with replayed.visit(SEED, step, m):
+        with replayed.rng_scope(SEED, step, m):
             output = model(*given.args, **given.kwargs)
         losses.append(own_loss(output) if case.loss_fn is None else case.loss_fn(output, target))
         if torch.is_grad_enabled():

@@ -53,7 +53,7 @@ def run_layers(layers: Sequence[nn.Module], value: Tree, *, seed: int, step: int
     """The reference: each layer in turn, its randomness keyed by where and when it runs."""
     held: dict[str, Stashed] = {}
     for index, layer in enumerate(layers):
-        with gpipe.visit(seed, step, index, micro_batch):
+        with gpipe.rng_scope(seed, step, index, micro_batch):
             value = run_layer(layer, value, held)
     return value
 
@@ -77,7 +77,7 @@ def plain_loop(
     parts = zip(parts_of(inputs, micro_batches), parts_of(targets, micro_batches), shares, strict=True)
     for m, (x, y, share) in enumerate(parts):
         output = run_layers(layers, x, seed=seed, step=step, micro_batch=m)
-        with gpipe.visit(seed, step, len(layers), m):
+        with gpipe.rng_scope(seed, step, len(layers), m):
             losses.append(loss_fn(output, y))
         if share and torch.is_grad_enabled():
             losses[-1].backward(torch.full_like(losses[-1], share * scale))

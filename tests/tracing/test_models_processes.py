@@ -75,7 +75,7 @@ def plainly(name: str) -> Outcome:
         counts = {} if name == UNET else {"num_items_in_batch": (given["labels"][:, 1:] != -100).sum()}
         losses = []
         for m, part in enumerate(parts_of(given, MICRO_BATCHES)):
-            with replayed.visit(SEED, step, m):
+            with replayed.rng_scope(SEED, step, m):
                 output = model(**part, **counts)  # type: ignore[arg-type]  # a dict
             losses.append(output["loss"].detach())
             output["loss"].backward(torch.tensor(share))

@@ -81,7 +81,7 @@ def train_plainly(
     replayed = ReplayedModel(model, parts[0])
     losses = []
     for m, part in enumerate(parts):
-        with replayed.visit(SEED, step, m), around():
+        with replayed.rng_scope(SEED, step, m), around():
             given = {name: value.clone() for name, value in part.items()}
             loss = model(**given, num_items_in_batch=count, use_cache=False).loss
         loss.backward()

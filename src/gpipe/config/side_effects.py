@@ -1,6 +1,6 @@
 """Tells what a forward changes beside parameters and buffers, and where code looks that a cut changes.
 
-Tells of random numbers that no key of a visit reaches: a layer's own generators, Python's and numpy's.
+Tells of random numbers that no key of a scope reaches: a layer's own generators, Python's and numpy's.
 
 Finds what modules refer to: their attributes, and closures and globals of their functions and hooks.
 """

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe.stages.boundary import Gradients, cut, run_backward
 from gpipe.stages.buffers import untouched
 from gpipe.stages.layout import copy_of
-from gpipe.stages.rng import visit
+from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
@@ -93,9 +93,9 @@ class LayerRun:
         value = replace_tensors(self.value, copy)
         return [leaf for leaf in leaves if leaf.requires_grad], (value, popped)
 
-    def keyed(self) -> visit:
+    def rng_scope(self) -> rng_scope:
         """The randomness of the layer, the same in every run."""
-        return visit(0, 0, self.index, 0)
+        return rng_scope(0, 0, self.index, 0)
 
     def forward(self, given: LayerInput) -> LayerOutput:
         """Runs the layer on what it is given; gives what it returns, and what it stashes."""
@@ -105,7 +105,7 @@ class LayerRun:
 
     def warm_up(self) -> None:
         """Runs the layer for the first time."""
-        with self.keyed():
+        with self.rng_scope():
             output = self.forward(self.given())
         stashed = {name: cut(tensor)[0].stashed for name, tensor in output[1].items()}
         self._output = cut(output[0])[0].value, stashed

@@ -163,7 +163,7 @@ def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Mod
 def _seconds(run: LayerRun, device: torch.device, *, parts: bool) -> LayerSeconds:
     given = run.given()
     start = _now(device)
-    with run.keyed():
+    with run.rng_scope():
         output = run.forward(given)
     forward = _now(device) - start
     backward = backward_of(output)
@@ -176,7 +176,7 @@ def _seconds(run: LayerRun, device: torch.device, *, parts: bool) -> LayerSecond
 def _parts(run: LayerRun, device: torch.device) -> tuple[float, float]:
     """Seconds of the backward's two parts."""
     leaves, given = run.given_with_leaves()
-    with run.keyed():
+    with run.rng_scope():
         roots, gradients = roots_of(run.forward(given))
     start = _now(device)
     deferred = backward_input(roots, gradients, leaves)

@@ -28,7 +28,7 @@ from gpipe.stages.isolation import (
 from gpipe.stages.losses import NO_GRADIENT, call_loss
 from gpipe.stages.messages import Label, Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
-from gpipe.stages.rng import InBackward, PipeVisit
+from gpipe.stages.rng import InBackward, PipeRngScope
 from gpipe.stages.stage import LayerProgress, RngKey, Stage, StageOutput
 from gpipe.stages.tree import replace_tensors, tensors_in
 
@@ -215,7 +215,7 @@ class Worker:
         progress.enter()
         if not self.stream.alone:
             target = replace_tensors(target, lambda tensor: self.stream.bring(tensor, None))
-        with self._around_layers(), PipeVisit(batch.seed, batch.step, batch.loss_index, batch.first + m):
+        with self._around_layers(), PipeRngScope(batch.seed, batch.step, batch.loss_index, batch.first + m):
             loss, batch.metrics[m] = call_loss(batch.loss_fn, made.values[0], target, made.for_loss)
         if batch.trains and batch.seeds[m] is not None and not loss.requires_grad:
             raise ValueError(NO_GRADIENT)

@@ -1,12 +1,12 @@
-"""Keys random operations: what a visit draws is a function of (seed, step, layer, micro-batch) alone.
+"""Keys random operations: what a scope draws is a function of (seed, step, layer, micro-batch) alone.
 
-torch keeps one generator for each device of a process, and rank threads would draw from it in any order. So a visit
+torch keeps one generator for each device of a process, and rank threads would draw from it in any order. So a scope
 has generators of its own, which the random operations inside of it are given.
 
 Random operations, where a thread wants to see them: each is given a generator, and all others cost nothing.
 
 torch's dispatcher has a key that nothing uses. Kernels for the random operations stand there, above those of
-autograd, and whoever enters a `Keyed` has its own thread go by that key. Operations that are made of others
+autograd, and whoever enters a `GeneratorScope` has its own thread go by that key. Operations that are made of others
 (`F.dropout`, `nn.LSTM`) are seen as those; what draws and takes no generator borrows the default one under a lock.
 """
 
@@ -51,12 +51,12 @@ _installing = threading.Lock()
 _installed: list[Any] = []
 
 
-class Keyed:
+class GeneratorScope:
     """A context: inside, in this thread, what draws and was given no generator draws from `generator(device)`."""
 
     def __init__(self) -> None:
         self.grad = True  # whether it was entered in grad mode
-        self._outer: list[tuple[Keyed | None, FrameType]] = []
+        self._outer: list[tuple[GeneratorScope | None, FrameType]] = []
 
     @property
     def entered_by(self) -> FrameType | None:
@@ -231,21 +231,21 @@ IN_BACKWARD = (
 )
 
 
-def visit_key(seed: int, step: int, layer: int, micro_batch: int) -> int:
-    """The number, of 63 bits, from which a visit's generators are seeded."""
+def rng_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
+    """The number, of 63 bits, from which a scope's generators are seeded."""
     packed = struct.pack("<4q", seed, step, layer, micro_batch)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like torch.no_grad
+class rng_scope(GeneratorScope):  # noqa: N801  # it reads as a function at every use, like torch.no_grad
     """A context in which every random operation of this thread draws from the key (seed, step, layer, micro-batch).
 
     The plain loop that a pipeline equals bit for bit enters it around each layer; its backward may be outside.
 
     >>> import gpipe, torch
-    >>> with gpipe.visit(seed=0, step=3, layer=1, micro_batch=2):
+    >>> with gpipe.rng_scope(seed=0, step=3, layer=1, micro_batch=2):
     ...     first = torch.rand(2)
-    >>> with gpipe.visit(seed=0, step=3, layer=1, micro_batch=2):
+    >>> with gpipe.rng_scope(seed=0, step=3, layer=1, micro_batch=2):
     ...     again = torch.rand(2)
     >>> torch.equal(first, again)
     True
@@ -269,16 +269,16 @@ class visit(Keyed):  # noqa: N801  # it reads as a function at every use, like t
 
 
 def _start(place: tuple[int, int, int, int], device: torch.device) -> torch.Generator:
-    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(visit_key(*place))
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(rng_seed(*place))
 
 
-class PipeVisit(visit):
-    """A visit in a pipe, which runs the backward too."""
+class PipeRngScope(rng_scope):
+    """A scope in a pipe, which runs the backward too."""
 
     piped = True
 
 
-class InBackward(Keyed):
+class InBackward(GeneratorScope):
     """A context for a backward of a pipe: recomputes of checkpoints draw what their forwards drew, nothing else may.
 
     Args:

@@ -37,7 +37,7 @@ COMPILED = (
 
 
 class Generators(dict[torch.device, torch.Generator]):
-    """The generators that a visit or a recompute draws from: one for each device, made when first drawn from."""
+    """The generators that a scope or a recompute draws from: one for each device, made when first drawn from."""
 
     def __init__(self, start: Callable[[torch.device], torch.Generator]) -> None:
         super().__init__()

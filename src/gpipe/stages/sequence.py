@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from gpipe.stages.layout import moved
 from gpipe.stages.losses import TORCH_LOSSES, module_of_forward
-from gpipe.stages.rng import visit_key
+from gpipe.stages.rng import rng_seed
 from gpipe.stages.shared_weights import find_shared
 from gpipe.stages.skips import Sequential, find_pops, skip_names
 from gpipe.stages.stage import Layer, Stage, stage_of_layers
@@ -217,7 +217,7 @@ def build(maker: Callable[[], object], seed: int, index: int) -> object:
 
     Torch's own generators, numpy's and Python's stay untouched.
     """
-    with seeded(visit_key(seed, -1, index, 0)):
+    with seeded(rng_seed(seed, -1, index, 0)):
         try:
             return maker()
         except Exception as error:

@@ -16,7 +16,7 @@ from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.digest import differ, digest
 from gpipe.stages.inplace import InPlaceCheck
 from gpipe.stages.layout import copy_of, is_sharded, storage_address
-from gpipe.stages.rng import PipeVisit
+from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.skips import Pop, Stashed, alias, unpack_stashes
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in, version
 
@@ -59,7 +59,7 @@ class Layer:
 
     def run(self, value: Tree, popped: Mapping[str, Tensor | None], rng_key: RngKey) -> object:
         """Runs the module, its randomness keyed."""
-        with self.aliased, PipeVisit(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
+        with self.aliased, PipeRngScope(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
             return self.module(value, **popped)
 
 

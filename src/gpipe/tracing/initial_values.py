@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.autograd import has_hooks
 from gpipe._torch.modules import is_wrapper, refresh_weights_of_rnn, reset_of
-from gpipe.stages.rng import visit_key
+from gpipe.stages.rng import rng_seed
 from gpipe.stages.sequence import seeded
 
 FREE = -1
@@ -107,7 +107,7 @@ def give_values(
     for index, names in _homes(slots, [*enumerate(layers), (FREE, free)]):
         here = {id(slots[name].tensor): name for name in names}
         if wanted.keys() & here.keys():
-            with seeded(visit_key(seed, FREE, index, 0)):
+            with seeded(rng_seed(seed, FREE, index, 0)):
                 given = _initial_values(model, slots, names, index)
             made |= {it: given[name] for it, name in here.items() if it in wanted and name in given}
     if mistakes := list(_find_mistakes(model, slots, wanted, made)):

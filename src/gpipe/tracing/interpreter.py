@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe._torch.modes import paused
 from gpipe.stages.buffers import Slot
-from gpipe.stages.rng import PipeVisit
+from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.stage import Layer, LayerProgress, RngKey
 from gpipe.tracing.dry_run import Dry
 from gpipe.tracing.part import Segment
@@ -184,7 +184,7 @@ class Replay(Walk):
             for module, leaf in places
         }
         self._entered = -1
-        self._visit: PipeVisit | None = None
+        self._rng_scope: PipeRngScope | None = None
         self._slots: Mapping[str, tuple[Slot, Sequence[Slot]]] = {}
 
     def go(self, inputs: Sequence[Any]) -> Any:
@@ -228,8 +228,8 @@ class Replay(Walk):
         self._enter(self.path.layer_of(at))
         _refuse_absent(call)
         layer = self.layers[self._entered - self.layers[0].index]
-        assert self._visit is not None
-        with layer.aliased, self._visit:
+        assert self._rng_scope is not None
+        with layer.aliased, self._rng_scope:
             if any(id(tensor) in self._raw for tensor in call.tensors):
                 call = call.given(self._own_parameter)
             made = self.do(call)
@@ -272,7 +272,7 @@ class Replay(Walk):
                 self._progress.enter()
                 self._entered = layer.index
                 key = self._key
-                self._visit = PipeVisit(key.seed, key.step, layer.index, key.micro_batch)
+                self._rng_scope = PipeRngScope(key.seed, key.step, layer.index, key.micro_batch)
                 self._slots = layer.module.raw if isinstance(layer.module, Segment) else {}
 
     def _own_parameter(self, tensor: Tensor) -> Tensor:

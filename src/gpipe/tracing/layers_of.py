@@ -49,7 +49,7 @@ class ModelLayer:
     ('0', 'Linear', 9, 1)
 
     Attributes:
-        index: Its number, which keys its randomness (`gpipe.visit`).
+        index: Its number, which keys its randomness (`gpipe.rng_scope`).
         name: That of the block, or of a module beside blocks.
         kind: The class of that.
         modules: The names of the modules that run in it.
@@ -102,13 +102,13 @@ class ModelLayers(Sequence[ModelLayer]):
     def __getitem__(self, at: int | slice) -> ModelLayer | Sequence[ModelLayer]:
         return self._layers[at]
 
-    def visit(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
+    def rng_scope(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
         """A context around one forward of the model itself: it draws random numbers as a pipe of it does.
 
-        By forward hooks of the blocks it enters `gpipe.visit(seed, step, layer, micro_batch)` for one layer after
+        By forward hooks of the blocks it enters `gpipe.rng_scope(seed, step, layer, micro_batch)` for one layer after
         another: the next begins where a block has returned, and behind the first where the first block is called.
         """
-        return self.replayed.visit(seed, step, micro_batch)
+        return self.replayed.rng_scope(seed, step, micro_batch)
 
     def __str__(self) -> str:
         return "\n".join(_table(self._layers))

@@ -25,7 +25,7 @@ from gpipe.tracing.placeholder import CannotSplitError
 from gpipe.tracing.proof import Recorded, record
 from gpipe.tracing.runs import arguments, in_mode, takes, unchanged, without_cache
 from gpipe.tracing.shallow_copy import Parts
-from gpipe.tracing.stage import AloneLayer, pops_between, state_of, visiting
+from gpipe.tracing.stage import AloneLayer, pops_between, rng_scopes, state_of
 from gpipe.tracing.structure import Leaves, Structure, take_apart
 from gpipe.tracing.trace import Path, is_carried
 from gpipe.tracing.tracer import Traced, trace
@@ -257,9 +257,9 @@ class ReplayedModel:
         """The layers as they run one by one, from one state to the next."""
         return [AloneLayer(at, segment, self.parts, self.paths) for at, segment in enumerate(self.segments.values())]
 
-    def visit(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
+    def rng_scope(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
         """Around one forward of the model itself: it draws random numbers as a pipe with this seed does."""
-        return visiting(self.parts, self.paths[0], RngKey(seed, step, micro_batch))
+        return rng_scopes(self.parts, self.paths[0], RngKey(seed, step, micro_batch))
 
     def outlines(self) -> list[list[tuple[str, int]]]:
         """The paths in short: their events, each with its layer; the same in all processes."""

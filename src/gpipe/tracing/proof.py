@@ -17,7 +17,7 @@ from gpipe.tracing.loss_calls import LossCall
 from gpipe.tracing.placeholder import CannotSplitError
 from gpipe.tracing.runs import Given, copied, watched
 from gpipe.tracing.shallow_copy import Parts
-from gpipe.tracing.stage import visiting
+from gpipe.tracing.stage import rng_scopes
 from gpipe.tracing.structure import Leaves, Structure, take_apart
 from gpipe.tracing.trace import Call, Path, Tag, describe
 from gpipe.tracing.tracer import KEY, Traced, trace
@@ -84,7 +84,7 @@ def _called(parts: Parts, path: Path, given: Given) -> Any:
     """What the model itself gives."""
 
     def call() -> Any:
-        with visiting(parts, path, KEY):
+        with rng_scopes(parts, path, KEY):
             return parts.model(*copied(given.args), **copied(given.kwargs))
 
     def again() -> None:

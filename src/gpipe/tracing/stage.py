@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.stages.rng import visit
+from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Pop, Stashed
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
@@ -176,8 +176,8 @@ class _AloneStage(ReplayedStage):
 
 
 @contextmanager
-def visiting(parts: Parts, path: Path, key: RngKey) -> Iterator[None]:
-    """Around one forward of the model itself, enters the visit of each layer in turn.
+def rng_scopes(parts: Parts, path: Path, key: RngKey) -> Iterator[None]:
+    """Around one forward of the model itself, enters the rng_scope of each layer in turn.
 
     A layer ends where a block returns; the first also where the first block is called.
     """
@@ -206,19 +206,19 @@ def visiting(parts: Parts, path: Path, key: RngKey) -> Iterator[None]:
 
 
 class Layers:
-    """The visits of the layers, one after another."""
+    """The scopes of the layers, one after another."""
 
     def __init__(self, key: RngKey) -> None:
         self._key, self._index = key, 0
 
     def enter(self) -> None:
-        """Enters the visit of the layer."""
-        self._visit = visit(self._key.seed, self._key.step, self._index, self._key.micro_batch)
-        self._visit.__enter__()
+        """Enters the scope of the layer."""
+        self._rng_scope = rng_scope(self._key.seed, self._key.step, self._index, self._key.micro_batch)
+        self._rng_scope.__enter__()
 
     def leave(self) -> None:
         """Leaves it."""
-        self._visit.__exit__(None, None, None)
+        self._rng_scope.__exit__(None, None, None)
 
     def next(self) -> None:
         """Goes on to the next layer."""

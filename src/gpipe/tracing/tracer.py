@@ -17,7 +17,7 @@ from gpipe._torch.modes import is_vmapped, saved_tensor_hooks
 from gpipe._torch.modules import hooks_of
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.layout import copy_of
-from gpipe.stages.rng import visit
+from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import version
 from gpipe.tracing.blocks import open_names
@@ -317,12 +317,12 @@ def trace(parts: Parts, given: Given) -> Traced:
 
 
 def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[str]]:
-    visits: dict[int, visit] = {}
+    scopes: dict[int, rng_scope] = {}
 
-    def around(layer: int) -> visit:
-        if layer not in visits:
-            visits[layer] = visit(KEY.seed, KEY.step, layer, KEY.micro_batch)
-        return visits[layer]
+    def around(layer: int) -> rng_scope:
+        if layer not in scopes:
+            scopes[layer] = rng_scope(KEY.seed, KEY.step, layer, KEY.micro_batch)
+        return scopes[layer]
 
     skeleton = parts.skeleton()
     skeleton.refresh()

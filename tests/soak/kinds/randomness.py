@@ -131,7 +131,7 @@ def draws() -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
 
 @kind()
 def everything_random(draw: Draw) -> Case:
-    """Each op that draws, under the key of its visit."""
+    """Each op that draws, under the key of its scope."""
     width = draw.width()
     options = draws()
     core = [Apply(draw.choice(options)) for _ in range(draw.randint(1, 3))]

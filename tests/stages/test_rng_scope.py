@@ -1,4 +1,4 @@
-"""A visit: what is drawn inside is what torch's generator gives, seeded with the key, whatever stands around it."""
+"""A scope: what is drawn inside is what torch's generator gives, seeded with the key, whatever stands around it."""
 
 import copy
 import multiprocessing
@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpipe
 from gpipe._torch import dispatcher
 from gpipe.stages import rng as random_ops
-from gpipe.stages.rng import visit_key
+from gpipe.stages.rng import rng_seed
 from tests.support.plain_loop import all_same_bits
 
-# Whatever stands between: what a visit gives is what torch's generator gives, seeded with its key.
+# Whatever stands between: what a scope gives is what torch's generator gives, seeded with its key.
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -105,16 +105,16 @@ AROUND |= {
 @pytest.mark.parametrize("name", AROUND)
 def test_what_stands_around_a_draw_changes_nothing(name: str) -> None:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(visit_key(1, 2, 3, 4))
+        torch.manual_seed(rng_seed(1, 2, 3, 4))
         expected = [AROUND[name](), AROUND[name]()]
     before = torch.get_rng_state()
-    with gpipe.visit(1, 2, 3, 4):
+    with gpipe.rng_scope(1, 2, 3, 4):
         assert all_same_bits([AROUND[name](), AROUND[name]()], expected)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_vmap_refuses_what_it_refuses_without_a_visit() -> None:
-    with gpipe.visit(0, 0, 0, 0), pytest.raises(RuntimeError, match="randomness error mode"):
+def test_vmap_refuses_what_it_refuses_without_a_scope() -> None:
+    with gpipe.rng_scope(0, 0, 0, 0), pytest.raises(RuntimeError, match="randomness error mode"):
         torch.func.vmap(lambda x: x + torch.rand_like(x))(X)
 
 
@@ -127,7 +127,7 @@ def test_other_threads_of_the_users_draw_from_torchs_generator() -> None:
         torch.manual_seed(5)
         expected = torch.rand(3)
         torch.manual_seed(5)
-        with gpipe.visit(0, 0, 0, 0):
+        with gpipe.rng_scope(0, 0, 0, 0):
             thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
             thread.start()
             thread.join()
@@ -135,29 +135,29 @@ def test_other_threads_of_the_users_draw_from_torchs_generator() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_process_forked_inside_of_a_visit_draws_from_its_key() -> None:
+def test_a_process_forked_inside_of_a_scope_draws_from_its_key() -> None:
     def child() -> None:
         torch.rand(1)
-        with gpipe.visit(5, 6, 7, 8):
+        with gpipe.rng_scope(5, 6, 7, 8):
             pipe.send(torch.rand(3).tolist())
 
     pipe, end = multiprocessing.Pipe()
-    with gpipe.visit(1, 2, 3, 4):
+    with gpipe.rng_scope(1, 2, 3, 4):
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
         process.join(60)
-    with gpipe.visit(5, 6, 7, 8):
+    with gpipe.rng_scope(5, 6, 7, 8):
         assert end.recv() == torch.rand(3).tolist()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_whatever_is_raised_nothing_is_keyed_behind_a_visit(error: type[BaseException]) -> None:
+def test_whatever_is_raised_nothing_is_keyed_behind_a_scope(error: type[BaseException]) -> None:
     def fail() -> None:
         torch.rand(3)
         raise error
 
     before = torch.get_rng_state()
-    with pytest.raises(error), gpipe.visit(0, 0, 0, 0), gpipe.visit(0, 0, 0, 1):
+    with pytest.raises(error), gpipe.rng_scope(0, 0, 0, 0), gpipe.rng_scope(0, 0, 0, 1):
         fail()
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng(devices=[]):
@@ -167,10 +167,10 @@ def test_whatever_is_raised_nothing_is_keyed_behind_a_visit(error: type[BaseExce
         assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_visit_entered_twice_goes_on() -> None:
-    with gpipe.visit(0, 0, 0, 0):
+def test_a_scope_entered_twice_goes_on() -> None:
+    with gpipe.rng_scope(0, 0, 0, 0):
         expected = torch.rand(6)
-    with (keyed := gpipe.visit(0, 0, 0, 0)), keyed:
+    with (keyed := gpipe.rng_scope(0, 0, 0, 0)), keyed:
         first = torch.rand(2)
     with keyed:
         assert torch.equal(torch.cat([first, torch.rand(4)]), expected)
@@ -186,7 +186,7 @@ def test_two_threads_at_once_draw_what_each_draws_alone() -> None:
     def many(key: int) -> list[Tensor]:
         found = []
         for step in range(40):
-            with gpipe.visit(key, step, 0, 0):
+            with gpipe.rng_scope(key, step, 0, 0):
                 x = torch.ones(50, requires_grad=True)
                 found += [F.dropout(x), torch.rand(50), torch.native_dropout(x, 0.5, True)[0], torch.randperm(50)]
                 found += [torch.multinomial(x.detach(), 5), x.detach().clone().random_()]
@@ -210,12 +210,12 @@ def test_two_threads_at_once_draw_what_each_draws_alone() -> None:
     assert all(map(all_same_bits, alone, together))
 
 
-def test_an_inner_visit_has_a_key_of_its_own() -> None:
-    with gpipe.visit(0, 0, 0, 0):
+def test_an_inner_scope_has_a_key_of_its_own() -> None:
+    with gpipe.rng_scope(0, 0, 0, 0):
         once = torch.rand(3)
         after = torch.rand(3)
-    with gpipe.visit(0, 0, 0, 0):
+    with gpipe.rng_scope(0, 0, 0, 0):
         assert torch.equal(torch.rand(3), once)
-        with gpipe.visit(0, 0, 0, 0):
+        with gpipe.rng_scope(0, 0, 0, 0):
             assert torch.equal(torch.rand(3), once)
         assert torch.equal(torch.rand(3), after)
