@@ -1,6 +1,7 @@
 """A run's report reads back equal from JSON; what is none is refused with what is wrong with it."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -8,13 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.profiling import Report, read_report, report_json
+from gpipe.profiling import Report, read_report, report_html, report_json
 from gpipe.schedule.action import CLOSING, Action, Kind, Route
 from gpipe.schedule.timeline import Span, Timeline
+from tests.support.reports import full
 from tests.support.timelines import pipelined
 
 NUMBERS = st.floats(allow_nan=False)
-SECONDS = st.floats(0, allow_infinity=False)
+SHARES = st.floats(0, 1e18)
+LENGTH = 1e3
+SECONDS = st.floats(0, LENGTH)
 SMALL = st.integers(0, 4)
 ACTIONS = st.one_of(
     st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in CLOSING]), SMALL, SMALL),
@@ -24,18 +28,18 @@ ACTIONS = st.one_of(
 TIMELINES = st.builds(
     Timeline,
     st.just(3),
-    st.lists(st.builds(Span, st.integers(0, 2), ACTIONS, SECONDS, SECONDS), max_size=4).map(tuple),
-    SECONDS,
-    st.dictionaries(st.text(), SECONDS, max_size=2),
+    st.lists(st.builds(Span, st.integers(0, 2), ACTIONS, SECONDS, st.just(LENGTH)), max_size=4).map(tuple),
+    st.just(LENGTH),
+    st.dictionaries(st.text(), SHARES, max_size=2),
 )
 REPORTS = st.builds(
     Report,
     st.text(),
-    st.dictionaries(st.text(), st.one_of(st.none(), st.booleans(), st.integers(), SECONDS, st.text()), max_size=3),
+    st.dictionaries(st.text(), st.one_of(st.none(), st.booleans(), st.integers(), SHARES, st.text()), max_size=3),
     st.lists(TIMELINES, max_size=2).map(tuple),
     st.none() | TIMELINES,
-    st.dictionaries(st.text(), SECONDS, max_size=3),
-    st.lists(st.dictionaries(st.text(), st.integers(0), max_size=2), max_size=3).map(tuple),
+    st.dictionaries(st.text(), SHARES, max_size=3),
+    st.lists(st.dictionaries(st.text(), st.integers(0, 2**60), max_size=2), max_size=3).map(tuple),
     st.lists(NUMBERS, max_size=3).map(tuple),
     st.sampled_from(["step", "epoch"]),
     st.text(),
@@ -68,14 +72,16 @@ def test_the_typical_step_is_that_of_median_length() -> None:
     assert Report("", timelines=tuple(Timeline(1, (), length) for length in lengths)).typical == 0
 
 
-WHOLE = json.loads(report_json(Report("", timelines=(pipelined(2, 1),), predicted=pipelined(2, 1))))
-SPAN = [5, "0F0", 0.0, 1.0]
+WHOLE = json.loads(report_json(full(ranks=2, micro_batches=1, steps=1)))
+(STEP,) = WHOLE["timelines"]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "Expecting value"),
+        ("[" * 100_000, "it is nested more deeply than any report"),
+        ('{"format": NaN}', "NaN is no number of JSON"),
         ("[]", "its format is None, and this gpipe reads 'gpipe report 1'"),
         (json.dumps({"format": "gpipe report 2"}), "its format is 'gpipe report 2'"),
         (json.dumps({"format": "gpipe report 1"}), "it has no 'loss_each'"),
@@ -84,14 +90,50 @@ SPAN = [5, "0F0", 0.0, 1.0]
         (json.dumps(WHOLE | {"shares": []}), "a value in it is of another type"),
         (json.dumps(WHOLE | {"configuration": {"a": [1]}}), "a value in it is of another type"),
         (json.dumps(WHOLE | {"losses": ["much"]}), "could not convert string to float: 'much'"),
-        (json.dumps(WHOLE | {"predicted": {**WHOLE["predicted"], "spans": [SPAN]}}), "of rank 5, and its timeline"),
-        (json.dumps(WHOLE | {"predicted": {**WHOLE["predicted"], "spans": [[0, "0X0", 0, 1]]}}), "'0X0' is not an"),
-        (json.dumps(WHOLE | {"predicted": {**WHOLE["predicted"], "spans": [[0]]}}), "not enough values to unpack"),
+        (json.dumps(WHOLE | {"losses": [10**400]}), "a number in it is too large"),
+        (json.dumps(WHOLE | {"memory": [{"weights": 10**30}] * 2}), "1000000000000000000000000000000 bytes"),
+        (json.dumps(WHOLE | {"predicted_memory": [1]}), "predicts the memory of 1 rank, and has that of 2"),
+        (json.dumps(WHOLE | {"shares": {"forward": "inf"}}), "a time or share is inf"),
+        (json.dumps(WHOLE | {"predicted": STEP | {"ranks": 10**9}}), "a timeline of 1000000000 ranks"),
+        (json.dumps(WHOLE | {"predicted": STEP | {"seconds": "nan"}}), "a time or share is nan"),
+        (json.dumps(WHOLE | {"predicted": STEP | {"seconds": 0}}), "a timeline is 0.0 seconds long"),
+        (json.dumps(WHOLE | {"predicted": STEP | {"spans": [[5, "0F0", 0, 0.01]]}}), "of rank 5, and its timeline"),
+        (json.dumps(WHOLE | {"predicted": STEP | {"spans": [[0, "0F0", 9, 99]]}}), "9.0 to 99.0 seconds, outside"),
+        (json.dumps(WHOLE | {"predicted": STEP | {"spans": [[0, "0X0", 0, 0.01]]}}), "'0X0' is not an"),
+        (json.dumps(WHOLE | {"predicted": STEP | {"spans": [[0]]}}), "not enough values to unpack"),
     ],
 )
 def test_what_is_no_report_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         read_report(text)
+
+
+def test_a_report_in_which_one_value_is_odd_is_refused_or_drawn() -> None:
+    odd = [None, True, -1, 0, 10**9, 10**400, 1e308, -1e308, "nan", "inf", "x", [], {}]
+    for path in places(WHOLE):
+        for value in odd:
+            try:
+                report = read_report(json.dumps(put(WHOLE, path, value)))
+            except ValueError:
+                continue
+            report_html(report)
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The path of every value inside of a value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inside:
+        yield (key,)
+        yield from ((key, *path) for path in places(part))
+
+
+def put(whole: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a value with another one at a path."""
+    if not path:
+        return value
+    copy = whole.copy()
+    copy[path[0]] = put(whole[path[0]], path[1:], value)
+    return copy
 
 
 def test_timelines_of_a_stored_report_are_those_of_the_run() -> None:

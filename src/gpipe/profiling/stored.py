@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 from gpipe.schedule.action import parse_action
@@ -11,6 +12,14 @@ from gpipe.schedule.timeline import Span, Timeline, steps_among
 FORMAT = "gpipe report 1"
 NAME = "report.json"
 """What the file is called in the folder of a run."""
+MOST_RANKS = 4096
+"""Ranks: what a file may ask to be drawn."""
+LARGEST = 1e18
+"""The most seconds or bytes that a file may name."""
+SHORTEST = 1e-9
+"""Seconds: the shortest step that a file may hold."""
+SLACK = 0.01
+"""The part of a step by which a span may lie outside of it, since clocks of several hosts differ."""
 
 Setting: TypeAlias = str | int | float | bool | None
 
@@ -21,15 +30,15 @@ class Report:
 
     Attributes:
         title: One line that says which run this is.
-        configuration: What it was told, by name.
+        configuration: Its settings, by name.
         timelines: Its recorded steps, in order.
-        predicted: What was foretold of one step, in seconds.
+        predicted: What was predicted of one step, in seconds.
         shares: Where the time of the recorded steps went, by part, in the order to tell them; they sum to 1.
         memory: For each rank the bytes that it held at its peak, by what they were for.
         losses: In order; may be NaN or infinite.
         loss_each: What one loss is of.
         sentence: What holds the run back, and what to change.
-        predicted_memory: For each rank the bytes that were foretold of its peak.
+        predicted_memory: For each rank the bytes that were predicted of its peak.
 
     >>> Report("two ranks", losses=(2.5, 0.5)).predicted is None
     True
@@ -89,20 +98,24 @@ def read_report(text: str) -> Report:
     """Reads a report back, equal to what `report_json` was given.
 
     Raises:
-        ValueError: The text is not such a report: what is wrong with it.
+        ValueError: The text is not such a report, or cannot be drawn: what is wrong with it.
 
     >>> read_report('{"format": "gpipe report 0"}')
     Traceback (most recent call last):
     ValueError: its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'
     """
-    members = json.loads(text)  # its error is a ValueError that says where
-    found = members.get("format") if isinstance(members, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"its format is {found!r}, and this gpipe reads {FORMAT!r}")
     try:
+        members = json.loads(text, parse_constant=_refuse_constant)
+        found = members.get("format") if isinstance(members, dict) else None
+        if found != FORMAT:
+            raise ValueError(f"its format is {found!r}, and this gpipe reads {FORMAT!r}")
         return _read(members)
+    except RecursionError:
+        raise ValueError("it is nested more deeply than any report") from None
     except KeyError as missing:
         raise ValueError(f"it has no {missing}") from None
+    except OverflowError:
+        raise ValueError("a number in it is too large") from None
     except (AttributeError, TypeError) as odd:
         raise ValueError(f"a value in it is of another type than it is written with ({odd})") from None
 
@@ -111,14 +124,19 @@ def _read(members: Mapping[str, Any]) -> Report:
     each = members["loss_each"]
     if each not in ("step", "epoch"):
         raise ValueError(f"its loss_each is {each!r}, and a loss is of a 'step' or an 'epoch'")
+    memory = tuple({name: _bytes(count) for name, count in parts.items()} for parts in members["memory"])
+    predicted_memory = tuple(map(_bytes, members.get("predicted_memory", ())))
+    if memory and predicted_memory and len(memory) != len(predicted_memory):
+        few = f"{len(predicted_memory)} rank{'s' * (len(predicted_memory) > 1)}"
+        raise ValueError(f"it predicts the memory of {few}, and has that of {len(memory)}")
     return Report(
         title=str(members["title"]),
         configuration={name: _setting(value) for name, value in members["configuration"].items()},
-        timelines=tuple(_timeline(timeline) for timeline in members["timelines"]),
+        timelines=tuple(map(_timeline, members["timelines"])),
         predicted=None if members["predicted"] is None else _timeline(members["predicted"]),
-        shares={name: float(share) for name, share in members["shares"].items()},
-        memory=tuple({name: int(count) for name, count in parts.items()} for parts in members["memory"]),
-        predicted_memory=tuple(map(int, members.get("predicted_memory", ()))),
+        shares={name: _amount(share) for name, share in members["shares"].items()},
+        memory=memory,
+        predicted_memory=predicted_memory,
         losses=tuple(map(float, members["losses"])),
         loss_each=each,
         sentence=str(members["sentence"]),
@@ -127,13 +145,31 @@ def _read(members: Mapping[str, Any]) -> Report:
 
 def _plain(value: Setting) -> Setting:
     """A number that JSON lacks, as text."""
-    return str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def _setting(value: object) -> Setting:
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(f"{value!r} in the configuration")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _amount(value: str | float) -> float:
+    """A time or a share: finite, and not negative."""
+    amount = float(value)
+    if not 0 <= amount <= LARGEST:
+        raise ValueError(f"a time or share is {amount}")
+    return amount
+
+
+def _bytes(value: int) -> int:
+    if not 0 <= int(value) <= LARGEST:
+        raise ValueError(f"a rank holds {value} bytes")
+    return int(value)
 
 
 def _timeline_members(timeline: Timeline) -> Mapping[str, object]:
@@ -146,14 +182,20 @@ def _timeline_members(timeline: Timeline) -> Mapping[str, object]:
 
 
 def _timeline(members: Mapping[str, Any]) -> Timeline:
-    ranks = int(members["ranks"])
-    spans = tuple(_span(span, ranks) for span in members["spans"])
-    other = {name: float(seconds) for name, seconds in members["other"].items()}
-    return Timeline(ranks, spans, float(members["seconds"]), other)
+    ranks, seconds = int(members["ranks"]), _amount(members["seconds"])
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"a timeline of {ranks} ranks; a page draws 1 to {MOST_RANKS}")
+    if seconds < SHORTEST:
+        raise ValueError(f"a timeline is {seconds} seconds long")
+    spans = tuple(_span(span, ranks, seconds) for span in members["spans"])
+    return Timeline(ranks, spans, seconds, {name: _amount(some) for name, some in members["other"].items()})
 
 
-def _span(members: Sequence[Any], ranks: int) -> Span:
+def _span(members: Sequence[Any], ranks: int, seconds: float) -> Span:
     rank, action, start, end = members
+    action, start, end = parse_action(action), float(start), float(end)
     if not 0 <= rank < ranks:
         raise ValueError(f"a span is of rank {rank}, and its timeline has {ranks} ranks")
-    return Span(int(rank), parse_action(action), float(start), float(end))
+    if not -SLACK * seconds <= start <= end <= (1 + SLACK) * seconds:
+        raise ValueError(f"a span lies from {start} to {end} seconds, outside of its step of {seconds}")
+    return Span(int(rank), action, start, end)
