@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.profiling.advice import Advice, Seen, advise, explain
+from gpipe.profiling.advice import Advice, RecordedSteps, advise, explain
 from gpipe.profiling.breakdown import breakdown
+from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat
 from gpipe.schedule.partition import given as given_cuts
 from gpipe.schedule.simulate import simulate
-from gpipe.schedule.timeline import Timeline
+from gpipe.schedule.timeline import Span, Timeline
 from tests.support.programs import LAW, lowered
 
 M = 8
@@ -33,13 +34,13 @@ def seen(
     remat: Remat = "never",
     driver: str = "threads",
     other: dict[str, float] | None = None,
-) -> Seen:
+) -> RecordedSteps:
     """Three such steps, and what else took time behind each."""
     timelines = [replace(step(layers, cuts, remat), other=other or {})] * 3
-    return Seen(timelines, breakdown(timelines), given_cuts(cuts, layers), driver)
+    return RecordedSteps(timelines, breakdown(timelines), given_cuts(cuts, layers), driver)
 
 
-def the_one(some: Seen, text: str) -> Advice:
+def the_one(some: RecordedSteps, text: str) -> Advice:
     """The advice that says so."""
     (found,) = [advice for advice in advise(some) if text in advice.text]
     return found
@@ -49,7 +50,7 @@ def test_a_slow_stage_is_named_with_the_cuts_that_mend_it_and_what_they_give() -
     slow = seen([1.0] * 6, [4, 1, 1])
     assert explain(slow).startswith("Stage 0 takes 100% longer than the mean stage: partitions=[2, 2, 2] in place of")
     mended = step([1.0] * 6, [2, 2, 2])
-    assert the_one(slow, "partitions=").gain == pytest.approx(slow.found.seconds / mended.seconds)
+    assert the_one(slow, "partitions=").gain == pytest.approx(slow.breakdown.seconds / mended.seconds)
 
 
 @LAW
@@ -61,7 +62,7 @@ def test_other_cuts_give_what_is_told(layers: list[int], data: st.DataObject) ->
         if "partitions=" in advice.text:
             better = advice.text.split("partitions=[")[1].split("]")[0]
             then = step(list(map(float, layers)), [int(count) for count in better.split(", ")])
-            assert advice.gain == pytest.approx(now.found.seconds / then.seconds, rel=1e-6)
+            assert advice.gain == pytest.approx(now.breakdown.seconds / then.seconds, rel=1e-6)
 
 
 def test_a_slow_stage_that_no_cut_mends_is_named_too() -> None:
@@ -76,26 +77,27 @@ def test_a_rank_that_is_slower_than_those_with_the_same_layers_is_named() -> Non
         for last in (1.0, 1.5)
     )
     both = replace(slow, ranks=4, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in slow.spans)))
-    found = Seen([both], breakdown([both]), given_cuts([1, 1], [1.0, 1.0]), "process")
+    found = RecordedSteps([both], breakdown([both]), given_cuts([1, 1], [1.0, 1.0]), "process")
     assert explain(found).startswith("Rank 3 takes 50% longer than ranks with the same layers")
     assert the_one(found, "Rank 3").gain == pytest.approx(slow.seconds / quick.seconds)
     alike = replace(both, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in quick.spans)))
     assert not any(
-        "Rank" in str(advice) for advice in advise(Seen([alike], breakdown([alike]), found.partition, "process"))
+        "Rank" in str(advice)
+        for advice in advise(RecordedSteps([alike], breakdown([alike]), found.partition, "process"))
     )
 
 
 def test_recompute_is_told_with_what_it_gives() -> None:
     always = seen([1.0, 1.0], [1, 1], "always")
-    assert always.found.shares["recompute"] > 0.1
+    assert always.breakdown.shares["recompute"] > 0.1
     never = step([1.0, 1.0], [1, 1], "never")
-    assert the_one(always, "remat='never'").gain == pytest.approx(always.found.seconds / never.seconds)
+    assert the_one(always, "remat='never'").gain == pytest.approx(always.breakdown.seconds / never.seconds)
 
 
 def test_one_thread_for_all_ranks_is_told() -> None:
     on_time = step([1.0, 1.0], [1, 1])
     timelines = [replace(on_time, seconds=2 * on_time.seconds)]
-    in_turns = Seen(timelines, breakdown(timelines), given_cuts([1, 1], [1.0, 1.0]), "lockstep")
+    in_turns = RecordedSteps(timelines, breakdown(timelines), given_cuts([1, 1], [1.0, 1.0]), "lockstep")
     assert "driver='lockstep'" in explain(in_turns)
 
 
@@ -129,7 +131,9 @@ def test_smaller_micro_batches_are_advised_where_there_are_rows_for_them() -> No
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_of_one_micro_batch_more_are_advised_unless_they_would_be_recomputed(recomputes: bool) -> None:
     timeline = simulate(lowered(2, 1, "never"), [StageCost(1.0, 2.0)] * 2).timeline
-    one = Seen([timeline], breakdown([timeline]), given_cuts([1, 1], [1.0, 1.0]), "threads", None, 1, recomputes)
+    one = RecordedSteps(
+        [timeline], breakdown([timeline]), given_cuts([1, 1], [1.0, 1.0]), "threads", None, 1, recomputes
+    )
     assert any("micro_batches=2" in advice.text for advice in advise(one)) != recomputes
 
 
@@ -142,7 +146,33 @@ def test_cuts_by_guess_are_told_as_such() -> None:
 def test_of_calls_the_gain_of_no_recompute_is_at_most_its_share() -> None:
     step_ = step([1.0, 1.0], [1, 1], "always")
     half = replace(step_, spans=tuple(span for span in step_.spans if span.action.kind is not Kind.FORWARD))
-    calls = Seen([half], breakdown([half]), given_cuts([1, 1], [1.0, 1.0]), "threads", recomputes=True)
-    share = calls.found.shares["recompute"]
+    calls = RecordedSteps([half], breakdown([half]), given_cuts([1, 1], [1.0, 1.0]), "threads", recomputes=True)
+    share = calls.breakdown.shares["recompute"]
     assert the_one(calls, "remat='never'").gain == pytest.approx(1 / (1 - share))
     assert not any("partitions=" in advice.text for advice in advise(calls))
+
+
+@pytest.mark.parametrize(("driver", "named"), [("threads", False), ("process", True)])
+def test_a_faster_link_is_advised_only_where_there_is_one(driver: str, named: bool) -> None:
+    calm = step([1.0, 1.0], [1, 1])
+    spans = []
+    for span in calm.spans:
+        waited = Span(
+            span.rank, replace(span.action, kind=Kind.RECEIVE), 2 * span.start, 2 * span.start + span.seconds
+        )
+        spans += [waited, replace(span, start=waited.end, end=waited.end + span.seconds)]
+    slow = [Timeline(2, tuple(spans), 2 * calm.seconds)]
+    steps = RecordedSteps(slow, breakdown(slow), given_cuts([1, 1], [1.0, 1.0]), driver)
+    assert steps.breakdown.shares["communication"] > 0.3
+    assert any("faster link" in advice.text for advice in advise(steps)) == named
+    assert any("Actions begin late" in advice.text for advice in advise(steps)) != named
+
+
+def test_other_processes_are_named_first_where_they_took_cores_from_ranks() -> None:
+    slow = seen([1.0] * 6, [4, 1, 1])
+    fought = explain(replace(slow, others=OtherProcesses(cores=1.9, of=4)))
+    assert fought.startswith("Other processes used 1.9 of this machine's 4 cores, and 3 ranks had to wait for theirs")
+    assert "Of what is left: stage 0 takes 100% longer" in fought
+    beside = explain(replace(slow, others=OtherProcesses(cores=1.9, of=64)))
+    assert beside == explain(slow)[:-1] + " (other processes used 1.9 of this machine's 64 cores)."
+    assert explain(replace(slow, others=OtherProcesses(cores=0.1, of=2))) == explain(slow)

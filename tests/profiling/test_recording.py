@@ -91,7 +91,7 @@ def test_each_part_is_what_took_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_driver_and_the_cuts_are_seen(driver: str) -> None:
     with two_stages(driver) as pipe, gpipe.record(pipe) as recording:
         pipe.step(X, Y, squares)
-    seen = recording._seen()
+    seen = recording._recorded_steps()
     assert (seen.driver, seen.partition.layers) == (driver, (1, 1))
     assert recording.advice() == advise(seen)
     assert recording.explain() == explain(seen)
@@ -215,8 +215,8 @@ def test_evaluations_between_steps_are_no_steps(monkeypatch: pytest.MonkeyPatch)
                 with torch.no_grad():
                     pipe(X)
     assert len(recording.timelines) == 9
-    assert len(recording._seen().timelines) == 3
-    assert recording._seen().found.stage_seconds == pytest.approx((2 * 1.0, 2 * 0.5))
+    assert len(recording._recorded_steps().timelines) == 3
+    assert recording._recorded_steps().breakdown.stage_seconds == pytest.approx((2 * 1.0, 2 * 0.5))
     assert recording.report("").timelines[recording.report("").typical].is_step
 
 

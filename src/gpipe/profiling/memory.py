@@ -149,10 +149,10 @@ IDLE = (3, 4)  # the columns of time without work: idle, and waiting for a disk
 ENOUGH = 0.2  # seconds; in less the system's ticks of 10 ms say little
 
 
-class Others(NamedTuple):
+class OtherProcesses(NamedTuple):
     """What other processes used meanwhile.
 
-    >>> str(Others(cores=0.82, of=2))
+    >>> str(OtherProcesses(cores=0.82, of=2))
     "other processes used 0.8 of this machine's 2 cores"
     """
 
@@ -174,7 +174,7 @@ class Meter:
         """Ends it."""
         self._end = self._end or _read()
 
-    def others(self) -> Others | None:
+    def others(self) -> OtherProcesses | None:
         """The cores that other processes used, and how many there are; None where that cannot be known."""
         end = self._end or _read()
         if self._start is None or end is None:
@@ -182,7 +182,7 @@ class Meter:
         wall, every, own = (until - since for since, until in zip(self._start, end, strict=True))
         if wall < ENOUGH:
             return None
-        return Others(max(0.0, every - own) / wall, os.cpu_count() or 1)
+        return OtherProcesses(max(0.0, every - own) / wall, os.cpu_count() or 1)
 
 
 def _read() -> tuple[float, float, float] | None:

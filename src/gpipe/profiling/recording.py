@@ -20,9 +20,9 @@ from torch.optim.optimizer import (
 
 from gpipe.planner.watch import Watch
 from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
-from gpipe.profiling.advice import SOME, Advice, Seen, advise, beside, explain
+from gpipe.profiling.advice import SOME_CORES, Advice, RecordedSteps, advise, compare, explain
 from gpipe.profiling.breakdown import NOTHING, Breakdown, breakdown, windows
-from gpipe.profiling.memory import Held, Meter, Others, Watches, held
+from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, held
 from gpipe.profiling.messages import Message, messages_of, write_messages
 from gpipe.runtime.recorder import Interval, Recorder
 from gpipe.runtime.steps import Step
@@ -148,7 +148,7 @@ class Recording(Recorder):
         Raises:
             ValueError: No step was recorded.
         """
-        return advise(self._seen())
+        return advise(self._recorded_steps())
 
     def explain(self) -> str:
         """One sentence on what holds the steps back most, and what to change.
@@ -156,7 +156,7 @@ class Recording(Recorder):
         Raises:
             ValueError: No step was recorded.
         """
-        return explain(self._seen())
+        return explain(self._recorded_steps())
 
     def report(self, title: str) -> Report:
         """All that is known of the steps, as `gpipe.profiling` draws it and keeps it.
@@ -261,7 +261,7 @@ class Recording(Recorder):
     def beside_prediction(self) -> str:
         """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
         plan, steps = self._pipe.plan, [timeline for timeline in self.timelines if timeline.is_step]
-        return beside(steps, plan.timeline, self._why()) if plan.unit == "seconds" and steps else ""
+        return compare(steps, plan.timeline, self._why()) if plan.unit == "seconds" and steps else ""
 
     def _why(self) -> str:
         """Why steps may take longer than foretold, where that is known."""
@@ -270,17 +270,17 @@ class Recording(Recorder):
         if self._watches is not None:
             return "memory was watched, which takes time"
         others = self._others()
-        return str(others) if others is not None and others.cores > SOME else ""
+        return str(others) if others is not None and others.cores > SOME_CORES else ""
 
     @property
     def _driver(self) -> str:
         team = self._pipe.team
         return "process" if team.position is not None else "threads" if team.engine.threaded else "lockstep"
 
-    def _seen(self) -> Seen:
+    def _recorded_steps(self) -> RecordedSteps:
         """The training steps, if there are any: evaluations between have other tables."""
         steps, settings = steps_among(self.timelines), self._pipe._settings
-        return Seen(
+        return RecordedSteps(
             steps,
             breakdown(steps),
             settings.partition,
@@ -291,7 +291,7 @@ class Recording(Recorder):
             measured=settings.in_seconds,
         )
 
-    def _others(self) -> Others | None:
+    def _others(self) -> OtherProcesses | None:
         """What other processes used; of several processes of a pipe that is not known."""
         return self._meter.others() if self._pipe.team.position is None else None
 
