@@ -109,7 +109,7 @@ def test_what_is_no_report_is_refused(text: str, words: str) -> None:
 
 
 def test_a_report_in_which_one_value_is_odd_is_refused_or_drawn() -> None:
-    odd = [None, True, -1, 0, 10**9, 10**400, 1e308, -1e308, "nan", "inf", "x", [], {}]
+    odd: list[Any] = [None, True, -1, 0, 10**9, 10**400, 1e308, -1e308, "nan", "inf", "x", [], {}]
     for path in places(WHOLE):
         for value in odd:
             try:
