@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,8 +58,39 @@ def command_of(pid: int) -> str:
         return ""
 
 
+WATCH = """
+import os, resource, signal, time
+from gpipe.distributed import launcher
+
+def lose_descriptors(seconds):
+    if polls:
+        raise SystemExit("no signal")
+    polls.append(seconds)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+
+def kill(pid, number):
+    if number:
+        raise SystemExit(signal.Signals(number).name)
+
+polls = []
+above = launcher.find_launcher()
+assert above not in (os.getppid(), os.getpid()), above
+time.sleep, os.kill = lose_descriptors, kill
+launcher._watch(above)
+"""
+
+
+def test_a_process_without_free_descriptors_does_not_miss_its_launcher() -> None:
+    """Behind a script, where it takes a look at other processes to find the launcher."""
+    script = ["sh", "-c", f"{sys.executable} -c '{WATCH}'; exit 0"]
+    ran = subprocess.run(
+        script, env=os.environ | dict.fromkeys(launcher.WORKER_VARIABLES, "a test"), capture_output=True
+    )
+    assert ran.stderr.decode() == "no signal\n"
+
+
 def test_a_launcher_that_runs_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in launcher.OURS:
+    for name in launcher.WORKER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a test")
     assert launcher.find_launcher() == os.getppid()

@@ -1,5 +1,6 @@
 """Under torchrun: no process outlives the launcher that started it."""
 
+import errno
 import os
 import signal
 import socket
@@ -9,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 NAME = "gpipe-launcher"
-POLL = 0.5  # seconds between two looks
-GRACE = 3.0  # seconds between the two signals
-OURS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
+POLL_SECONDS = 0.5  # between two looks
+GRACE_SECONDS = 3.0  # between the two signals
+WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
 """What torchrun tells each of its workers, and these what they start; nobody else has all of it."""
 ADOPTERS = frozenset({"init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "runit", "s6-svscan"})
 """Who becomes the parent of processes whose own is gone, by name."""
-ANSWER = 2.0  # seconds for the launcher's store to answer
+ANSWER_SECONDS = 2.0  # for the launcher's store to answer
 
 
 def end_with_launcher() -> None:
@@ -32,13 +33,24 @@ def end_with_launcher() -> None:
 
 
 def _watch(launcher: int) -> None:
-    gone = was_gone(launcher)
+    parent, gone = os.getppid(), was_gone(launcher)
     while not gone:
-        time.sleep(POLL)
-        gone = find_launcher() != launcher
+        time.sleep(POLL_SECONDS)
+        gone = os.getppid() != parent or not _exists(launcher)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE)
+    time.sleep(GRACE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exists(process: int) -> bool:
+    """Whether a process exists; this needs no file descriptor, of which there may be none."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def find_launcher() -> int:
@@ -46,7 +58,7 @@ def find_launcher() -> int:
 
     If the launcher is gone, it is whoever takes in what such processes leave.
     """
-    own = {f"{name}={os.environ.get(name, '')}".encode() for name in OURS}
+    own = {f"{name}={os.environ.get(name, '')}".encode() for name in WORKER_VARIABLES}
     above = os.getppid()
     with suppress(OSError, ValueError, IndexError):  # not Linux, or not ours to see: then the parent it is
         while above > 1 and own <= set(Path(f"/proc/{above}/environ").read_bytes().split(b"\0")):
@@ -60,7 +72,9 @@ def was_gone(launcher: int) -> bool:
     try:
         name = Path(f"/proc/{launcher}/comm").read_text().strip()
         program = os.path.basename(os.readlink(f"/proc/{launcher}/exe"))
-    except OSError:  # not Linux, or another user's
+    except OSError as error:  # not Linux, or another user's
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return False  # nothing can be told
         name = program = ""
     if "python" in program:  # also in a container whose first process it is; but others may take processes in
         return _is_silent()
@@ -73,7 +87,7 @@ def _is_silent() -> bool:
     if known.get("GROUP_WORLD_SIZE") != "1" or known.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:
-        socket.create_connection((known["MASTER_ADDR"], int(known["MASTER_PORT"])), ANSWER).close()
+        socket.create_connection((known["MASTER_ADDR"], int(known["MASTER_PORT"])), ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError, KeyError):
