@@ -151,6 +151,16 @@ def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Link], wh
         assert found.count(None) == 1
 
 
+def test_of_a_rank_that_ended_between_runs_nothing_is_asked() -> None:
+    with nets(2) as (first, second):
+        for net in (first, second):
+            net.reach(-1)
+        second.close()
+        with pytest.raises(RemoteError) as raised:
+            first.begin()
+        assert str(raised.value) == "rank 1 is gone; it ended outside of any step, after 1 run"
+
+
 # Timeouts.
 
 

@@ -170,7 +170,7 @@ class Lookout:
         gone = [peer for peer, link in self._links.items() if link.news.gone]
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
-            last = [f"rank {peer} is gone; {self.last_seen(peer)}" for peer in missed]
+            last = [f"rank {peer} is gone; {self.last_seen(peer, gone=True)}" for peer in missed]
             raise heard("\n".join(last + self.all_last_seen(silent)), missed[0])
         return gone
 
@@ -183,7 +183,7 @@ class Lookout:
         self.heed(self._links)
         if gone is not None and isinstance(gone.__cause__, RuntimeError):  # the backend's
             raise gone.__cause__
-        raise heard(f"rank {peer} is gone; {self.last_seen(peer)}", peer)
+        raise heard(f"rank {peer} is gone; {self.last_seen(peer, gone=True)}", peer)
 
     def give_up(self, peer: int) -> NoReturn:
         """Gives up waiting for a process; names who keeps all waiting, as far as that can be seen."""
@@ -202,14 +202,16 @@ class Lookout:
         """In words, where some processes were last seen, a line each or more."""
         return [f"rank {peer}: {self.last_seen(peer)}" for peer in peers]
 
-    def last_seen(self, peer: int) -> str:
-        """In words, where a process was when it was last seen in this run."""
+    def last_seen(self, peer: int, *, gone: bool = False) -> str:
+        """In words, where a process was when it was last seen in this run, or when it ended."""
         silent = self._links[peer].silent
         if peer not in self._watched and silent > SILENCE:
             return f"it cannot be reached: its host has not answered for {silent:.1f} s"
         if peer not in self._watched:
             return "it is on another host: see its own messages"
         seen = self._watched[peer].read()
+        if gone and (seen.run < self.run or seen.at < 0):
+            return f"it ended outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"
         if seen.run < self.run or seen.at < 0:
             where = f"it was last seen outside of any step, after {seen.run} runs, while this is run {self.run}"
             return f"{where}: is the pipe called on every rank, in the same order?"
