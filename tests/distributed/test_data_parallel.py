@@ -313,11 +313,11 @@ def test_replicas_whose_layers_are_made_alike_are_taken(crew: Crew) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("reduction", "reduction is 'mean' on rank 0, reduction is 'sum' on rank 1"),
-        ("function", "reduction is 'mean' on rank 0, reduction is 'weights of the targets' on rank 1"),
-        ("loss", "reduction is 'mean' on rank 0, reduction is 'sum' on rank 1"),
-        ("scale", "scale is 1.0 on rank 0, scale is 2.0 on rank 1"),
-        ("scaler", "scale is 1.0 on rank 0, scale is 64.0 on rank 1"),
+        ("reduction", "reduction is 'mean' on rank 0 and 'sum' on rank 1"),
+        ("function", "reduction is 'mean' on rank 0 and 'weights of the targets' on rank 1"),
+        ("loss", "reduction is 'mean' on rank 0 and 'sum' on rank 1"),
+        ("scale", "scale is 1.0 on rank 0 and 2.0 on rank 1"),
+        ("scaler", "scale is 1.0 on rank 0 and 64.0 on rank 1"),
     ],
 )
 def test_replicas_that_average_or_scale_differently_are_refused_by_all(name: str, text: str, crew: Crew) -> None:

@@ -15,7 +15,7 @@ from gpipe.checkpoint.folder import LATEST, Found, find, find_damage, others, re
 from gpipe.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.checkpoint.tensors import Shelf
-from gpipe.distributed.agree import FirstError, Team, agree, agree_on, team_of
+from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
 EXTRA = r"extra\.safetensors"
@@ -91,7 +91,7 @@ def load(
     settle(pipe)
     if pipe is None and optimizer is not None:
         raise ValueError("an optimizer can be loaded only with its pipe, whose names say whose state is whose")
-    team, root = team_of(pipe), Path(os.path.abspath(folder))
+    team, root = communicator_of(pipe), Path(os.path.abspath(folder))
     found = _agree_which(root, team)
     if found is None:
         raise CheckpointError(root, [_why_none(root)])
@@ -118,11 +118,11 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
     """
     check_order(folder, pipe, "find_checkpoint")
     settle(pipe)
-    found = _agree_which(Path(os.path.abspath(folder)), team_of(pipe))
+    found = _agree_which(Path(os.path.abspath(folder)), communicator_of(pipe))
     return None if found is None else found.path
 
 
-def _agree_which(folder: Path, team: Team) -> Found | None:
+def _agree_which(folder: Path, team: Communicator) -> Found | None:
     """The checkpoint that all ranks load: rank 0 says which, since one host may see a newer `latest` than another."""
     findings: list[str] = []
     found, failed = None, FirstError()
@@ -132,7 +132,7 @@ def _agree_which(folder: Path, team: Team) -> Found | None:
         except CheckpointError as wrong:
             findings = wrong.findings
     place = None if found is None else os.path.relpath(found.path, folder)
-    told = agree_on(team, {"folder": str(folder)}, [place, found and found.sha256, findings], failed.error)
+    told = agree(team, [place, found and found.sha256, findings], same={"folder": str(folder)}, error=failed.error)
     place, sha256, findings = told[0]
     if findings:
         raise CheckpointError(folder, findings)
@@ -148,7 +148,7 @@ def _why_none(folder: Path) -> str:
     )
 
 
-def _agree_whole(found: Found, team: Team) -> Manifest:
+def _agree_whole(found: Found, team: Communicator) -> Manifest:
     """The manifest, when all ranks have looked through the files, each its share."""
     findings: list[str] = []
     manifest, failed = None, FirstError()
@@ -158,7 +158,7 @@ def _agree_whole(found: Found, team: Team) -> Manifest:
             findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
         except ValueError as wrong:
             findings = [str(wrong)]
-    findings = _all_of(agree(team, findings, failed.error))
+    findings = _all_of(agree(team, findings, error=failed.error))
     if manifest is None or findings:
         beside = others(found.path)
         advice = f"Restore what is damaged from a copy, or load another: {', '.join(beside)}" if beside else ""
@@ -172,7 +172,11 @@ def _all_of(told: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _agree_fit(
-    path: Path, manifest: Manifest, pipe: nn.Module | None, optimizer: torch.optim.Optimizer | None, team: Team
+    path: Path,
+    manifest: Manifest,
+    pipe: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    team: Communicator,
 ) -> tuple[Ready, Any]:
     """What goes into the model, and what the user added, when all ranks have read theirs and everything fits."""
     ready, extra, failed = Ready(), None, FirstError()
@@ -180,7 +184,7 @@ def _agree_fit(
         extra = decoded(manifest.extra, _shelf(path, manifest, EXTRA), "extra", ready)
         if pipe is not None:
             _read(path, manifest, pipe, optimizer, ready)
-    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], failed.error)
+    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
     findings = _all_of([each[0] for each in told])
     names, trained = ({name for each in told for name in each[at]} for at in (1, 2))
     if not findings:

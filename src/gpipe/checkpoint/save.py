@@ -23,7 +23,7 @@ from torch import nn
 from gpipe.checkpoint.folder import Draft, begin
 from gpipe.checkpoint.gather import Part, copied, gather
 from gpipe.checkpoint.write import Job, await_parts, begin_part, finish, note_failure, write_part
-from gpipe.distributed.agree import FirstError, Team, agree, agree_on, team_of
+from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Saving:
     ('step_0', True)
     """
 
-    def __init__(self, job: Job, team: Team, draft: Draft | None) -> None:
+    def __init__(self, job: Job, team: Communicator, draft: Draft | None) -> None:
         self._job = job
         self._team = team
         self._draft = draft  # of rank 0 alone
@@ -90,7 +90,7 @@ class Saving:
         try:
             with self._failed:
                 write_part(self._job)
-            agree(self._team, None, self._failed.error)
+            agree(self._team, error=self._failed.error)
             with self._failed:
                 self._finish()
             self._settle()
@@ -127,7 +127,7 @@ class Saving:
     def _settle(self) -> None:
         """Has all ranks know whether all went well."""
         try:
-            self._name = agree(self._team, self._name, self._failed.error)[0]
+            self._name = agree(self._team, self._name, error=self._failed.error)[0]
         except BaseException:
             self._name = None
             self._discard()
@@ -211,7 +211,7 @@ def _begin(
     limit: float,
 ) -> Saving:
     """Collects what this rank has to save, and has all ranks agree where it is written."""
-    team, part, draft, failed = team_of(pipe), Part(), None, FirstError()
+    team, part, draft, failed = communicator_of(pipe), Part(), None, FirstError()
     with failed:
         part = _checked(pipe, optimizer, extra, keep, team.rank)
         if background:
@@ -265,10 +265,10 @@ def settle(pipe: nn.Module | None) -> None:
         before.wait_once()
 
 
-def _agree_where(team: Team, same: dict[str, Any], draft: Draft | None, failed: FirstError) -> str:
+def _agree_where(team: Communicator, same: dict[str, Any], draft: Draft | None, failed: FirstError) -> str:
     """The name of the draft's folder, which rank 0 tells; if any rank failed, nothing stays of it."""
     try:
-        name: str = agree_on(team, same, None if draft is None else draft.path.name, failed.error)[0]
+        name: str = agree(team, None if draft is None else draft.path.name, same=same, error=failed.error)[0]
     except BaseException:
         if draft is not None:
             draft.discard()
@@ -290,7 +290,7 @@ def _checked(
     return part
 
 
-def _numbers(pipe: "GPipe", team: Team) -> dict[str, Any]:
+def _numbers(pipe: "GPipe", team: Communicator) -> dict[str, Any]:
     return {
         "step_number": pipe.step_number,
         "seed": pipe.seed,

@@ -7,7 +7,7 @@ from types import FrameType
 
 from torch import nn
 
-from gpipe.distributed.agree import team_of
+from gpipe.distributed.agree import communicator_of
 
 TERMINATED = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
 
@@ -16,7 +16,7 @@ class Termination:
     """Whether this run is to end; called once a step, by every rank."""
 
     def __init__(self, pipe: nn.Module) -> None:
-        self._team = team_of(pipe)
+        self._team = communicator_of(pipe)
         self._asked = 0
 
     def __call__(self) -> int:

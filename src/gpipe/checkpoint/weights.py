@@ -19,7 +19,7 @@ from gpipe.checkpoint.gather import first_names
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.checkpoint.tensors import Shelf, encoded, why_not_storable
-from gpipe.distributed.agree import FirstError, agree, agree_on, team_of
+from gpipe.distributed.agree import FirstError, agree, communicator_of
 from gpipe.stages.layout import whole
 
 SINGLE = "model.safetensors"
@@ -58,14 +58,14 @@ def load_weights(
     """
     check_order(folder, pipe, "load_weights")
     settle(pipe)
-    team, path = team_of(pipe), Path(os.path.abspath(folder))
+    team, path = communicator_of(pipe), Path(os.path.abspath(folder))
     ready, there, failed = Ready(), list[str](), FirstError()
     with failed:
         shelf = _open(path, ready)
         if not ready.findings:
             there = list(shelf.home)
             _read(pipe, shelf, rename, ready)
-    told = agree_on(team, {"folder": str(path)}, [ready.findings, sorted(ready.names)], failed.error)
+    told = agree(team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error)
     findings = list(dict.fromkeys(finding for each in told for finding in each[0]))
     known = {name for each in told for name in each[1]}
     odd = [name for name in there if name not in known]
@@ -167,7 +167,7 @@ def save_weights(
     """
     check_order(folder, pipe, "save_weights")
     settle(pipe)
-    team, path = team_of(pipe), Path(os.path.abspath(folder))
+    team, path = communicator_of(pipe), Path(os.path.abspath(folder))
     shards, failed = list[dict[str, Tensor]](), FirstError()
     with failed:
         own = _own(pipe, rename)
@@ -176,17 +176,17 @@ def save_weights(
         if team.rank == 0:
             make_folder(path)
     token = secrets.token_hex(4)
-    told = agree_on(team, {"folder": str(path)}, [token, [list(shard) for shard in shards]], failed.error)
+    told = agree(team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error)
     token, files = told[0][0], _files([names for _, lists in told for names in lists])
     first = sum(len(lists) for _, lists in told[: team.rank])
     with failed:
         for name, shard in zip(list(files)[first:], shards, strict=False):
             write_file(path / f"{name}.tmp-{token}", encoded(shard))
-    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), failed.error)
+    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error)
     with failed:
         if team.rank == 0:
             _put_in_place(path, files, token, sum(sizes))
-    agree(team, None, failed.error)
+    agree(team, error=failed.error)
 
 
 def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:

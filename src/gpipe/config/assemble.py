@@ -15,6 +15,7 @@ from gpipe.config.arguments import Arguments, Mistakes, draw_seed, follow_plan
 from gpipe.config.auto_remat import AUTO, memory_by_row
 from gpipe.config.schedules import count_ranks, read_schedule
 from gpipe.config.settings import Settings, settle
+from gpipe.distributed.agree import agree
 from gpipe.distributed.construction import BUILDING, LINKING, Agreement
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.mesh import Position, find_position, is_joined
@@ -192,9 +193,7 @@ def _with_own_layers(
 
 def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None:
     """Checks that all processes have settled for the same."""
-    mistakes = Mistakes()
-    mistakes.found = agreement.compare(
-        LINKING,
+    same = dict(
         partitions=settings.layers_per_partition,
         micro_batches=settings.micro_batches,
         remat=settings.remat,
@@ -210,7 +209,7 @@ def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None
         path=[] if settings.replayed is None else settings.replayed.outlines(),
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
-    mistakes.raise_all()
+    agree(agreement, same=same)
 
 
 def _words(layer: nn.Module) -> str:

@@ -1,54 +1,54 @@
-"""What the processes of a pipe tell each other between runs, and how they come to do the same.
-
-Each has one word: all tell something at the same time, and hear what each told. Alone, a process hears itself.
-"""
+"""How the ranks of a pipe come to do the same between runs: `agree` gathers a value from each, or raises on all."""
 
 import json
+import zlib
 from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from gpipe.errors import RemoteError
 
-Told = TypeVar("Told")
+LONGEST_SHOWN = 300  # characters of a setting; what is longer is cut, and compared by its checksum
 
 
-class Team(Protocol):
-    """The processes of a pipe; in one process there is one, however many stages it runs.
+class Communicator(Protocol):
+    """The processes of a pipe; in one process there is one rank, however many stages it runs.
 
     Attributes:
         rank: The number of this process.
         size: How many processes there are.
     """
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...  # noqa: D102 see above
+    @property
+    def size(self) -> int: ...  # noqa: D102
 
-    def exchange(self, told: bytes) -> list[bytes]:
-        """Tells all processes something, and gives what each told, by rank. Every process calls it, as often."""
+    def exchange(self, message: bytes, /) -> list[bytes]:
+        """Sends a message to all processes, and gathers those of all, by rank. Every process calls it, as often."""
 
     def gone(self) -> Collection[int]:
         """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
 
 
-class Alone:
-    """One process."""
+class SingleProcess:
+    """The communicator of one process."""
 
     rank = 0
     size = 1
 
-    def exchange(self, told: bytes) -> list[bytes]:
-        """Gives what was told."""
-        return [told]
+    def exchange(self, message: bytes, /) -> list[bytes]:
+        """Gives the message."""
+        return [message]
 
     def gone(self) -> Collection[int]:
         """No rank: there is none but this process."""
         return ()
 
 
-def team_of(pipe: object) -> Team:
+def communicator_of(pipe: object) -> Communicator:
     """The processes that a pipe, or plain layers, are trained by."""
-    return getattr(pipe, "team", None) or Alone()
+    return getattr(pipe, "team", None) or SingleProcess()
 
 
 class FirstError:
@@ -77,64 +77,66 @@ class FirstError:
         return True
 
 
-def agree(team: Team, told: Any = None, error: Exception | None = None) -> list[Any]:
-    """Tells all ranks something that JSON can hold, and gives what each told, by rank; every rank calls it.
+def agree(
+    ranks: Communicator,
+    value: Any = None,
+    *,
+    same: Mapping[str, object] | None = None,
+    error: Exception | None = None,
+) -> list[Any]:
+    """Gathers a value that JSON can hold from all ranks, by rank; every rank calls it.
+
+    Args:
+        ranks: Who has to agree.
+        value: This rank's value.
+        same: Settings by name, which must be the same on all ranks; compared by their `repr`.
+        error: What failed on this rank; then `agree` raises on all.
 
     Raises:
         Exception: `error`, if this rank has one.
         RemoteError: Another rank has one.
+        ValueError: The settings differ, on all ranks alike.
 
-    >>> agree(Alone(), {"epoch": 3})
+    >>> agree(SingleProcess(), {"epoch": 3}, same={"seed": 1})
     [{'epoch': 3}]
     """
+    settings = {name: _shown(setting) for name, setting in (same or {}).items()}
     fault = None if error is None else [type(error).__name__, str(error)]
-    heard = [json.loads(each.decode()) for each in team.exchange(json.dumps({"told": told, "fault": fault}).encode())]
-    faults = {rank: each["fault"] for rank, each in enumerate(heard) if each["fault"]}
+    message = json.dumps({"value": value, "same": settings, "fault": fault})
+    gathered = [json.loads(remote.decode()) for remote in ranks.exchange(message.encode())]
+    faults = {rank: remote["fault"] for rank, remote in enumerate(gathered) if remote["fault"]}
     if error is not None:
         for rank, (kind, text) in faults.items():
-            if rank != team.rank:
+            if rank != ranks.rank:
                 error.add_note(f"rank {rank} failed too: {kind}: {text}")
         raise error
     if faults:
         first = min(faults)
         lines = [f"rank {rank} failed: {kind}: {text}" for rank, (kind, text) in faults.items()]
         raise RemoteError("\n".join(lines), first, faults[first][0])
-    return [each["told"] for each in heard]
+    if different := differences({rank: remote["same"] for rank, remote in enumerate(gathered)}):
+        raise ValueError(f"all ranks must be given the same: {'; '.join(different)}")
+    return [remote["value"] for remote in gathered]
 
 
-def agree_on(team: Team, same: dict[str, Any], told: Any = None, error: Exception | None = None) -> list[Any]:
-    """Like `agree`, for ranks that were all given the same."""
-    heard = agree(team, {"same": same, "told": told}, error)
-    mistakes = [
-        f"{name} is {value!r} on rank {rank} and {by_rank[0]!r} on rank 0"
-        for name, by_rank in find_different(dict(enumerate(each["same"] for each in heard))).items()
-        for rank, value in by_rank.items()
-        if value != by_rank[0]
-    ]
-    if mistakes:
-        raise ValueError("all ranks must be given the same: " + "; ".join(mistakes))
-    return [each["told"] for each in heard]
+def differences(settings: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """What should be the same on some ranks and is not, by its text; of the ranks with equal ones the first is named.
 
-
-def any_says(team: Team, so: bool) -> bool:
-    """Whether any rank says so; every rank calls it.
-
-    >>> any_says(Alone(), True)
-    True
+    >>> differences({0: {"seed": "3", "remat": "True"}, 1: {"seed": "4", "remat": "True"}})
+    ['seed is 3 on rank 0 and 4 on rank 1']
     """
-    return any(told == b"1" for told in team.exchange(b"1" if so else b"0"))
+    found = []
+    for name in dict.fromkeys(name for remote in settings.values() for name in remote):
+        first: dict[str, int] = {}
+        for rank, remote in settings.items():
+            first.setdefault(remote.get(name, "missing"), rank)
+        if len(first) > 1:
+            found.append(f"{name} is " + " and ".join(f"{value} on rank {rank}" for value, rank in first.items()))
+    return found
 
 
-def find_different(told: Mapping[int, Mapping[str, Told]]) -> dict[str, dict[int, Told]]:
-    """What ranks told that should be the same and is not: by name, and then by rank.
-
-    >>> find_different({0: {"seed": 3, "remat": True}, 1: {"seed": 4, "remat": True}})
-    {'seed': {0: 3, 1: 4}}
-    """
-    names = next(iter(told.values()))
-    by_name = {name: {rank: each[name] for rank, each in told.items()} for name in names}
-    return {
-        name: by_rank
-        for name, by_rank in by_name.items()
-        if any(value != next(iter(by_rank.values())) for value in by_rank.values())
-    }
+def _shown(setting: object) -> str:
+    text = repr(setting)
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    return f"{text[:LONGEST_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"

@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +19,6 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from gpipe.distributed.agree import find_different
 from gpipe.distributed.failures import LONG, SILENCE, Report, error_of, report_of
 from gpipe.distributed.local import checked_report
 from gpipe.distributed.meeting import meet
@@ -60,6 +58,16 @@ class Agreement:
         self._theirs = dict.fromkeys(self._told, COMING)  # what they are at
         self._bad: list[Report] = []
         self._meeting = meet(default_device())
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, in the pipe if that is known."""
+        return self._number(self._own)
+
+    @property
+    def size(self) -> int:
+        """How many processes the pipe has, or the world as long as it has none."""
+        return len(self._told) + 1 if self.position is None else len(self.position.members)
 
     def __enter__(self) -> Self:
         return self
@@ -164,20 +172,13 @@ class Agreement:
         known = () if self.position is None else self.position.members
         return known.index(member) if member in known else member
 
-    def compare(self, next_at: str, **settings: object) -> list[str]:
-        """Says which settings differ between the processes, and on which ranks."""
-        sums = {name: zlib.crc32(repr(value).encode()) for name, value in settings.items()}
-        every = self.tell(next_at, sums=sums, shown={name: str(value)[:60] for name, value in settings.items()})
-        told = {
-            rank: {name: (theirs["sums"].get(name), theirs["shown"].get(name, "none")) for name in settings}
-            for rank, theirs in enumerate(every)
-        }
-        mistakes = []
-        for name, by_rank in find_different(told).items():
-            last_of = {checksum: (rank, text) for rank, (checksum, text) in by_rank.items()}
-            found = ", ".join(f"{text} (rank {rank})" for rank, text in sorted(last_of.values()))
-            mistakes.append(f"{name} differs between the processes: {found}; give the same everywhere")
-        return mistakes
+    def exchange(self, message: bytes, /) -> list[bytes]:
+        """Sends a message to all processes of the pipe, and gathers those of all, by rank."""
+        return [theirs["message"].encode() for theirs in self.tell(LINKING, message=message.decode())]
+
+    def gone(self) -> tuple[int, ...]:
+        """None that is known: who is gone ends the agreement."""
+        return ()
 
 
 def _refuse_other_versions(versions: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from gpipe.distributed.agree import differences
 from gpipe.distributed.net import Net
 from gpipe.distributed.untrusted import damaged
 from gpipe.stages.messages import Control, Label
@@ -95,13 +96,13 @@ def _fits(numbers: Tensor) -> bool:
     return count >= 0 and len(numbers) - NUMBERS - 1 in (count, 2 * count)
 
 
+def _in_words(header: Header) -> dict[str, str]:
+    return {words: str(int(getattr(header, name))) for name, words in WORDS.items()}
+
+
 def compare(told: Header, first: int, own: Header, rank: int) -> None:
     """Checks that this process does what that of the first stage does."""
-    mistakes = [
-        f"{words} is {getattr(told, name)} on rank {first} and {int(getattr(own, name))} on rank {rank}"
-        for name, words in WORDS.items()
-        if getattr(told, name) != getattr(own, name)
-    ]
+    mistakes = differences({first: _in_words(told), rank: _in_words(own)})
     if mistakes:
         mistakes = mistakes[:1] if told.asked != own.asked else mistakes  # all else follows
         raise ValueError(

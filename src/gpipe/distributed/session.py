@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe.distributed.agree import find_different
+from gpipe.distributed.agree import differences
 from gpipe.distributed.call import PipelinedCall
 from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.distributed.handshake import Asked, Header
@@ -268,12 +268,8 @@ class Session:
         if self.position is None or self.replicas == 1:
             return
         ranks = self.position.ranks_of_row
-        every = peers.tell_replicas(Control.REDUCTION, {"reduction": given.kind, "scale": given.scale})
-        mistakes = [
-            ", ".join(f"{name} is {value!r} on rank {rank}" for rank, value in by_rank.items())
-            for name, by_rank in find_different(dict(zip(ranks, every, strict=True))).items()
-        ]
-        if mistakes:
+        every = peers.tell_replicas(Control.REDUCTION, {"reduction": repr(given.kind), "scale": repr(given.scale)})
+        if mistakes := differences(dict(zip(ranks, every, strict=True))):
             raise ValueError(
                 f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
                 f"reduction, scale and scaler in every process"

@@ -157,13 +157,13 @@ ODD: Mapping[str, dict[str, Any]] = {
 }
 """What one rank gives that the others do not."""
 NAMED: Mapping[str, str] = {
-    **{name: f"{name} differs" for name in ODD},
-    "another K": "partitions differs",
+    **{name: f"{name} is " for name in ODD},
+    "another K": "partitions is ",
     "a K that cannot be": "partitions=3 over 4 processes",
-    "remat of one stage": "remat differs",
-    "no seed": "seed differs",
-    "a wider layer": "layer 4 differs",
-    "another activation": "layer 1 differs",
+    "remat of one stage": "remat is ",
+    "no seed": "seed is ",
+    "a wider layer": "layer 4 is ",
+    "another activation": "layer 1 is ",
     "a layer more": "layers on rank",
     "no M": "micro_batches=0",
 }
