@@ -1,10 +1,11 @@
 """What the pages name is there: pages and headings that they link to, files, commands of make, public names."""
 
 import re
-import tomllib
+import runpy
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -62,13 +63,24 @@ def test_the_reference_has_every_public_name() -> None:
     assert [name for name in names if not re.search(rf":: {re.escape(name)}$", reference, re.MULTILINE)] == []
 
 
-def test_contributing_lists_the_packages_of_the_house() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    house = [set(layer.split(" | ")) for layer in contracts[0]["layers"]]
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    listed = [set(re.findall(r"`(\w+)`", row)) for row in rows]
-    assert set().union(*listed) == set().union(*house) - {"models"}
-    assert len(rows) == 13
+def test_the_picture_of_the_packages_is_what_is_drawn_from_the_contracts() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "_ext" / "packages.py"))["draw"]()
+    assert (ROOT / "docs" / "packages.svg").read_text() == drawn, "run `python docs/_ext/packages.py`"
+    ElementTree.fromstring(drawn)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / "internals.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
+def test_names_that_stand_with_their_file_are_defined_in_it(page: Path) -> None:
+    """Such as `Worker.backward` (`runtime/worker.py`)."""
+    lost = []
+    for name, file in re.findall(r"`([\w.]+)`\s\(`([\w/]+\.py)`\)", page.read_text()):
+        source = (ROOT / "src" / "gpipe" / file).read_text()
+        *_, last = name.split(".")
+        if not re.search(rf"^\s*(?:(?:def|class) {last}\b|{last}(?:: .*)? = )", source, re.MULTILINE):
+            lost.append((name, file))
+    assert lost == []
 
 
 def test_everything_in_the_reference_has_an_example() -> None:

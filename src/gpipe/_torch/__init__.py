@@ -1,4 +1,4 @@
-"""All of torch that gpipe uses and torch does not document, under names that say what it stands for.
+"""All of torch that is private, under names that say what it stands for.
 
 A new torch may rename or change any of it: `tests/test_torch_private.py` tries each on the torch that is installed,
 and says what broke, what it is for and where it is used. What differs between versions of torch is told apart here

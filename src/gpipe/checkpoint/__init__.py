@@ -1,4 +1,4 @@
-"""Checkpoints: what a run needs to go on, on disk, whole or not at all.
+"""Saving and loading a run: on disk whole or not at all.
 
     folder/
         latest                          the name of the newest checkpoint, and the SHA-256 of its manifest

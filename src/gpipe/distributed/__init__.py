@@ -1,4 +1,4 @@
-"""A pipe over several processes: what they tell each other, before, in and between mini-batches.
+"""A pipe over processes: how they meet, agree, send, add up gradients, and detect failures.
 
 Messages between processes: nothing here knows what a pipeline is.
 """

@@ -1,4 +1,4 @@
-"""Plans for networks: which way of training them is fastest on devices that they fit on.
+"""What layers cost, and the fastest plan for them on given devices.
 
 What each layer costs: measured or counted.
 """

@@ -1,4 +1,4 @@
-"""Pictures and tables of timelines: pure functions from what happened to text.
+"""Recorded steps: where time and memory went, and what to change, as text, pictures and a page.
 
 What recorded steps show: where their time went, and what would make them faster.
 """

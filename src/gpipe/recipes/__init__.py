@@ -1,1 +1,1 @@
-"""What `gpipe train` trains, on the public interface alone, as your own code would."""
+"""What `gpipe train` trains, with its models and data, by the public interface alone."""

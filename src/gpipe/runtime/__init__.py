@@ -1,1 +1,1 @@
-"""One mini-batch in one process: the executor of programs."""
+"""One mini-batch: the loop over actions, its workers, threads and streams."""

@@ -1,1 +1,1 @@
-"""What a pipeline will do, as data and pure functions: programs, schedules, cuts. Nothing here imports torch."""
+"""What will be done, as data: actions, rules, laws, lowering, the ten schedules, the simulator."""

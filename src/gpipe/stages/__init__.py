@@ -1,4 +1,4 @@
-"""The user's layers: built, cut into stages, and what a pipeline must know of them.
+"""The user's layers as stages: boundaries, skips, shared weights, buffers, random numbers.
 
 What flows between layers: trees of tensors, how they lie in memory, cut at stage boundaries.
 

@@ -1,4 +1,4 @@
-"""Any model as layers: its own forward is replayed, and each layer computes its part of it.
+"""Any model as stages: its forward is traced, cut, and interpreted part by part.
 
 Runs a model once, whole, writes down the path of its forward, and proves it.
 
