@@ -132,8 +132,9 @@ class MiniBatchRun:
         self, rows: CompiledRows, ambient: Ambient, recorder: Recorder | None, threads: RankThreads | None
     ) -> None:
         streams = {worker.rank: worker.stream for worker in self.workers}
-        for stream in streams.values():
-            stream.begin()
+        for worker in self.workers:
+            worker.begin()
+            worker.stream.begin()
         if recorder is not None:
             recorder.begin(streams)
         here = Ambient.here()  # for a backward, not what its forward had around it

@@ -29,7 +29,7 @@ from gpipe.stages.losses import NO_GRADIENT, call_loss
 from gpipe.stages.messages import Label, Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
-from gpipe.stages.stage import LayerProgress, RngKey, Stage, StageOutput
+from gpipe.stages.stage import LayerProgress, RngKey, Stage, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
 _NOTHING = nullcontext()
@@ -70,12 +70,16 @@ class Worker:
         self.deferred: dict[int, DeferredStatistics] = {}
         self.commits: list[int] = []
         self._doubts: list[Tensor] = []  # on a GPU: whether recomputes differ from their forwards
-        for stage, ends in stages.values():
+        self.runs = {index: StageRun(stage) for index, (stage, _) in stages.items()}
+        if batch.deferred_batch_norm:
+            self.deferred = {index: DeferredStatistics.of(run.buffers.modules) for index, run in self.runs.items()}
+
+    def begin(self) -> None:
+        """Begins a pass over micro-batches: forwards, backwards, or both. Others may have used the layers since."""
+        for stage, ends in self.stages.values():
             stage.begin()
-            if ends.recomputed or batch.examines:
-                stage.buffers.find()
-            if batch.deferred_batch_norm:
-                self.deferred[stage.index] = DeferredStatistics.of(stage.buffers.modules)
+            if ends.recomputed or self.batch.examines:
+                self.runs[stage.index].buffers.find()
 
     def do(self, step: Step) -> None:
         """Does a step, once what it takes is here."""
@@ -107,7 +111,7 @@ class Worker:
         saved = Saved(self._given(step))
         self.saved[step.stage, m] = saved
         again = m in ends.recomputed
-        before = stage.buffers.before() if again else None
+        before = self.runs[step.stage].buffers.before() if again else None
         grads = stage.gradients() if self.batch.examines else None
         if step.stage in self.deferred:
             with self.deferred[step.stage].collect(m):
@@ -117,12 +121,12 @@ class Worker:
         if grads is not None and grads != stage.gradients():
             raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=stage))
         if before is None:
-            stage.buffers.forget()
+            self.runs[step.stage].buffers.forget()
         else:
-            stage.buffers.after(before)
+            self.runs[step.stage].buffers.after(before)
             saved.snapshot = before
         if ends.outs:
-            crossings, saved.roots = stage.cut(made.values)
+            crossings, saved.roots = self.runs[step.stage].cut(made.values)
             self._give(step, crossings)
         elif self.batch.loss_fn is None:
             self.batch.outputs[m] = Output.of(made.values[0])
@@ -140,7 +144,10 @@ class Worker:
         m = step.micro_batch
         saved = self.saved[step.stage, m]
         deferred = self.deferred.get(step.stage)
-        with stage.buffers.as_before(saved.snapshot or {}), deferred.aside() if deferred else _NOTHING:
+        with (
+            self.runs[step.stage].buffers.as_before(saved.snapshot or {}),
+            deferred.aside() if deferred else _NOTHING,
+        ):
             made = self._run(stage, ends, saved, m)
             self._compare(stage, ends, saved, m, made)
         saved.snapshot = None
@@ -193,7 +200,9 @@ class Worker:
         for_loss = () if ends.outs else self.batch.loss_pops
         with self._around_layers():
             value, key = entered[-1].value, self._rng_key(m)
-            made = stage.forward(value, arrived, ends.skips_out, for_loss, key, saved.progress)
+            made = stage.forward(
+                value, arrived, ends.skips_out, for_loss, key, saved.progress, self.runs[stage.index].modes
+            )
         for end, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
             hooked = one.hooked()
             known = crossing.ancestors is not None
@@ -201,7 +210,7 @@ class Worker:
                 hooked and not known and (len(one.aliases) > 1 or not end.alone)
             ):
                 raise RuntimeError(HOOKED.format(stage=stage))
-            if crossing.shares_storage and stage.in_place.changed & set(map(id, tensors_in(one.value))):
+            if crossing.shares_storage and not made.changed.isdisjoint(map(id, tensors_in(one.value))):
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
         return made
 
@@ -234,15 +243,15 @@ class Worker:
         leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
         if self.owners is not None:
             self.owners.check(step.stage, roots, leaves)
-        before = stage.buffers.before() if self.batch.examines else None
+        before = self.runs[step.stage].buffers.before() if self.batch.examines else None
         owed = [one.owed for (at, _), one in self.saved.items() if at == step.stage and one.owed is not None]
         with self._in_backward(stage, saved):
-            if step.action.kind is Kind.BACKWARD or stage.is_sharded:
+            if step.action.kind is Kind.BACKWARD or self.runs[step.stage].is_sharded:
                 run_whole_backward(roots, gradients, owed)
             else:
                 saved.owed = backward_input(roots, gradients, leaves, owed)
         if before is not None:
-            self.batch.findings += written_in_backward(stage, before)
+            self.batch.findings += written_in_backward(self.runs[step.stage], before)
         del gradients
         set_apart(saved.gradients, saved.owed.gradients if saved.owed else ())
         if step.stage:

@@ -173,9 +173,8 @@ def untouched(layer: nn.Module) -> Iterator[None]:
             if parameter.device != data.device:
                 parameter.data = data
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # raises no version: a backward that is to come may have saved the buffer
 
 
 def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:

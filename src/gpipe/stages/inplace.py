@@ -44,7 +44,6 @@ class InPlaceCheck:
 
     def __init__(self) -> None:
         self.works_in_place: dict[Modes, bool] = {}
-        self.changed: set[int] = set()  # of the latest run, by identity
 
     def prepare(self, value: Tree, arrived: Mapping[str, Tensor | None], modes: Modes) -> StageInput:
         """Gives the stage what it may work on: copies, unless it is known not to work in place."""
@@ -58,17 +57,21 @@ class InPlaceCheck:
             value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
         return StageInput(value, arrived, main, given, used, [version(tensor) for tensor in used], copied)
 
-    def check(self, inputs: StageInput, modes: Modes, stage: object) -> None:
-        """Looks at what the stage did to what it worked on, and refuses what would differ without the cut."""
+    def check(self, inputs: StageInput, modes: Modes, stage: object) -> frozenset[int]:
+        """Looks at what the stage did to what it worked on, and refuses what would differ without the cut.
+
+        Gives the ids of what it was given and changed, or would have.
+        """
         changed = [at for at, tensor in enumerate(inputs.used) if version(tensor) != inputs.versions[at]]
-        self.changed = {id(inputs.given[at]) for at in changed}
+        ids = frozenset(id(inputs.given[at]) for at in changed)
         if not changed and (modes in self.works_in_place or any(tensor.is_inference() for tensor in inputs.used)):
-            return
+            return ids
         self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not inputs.copied:
             raise RuntimeError(f"{stage} has {BEGUN_IN_PLACE}")
         if any(_share_storage(inputs.given[at], other) for at in changed for other in tensors_in(inputs.main)):
             raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
+        return ids
 
     def forget(self, modes: Modes) -> None:
         """Finds out anew: the stage may have begun to work in place, which torch refuses on a leaf."""

@@ -12,7 +12,7 @@ from gpipe._torch.modules import NormWithStatistics
 from gpipe.stages.boundary import leaves_of
 from gpipe.stages.buffers import SavedBuffers, Slot
 from gpipe.stages.layout import storage_address
-from gpipe.stages.stage import Layer, Stage, stage_of_layers
+from gpipe.stages.stage import Layer, Stage, StageRun, stage_of_layers
 from gpipe.stages.tree import version
 
 FOREIGN = (
@@ -85,10 +85,10 @@ def tensors_left_on(stages: Iterable[Stage], *, graphs: bool = False) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def written_in_backward(stage: Stage, before: SavedBuffers) -> list[str]:
+def written_in_backward(run: StageRun, before: SavedBuffers) -> list[str]:
     """What is to be told of the buffers that a backward of a stage has written."""
-    written = {f"{type(module).__name__}.{name}": None for module, name in stage.buffers.after(before)}
-    return [WRITES_IN_BACKWARD.format(stage=stage, names=", ".join(written))] if written else []
+    written = {f"{type(module).__name__}.{name}": None for module, name in run.buffers.after(before)}
+    return [WRITES_IN_BACKWARD.format(stage=run.stage, names=", ".join(written))] if written else []
 
 
 def find_shared_norm(stages: Sequence[Stage]) -> str | None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from gpipe._torch.autograd import next_node_number
 from gpipe.stages.boundary import BoundaryValue, cut, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.digest import differ, digest
-from gpipe.stages.inplace import InPlaceCheck
+from gpipe.stages.inplace import InPlaceCheck, Modes
 from gpipe.stages.layout import copy_of, is_sharded, storage_address
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.skips import Pop, Stashed, alias, unpack_stashes
@@ -98,72 +99,37 @@ def layer_at(layers: Sequence[Layer], at: int) -> str | None:
 
 
 class StageOutput(NamedTuple):
-    """What a stage made of a micro-batch: a value for each route out, the main one last, and what the loss pops."""
+    """What a stage made of a micro-batch.
+
+    Attributes:
+        values: One for each route out, the main one last.
+        for_loss: What the loss pops.
+        changed: The ids of the tensors that the stage was given and would have changed in place.
+    """
 
     values: list[Tree]
     for_loss: Mapping[str, Tensor | None]
+    changed: frozenset[int]
 
 
 class Stage:
-    """Consecutive layers, run one after another for a micro-batch."""
+    """Consecutive layers, run one after another for a micro-batch. What a mini-batch leaves is in its `StageRun`."""
 
     def __init__(self, index: int, layers: Sequence[Layer], device: torch.device) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
-        self.buffers = Buffers([layer.module for layer in layers])
         self.in_place = InPlaceCheck()
         self.first = self.layers[0].index
         self.shared: frozenset[Slot] = frozenset()  # where parameters stand that several layers use
-        self.begin()
 
     def begin(self) -> None:
-        """Begins a run: notes what its layers' modes are, for the whole of it."""
-        self._memory: set[int] | None = None
-        self._ancestors: dict[int, set[int]] = {}
-        self._is_sharded: bool | None = None
-        self.modes = tuple([layer.module.training for layer in self.layers])
-
-    def cut(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
-        """Cuts what leaves the stage from its graph: what to send, and the tensors whose gradients come back.
-
-        Buffers leave as copies, since a later forward may write them. What crosses is told which of its leaves others
-        were made from that cross too, as in the first micro-batch of the run, and whether it shares memory with them.
-        """
-        found = [cut(value) for value in values]
-        crossings, roots = [crossing for crossing, _ in found], [some for _, some in found]
-        flat = [root for some in roots for root in some]
-        if len(flat) not in self._ancestors:
-            self._ancestors[len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
-        first = 0
-        for crossing, some in zip(crossings, roots, strict=True):
-            crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
-            first += len(some)
-            if not all(tensor.requires_grad for tensor in tensors_in(crossing.value)):
-                crossing.value = replace_tensors(crossing.value, self._apart)
-            crossing.check(self)  # notes versions
-        if len(crossings) > 1:
-            storages = [{storage_address(tensor) for tensor in tensors_in(one.value)} - {0} for one in crossings]
-            used = Counter(address for some in storages for address in some)
-            for crossing, own in zip(crossings, storages, strict=True):
-                crossing.shares_storage = any(used[address] > 1 for address in own)
-        return crossings, roots
-
-    def _apart(self, tensor: Tensor) -> Tensor:
-        """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
-        if self._memory is None:
-            modules = (module for layer in self.layers for module in layer.module.modules())
-            held = (t for own in modules for t in (*own._parameters.values(), *own._buffers.values()))
-            self._memory = {storage_address(t) for t in held if t is not None} - {0}
-        return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
+        """Follows what was changed in the layers since; before each pass over micro-batches."""
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether `fully_shard` was told of one of its modules."""
-        if self._is_sharded is None:
-            modules = (module for layer in self.layers for module in layer.module.modules())
-            self._is_sharded = any(map(is_sharded, modules))
-        return self._is_sharded
+    def modules(self) -> list[nn.Module]:
+        """The modules of the layers, each layer with all inside of it."""
+        return [module for layer in self.layers for module in layer.module.modules()]
 
     def parameter_ids(self) -> set[int]:
         """The parameters of the layers, by identity."""
@@ -191,6 +157,7 @@ class Stage:
         for_loss: Sequence[Pop],
         rng_key: RngKey,
         progress: LayerProgress,
+        modes: Modes,
     ) -> StageOutput:
         """Runs the layers.
 
@@ -201,8 +168,8 @@ class Stage:
             for_loss: What the loss pops, if this is the last stage.
             rng_key: When this is.
             progress: Is told how far the run got.
+            modes: Whether each layer is in training mode.
         """
-        modes = self.modes
         stage_input = self.in_place.prepare(value, arrived, modes)
         held: dict[str, Stashed] = {}
         try:
@@ -210,9 +177,10 @@ class Stage:
         except RuntimeError:
             self.in_place.forget(modes)
             raise
-        self.in_place.check(stage_input, modes, self)
+        changed = self.in_place.check(stage_input, modes, self)
         values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
-        return StageOutput(values, {pop.name: self._pop(pop, stage_input.arrived, held) for pop in for_loss})
+        popped = {pop.name: self._pop(pop, stage_input.arrived, held) for pop in for_loss}
+        return StageOutput(values, popped, changed)
 
     def _run(
         self,
@@ -268,6 +236,62 @@ class Stage:
                 value, tensors = unpack_stashes(value, layer.stash)
                 held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
         return None
+
+
+class StageRun:
+    """A stage in one mini-batch: what it is found to be, once, and what it keeps between micro-batches.
+
+    Attributes:
+        stage: The stage.
+        modes: Whether each of its layers is in training mode.
+        buffers: What its forwards change, for recomputes.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.modes: Modes = tuple([layer.module.training for layer in stage.layers])
+        self.buffers = Buffers([layer.module for layer in stage.layers])
+        self._ancestors: dict[int, set[int]] = {}
+
+    def cut(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
+        """Cuts what leaves the stage from its graph: what to send, and the tensors whose gradients come back.
+
+        Buffers leave as copies, since a later forward may write them. What crosses is told which of its leaves others
+        were made from that cross too, as in the first micro-batch of the run, and whether it shares memory with them.
+        """
+        found = [cut(value) for value in values]
+        crossings, roots = [crossing for crossing, _ in found], [some for _, some in found]
+        flat = [root for some in roots for root in some]
+        if len(flat) not in self._ancestors:
+            self._ancestors[len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
+        first = 0
+        for crossing, some in zip(crossings, roots, strict=True):
+            crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
+            first += len(some)
+            if not all(tensor.requires_grad for tensor in tensors_in(crossing.value)):
+                crossing.value = replace_tensors(crossing.value, self._apart)
+            crossing.check(self.stage)  # notes versions
+        if len(crossings) > 1:
+            storages = [{storage_address(tensor) for tensor in tensors_in(one.value)} - {0} for one in crossings]
+            used = Counter(address for some in storages for address in some)
+            for crossing, own in zip(crossings, storages, strict=True):
+                crossing.shares_storage = any(used[address] > 1 for address in own)
+        return crossings, roots
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
+        return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
+
+    @cached_property
+    def _memory(self) -> set[int]:
+        """Where the parameters and buffers lie."""
+        held = (t for own in self.stage.modules for t in (*own._parameters.values(), *own._buffers.values()))
+        return {storage_address(t) for t in held if t is not None} - {0}
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether `fully_shard` was told of one of its modules."""
+        return any(map(is_sharded, self.stage.modules))
 
 
 def stage_of_layers(stages: Sequence[Stage]) -> list[int]:

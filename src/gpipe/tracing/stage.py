@@ -100,6 +100,7 @@ class ReplayedStage(Stage):
         self._skeleton: Skeleton | None = None
         self._ways: dict[int, Ways] = {}
         super().__init__(index, layers, device)
+        self.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves what can be made again behind."""

@@ -1,0 +1,176 @@
+"""Several runs alive at once: calls whose backwards come later, steps and evaluations between, of one pipe or two.
+
+A story is a list of what is done, in order. It is told to pipes and to plain loops, and what both give is compared.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from tests.support.odd_layers import Drift
+from tests.support.outcomes import Outcome, noted
+from tests.support.plain_loop import copied, one_thread, parts_of, plain_loop, run_layers, weights_of
+
+M, WIDTH, SEED = 3, 6, 3
+Act: TypeAlias = Literal["call", "chain", "backward", "drop", "step", "evaluate", "score", "peek"]
+ACTS: tuple[Act, ...] = ("call", "chain", "backward", "drop", "step", "evaluate", "score", "peek")
+Story: TypeAlias = Sequence[tuple[Act, int]]
+"""What is done, and with which pipe, or with which of the losses that wait for their backward."""
+
+
+class Model(nn.Module):
+    """A model that is traced; it draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(4)
+        )
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + (x.tanh() if self.training else x)
+        return x * self.scale
+
+
+def network(at: int) -> list[nn.Module]:
+    """Layers with what differs between modes, and from forward to forward."""
+    with weights_of(at):
+        return [
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.4, inplace=True),
+            nn.BatchNorm1d(WIDTH),
+            nn.ReLU(inplace=True),
+            Drift(WIDTH, in_place=True),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.4),
+            nn.Linear(WIDTH, WIDTH),
+        ]
+
+
+def model(at: int) -> Model:
+    with weights_of(at):
+        return Model()
+
+
+def data(at: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 + at))
+
+
+TARGET = data(99)
+
+
+class Piped:
+    """A pipe, as a story uses it."""
+
+    def __init__(self, pipe: gpipe.GPipe) -> None:
+        self.module = self.pipe = pipe
+
+    def call(self, x: Tensor) -> Tensor:
+        output: Tensor = self.pipe(x, gather=True)
+        return output
+
+    def step(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.pipe.step(x, TARGET, F.mse_loss)
+        return loss
+
+
+class Plain:
+    """A plain loop, as a story uses it."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = list(layers)
+        self.module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+        self.step_number = 0
+
+    def _run(self, m: int, part: Tensor) -> Any:
+        return run_layers(self.layers, part, seed=SEED, step=self.step_number, micro_batch=m)
+
+    @one_thread()
+    def call(self, x: Tensor) -> Tensor:
+        parts = parts_of(x, M)
+        run, anchor = self._run, torch.empty(0, requires_grad=True)
+        outputs = _Loop.apply(run, anchor, *parts)  # type: ignore[no-untyped-call]  # untyped in torch
+        self.step_number += self.module.training
+        return torch.cat(outputs)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = plain_loop(self.layers, x, TARGET, F.mse_loss, micro_batches=M, seed=SEED, step=self.step_number)
+        self.step_number += self.module.training
+        return loss
+
+
+class _Loop(torch.autograd.Function):
+    """The forward of each micro-batch in turn, and later the backward of each in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[int, Tensor], Tensor], anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        grad = any(ctx.needs_input_grad)
+        with torch.set_grad_enabled(grad):
+            given = [copied(part.detach()).requires_grad_(ctx.needs_input_grad[2]) for part in parts]
+            made = [run(m, part.view_as(part) if grad else part) for m, part in enumerate(given)]
+        ctx.held = given, made
+        return tuple(output.detach() for output in made)
+
+    @staticmethod
+    @one_thread()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given, made = ctx.held
+        for output, gradient in zip(made, gradients, strict=True):
+            torch.autograd.backward(output, gradient)
+        return None, None, *(part.grad for part in given)
+
+
+def pipes(partitions: int, **settings: Any) -> list[Piped]:
+    """A pipe of layers, and one of a model."""
+    given: dict[str, Any] = {"seed": SEED, "micro_batches": M, "costs": [1] * 8} | settings
+    layers = gpipe.GPipe(network(0), partitions, **given)
+    return [Piped(layers), Piped(gpipe.GPipe(model(1), partitions, **given | {"sample": TARGET, "costs": "params"}))]
+
+
+def plain() -> list[Plain]:
+    """The same as plain loops."""
+    return [Plain(network(0)), Plain([model(1)])]
+
+
+Side: TypeAlias = Piped | Plain
+
+
+def state_of(sides: Sequence[Side]) -> Outcome:
+    """What a story leaves: parameters, their gradients, and buffers."""
+    found: Outcome = {}
+    for at, side in enumerate(sides):
+        found |= noted(side.module, at)
+    return found
+
+
+def tell(story: Story, sides: Sequence[Side]) -> list[Tensor]:
+    """Does what a story says; gives all that came of it. Losses whose turn never came are dropped."""
+    waiting: list[Tensor] = []
+    found: list[Tensor] = []
+    for at, (act, which) in enumerate(story):
+        side, x = sides[which % len(sides)], data(at)
+        match act:
+            case "call":
+                found.append(output := side.call(x))
+                waiting.append((output - TARGET).square().mean())
+            case "chain":  # as a GAN's generator is trained, through its critic
+                found.append(output := sides[-1].call(sides[0].call(x)))
+                waiting.append(output.square().sum())
+            case "backward" if waiting:
+                waiting.pop(which % len(waiting)).backward()
+            case "drop" if waiting:
+                waiting.pop(which % len(waiting))
+            case "step":
+                found.append(side.step(x))
+            case "evaluate" | "score" | "peek":
+                side.module.train(act == "peek")
+                with torch.no_grad():
+                    found.append(side.step(x) if act == "score" else side.call(x))
+                side.module.train()
+    return [tensor.detach() for tensor in found]
