@@ -1,17 +1,25 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope
 PLAN_VENV := .venv-plan
+export PYTHONDONTWRITEBYTECODE :=  # else each process of each test compiles all modules anew
 
-.PHONY: demo quick test soak test-processors families lint test-plan docs bench clean
+.PHONY: demo quick test test-whole durations soak test-processors families lint test-plan docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits --plan auto
 
-quick: $(VENV)/.ready  ## Pass the tests that one runs while working: under two minutes.
-	$(PYTHON) -m pytest -q -n 2 --quick
+quick: $(VENV)/.ready  ## Pass the tests that one runs while working: under a minute.
+	$(TESTS) --tier quick
 
-test: $(VENV)/.ready  ## Pass the tests.
-	$(PYTHON) -m pytest -q -n 2 --dist loadgroup
+test: $(VENV)/.ready  ## Pass the tests: all, in as many cases as there is time for.
+	$(TESTS)
+
+test-whole: $(VENV)/.ready  ## Pass the tests in all their cases: about 15 minutes.
+	$(TESTS) --tier whole
+
+durations: $(VENV)/.ready  ## Note how long tests take, while the machine does nothing else.
+	$(TESTS) --tier whole --keep-durations
 
 test-processors: $(VENV)/.ready  ## Same bits under processors of both makers, by qemu.
 	$(PYTHON) -m tests.processors
@@ -65,7 +73,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(PLAN_VENV)/.ready: pyproject.toml
 	test -x $(PLAN_VENV)/bin/python || python3 -m venv $(PLAN_VENV)
-	$(PLAN_VENV)/bin/pip install --quiet --disable-pip-version-check numpy pytest pytest-timeout hypothesis
+	$(PLAN_VENV)/bin/pip install --quiet --disable-pip-version-check numpy pytest hypothesis
 	$(PLAN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 

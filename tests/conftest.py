@@ -2,16 +2,18 @@
 
 import gc
 import os
-import re
 import signal
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from functools import cache
+from collections import defaultdict
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support import durations
+from tests.support.progress import start_watch
 
 if TYPE_CHECKING:
     from tests.support.processes.launch import Crew
@@ -27,81 +29,94 @@ settings.load_profile("anywhere")
 
 LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HERE = Path(__file__).parent
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
 )  # before torch is imported: idle threads leave the cores to others
 
-STARTS_PROCESSES = re.compile(r"^from tests\.support\.processes\.(?:launch|torchrun) import (.*)", re.MULTILINE)
-FEW = 2  # cases of a test that `make quick` takes
-LEFT_OUT = f"most tests over processes, those marked slow, and of every other test the cases beyond {FEW}"
-T = TypeVar("T")
-
-
-@cache
-def starts_processes(module: Path) -> str:
-    """Whether the tests of a module are over `"ranks"`, or over `"programs"` such as torchrun; else empty."""
-    used = STARTS_PROCESSES.findall(module.read_text()) if module.suffix == ".py" else []
-    return ("ranks" if re.search("Crew|run_ranks", str(used)) else "programs") if used else ""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests over ranks go to one worker, for one crew, those over programs to one; they are long, and begin first.
-
-    They are those of the modules that import what starts them. The marker `xdist_group` says the same, but
-    pytest-xdist 3.8 does not see it under pytest 9.2.
-    """
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
-
-    def scope_of(nodeid: str) -> str:
-        return starts_processes(config.rootpath / nodeid.partition("::")[0]) or nodeid
-
-    scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = scope_of
-    return scheduler
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the tier of `make quick`."""
-    parser.addoption("--quick", action="store_true", help=f"leave out {LEFT_OUT}")
+    """Adds the tiers, and the option that notes durations."""
+    parser.addoption("--tier", choices=durations.TIERS, default="test", help="how many cases of long tests are run")
+    parser.addoption("--keep-durations", action="store_true", help="write tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Who runs tests is watched, who hears of all notes what they take."""
+    is_worker, has_workers = hasattr(config, "workerinput"), bool(getattr(config.option, "tx", ()))
+    if is_worker or not has_workers:
+        config.pluginmanager.register(Watched())
+    if config.getoption("--keep-durations") and not is_worker:
+        config.pluginmanager.register(Noted())
+
+
+class Watched:
+    """Has the run end if a test stands still."""
+
+    def __init__(self) -> None:
+        self.watch = start_watch()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self.watch.poll() is None:
+            print(nodeid, file=self.watch.stdin, flush=True)
+
+    def pytest_unconfigure(self) -> None:
+        self.watch.communicate()
+
+
+class Noted:
+    """Notes what each case of each test takes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        durations.keep(self.seconds)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Doctests are of `src` alone: to look for some here is to import all that tests share."""
+    found = yield
+    return [one for one in found if type(one) is pytest.Module or not file_path.is_relative_to(HERE)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays: there is no garbage to look for."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the tests of `make quick`: all in a few cases, but for those that are slow or over processes."""
-    strays = {
-        item.path.name for item in items if "crew" in fixtures_of(item) and starts_processes(item.path) != "ranks"
-    }
-    assert not strays, f"annotate crew as Crew, so that all tests over ranks go to one worker: {strays}"
-    if not config.getoption("--quick"):
-        return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "quick" in marks or ("slow" not in marks and not starts_processes(item.path)):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for of in cases.values() for item in spread(of, FEW)}
+    """Takes the cases of the tier, long tests first, so that all workers end together."""
+    known = durations.read()
+    kept = durations.choose(items, config.getoption("--tier"), known)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    items[:] = durations.longest_first([item for item in items if item in kept], known)
 
 
-def fixtures_of(item: pytest.Item) -> Collection[str]:
-    """The names of what a test asks for."""
-    return item.fixturenames if isinstance(item, pytest.Function) else ()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out modules, and tests that take long, in the order in which they are collected."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+    known = durations.read()
 
-def spread(items: Sequence[T], most: int) -> list[T]:
-    """The first, the last, and some between, as far apart as can be."""
-    if len(items) <= most:
-        return [*items]
-    return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return durations.unit_of(nodeid, known)
 
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says what `make quick` leaves out."""
-    if config.getoption("--quick"):
-        terminalreporter.write_line(f"left out: {LEFT_OUT}; `make test` runs them")
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

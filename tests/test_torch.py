@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -44,7 +45,6 @@ from gpipe._torch.intra_op import intra_op_threads
 
 SOURCE = Path(gpipe.__file__).parent
 PRIVATE = SOURCE / "_torch"
-MODULES = {file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}
 ALLOWED = {
     "_parameters": "what a module holds, by name: every tool that puts something into its place reads it",
     "_buffers": "likewise",
@@ -71,13 +71,22 @@ UNDOCUMENTED = {
 """Names without an underscore that torch does not document, or not for use, and the modules that use them."""
 
 
+@cache
+def modules_of_ours() -> dict[str, ast.Module]:
+    """All source, by its path."""
+    return {file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}
+
+
 def imported_from_private(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpipe._torch"):
             yield from (alias.name for alias in node.names)
 
 
-USERS = {path: set(imported_from_private(tree)) for path, tree in MODULES.items()}
+@cache
+def users() -> dict[str, set[str]]:
+    """What each module takes of `_torch`."""
+    return {path: set(imported_from_private(tree)) for path, tree in modules_of_ours().items()}
 
 
 @contextmanager
@@ -86,9 +95,9 @@ def relied_on(name: str, purpose: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        users = ", ".join(path for path, names in USERS.items() if name in names)
+        who = ", ".join(path for path, names in users().items() if name in names)
         raise AssertionError(
-            f"torch {torch.__version__}: gpipe._torch's {name} broke, which {purpose}; used in {users}"
+            f"torch {torch.__version__}: gpipe._torch's {name} broke, which {purpose}; used in {who}"
         ) from error
 
 
@@ -104,7 +113,7 @@ def test_a_break_names_what_broke_and_who_uses_it() -> None:
 def own_private_names() -> set[str]:
     """The private names that gpipe itself defines: functions, classes, and attributes set on self."""
     names: set[str] = set()
-    for node in (node for tree in MODULES.values() for node in ast.walk(tree)):
+    for node in (node for tree in modules_of_ours().values() for node in ast.walk(tree)):
         match node:
             case ast.FunctionDef(name) | ast.ClassDef(name):
                 names.add(name)
@@ -113,9 +122,6 @@ def own_private_names() -> set[str]:
             case ast.ImportFrom(module, aliases) if not (module or "").startswith("torch"):
                 names |= {alias.name for alias in aliases}
     return names
-
-
-OWN = own_private_names()
 
 
 def is_private(name: str) -> bool:
@@ -145,15 +151,16 @@ def named(tree: ast.AST) -> set[str]:
 
 
 def test_what_torch_does_not_document_is_used_where_it_is_listed_and_nowhere_else() -> None:
-    found = {path: named(tree) for path, tree in MODULES.items() if not path.startswith("_torch/")}
+    found = {path: named(tree) for path, tree in modules_of_ours().items() if not path.startswith("_torch/")}
     assert {name: {path for path, names in found.items() if name in names} for name in UNDOCUMENTED} == UNDOCUMENTED
     told = gpipe._torch.__doc__ or ""
     assert [name for name in UNDOCUMENTED if name not in told] == []
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if not path.startswith("_torch/")])
-def test_no_other_module_uses_what_is_private_to_torch(path: str) -> None:
-    assert foreign(MODULES[path], OWN) == set()
+def test_no_other_module_uses_what_is_private_to_torch() -> None:
+    own = own_private_names()
+    found = {path: foreign(tree, own) for path, tree in modules_of_ours().items() if not path.startswith("_torch/")}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -177,8 +184,8 @@ def test_what_is_private_is_found(source: str, found: set[str]) -> None:
 def offered() -> set[str]:
     """The names that `_torch` offers."""
     names = {alias.name for alias in trees_imported() if alias.asname == alias.name}
-    for path in (path for path in MODULES if path.startswith("_torch/")):
-        for node in MODULES[path].body:
+    for path in (path for path in modules_of_ours() if path.startswith("_torch/")):
+        for node in modules_of_ours()[path].body:
             match node:
                 case ast.FunctionDef(name) | ast.ClassDef(name) | ast.AnnAssign(ast.Name(name)):
                     names |= set() if is_private(name) else {name}
@@ -186,7 +193,7 @@ def offered() -> set[str]:
 
 
 def trees_imported() -> Iterator[ast.alias]:
-    for node in MODULES["_torch/trees.py"].body:
+    for node in modules_of_ours()["_torch/trees.py"].body:
         if isinstance(node, ast.ImportFrom):
             yield from node.names
 
@@ -194,7 +201,7 @@ def trees_imported() -> Iterator[ast.alias]:
 def test_whatever_is_offered_is_used_and_tried_here() -> None:
     calls = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Call)]
     tried = {ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "relied_on"}
-    used = set().union(*USERS.values())
+    used = set().union(*users().values())
     assert offered() - used == set()
     assert offered() - tried == set()
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import gpipe
 from gpipe.tracing.layers_of import ModelLayers, layers_of
@@ -224,6 +222,8 @@ def uses_count(model: nn.Module, part: Batch) -> bool:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether Trainer takes the first label of each row for none."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss  # late: it takes a second
+
     of_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss
     return of_causal and not getattr(model.config, "is_encoder_decoder", False)
 
@@ -318,6 +318,8 @@ def compare_outputs(
 def quiet() -> Iterator[None]:
     """Without what transformers and pipes tell of configurations and mini-batches that are so tiny."""
     logger = logging.getLogger("gpipe")
+    import transformers
+
     before, own = transformers.logging.get_verbosity(), logger.level
     transformers.logging.set_verbosity_error()
     logger.setLevel(logging.ERROR)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -108,9 +107,6 @@ def drawing_ops() -> dict[str, Op]:
     return found
 
 
-OPS = pytest.mark.parametrize("name", drawing_ops())
-
-
 def drawn_in_scope(op: Op, *key: int) -> list[Tensor]:
     with gpipe.rng_scope(*key):
         return drawn(op)
@@ -124,47 +120,45 @@ def test_most_operations_that_draw_are_looked_at() -> None:
     }
 
 
-@OPS
-def test_an_operation_draws_from_the_key_alone(name: str) -> None:
-    op = drawing_ops()[name]
-    state = torch.get_rng_state()
-    first = drawn_in_scope(op, 1, 2, 3, 4)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(1)
-    assert all_same_bits(drawn_in_scope(op, 1, 2, 3, 4), first)
-    for other in [(0, 2, 3, 4), (1, 3, 3, 4), (1, 2, 4, 4), (1, 2, 3, 5), (4, 3, 2, 1), (-1, 2, 3, 4)]:
-        assert not all_same_bits(drawn_in_scope(op, *other), first)
+def test_an_operation_draws_from_the_key_alone() -> None:
+    for name, op in drawing_ops().items():
+        state = torch.get_rng_state()
+        first = drawn_in_scope(op, 1, 2, 3, 4)
+        assert torch.equal(torch.get_rng_state(), state), name
+        torch.rand(1)
+        assert all_same_bits(drawn_in_scope(op, 1, 2, 3, 4), first), name
+        for other in [(0, 2, 3, 4), (1, 3, 3, 4), (1, 2, 4, 4), (1, 2, 3, 5), (4, 3, 2, 1), (-1, 2, 3, 4)]:
+            assert not all_same_bits(drawn_in_scope(op, *other), first), name
 
 
-@OPS
-def test_an_operation_draws_what_torchs_generator_would_give_if_seeded_with_the_key(name: str) -> None:
-    op = drawing_ops()[name]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng_seed(1, 2, 3, 4))
-        expected = [*drawn(op), *drawn(op)]
-    with gpipe.rng_scope(1, 2, 3, 4):
-        assert all_same_bits([*drawn(op), *drawn(op)], expected)
+def test_an_operation_draws_what_torchs_generator_would_give_if_seeded_with_the_key() -> None:
+    for name, op in drawing_ops().items():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rng_seed(1, 2, 3, 4))
+            expected = [*drawn(op), *drawn(op)]
+        with gpipe.rng_scope(1, 2, 3, 4):
+            assert all_same_bits([*drawn(op), *drawn(op)], expected), name
 
 
-@OPS
-def test_an_operation_goes_on_where_the_one_before_stopped(name: str) -> None:
-    op = drawing_ops()[name]
-    with gpipe.rng_scope(0, 0, 0, 0):
-        first, second = drawn(op), drawn(op)
-    with gpipe.rng_scope(0, 0, 0, 0):
-        assert all_same_bits(drawn(op), first)
-        assert all_same_bits(drawn(op), second)
-    assert not all_same_bits(first, second)
+def test_an_operation_goes_on_where_the_one_before_stopped() -> None:
+    for name, op in drawing_ops().items():
+        with gpipe.rng_scope(0, 0, 0, 0):
+            first, second = drawn(op), drawn(op)
+        with gpipe.rng_scope(0, 0, 0, 0):
+            assert all_same_bits(drawn(op), first), name
+            assert all_same_bits(drawn(op), second), name
+        assert not all_same_bits(first, second), name
 
 
-@pytest.mark.parametrize("name", [name for name, op in drawing_ops().items() if "generator" in arguments(op)])
-def test_a_generator_of_the_users_own_is_left_alone(name: str) -> None:
-    op = drawing_ops()[name]
-    given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
-    outside = op(**given)
-    given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
-    with gpipe.rng_scope(0, 0, 0, 0):
-        assert all_same_bits(pytree.tree_leaves(op(**given)), pytree.tree_leaves(outside))
-        first = torch.rand(3)
-    with gpipe.rng_scope(0, 0, 0, 0):
-        assert torch.equal(torch.rand(3), first)
+def test_a_generator_of_the_users_own_is_left_alone() -> None:
+    for name, op in drawing_ops().items():
+        if "generator" not in arguments(op):
+            continue
+        given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
+        outside = op(**given)
+        given = {**arguments(op), "generator": torch.Generator().manual_seed(5)}
+        with gpipe.rng_scope(0, 0, 0, 0):
+            assert all_same_bits(pytree.tree_leaves(op(**given)), pytree.tree_leaves(outside)), name
+            first = torch.rand(3)
+        with gpipe.rng_scope(0, 0, 0, 0):
+            assert torch.equal(torch.rand(3), first), name

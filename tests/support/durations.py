@@ -1,0 +1,90 @@
+"""How long tests take: a tier takes as many cases of a test as it has time for, and long tests begin first.
+
+`tests/durations.json` has the seconds that one case of a test takes, of those that are not quick; `make durations`
+writes it anew, on a machine that does nothing else.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "durations.json"
+LEAST_SECONDS = 0.05  # of a case, to be noted
+QUICK_SECONDS = 0.01  # of a case of which nothing is noted
+APART_SECONDS = 5.0  # a test that takes longer need not be where its module is
+TIERS = {"quick": 0.3, "test": 3.0, "whole": float("inf")}
+"""Seconds that the cases of one test may take. Of more some are drawn, at least one, in `quick` only if it fits."""
+
+
+def test_of(nodeid: str) -> str:
+    """The test that a case is of."""
+    return nodeid.partition("[")[0]
+
+
+def read(file: Path = FILE) -> dict[str, float]:
+    """The seconds that one case of a test takes."""
+    known: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return known
+
+
+def keep(seconds: Mapping[str, float], file: Path = FILE) -> None:
+    """Notes what cases took, beside what is known of other tests."""
+    cases = defaultdict(list)
+    for nodeid, taken in seconds.items():
+        cases[test_of(nodeid)].append(taken)
+    mean = read(file) | {test: round(sum(each) / len(each), 2) for test, each in cases.items()}
+    known = {test: each for test, each in sorted(mean.items()) if each >= LEAST_SECONDS}
+    file.write_text(json.dumps(known, indent=0) + "\n", encoding="utf-8")
+
+
+def choose(items: Sequence[pytest.Item], tier: str, known: Mapping[str, float]) -> set[pytest.Item]:
+    """The cases that a tier takes."""
+    budget, tests = TIERS[tier], defaultdict(list)
+    for item in items:
+        tests[test_of(item.nodeid)].append(item)
+    kept = set()
+    for test, cases in tests.items():
+        seconds = known.get(test, QUICK_SECONDS)
+        most = int(min(budget / seconds, len(cases)))
+        kept |= set(draw(cases, most if tier == "quick" else max(1, most), test))
+    return kept
+
+
+def draw(cases: Sequence[pytest.Item], count: int, name: str) -> list[pytest.Item]:
+    """So many cases of a test, the same for the same name, which have as many values of each parameter as can be."""
+    if count >= len(cases):
+        return [*cases]
+    values = {item: parameters_of(item) for item in cases}
+    left, taken, seen = Random(name).sample(cases, len(cases)), list[pytest.Item](), set[tuple[str, object]]()
+    while len(taken) < count:
+        taken.append(max(left, key=lambda item: len(values[item] - seen)))
+        left.remove(taken[-1])
+        seen |= values[taken[-1]]
+    return taken
+
+
+def parameters_of(item: pytest.Item) -> set[tuple[str, object]]:
+    """Each parameter of a case, with the number of its value."""
+    spec = getattr(item, "callspec", None)
+    return set(spec.indices.items()) if spec is not None else set()
+
+
+def unit_of(nodeid: str, known: Mapping[str, float]) -> str:
+    """What one worker does in one go: a module, or a test of it that takes long."""
+    test = test_of(nodeid)
+    return test if known.get(test, 0.0) >= APART_SECONDS else test.partition("::")[0]
+
+
+def longest_first(items: Sequence[pytest.Item], known: Mapping[str, float]) -> list[pytest.Item]:
+    """The units in the order in which they are to begin, their tests together."""
+    units: dict[str, list[pytest.Item]] = defaultdict(list)
+    seconds: dict[str, float] = defaultdict(float)
+    for item in items:
+        unit = unit_of(item.nodeid, known)
+        units[unit].append(item)
+        seconds[unit] += known.get(test_of(item.nodeid), QUICK_SECONDS)
+    return [item for unit in sorted(units, key=lambda unit: -seconds[unit]) for item in units[unit]]
