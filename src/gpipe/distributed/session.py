@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe.distributed.agree import differences
+from gpipe.distributed.agree import agree, differences
 from gpipe.distributed.call import PipelinedCall
-from gpipe.distributed.construction import LINKING, Agreement
 from gpipe.distributed.handshake import Asked, Header
+from gpipe.distributed.listener import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
 from gpipe.distributed.net import Net
 from gpipe.distributed.peers import LinkedPeers, Peers
-from gpipe.distributed.rendezvous import connect
+from gpipe.distributed.rendezvous import LINKING, Rendezvous
 from gpipe.distributed.stragglers import stragglers_among
 from gpipe.distributed.untrusted import explaining_limits
 from gpipe.runtime.autograd import pipelined
@@ -109,16 +109,16 @@ class Session:
             else find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
         )
 
-    def link(self, agreement: Agreement) -> None:
-        """Makes the links to the other processes, who do so at the same time; the last that the agreement is for."""
+    def link(self, rendezvous: Rendezvous) -> None:
+        """Makes the links to the other processes, who do so at the same time; the last that the rendezvous is for."""
         position = self.position
         assert position is not None
-        links = connect(agreement)
+        links = connect(rendezvous)
         try:
-            shown = partial(agreement.tell, LINKING)
+            shown = partial(agree, rendezvous)
             groups = groups_for(position, self.engine.crossings())
             self._net = Net(position.rank, links, position.timeout, groups, shown)
-            agreement.tell(LINKING, last=True)
+            rendezvous.close()
         except BaseException:
             for link in links.values():
                 link.close()
@@ -128,10 +128,11 @@ class Session:
     def linked(self) -> Net:
         """The links, made anew by all processes at once if they were closed."""
         if self._net is None:
-            with Agreement() as agreement, explaining_limits():
-                agreement.position = self.position
-                agreement.greet()
-                self.link(agreement)
+            with Rendezvous() as rendezvous, explaining_limits():
+                rendezvous.position = self.position
+                rendezvous.greet()
+                rendezvous.phase = LINKING
+                self.link(rendezvous)
         assert self._net is not None
         return self._net
 
