@@ -883,6 +883,11 @@ def test_a_thread_may_go_by_a_key() -> None:
         assert sys.getrefcount(kept) == before + 1
         dispatcher.stash("tests.slot", None)
         assert sys.getrefcount(kept) == before
+    with relied_on("forget_stashed", "leaves nothing in a thread that ends"):
+        dispatcher.stash("tests.slot", kept)
+        dispatcher.forget_stashed()
+        assert not torch._C._is_key_in_tls("tests.slot")
+        assert sys.getrefcount(kept) == before
 
 
 def test_keys_below_are_those_of_torch() -> None:

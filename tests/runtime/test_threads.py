@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
-from gpipe.runtime.threads import NAME, _collect, _wait_for_those_that_end
+from gpipe._torch.dispatcher import STASHED, stash
+from gpipe.runtime.threads import NAME, Task, _collect, _serve, _wait_for_those_that_end
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
 
 X, Y = torch.randn(6, 3), torch.randn(6, 2)
@@ -386,6 +388,17 @@ def test_no_rank_thread_is_left_for_the_interpreter_to_end() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["6", "[]"]
+
+
+def test_a_rank_thread_that_ends_leaves_torch_nothing_to_let_go_of() -> None:
+    """Torch would do so when the thread has ended for Python, and needs an interpreter that may be gone by then."""
+    jobs: SimpleQueue[Task | None] = SimpleQueue()
+    results: SimpleQueue[BaseException | None] = SimpleQueue()
+    jobs.put((lambda: stash("something", object()), results))
+    jobs.put(None)
+    _serve(jobs, torch.get_num_threads(), SimpleQueue())
+    assert results.get() is None
+    assert not any(torch._C._is_key_in_tls(name) for name in STASHED)
 
 
 class Ending(threading.Thread):

@@ -63,11 +63,27 @@ def leave_out(key: Any, chosen: bool) -> None:
     torch._C._dispatch_tls_set_dispatch_key_excluded(key, chosen)
 
 
+PROBE = "gpipe.probe"
+STASHED = {PROBE}
+"""Names under which something was stashed, in any thread."""
+
+
 def stash(name: str, value: object) -> None:
     """Keeps something for this thread, and for the threads of the autograd engine where it runs what this begins."""
     if not _stash_takes_hold():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(name, value)
+    STASHED.add(name)
+
+
+def forget_stashed() -> None:
+    """Forgets what was stashed for this thread, which is about to end.
+
+    Torch itself would let go of it when the thread has ended for Python, and would need the interpreter for that,
+    which may end at the same time: then the process is aborted.
+    """
+    for name in STASHED:
+        torch._C._remove_obj_from_tls(name)
 
 
 @cache
@@ -75,7 +91,7 @@ def _stash_takes_hold() -> bool:
     """Whether torch holds what it stashes: 2.11 lets go of it all the same, and it would be freed in use."""
     probe = object()
     before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls("gpipe.probe", probe)
+    torch._C._stash_obj_in_tls(PROBE, probe)
     holds = sys.getrefcount(probe) > before
     if not holds:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from gpipe._torch.dispatcher import forget_stashed
 from gpipe.stages.messages import Cancelled
 
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
@@ -126,6 +127,7 @@ def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQ
         del task, job  # and with them the run, before its caller goes on
         results.put(failure)
         del failure
+    forget_stashed()
 
 
 def _failure(job: Callable[[], None]) -> BaseException | None:
