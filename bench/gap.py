@@ -26,8 +26,9 @@ from bench.run import setup_for
 from bench.setup import Setup
 from bench.workloads import WORKLOADS
 from gpipe.runtime.recorder import Recorder
+from gpipe.runtime.run import Rank
+from gpipe.runtime.run import Run as MiniBatch
 from gpipe.runtime.steps import Step
-from gpipe.runtime.worker import Worker
 from gpipe.schedule.action import COMPUTE, Action
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.simulate import simulate
@@ -52,10 +53,10 @@ class Watch(Recorder):
         super().__init__(keep=1)
         self.cells: dict[Action, tuple[float, ...]] = {}
 
-    def work(self, worker: Worker, step: Step) -> None:
-        """Does a step of a worker between two readings."""
+    def work(self, run: MiniBatch, rank: Rank, step: Step) -> None:
+        """Does an action of a rank between two readings."""
         before, start = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
-        super().work(worker, step)
+        super().work(run, rank, step)
         seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_THREAD)
         self.cells[step.action] = (
             seconds,

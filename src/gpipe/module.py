@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe._torch.modules import hold_state_of
 from gpipe.config.settings import Settings
 from gpipe.distributed.norms import find_tied_names, refuse_norms_of_a_part
-from gpipe.distributed.session import Session
+from gpipe.distributed.processes import OneProcess
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import NO_GRAPH
 from gpipe.runtime.recorder import Recorder
@@ -26,16 +26,16 @@ class Partitioned(nn.Module):
 
     recorder: Recorder | None
 
-    def __init__(self, settings: Settings, session: Session) -> None:
+    def __init__(self, settings: Settings, processes: OneProcess) -> None:
         super().__init__()
         self._settings = settings
-        self._session = session
+        self._processes = processes
         self._foreign: frozenset[str] = frozenset()  # what other processes hold of a model
-        self._tied_names = {} if session.position is None else find_tied_names(session.engine)
+        self._tied_names = {} if processes.position is None else find_tied_names(processes.engine)
 
     @property
     def _engine(self) -> Engine:
-        return self._session.engine
+        return self._processes.engine
 
     def _hold_layers(self) -> None:
         """Takes the layers of this process for modules: at last, and not by add_module, whatever they are named."""
@@ -46,7 +46,7 @@ class Partitioned(nn.Module):
         model = replayed.model
         hold_state_of(self, model)
         self.__dict__["training"] = model.training
-        if self._session.position is not None:
+        if self._processes.position is not None:
             self._foreign = replayed.names.of_others(self._own_layers())
 
     def _own_layers(self) -> dict[str, nn.Module]:
@@ -135,12 +135,12 @@ class Partitioned(nn.Module):
     @property
     def reads_inputs(self) -> bool:
         """Whether this process has the first stage, and reads inputs; in one process always."""
-        return self._session.reads_inputs
+        return self._engine.own[0] is self._engine.stages[0]
 
     @property
     def reads_targets(self) -> bool:
         """Whether this process has the last stage, and reads targets; in one process always."""
-        return self._session.reads_targets
+        return self._engine.own[-1] is self._engine.stages[-1]
 
     @property
     def stage_of(self) -> dict[str, int]:
@@ -155,7 +155,7 @@ class Partitioned(nn.Module):
     def held_before(self) -> frozenset[str]:
         """The names of what the process of an earlier layer has too, under the same name."""
         replayed = self._settings.replayed
-        if replayed is None or self._session.position is None:
+        if replayed is None or self._processes.position is None:
             return frozenset()
         own = {layer.name for stage in self._engine.own for layer in stage.layers}
         homes = replayed.names.first_layers()
@@ -170,7 +170,7 @@ class Partitioned(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process by name, one that is shared with another under its first name there."""
-        if self._session.position is not None and self._session.position.rows > 1:
+        if self._processes.position is not None and self._processes.position.rows > 1:
             refuse_norms_of_a_part()
         first = self._tied_names if remove_duplicate else {}
         every = super().named_parameters("", recurse, remove_duplicate=False)
@@ -208,7 +208,8 @@ class Partitioned(nn.Module):
 
     def close(self) -> None:
         """Ends the rank threads, and the links to other processes; the next step makes new ones."""
-        self._session.close()
+        self._engine.close()
+        self._processes.close()
 
     def __enter__(self) -> Self:
         return self

@@ -21,29 +21,47 @@ from gpipe.config.unknown_arguments import (
     WORDS_OF_STEPS,
     refuse_unknown,
 )
-from gpipe.distributed.handshake import Asked, Header
 from gpipe.distributed.norms import clip_grad_norm_
-from gpipe.distributed.session import Session
+from gpipe.distributed.processes import OneProcess
 from gpipe.errors import entrance
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
+from gpipe.runtime.autograd import pipelined
+from gpipe.runtime.context import Request
 from gpipe.runtime.engine import Wanted
-from gpipe.runtime.inputs import StepInputs, check_numbers, refuse_tangents, refuse_tracing
+from gpipe.runtime.inputs import (
+    StepInputs,
+    check_loss_fn,
+    check_numbers,
+    refuse_gradients_of_inputs,
+    refuse_tangents,
+    refuse_tracing,
+    split_alike,
+    split_targets,
+)
+from gpipe.runtime.passes import run_step
 from gpipe.runtime.recorder import Recorder, recorded
-from gpipe.runtime.state import MiniBatch
-from gpipe.runtime.thread_state import Ambient
+from gpipe.runtime.run import Run
+from gpipe.runtime.thread_state import ThreadState
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction
+from gpipe.stages.boundary import BoundaryValue, cut
 from gpipe.stages.losses import own_loss
-from gpipe.stages.microbatch import Reduction
+from gpipe.stages.microbatch import MicroBatches, Reduction, merge
 from gpipe.stages.sequence import Layers
+from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
 from gpipe.stages.tree import Tree
 from gpipe.tracing.layers_of import ModelLayers, plain
+from gpipe.tracing.own_loss import join
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+NEEDS_GATHER = (
+    "under grad every process needs the output, to call backward(): use pipe(inputs, gather=True), or torch.no_grad()"
+)
 
 
 class GPipe(Partitioned):
@@ -142,7 +160,7 @@ class GPipe(Partitioned):
         driver: str | None = None,
         mesh: "DeviceMesh | None" = None,
     ) -> None:
-        settings, session = assemble(
+        settings, processes = assemble(
             Arguments(
                 model,
                 partitions,  # type: ignore[arg-type]  # what is missing is said there
@@ -166,15 +184,16 @@ class GPipe(Partitioned):
                 mesh=mesh,
             )
         )
-        super().__init__(settings, session)
+        super().__init__(settings, processes)
         self.step_number = 0
+        self._calls = 0
         self.recorder: Recorder | None = None
         self._examination = Examination(
-            [*examine_settings(settings), *session.findings()],
-            [layer for stage in session.engine.own for layer in stage.layers],
-            deferred=session.engine.deferred_batch_norm,
+            [*examine_settings(settings), *processes.findings()],
+            [layer for stage in processes.engine.own for layer in stage.layers],
+            deferred=processes.engine.deferred_batch_norm,
             recomputes=any(remat != "never" for remat in settings.remat),
-            threaded=session.engine.threaded,
+            threaded=processes.engine.threaded,
         )
         self._hold_layers()
 
@@ -250,18 +269,76 @@ class GPipe(Partitioned):
                 others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
-        is_own = self._settings.replayed is not None and targets is None and loss_fn is None
+        run = self._new_run()
+        before = self._look(run)
+        is_own = self.is_model and targets is None and loss_fn is None
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
-        loss = own_loss if is_own else loss_fn
-        given = StepInputs(plain(inputs), targets, loss, reduction, scale, Ambient.here(), scaler)
-        batch = self._batch(given.ambient)
-        before = self._look(batch)
-        rows, loss, metrics = self._session.step(given, batch, self._header(given.ambient), self.recorder)
+        given = StepInputs(plain(inputs), targets, own_loss if is_own else loss_fn, reduction, scale, scaler)
+        with run.context.entered(notes=self.recorder is not None):
+            given = given.scaled(self._engine.stages[-1].device, processes=self._processes.size)
+            parts = self._split(run, given)
+            run.context.agree(run, Request.STEP)
+            self._weigh(run, given, parts)
+            run_step(run)
+            results = run.context.finish(run, run.result(), trains=run.trains)
+        losses = [loss for loss, _ in results if loss is not None]
+        metrics = [metric for _, some in results if some is not None for metric in some]
         self._count_step()
         if before is not None:
-            self._examination.compare(before, rows, batch.findings, self, given.loss_fn)
+            self._examination.compare(before, min(run.rows), run.findings, self, given.loss_fn)
+        loss = sum(losses[1:], start=losses[0])
         return (loss, metrics) if metrics else loss
+
+    def _split(self, run: Run, given: StepInputs) -> list[Tree]:
+        """Cuts the inputs of a step into micro-batches, and targets that are read here as well, which it gives."""
+        if self.reads_targets:
+            check_loss_fn(given.loss_fn)
+            run.tell(given.findings())
+        values: list[Tree] = []
+        targets: list[list[Tree]] = []
+        if self.reads_inputs:
+            with_targets = {"targets": given.targets} if self.reads_targets and not given.is_own else {}
+            rows, (values, *targets) = split_alike(self.micro_batches, inputs=given.inputs, **with_targets)
+            run.rows, run.ready_made = tuple(rows), isinstance(given.inputs, MicroBatches)
+            values = self._choose_path(run, values, run.context.sum_over_replicas if given.is_own else None)
+        if run.trains:
+            refuse_gradients_of_inputs(values)
+        run.inputs = [BoundaryValue(value, []) for value in values]
+        run.loss_fn = given.loss_fn
+        popped = skip_names(given.loss_fn, "pop")
+        refuse_unused_stashes(self._engine.layers, popped)
+        run.loss_pops = find_loss_pops(self._engine.layers, popped)
+        return targets[0] if targets else []
+
+    def _choose_path(
+        self,
+        run: Run,
+        values: list[Tree],
+        sum_over_replicas: Callable[[float], float] | None = None,
+        *,
+        for_output: bool = False,
+    ) -> list[Tree]:
+        """What the first stage takes of each micro-batch; of a traced model, what its path through it takes."""
+        replayed = self._settings.replayed
+        if replayed is None:
+            return values
+        begun = replayed.begin(values, sum_over_replicas, for_output=for_output)
+        run.path, run.own_weights = begun.path, tuple(begun.shares)
+        run.tell(begun.findings)
+        return begun.states
+
+    def _weigh(self, run: Run, given: StepInputs, targets: list[Tree]) -> None:
+        """Gives a run its targets and what each micro-batch counts for, where the last stage is."""
+        if not self.reads_targets:
+            return
+        run.context.check_same(reduction=given.kind, scale=given.scale)
+        if given.is_own:
+            run.targets = [None] * len(run.rows)
+            run.weigh(run.own_weights, given.scale)
+            return
+        run.targets = targets or split_targets(given.targets, run.rows, ready_made=run.ready_made)
+        run.weigh(given.loss_weights(run.rows, run.targets, run.context.sum_over_replicas), given.scale)
 
     @entrance
     @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)
@@ -289,32 +366,63 @@ class GPipe(Partitioned):
             inputs = batch if inputs is None else {"inputs": inputs, **batch}
         refuse_tangents(inputs)
         refuse_tracing()
-        ambient = Ambient.here()
-        mini_batch = self._batch(ambient)
-        before = self._look(mini_batch)
-        header = self._header(ambient)
-        rows, output = self._session.call(inputs, mini_batch, header, ambient, self.recorder, gather=gather)
+        run = self._new_run()
+        before = self._look(run)
+        with run.context.entered(notes=self.recorder is not None):
+            if run.trains and not gather and self._processes.position is not None:
+                raise ValueError(NEEDS_GATHER)
+            self._calls += 1
+            run.call, run.gathers = self._calls, gather
+            leaves = self._enter(run, inputs)
+            run.context.agree(run, Request.CALL)
+            if not self.reads_inputs:
+                run.inputs = [BoundaryValue(None, [])] * len(run.rows)
+                run.input_gradients = {m: [] for m in range(len(run.rows))}
+            if run.trains:
+                outputs = pipelined(run, leaves or [[]] * len(run.rows))
+            else:
+                run_step(run)
+                made = run.take_outputs() if self.reads_targets else []
+                made = run.context.gather_outputs(made, len(run.rows)) if gather else made
+                outputs = [output.value for output in made]
+                run.context.finish(run)
         self._count_step()
         if before is not None:
-            self._examination.compare(before, rows, mini_batch.findings)
-        return output
+            self._examination.compare(before, min(run.rows), run.findings)
+        return self._as_given(run, outputs)
 
-    def _look(self, batch: MiniBatch) -> Before | None:
-        return self._examination.look(batch.step) if batch.trains and self.training else None
+    def _enter(self, run: Run, inputs: Tree) -> list[list[Tensor]]:
+        """Cuts the inputs of a call, if they are read here; gives the tensors that want a gradient of each part."""
+        if not self.reads_inputs:
+            return []
+        rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
+        run.rows, run.ready_made = tuple(rows), isinstance(inputs, MicroBatches)
+        cuts = [cut(value) for value in self._choose_path(run, values, for_output=True)]
+        run.inputs = [crossing for crossing, _ in cuts]
+        return [roots for _, roots in cuts]
 
-    def _header(self, ambient: Ambient) -> Header:
-        return Header(Asked.STEP, self.step_number, ambient.grad, self.training)
+    def _as_given(self, run: Run, outputs: list[Tree]) -> Tree:
+        """Outputs as inputs were given: together, or of each ready-made micro-batch; None where there are none."""
+        if not outputs:
+            return None
+        if run.ready_made:
+            return outputs
+        return join(outputs, run.rows, run.own_weights) if self.is_model else merge(outputs)
 
-    def _batch(self, ambient: Ambient) -> MiniBatch:
-        return MiniBatch(
-            (),
+    def _look(self, run: Run) -> Before | None:
+        return self._examination.look(run.step) if run.trains and self.training else None
+
+    def _new_run(self) -> Run:
+        modes = ThreadState.here()
+        return Run(
+            self._engine,
+            self._processes.context(),
+            modes,
             self.seed,
             self.step_number,
-            trains=ambient.grad,
-            deferred_batch_norm=self._engine.deferred_batch_norm,
-            around_layers=ambient.around_layers(),
-            loss_index=len(self._settings.layers),
-            examines=self._examination.fresh and self.training and ambient.grad,
+            self.training,
+            self.recorder,
+            examines=self._examination.fresh and self.training and modes.grad,
             tell=self._examination.tell,
         )
 
@@ -323,9 +431,9 @@ class GPipe(Partitioned):
             self.step_number += 1
 
     @property
-    def team(self) -> Session:
+    def team(self) -> OneProcess:
         """The processes of this pipe: for what they have to tell each other between steps."""
-        return self._session
+        return self._processes
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.
@@ -340,7 +448,8 @@ class GPipe(Partitioned):
             TypeError: The norm is no number.
         """
         check_numbers(max_norm=max_norm, norm_type=norm_type)
-        return clip_grad_norm_(self._session, self, self.devices[0], max_norm, norm_type)
+        names = () if self._settings.replayed is None else self._settings.replayed.parameter_names
+        return clip_grad_norm_(self._processes, self, self.devices[0], max_norm, norm_type, names)
 
     def summary(self) -> str:
         """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""

@@ -73,7 +73,7 @@ def test_the_picture_of_the_packages_is_what_is_drawn_from_the_contracts() -> No
     "page", [ROOT / "docs" / "internals.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
 )
 def test_names_that_stand_with_their_file_are_defined_in_it(page: Path) -> None:
-    """Such as `Worker.backward` (`runtime/worker.py`)."""
+    """Such as `Context.cancel` (`runtime/context.py`)."""
     lost = []
     for name, file in re.findall(r"`([\w.]+)`\s\(`([\w/]+\.py)`\)", page.read_text()):
         source = (ROOT / "src" / "gpipe" / file).read_text()

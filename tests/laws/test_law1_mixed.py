@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.runtime import context as others
-from gpipe.runtime import worker
-from gpipe.runtime.context import Mailbox
+from gpipe.distributed import processes
+from gpipe.runtime.actions import WORK
+from gpipe.runtime.context import Context
+from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import Step
-from gpipe.runtime.worker import Worker
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label, Message, ReadyEvent
@@ -80,7 +80,7 @@ def test_the_poison_itself_works() -> None:
         assert (ctypes.c_uint32 * 1000).from_address(address)[500] == 0xFFFFFFFF
 
 
-class Copies(Mailbox):
+class Copies(Context):
     """Hands over copies, so that what one rank does to a tensor, no other rank can see."""
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
@@ -103,19 +103,19 @@ def _copy_of(message: Message) -> Message:
 def poisoned_boundaries() -> Iterator[None]:
     """Fills what came from another rank with NaN, values and gradients, as soon as the backward has used it."""
 
-    def backward(one: Worker, step: Step) -> None:
-        cell = one.saved[step.stage, step.micro_batch]
+    def backward(run: Run, rank: Rank, step: Step) -> None:
+        cell = rank.saved[step.stage, step.micro_batch]
         came = [tensor for crossing in cell.given for tensor in tensors_in(crossing.value)] if step.stage else []
-        came += [g for gradients in one.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
-        own_backward(one, step)
+        came += [g for gradients in rank.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
+        own_backward(run, rank, step)
         for tensor in came:
             with torch.no_grad():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
 
-    own_backward = Worker.backward
+    own_backward = WORK[Kind.BACKWARD]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(others, "Mailbox", Copies)
-        patch.setitem(worker.WORK, Kind.BACKWARD, backward)
+        patch.setattr(processes, "Context", Copies)
+        patch.setitem(WORK, Kind.BACKWARD, backward)
         yield
 
 

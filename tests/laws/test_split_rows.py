@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 import pytest
 import torch.nn.functional as F
@@ -12,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from gpipe.runtime.worker import Worker
+from gpipe.runtime.actions import WORK
+from gpipe.runtime.run import Rank, Run
+from gpipe.runtime.steps import Step
 from gpipe.schedule.action import Kind
 from tests.support import tied_layers
 from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
@@ -129,18 +130,17 @@ def test_gradients_of_inputs_that_want_one(name: str, driver: str) -> None:
 
 @pytest.fixture
 def held() -> Iterator[list[tuple[int, int, int]]]:
-    """Notes what a worker keeps when the weights of a micro-batch are to come."""
+    """Notes what a rank keeps when the weights of a micro-batch are to come."""
     found: list[tuple[int, int, int]] = []
-    own_do = Worker.do
+    backward_of_weights = WORK[Kind.BACKWARD_WEIGHT]
 
-    def do(worker: Worker, step: Any) -> None:
-        if step.action.kind is Kind.BACKWARD_WEIGHT:
-            saved = worker.saved[step.stage, step.micro_batch]
-            found.append((len(saved.given), len(saved.gradients), len(saved.roots)))
-        own_do(worker, step)
+    def do(run: Run, rank: Rank, step: Step) -> None:
+        saved = rank.saved[step.stage, step.micro_batch]
+        found.append((len(saved.given), len(saved.gradients), len(saved.roots)))
+        backward_of_weights(run, rank, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "do", do)
+        patch.setitem(WORK, Kind.BACKWARD_WEIGHT, do)
         yield found
 
 
@@ -175,15 +175,14 @@ def test_stages_under_fully_shard_run_their_backwards_at_once(held: list[tuple[i
     early: dict[int, bool] = {}
     with weights_of(1):
         layers: list[nn.Module] = [Spread(6, 5), nn.Linear(5, 4)]
-    own_do = Worker.do
+    backward_of_inputs = WORK[Kind.BACKWARD_INPUT]
 
-    def do(worker: Worker, step: Any) -> None:
-        own_do(worker, step)
-        if step.action.kind is Kind.BACKWARD_INPUT:
-            early.setdefault(step.stage, layers[step.stage].weight.grad is not None)
+    def do(run: Run, rank: Rank, step: Step) -> None:
+        backward_of_inputs(run, rank, step)
+        early.setdefault(step.stage, layers[step.stage].weight.grad is not None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "do", do)
+        patch.setitem(WORK, Kind.BACKWARD_INPUT, do)
         with split("weights last"), gpipe.GPipe(layers, 2, 2, driver="lockstep", remat="never") as pipe:
             pipe.step(x, y, squares)
     assert early == {1: False, 0: True}

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.distributed import processes
 from gpipe.distributed.codec import decode, encode
-from gpipe.runtime import context as others
-from gpipe.runtime.context import Mailbox
+from gpipe.runtime.context import Context
 from gpipe.stages import buffers, inplace
 from gpipe.stages.messages import Label, Message, ReadyEvent
 from tests.support.addresses import Behind, Third, in_the_middle
@@ -33,7 +33,7 @@ MODELS, ROWS = 30, 9
 BLIND = 9  # of the models, which are also run where copies forget how their tensors lay: then this must see it
 
 
-class Messages(Mailbox):
+class Messages(Context):
     """Hands over what would arrive if each rank were a process."""
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
@@ -92,9 +92,9 @@ def through_pipe(number: int, partitions: int) -> Outcome:
     """A model through a pipe, in one of all ways."""
     draw = Random(f"{number} {partitions}")
     driver, remat = draw.choice(DRIVERS), [draw.choice(REMATS) for _ in range(partitions)]
-    mailbox, driver = (Messages, "lockstep") if driver == "messages" else (Mailbox, driver)
+    context, driver = (Messages, "lockstep") if driver == "messages" else (Context, driver)
     with (
-        mock.patch.object(others, "Mailbox", mailbox),
+        mock.patch.object(processes, "Context", context),
         gpipe.GPipe(layers_of(number), partitions, 3, seed=0, remat=remat, driver=driver) as pipe,
     ):
         return Outcome([*_trained(pipe, lambda at: pipe.step(*data_of(number, at), F.mse_loss))])

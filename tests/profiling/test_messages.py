@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.profiling.messages import Message, messages_of, read_messages, write_messages
-from gpipe.runtime.recorder import Recorder, Run, Told
+from gpipe.runtime.recorder import RecordedRun, Recorder, RemoteRecord
 from gpipe.schedule.action import Kind, parse_action
 from gpipe.schedule.rules import receiver_of, sender_of
 from gpipe.schedule.timeline import Span, Timeline
@@ -174,9 +174,11 @@ def crossed(sends: bool, peer: int, label: Label, asked: float, begun: float, en
     return Crossed(sends, peer, label, PAYLOAD, asked, begun, ended)
 
 
-def run_of(*each: Sequence[Crossed], began: float = 0.0) -> Run:
+def run_of(*each: Sequence[Crossed], began: float = 0.0) -> RecordedRun:
     routes = ("x:0>1",)
-    return Run(Timeline(len(each), (), 9.0), (began, began + 9.0), tuple(Traffic(routes, 4, tuple(e)) for e in each))
+    return RecordedRun(
+        Timeline(len(each), (), 9.0), (began, began + 9.0), tuple(Traffic(routes, 4, tuple(e)) for e in each)
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,12 +199,12 @@ def test_a_receive_begins_when_it_was_sent_and_asked_for(asked: float, ended: fl
 def test_clocks_of_hosts_are_laid_side_by_side() -> None:
     """Two hosts, whose clocks are a hundred seconds apart, as forward and backward between them say."""
 
-    def told(host: str, began: float, spans: dict[str, tuple[float, float]], *own: Crossed) -> Told:
+    def told(host: str, began: float, spans: dict[str, tuple[float, float]], *own: Crossed) -> RemoteRecord:
         done = tuple(Span(0, parse_action(action), *when) for action, when in spans.items())
-        return Told(host, began, Timeline(1, done, 5.0), Traffic(("x:0>1",), 4, own))
+        return RemoteRecord(host, began, Timeline(1, done, 5.0), Traffic(("x:0>1",), 4, own))
 
     recorder = Recorder(1)
-    recorder.runs.append(Run(Timeline(1, (), 5.0), (10.0, 15.0)))
+    recorder.runs.append(RecordedRun(Timeline(1, (), 5.0), (10.0, 15.0)))
     first, last = {"0F0": (0.0, 1.0), "0B0": (4.0, 5.0)}, {"1F0": (2.0, 2.5), "1B0": (2.5, 3.0)}
     sent, received = crossed(True, 1, VALUE, 0.5, 0.5, 0.75), crossed(False, 0, VALUE, 0.25, 0.25, 1.0)
     recorder.join(0, [told("one", 10.0, first, sent), told("other", 110.0, last, received)])

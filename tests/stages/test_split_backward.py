@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe.runtime.split_backward import Deferred, backward_input, backward_weight
+from gpipe.runtime.split_backward import PendingWeights, backward_input, backward_weight
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Gradients, enter, run_backward
 from tests.support.plain_loop import one_thread, same_bits
 
@@ -338,7 +338,7 @@ class Run:
         self.roots.clear()
         return self.gradients
 
-    def split(self, owed: Sequence[Deferred] = ()) -> Deferred:
+    def split(self, owed: Sequence[PendingWeights] = ()) -> PendingWeights:
         deferred = backward_input(self.roots, self.arriving, self.crossing.leaves, owed)
         self.roots.clear()
         return deferred
@@ -377,7 +377,7 @@ def same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
 def test_a_backward_in_two_gives_the_bits_of_a_whole_one(case: Case) -> None:
     network, expected = both(case)
     outer = [run.whole() for run in runs_of(case, expected)]
-    owed: list[Deferred] = []
+    owed: list[PendingWeights] = []
     for run, theirs in zip(runs_of(case, network), outer, strict=True):
         owed.append(run.split(owed))
         assert all(map(same_gradient, run.gradients, theirs))  # type: ignore[arg-type]  # none is undefined
@@ -396,7 +396,7 @@ def test_what_can_wait_waits(case: Case) -> None:
     )
     backward_weight(deferred)
     assert all(network.get_parameter(name).grad is not None for name in every)
-    assert deferred == Deferred()
+    assert deferred == PendingWeights()
 
 
 def flops(act: Callable[[], object]) -> int:
@@ -409,7 +409,7 @@ def flops(act: Callable[[], object]) -> int:
 def test_nothing_is_computed_twice(case: Case) -> None:
     network, _ = both(case)
     whole, run, *_ = runs_of(case, network)
-    kept: list[Deferred] = []
+    kept: list[PendingWeights] = []
     of_inputs = flops(lambda: kept.append(run.split()))
     assert of_inputs + flops(lambda: backward_weight(kept[0])) == flops(whole.whole)
 
@@ -547,7 +547,7 @@ def test_leaves_that_wait_in_some_micro_batches_alone_are_added_up_in_their_orde
     network, expected = both(case)
     for run in runs_of(case, expected):
         run.whole()
-    owed: list[Deferred] = []
+    owed: list[PendingWeights] = []
     for run in runs_of(case, network):
         owed.append(run.split(owed))
     assert [len(deferred.products) for deferred in owed] == [0, 1, 2]  # the first was done before the second I
@@ -601,7 +601,7 @@ def size(tensors: Sequence[Tensor], without: nn.Module) -> int:
     return sum(size for at, size in storages.items() if at not in own)
 
 
-def tensors_of(deferred: Deferred) -> list[Tensor]:
+def tensors_of(deferred: PendingWeights) -> list[Tensor]:
     return [tensor for one in deferred.products for tensor in (one.product.x, one.dy)]
 
 
@@ -696,7 +696,7 @@ def test_any_network_gives_the_bits_of_whole_backwards(draw: Random, wants: bool
     if not any(p.requires_grad for p in network.parameters()):
         return
     outer = [run.whole() for run in runs_of(case, expected)]
-    owed: deque[Deferred] = deque()
+    owed: deque[PendingWeights] = deque()
     for run, theirs, split in zip(runs_of(case, network), outer, splits, strict=True):
         owed.append(run.split(owed))
         if not split:

@@ -95,7 +95,7 @@ class Plain:
     def call(self, x: Tensor) -> Tensor:
         parts = parts_of(x, M)
         run, anchor = self._run, torch.empty(0, requires_grad=True)
-        outputs = _Loop.apply(run, anchor, *parts)  # type: ignore[no-untyped-call]  # untyped in torch
+        outputs = _Loop.apply(run, anchor, *parts)
         self.step_number += self.module.training
         return torch.cat(outputs)
 

@@ -16,10 +16,10 @@ from gpipe.config.auto_remat import AUTO, memory_by_row
 from gpipe.config.schedules import count_ranks, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
+from gpipe.distributed.construction import BUILDING, LINKING, Agreement
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.mesh import Position, find_position, is_joined
-from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
-from gpipe.distributed.session import Session
+from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.distributed.untrusted import explaining_limits
 from gpipe.errors import is_count
@@ -40,7 +40,7 @@ from gpipe.tracing.model import ReplayedModel
 from gpipe.tracing.stage import ReplayedStage
 
 
-def assemble(asked: Arguments) -> tuple[Settings, Session]:
+def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up.
 
     Raises:
@@ -54,21 +54,28 @@ def assemble(asked: Arguments) -> tuple[Settings, Session]:
             if any(device.type != "cpu" for device in settings.devices):  # then no device will have all of it
                 settings.replayed.learn_all(_first(asked))
             settings.replayed.realize(range(len(settings.layers)), settings.seed)
-        return settings, _session(settings, None)
+        return settings, OneProcess(_engine(settings, None))
     end_with_launcher()
     if not is_joined():
         _find_position(asked)  # says what is missing
-    with Rendezvous() as rendezvous, explaining_limits():
-        position = rendezvous.position = _find_position(asked)
-        settings = _settle_together(asked, position, rendezvous)
-        session = _session(settings, position)
-        session.link(rendezvous)
+    with Agreement() as agreement, explaining_limits():
+        position = agreement.position = _find_position(asked)
+        settings = _settle_together(asked, position, agreement)
+        processes = Processes(
+            _engine(settings, position),
+            position,
+            sync_batch_norm=settings.sync_batch_norm,
+            costs=settings.partition.seconds,
+            measured=settings.in_seconds,
+        )
+        processes.link(agreement)
+        engine = processes.engine
         if settings.replayed is None:
-            release(session.engine.stages, session.engine.own)
+            release(engine.stages, engine.own)
         else:
-            release(session.engine.stages, session.engine.own, settings.replayed.buffers_between())
+            release(engine.stages, engine.own, settings.replayed.buffers_between())
             settings.replayed.let_go()
-        return settings, session
+        return settings, processes
 
 
 def _replayed(asked: Arguments) -> ReplayedModel | None:
@@ -81,34 +88,27 @@ def _first(asked: Arguments) -> Tree:
     return first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
 
 
-def _session(settings: Settings, position: Position | None) -> Session:
+def _engine(settings: Settings, position: Position | None) -> Engine:
     row = None if position is None else position.row
     own = [stage for stage, rank in enumerate(settings.placement) if row in (None, rank)]
     devices = [settings.devices[rank] for rank in settings.placement]
     stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own, _maker_of_stages(settings))
     if settings.sync_batch_norm:
         find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike
-    engine = Engine(
+    return Engine(
         stages,
         settings.placement,
+        settings.micro_batches,
         settings.schedule,
         settings.remat,
         whole=settings.whole,
-        replayed=settings.replayed,
+        traced=settings.replayed,
         tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
         intra_op_threads=settings.intra_op_threads,
         deferred_batch_norm=settings.deferred_batch_norm,
         row=row,
         replicas=1 if position is None else position.replicas,
-    )
-    return Session(
-        engine,
-        settings.micro_batches,
-        position=position,
-        sync_batch_norm=settings.sync_batch_norm,
-        costs=settings.partition.seconds,
-        measured=settings.in_seconds,
     )
 
 
@@ -134,17 +134,17 @@ def _find_position(asked: Arguments) -> Position:
     return position
 
 
-def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> Settings:
+def _settle_together(asked: Arguments, position: Position, agreement: Agreement) -> Settings:
     """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
     drawn = draw_seed() if asked.seed is None else None
-    every = rendezvous.greet({"drawn": drawn, "memory": memory_of(position.device)})
+    every = agreement.greet(drawn=drawn, memory=memory_of(position.device))
     seed = every[0]["drawn"] if asked.seed is None else asked.seed
     if asked.remat == AUTO and asked.memory is None:
-        asked = replace(asked, memory=memory_by_row(position, rendezvous.hosts, [one["memory"] for one in every]))
+        asked = replace(asked, memory=memory_by_row(position, agreement.hosts, [one["memory"] for one in every]))
     costs: Any = asked.costs
     told: Mapping[str, Any] = {}
     if position.rank:
-        told = agree(rendezvous)[0]
+        told = agreement.tell(BUILDING)[0]
         costs = told["costs"]  # who measures by himself would cut elsewhere
     replayed = _replayed(asked)
     if replayed is None:
@@ -158,18 +158,16 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     if not position.rank:
         each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
         costs, measured = list(settings.costs), settings.in_seconds
-        whole = sorted(settings.whole)
-        agree(rendezvous, {"costs": costs, "stages": each, "in_seconds": measured, "whole": whole})
+        agreement.tell(BUILDING, costs=costs, stages=each, in_seconds=measured, whole=sorted(settings.whole))
     else:
         stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
         settings = replace(
             settings, stage_costs=stages, in_seconds=told["in_seconds"], whole=frozenset(told["whole"])
         )
-    rendezvous.phase = BUILDING
     settings = _with_own_layers(settings, position, sketch, asked.ties)
-    _compare(rendezvous, settings, asked)
+    _compare(agreement, settings, asked)
     if position.replicas > 1:
-        _compare_weights(rendezvous, settings, position)
+        _compare_weights(agreement, settings, position)
     return settings
 
 
@@ -193,7 +191,7 @@ def _with_own_layers(
     return replace(settings, layers=named, tied=_tie(named, ties, sketch, own))
 
 
-def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
+def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None:
     """Checks that all processes have settled for the same."""
     same = dict(
         partitions=settings.layers_per_partition,
@@ -211,8 +209,7 @@ def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> No
         path=[] if settings.replayed is None else settings.replayed.outlines(),
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
-    agree(rendezvous, same=same)
-    rendezvous.phase = LINKING
+    agree(agreement, same=same)
 
 
 def _words(layer: nn.Module) -> str:
@@ -220,15 +217,15 @@ def _words(layer: nn.Module) -> str:
     return f"{type(layer).__name__}({', '.join(shapes)})"
 
 
-def _compare_weights(rendezvous: Rendezvous, settings: Settings, position: Position) -> None:
+def _compare_weights(agreement: Agreement, settings: Settings, position: Position) -> None:
     """Checks that the replicas begin with the same weights: they would stay as far apart as they are.
 
     Raises:
         ValueError: Names the layers whose weights differ.
     """
     layers = list(settings.layers.items())
-    every = agree(rendezvous, {str(at): _checksum(layers[at][1]) for at in _own(settings, position)})
-    found = {(int(at), checksum) for theirs in every for at, checksum in theirs.items()}
+    every = agreement.tell(LINKING, weights={str(at): _checksum(layers[at][1]) for at in _own(settings, position)})
+    found = {(int(at), checksum) for theirs in every for at, checksum in theirs["weights"].items()}
     several = Counter(at for at, _ in found)
     apart = [
         f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1

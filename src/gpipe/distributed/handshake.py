@@ -1,26 +1,16 @@
-"""What the first stage tells the others before a run: one message of whole numbers."""
+"""What the first stage says to the others before a run: one message of whole numbers."""
 
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, fields
-from enum import IntEnum
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
 from gpipe.distributed.agree import differences
+from gpipe.distributed.mesh import Position
 from gpipe.distributed.net import Net
 from gpipe.distributed.untrusted import damaged
 from gpipe.stages.messages import Control, Label
-
-
-class Asked(IntEnum):
-    """What the user called."""
-
-    STEP = 0
-    CALL = 1
-    BACKWARD = 2
-    NORMS = 3
-    EXCHANGE = 4
 
 
 @dataclass(frozen=True)
@@ -33,10 +23,10 @@ class Header:
         ready_made: Whether the micro-batches were given as such.
         path: The number of the path that a model takes that is replayed.
         rows: Of each micro-batch.
-        shares: Of each micro-batch in the model's own loss, if it gives one.
+        own_weights: Of each micro-batch in the model's own loss, if it gives one.
     """
 
-    asked: int
+    request: int
     step_number: int = 0
     trains: int = 0
     in_training: int = 0
@@ -47,7 +37,7 @@ class Header:
     ready_made: int = 0
     path: int = 0
     rows: tuple[int, ...] = field(default=(), kw_only=True)
-    shares: tuple[float, ...] = field(default=(), kw_only=True)
+    own_weights: tuple[float, ...] = field(default=(), kw_only=True)
 
     @property
     def micro_batches(self) -> int:
@@ -59,7 +49,7 @@ NUMBERS = len(fields(Header)) - 2  # before those of each micro-batch
 
 
 WORDS = {
-    "asked": "what was called (0 step, 1 the pipe itself, 2 backward, 3 clip_grad_norm_, 4 saving or the like)",
+    "request": "what was called (0 step, 1 the pipe itself, 2 backward, 3 clip_grad_norm_, 4 saving or the like)",
     "step_number": "the step number",
     "trains": "whether gradients are enabled",
     "in_training": "whether the pipe is in training mode",
@@ -70,23 +60,23 @@ WORDS = {
 }
 
 
-def tell(net: Net, peers: Iterable[int], header: Header) -> None:
-    """Tells the other processes of this replica."""
-    shares = torch.tensor(header.shares, dtype=torch.float64).view(torch.int64)
+def _send(net: Net, peers: Iterable[int], header: Header) -> None:
+    """Sends a header to other processes."""
+    own_weights = torch.tensor(header.own_weights, dtype=torch.float64).view(torch.int64)
     numbers = torch.tensor([*astuple(header)[:NUMBERS], len(header.rows), *header.rows], dtype=torch.int64)
-    numbers = torch.cat([numbers, shares])
+    numbers = torch.cat([numbers, own_weights])
     for peer in peers:
         net.send_value(peer, Label(Control.HEADER, 0, gradient=False), numbers)
 
 
-def hear(net: Net, first: int) -> Header:
-    """Waits for what the process of the first stage tells."""
+def _receive(net: Net, first: int) -> Header:
+    """Waits for what the process of the first stage sends."""
     numbers = net.receive_value(first, Label(Control.HEADER, 0, gradient=False))
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or not _fits(numbers):
         raise damaged(first, "a header that is none")
-    *told, count = numbers[: NUMBERS + 1].tolist()
-    rows, shares = numbers[NUMBERS + 1 :].split([count, len(numbers) - NUMBERS - 1 - count])
-    return Header(*told, rows=tuple(rows.tolist()), shares=tuple(shares.view(torch.float64).tolist()))
+    *known, count = numbers[: NUMBERS + 1].tolist()
+    rows, own_weights = numbers[NUMBERS + 1 :].split([count, len(numbers) - NUMBERS - 1 - count])
+    return Header(*known, rows=tuple(rows.tolist()), own_weights=tuple(own_weights.view(torch.float64).tolist()))
 
 
 def _fits(numbers: Tensor) -> bool:
@@ -100,12 +90,32 @@ def _in_words(header: Header) -> dict[str, str]:
     return {words: str(int(getattr(header, name))) for name, words in WORDS.items()}
 
 
-def compare(told: Header, first: int, own: Header, rank: int) -> None:
-    """Checks that this process does what that of the first stage does."""
-    mistakes = differences({first: _in_words(told), rank: _in_words(own)})
+def compare_headers(
+    net: Net,
+    position: Position,
+    first: int,
+    own: Header,
+    checksum: Callable[[Header], int] = lambda header: 0,
+) -> Header:
+    """Gives all processes of a replica the header of that of the first stage, if they do the same.
+
+    `checksum` is that of the table for a header.
+
+    Raises:
+        ValueError: This process does something else.
+    """
+    if net.rank == first:
+        header = replace(own, checksum=checksum(own))
+        _send(net, [peer for peer in position.ranks_of_replica if peer != first], header)
+        return header
+    header = _receive(net, first)
+    if header.request == own.request and header.trains == own.trains:
+        own = replace(own, checksum=checksum(header))
+    mistakes = differences({first: _in_words(header), net.rank: _in_words(own)})
     if mistakes:
-        mistakes = mistakes[:1] if told.asked != own.asked else mistakes  # all else follows
+        mistakes = mistakes[:1] if header.request != own.request else mistakes  # all else follows
         raise ValueError(
             f"the processes have come apart: {'; '.join(mistakes)}. Call the pipe in every process, as often, and "
             f"with the same arguments"
         )
+    return header

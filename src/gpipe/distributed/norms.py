@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gpipe.distributed.handshake import Asked
-from gpipe.distributed.session import Session
+from gpipe.distributed.processes import OneProcess
 from gpipe.errors import innermost_code
+from gpipe.runtime.context import Request
 from gpipe.runtime.engine import Engine
 from gpipe.stages.layout import local, whole
 
@@ -16,15 +16,20 @@ NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
 
 
 def clip_grad_norm_(
-    session: Session, module: nn.Module, device: torch.device, max_norm: float, norm_type: float
+    processes: OneProcess,
+    module: nn.Module,
+    device: torch.device,
+    max_norm: float,
+    norm_type: float,
+    parameter_names: Sequence[str] = (),
 ) -> Tensor:
     """Scales the gradients of all processes so that their norm together is at most `max_norm`; gives what it was.
 
-    The norms of parameters are put together in the order of the layers, on one device.
+    The norms of parameters are put together in the order of the layers, or of `parameter_names`, on one device.
     """
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
     norms = [whole(torch.linalg.vector_norm(gradient, norm_type)).to(device) for _, gradient in named]
-    norms = _gathered(session, [name for name, _ in named], norms)
+    norms = _gathered(processes, [name for name, _ in named], norms, parameter_names)
     if not norms:
         return torch.zeros(())
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -34,22 +39,24 @@ def clip_grad_norm_(
     return total
 
 
-def _gathered(session: Session, named: Sequence[str], norms: Sequence[Tensor]) -> list[Tensor]:
+def _gathered(
+    processes: OneProcess, named: Sequence[str], norms: Sequence[Tensor], parameter_names: Sequence[str]
+) -> list[Tensor]:
     """The norms of all parameters of the replica, each once, in the order of the layers, or of the model."""
-    if session.position is None:
+    if processes.position is None:
         return list(norms)
-    with session.run() as peers:
-        every = peers.exchange(Asked.NORMS, (list(named), list(norms)))
-    own = [dict(zip(*every[rank], strict=True)) for rank in session.position.ranks_of_replica]
-    if session.engine.replayed is not None:
-        together = {name: norm for norms_of_rank in own for name, norm in norms_of_rank.items()}
-        return [together[name] for name in session.engine.replayed.parameter_names if name in together]
-    layers = [layer for stage in session.engine.stages for layer in stage.layers]
-    rows = [session.engine.placement[stage] for stage in session.engine.stage_of]
+    gathered = processes.gather(Request.NORMS, (list(named), list(norms)))
+    by_rank = [dict(zip(*gathered[rank], strict=True)) for rank in processes.position.ranks_of_replica]
+    if parameter_names:
+        together = {name: norm for own in by_rank for name, norm in own.items()}
+        return [together[name] for name in parameter_names if name in together]
+    engine = processes.engine
+    layers = [layer for stage in engine.stages for layer in stage.layers]
+    rows = [engine.placement[stage] for stage in engine.stage_of]
     return [
         norm
         for layer, row in zip(layers, rows, strict=False)
-        for name, norm in own[row].items()
+        for name, norm in by_rank[row].items()
         if name.partition(".")[0] == layer.name
     ]
 

@@ -166,7 +166,7 @@ def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
 
 def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -> None:
     """Checks that all replicas have as many micro-batches, because they will wait for each other in each."""
-    counts = tell_replicas(net, position, Control.MICRO_BATCHES, micro_batches)
+    counts = gather_replicas(net, position, Control.MICRO_BATCHES, micro_batches)
     if len(set(counts)) > 1:
         raise ValueError(
             f"{why}, but the replicas have {counts} of them; give each replica at least M rows in every step, and "
@@ -174,7 +174,7 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
         )
 
 
-def tell_replicas(net: Net, position: Position, control: Control, told: Tree, *, number: int = 0) -> list[Any]:
+def gather_replicas(net: Net, position: Position, control: Control, told: Tree, *, number: int = 0) -> list[Any]:
     """Tells the other replicas something, once a run for each number; gives what each told, by replica."""
     peers, label = position.ranks_of_row, Label(control, number, gradient=False)
     for peer in peers:

@@ -24,7 +24,7 @@ from textwrap import wrap
 from typing import TypeVar
 
 from gpipe.profiling.colors import MEANING, breakdown_lines
-from gpipe.runtime.recorder import Interval, Run
+from gpipe.runtime.recorder import Interval, RecordedRun
 from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
 from gpipe.schedule.program import Program
@@ -268,11 +268,11 @@ def _stage_seconds(timeline: Timeline, program: Program) -> tuple[float, ...]:
 
 
 def windows(
-    runs: Sequence[Run], inside: Sequence[Interval], updates: Sequence[Interval], loads: Sequence[Interval]
+    runs: Sequence[RecordedRun], inside: Sequence[Interval], updates: Sequence[Interval], loads: Sequence[Interval]
 ) -> list[Timeline]:
     """The timelines of runs, each with the seconds that went by outside of it until the next began, by part.
 
-    >>> runs = [Run(Timeline(1, (), 3.0), (1.0, 4.0)), Run(Timeline(1, (), 3.0), (11.0, 14.0))]
+    >>> runs = [RecordedRun(Timeline(1, (), 3.0), (1.0, 4.0)), RecordedRun(Timeline(1, (), 3.0), (11.0, 14.0))]
     >>> first, second = windows(runs, [(0.0, 5.0), (10.0, 15.0)], updates=[(5.0, 6.0)], loads=[(6.0, 9.5)])
     >>> first.other
     {'data': 3.5, 'weight update': 1.0, 'host': 2.0, 'between steps': 0.5}
@@ -294,7 +294,7 @@ def windows(
     return found
 
 
-def _entry(run: Run, inside: Iterable[Interval]) -> float:
+def _entry(run: RecordedRun, inside: Iterable[Interval]) -> float:
     """When the call began that a run is of, or another process began it; a backward by autograd is of no call."""
     began = run.when[0]
     return min(began, next((start for start, end in inside if start <= run.when[1] <= end), began))

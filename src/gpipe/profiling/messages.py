@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe.distributed.reduce import MOST
-from gpipe.runtime.recorder import Run
+from gpipe.runtime.recorder import RecordedRun
 from gpipe.schedule.program import parse_route
 from gpipe.stages.messages import Control, Crossed, Label, Traffic
 
@@ -70,7 +70,7 @@ class Message:
     ended: float
 
 
-def messages_of(runs: Sequence[Run]) -> list[Message]:
+def messages_of(runs: Sequence[RecordedRun]) -> list[Message]:
     """All messages and reductions of some runs, run by run in the order in which ranks came to them."""
     found: list[Message] = []
     for step, run in enumerate(runs):

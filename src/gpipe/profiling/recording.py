@@ -25,8 +25,8 @@ from gpipe.profiling.breakdown import NOTHING, Breakdown, breakdown, windows
 from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, held
 from gpipe.profiling.messages import Message, messages_of, write_messages
 from gpipe.runtime.recorder import Interval, Recorder
+from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import Step
-from gpipe.runtime.worker import Worker
 from gpipe.schedule.timeline import Timeline, steps_among
 
 if TYPE_CHECKING:
@@ -209,17 +209,17 @@ class Recording(Recorder):
         if self._watches is not None:
             self._watches.end(self._layers())
 
-    def take(self, worker: Worker, step: Step) -> None:
+    def take(self, run: Run, rank: Rank, step: Step) -> None:
         """Waits for what a step takes; what of it was already on its way counts as a RECEIVE."""
-        super().take(worker, step)
+        super().take(run, rank, step)
         if self._watches is not None:
-            self._watches.taken(worker, step)
+            self._watches.taken(rank, step)
 
-    def work(self, worker: Worker, step: Step) -> None:
+    def work(self, run: Run, rank: Rank, step: Step) -> None:
         """Does what a step does once it has what it takes."""
-        super().work(worker, step)
+        super().work(run, rank, step)
         if self._watches is not None:
-            self._watches.worked(worker, step)
+            self._watches.worked(run, step)
 
     def _layers(self) -> dict[int, list[nn.Module]]:
         """Of each rank of this process."""

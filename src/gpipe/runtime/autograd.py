@@ -6,7 +6,7 @@ is dropped takes everything with it.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe._torch.autograd import will_run
 from gpipe.errors import entrance
-from gpipe.runtime.state import Output
-from gpipe.stages.boundary import Gradients
+from gpipe.runtime.context import Request
+from gpipe.runtime.passes import run_backward, run_forward
+from gpipe.runtime.run import Output, Run
+from gpipe.stages.boundary import UNDEFINED, Gradients
+from gpipe.stages.layout import moved
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 CREATE_GRAPH = (
@@ -28,18 +31,70 @@ ONLY_SOME = (
 )
 
 
-class Call(Protocol):
-    """One forward, and its backward if that ever comes."""
+SECOND_BACKWARD = (
+    "this forward's backward has run already, and the pipeline has let go of what it kept; "
+    "call the pipe again, or add the losses up and call backward once"
+)
+
+
+class Call:
+    """One forward of all processes, and its backward whenever that comes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run: Run | None = run  # until its backward
+        self._context, self._notes = run.context, run.recorder is not None
+        self._wants: list[tuple[bool, ...]] = []
 
     def forward(self) -> list[Output]:
-        """Runs all forwards; gives the outputs of all micro-batches."""
+        """Runs all forwards; gives the outputs of all micro-batches, in every process."""
+        run = self._run
+        assert run is not None
+        run_forward(run)
+        outputs = run.context.gather_outputs(run.take_outputs(), len(run.rows))
+        self._wants = [output.wants_gradient for output in outputs]
+        run.context.finish(run)
+        return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch."""
+        """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch.
+
+        Over processes the gradients of the output count that the one with the last stage has.
+        """
+        with self._context.entered(notes=self._notes):
+            run, self._run = self._run, None
+            if run is None:
+                raise RuntimeError(SECOND_BACKWARD)
+            run.context.agree(run, Request.BACKWARD)
+            run.output_gradients = self._parted(gradients)
+            run_backward(run)
+            run.tell(run.findings)
+            found: Gradients = [
+                moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
+                for m, crossing in enumerate(run.inputs)
+                for leaf, gradient in zip(crossing.leaves, run.input_gradients[m], strict=True)
+            ]
+            run.context.finish(run)
+        return found
+
+    def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """The gradients of those tensors of each output that want one.
+
+        Where there are none at all, autograd came here all the same, and so they are undefined.
+        """
+        remaining = iter(gradients)
+        parted: list[Gradients] = [
+            [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
+        ]
+        unused = [all(gradient is None for gradient in some) for some in parted]
+        runs_all = self._context.awaits_backwards or all(unused)
+        return [
+            [UNDEFINED] * len(some) if runs_all and without else some
+            for some, without in zip(parted, unused, strict=True)
+        ]
 
 
-def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
-    """Runs a call's forward as one autograd node; gives the output of each micro-batch.
+def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
+    """Runs the forward of a call as one autograd node; gives the output of each micro-batch.
 
     `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up what comes back to one
     tensor in the order of the node's inputs: that of the micro-batches.
@@ -47,7 +102,7 @@ def pipelined(call: Call, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     inputs = [leaf for found in leaves for leaf in found]
     anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
     outputs: list[Output] = []
-    tensors = iter(_Pipelined.apply(call, outputs, anchor, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch
+    tensors = iter(_Pipelined.apply(Call(run), outputs, anchor, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch
     return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
 
 

@@ -1,50 +1,50 @@
-"""The seam between a mini-batch and other processes: what a process that is one of several does otherwise."""
+"""What the ranks of this process share with others in one mini-batch: messages, agreement, reductions, progress.
 
-from collections.abc import Mapping
+`Context` is for one process, whose ranks hand messages over by reference; `gpipe.distributed` has the other
+implementation, for one of several processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
-from gpipe.runtime.steps import CompiledProgram, CompiledRows
+from gpipe.runtime.steps import CompiledRows
 from gpipe.schedule.action import Action
 from gpipe.stages.batchnorm import DeferredStatistics
-from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent, Transport
+from gpipe.stages.messages import Cancelled, Control, Label, Message, ReadyEvent
+from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress
+from gpipe.stages.tree import Tree
+
+if TYPE_CHECKING:
+    from gpipe.runtime.run import Output, Run
 
 
-class Others:
-    """What the ranks of this process do together with other processes in one mini-batch: nothing, if it is alone.
+class Request(IntEnum):
+    """What the user called."""
+
+    STEP = 0
+    CALL = 1
+    BACKWARD = 2
+    NORMS = 3
+    EXCHANGE = 4
+
+
+class Context:
+    """One process alone, in one mini-batch.
 
     Attributes:
-        transport: Carries messages between ranks.
+        replica: The number of this replica, of `replicas`.
+        awaits_backwards: Whether other replicas wait for each backward of this one, also of what has no say.
+        cancelled: Whether a rank has failed.
     """
 
-    transport: Transport
-
-    def __init__(self, compiled: CompiledProgram) -> None:
-        self.transport = Mailbox(compiled.program.ranks)
-
-    def name(self, rank: int) -> str:
-        """A rank of this process, in messages."""
-        return f"rank {rank}"
-
-    def new_progress(self) -> LayerProgress:
-        """Where a stage notes how far it is, for whoever looks."""
-        return LayerProgress()
-
-    def around(self, rows: CompiledRows) -> AbstractContextManager[object]:
-        """What is done before and behind the rows."""
-        return nullcontext()
-
-    def close(self, action: Action) -> None:
-        """Does a TIE or REDUCE, which are for several processes."""
-        raise AssertionError(action)
-
-    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
-        """Has statistics, by stage, be those of all replicas."""
-
-
-class Mailbox:
-    """Messages between the ranks of one process, by reference: made anew for every run, so that none outlives it."""
+    replica, replicas = 0, 1
+    awaits_backwards = False
 
     def __init__(self, ranks: int) -> None:
         self._queues: list[SimpleQueue[tuple[Label, Message, ReadyEvent] | None]] = [
@@ -53,28 +53,82 @@ class Mailbox:
         self._early: list[dict[Label, tuple[Message, ReadyEvent]]] = [{} for _ in range(ranks)]
         self.cancelled = False
 
+    # Between processes, before and after a pass over the micro-batches.
+
+    def entered(self, *, notes: bool) -> AbstractContextManager[object]:
+        """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
+        return nullcontext()
+
+    def agree(self, run: Run, request: Request) -> None:
+        """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
+
+    def check_same(self, **settings: object) -> None:
+        """Checks that all replicas were given the same."""
+
+    def gather_replicas(self, control: Control, value: Tree) -> list[Any]:
+        """Gathers a value from each replica."""
+        return [value]
+
+    def sum_over_replicas(self, number: float) -> float:
+        """Adds up a number of each replica."""
+        return float(sum(self.gather_replicas(Control.WEIGHT, number)))
+
+    def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
+        """Gives every process of the replica the outputs that the last stage made."""
+        return list(outputs)
+
+    def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
+        """Ends a pass once all processes have come to its end; gathers a value from each."""
+        run.settle()
+        return [value]
+
+    # Of ranks, in a pass.
+
+    def name(self, rank: int) -> str:
+        """A rank of this process, in messages."""
+        return f"rank {rank}"
+
+    def new_progress(self) -> LayerProgress:
+        """Where a stage notes which layer it is at, for whoever looks."""
+        return LayerProgress()
+
+    def running(self, rows: CompiledRows, aliases: WeightAliases) -> AbstractContextManager[object]:
+        """Around the actions of all ranks of this process."""
+        return nullcontext()
+
     def reach(self, at: int) -> None:
-        """Nothing to note: there is always room."""
+        """Notes which of its actions a rank is at."""
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
-        """Hands a message to a rank."""
+        """Hands a message to a rank, without waiting for it."""
         self._queues[rank].put((label, message, mark))
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message; others that come before it are kept."""
+        """Waits for a message to a rank, and keeps others that come before it.
+
+        Raises:
+            Cancelled: Another rank has failed.
+        """
         early = self._early[rank]
         if label in early:
             return early.pop(label)
         while (arrived := self._queues[rank].get()) is not None:
-            found, message, mark = arrived
-            if found == label:
+            other, message, mark = arrived
+            if other == label:
                 return message, mark
-            early[found] = (message, mark)
+            early[other] = (message, mark)
         self._queues[rank].put(None)  # for whoever asks next
         raise Cancelled
 
     def cancel(self) -> None:
-        """Wakes every rank that waits, now or later."""
+        """Wakes every rank that waits, now or later, with `Cancelled`."""
         self.cancelled = True
         for queue in self._queues:
             queue.put(None)
+
+    def close(self, action: Action) -> None:
+        """Does a TIE or REDUCE, which are for several processes."""
+        raise AssertionError(action)
+
+    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
+        """Has statistics, by stage, be those of all replicas."""

@@ -1,17 +1,11 @@
-"""The engine of a pipe: has its stages, makes and compiles the program of a mini-batch, and the workers of a run."""
+"""The engine of a pipe: its stages, and the tables that mini-batches run."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from torch import nn
-
-from gpipe.runtime.context import Others
-from gpipe.runtime.minibatch import MiniBatchRun
-from gpipe.runtime.state import MiniBatch
 from gpipe.runtime.steps import CompiledProgram
 from gpipe.runtime.streams import RankStream, streams_on
 from gpipe.runtime.threads import RankThreads
-from gpipe.runtime.worker import Worker
 from gpipe.schedule.action import Route
 from gpipe.schedule.laws import check
 from gpipe.schedule.lower import (
@@ -25,13 +19,10 @@ from gpipe.schedule.lower import (
 )
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, forward_only_rows, rows_in_training
-from gpipe.stages.isolation import WeightOwners, find_shared_buffers, find_shared_norm
-from gpipe.stages.shared_weights import Tied, WeightAliases, find_shared
+from gpipe.stages.isolation import find_shared_buffers, find_shared_norm
+from gpipe.stages.shared_weights import Tied, find_shared
 from gpipe.stages.skips import Pop, find_loss_pops
 from gpipe.stages.stage import Stage, stage_of_layers
-
-if TYPE_CHECKING:
-    from gpipe.tracing.model import ReplayedModel
 
 
 class Wanted(NamedTuple):
@@ -44,16 +35,28 @@ class Wanted(NamedTuple):
     path: int = 0  # of a model that is replayed
 
 
+class Routes(Protocol):
+    """What engines need to know of a traced model: what skips stages, on each path that its forward takes."""
+
+    @property
+    def paths(self) -> Sequence[object]:
+        """Those that are known."""
+
+    def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
+        """The uses, on a path, of tensors that have routes of their own."""
+
+
 class Engine:
     """The stages of a pipe, and what runs those of this process.
 
     Args:
         stages: All of them, in order.
         placement: The rank of each.
+        micro_batches: M, of each replica.
         schedule: In which order ranks do what they do.
         remat: Of each stage.
         whole: The stages whose backwards are never split.
-        replayed: The model, if the stages are parts of one that is replayed.
+        traced: The paths of the model, if the stages are parts of one that is traced.
         tied: Parameters that are one though the modules do not show it.
         threaded: Whether each rank has a thread.
         intra_op_threads: CPU threads of one operation.
@@ -66,11 +69,12 @@ class Engine:
         self,
         stages: Sequence[Stage],
         placement: Placement,
+        micro_batches: int,
         schedule: Schedule,
         remat: Sequence[Remat],
         *,
         whole: Collection[int] = (),
-        replayed: "ReplayedModel | None" = None,
+        traced: Routes | None = None,
         tied: Tied = (),
         threaded: bool,
         intra_op_threads: int,
@@ -79,11 +83,13 @@ class Engine:
         replicas: int = 1,
     ) -> None:
         self.stages = tuple(stages)
+        self.layers = [layer.module for stage in self.stages for layer in stage.layers]
         self.placement = placement
+        self.micro_batches = micro_batches
         self.schedule = schedule
         self.remat = tuple(remat)
         self.whole = frozenset(whole)
-        self.replayed = replayed
+        self.traced = traced
         self.threaded = threaded
         self.intra_op_threads = intra_op_threads
         self.deferred_batch_norm = deferred_batch_norm
@@ -109,11 +115,6 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._reset()
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The user's layers, all in their order."""
-        return [layer.module for stage in self.stages for layer in stage.layers]
 
     @property
     def stashes(self) -> tuple[str, ...]:
@@ -147,9 +148,9 @@ class Engine:
             self._compiled[wanted] = CompiledProgram.of(program)
         return self._compiled[wanted]
 
-    def wanted(self, micro_batches: int, batch: MiniBatch) -> Wanted:
-        """What is asked for the run of a mini-batch."""
-        return Wanted(micro_batches, batch.trains, batch.loss_fn is None, tuple(batch.loss_pops), batch.path)
+    def stages_of(self, rank: int) -> list[Stage]:
+        """What a rank holds, if it runs here."""
+        return [stage for stage in self.own if self.placement[stage.index] == rank]
 
     def _make_program(self, wanted: Wanted) -> Program:
         micro_batches, trains = wanted.micro_batches, wanted.trains
@@ -174,7 +175,7 @@ class Engine:
         """The pairs of ranks that send each other values, or gradients of what they share, the lower one first."""
         every = find_loss_pops(self.layers, self.stashes)  # a loss may pop any of them
         sharing = self._stages_that_share()
-        paths = 1 if self.replayed is None else len(self.replayed.paths)
+        paths = 1 if self.traced is None else len(self.traced.paths)
         pairs = [
             *((stage - 1, stage) for stage in range(1, len(self.stages))),
             *((route.source, route.target) for path in range(paths) for route in self._skip_routes(every, path)),
@@ -186,10 +187,10 @@ class Engine:
     def _skip_routes(self, loss_pops: Sequence[Pop], path: int) -> list[Route]:
         """The routes of stashes between stages; the loss is behind the last layer, and in its stage."""
         stage_of = self.stage_of
-        if self.replayed is None:
+        if self.traced is None:
             own = [pop for stage in self.stages for layer in stage.layers for pop in layer.pop]
         else:
-            own = self.replayed.pops(path, stage_of)
+            own = self.traced.pops(path, stage_of)
         pops = [*own, *loss_pops]
         return [
             Route(stage_of[pop.source], stage_of[pop.target], pop.route_name)
@@ -200,32 +201,3 @@ class Engine:
     def _stages_that_share(self) -> list[int]:
         stage_of = self.stage_of
         return sorted({stage_of[index] for item in self.shared for index in item.slots})
-
-    def start(
-        self, micro_batches: int, batch: MiniBatch, join: Callable[[CompiledProgram, WeightAliases], Others]
-    ) -> MiniBatchRun:
-        """Prepares the run of one mini-batch, joined to those of other processes."""
-        compiled = self.compiled(self.wanted(micro_batches, batch))
-        aliases = WeightAliases(self.shared, self.own)
-        others = join(compiled, aliases)
-        weights = aliases.sources.values()
-        owners = WeightOwners(self.own, weights) if batch.trains and (len(self.own) > 1 or weights) else None
-        workers = []
-        for rank, stream in self.streams.items():
-            held = {
-                stage.index: (stage, compiled.connections[stage.index])
-                for stage in self.own
-                if self.placement[stage.index] == rank
-            }
-            workers.append(Worker(rank, held, stream, batch, others, owners=owners, every=self.own))
-        return MiniBatchRun(
-            compiled,
-            batch,
-            workers,
-            self.own,
-            self.threads if self.threaded else None,
-            self.intra_op_threads,
-            aliases,
-            self.shared_buffers,
-            others,
-        )

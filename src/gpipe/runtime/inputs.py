@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gpipe._torch.autograd import is_differentiated_forward
-from gpipe.runtime.thread_state import Ambient
 from gpipe.stages.losses import (
     IGNORED_LABELS,
     check_weights_of_rows,
@@ -42,14 +41,13 @@ NO_GRAPH = (
 
 
 class StepInputs(NamedTuple):
-    """What one call of `step` is given, and the modes of the caller."""
+    """What one call of `step` is given."""
 
     inputs: Tree
     targets: Tree
     loss_fn: Any  # a function of (output, target); anything else is refused
     reduction: Reduction | None
     scale: float
-    ambient: Ambient
     scaler: Any = None
 
     @property
@@ -72,10 +70,10 @@ class StepInputs(NamedTuple):
             reduction = find_reduction(self.loss_fn) or "mean"
         return "weights of the targets" if callable(reduction) else str(reduction)
 
-    def shares(
+    def loss_weights(
         self, rows: Sequence[int], targets: Sequence[Tree], over_replicas: Callable[[float], float] = float
     ) -> list[float]:
-        """The share of each micro-batch in the loss, as asked, or else as the loss itself averages.
+        """What each micro-batch counts for in the loss, as asked, or else as the loss itself averages.
 
         Raises:
             ValueError: The weights make no mean, or the loss gives none.

@@ -1,6 +1,7 @@
 """What an exception of a layer is told before it reaches the user: where in the pipeline it was, and what to do."""
 
-from gpipe.runtime.worker import Worker
+from gpipe.runtime.actions import layer_of
+from gpipe.runtime.run import Rank, Run
 from gpipe.schedule.action import NAMES, Kind
 from gpipe.schedule.program import Program
 from gpipe.stages.stage import LOSS
@@ -36,17 +37,17 @@ TOO_FEW_VALUES = (
 )
 
 
-def add_note(error: BaseException, worker: Worker, program: Program, at: int) -> None:
+def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: int) -> None:
     """Tells an exception where it was raised."""
     if not isinstance(getattr(error, "__notes__", []), list):
         del error.__notes__  # something of the user's own, where Python wants a list
-    error.add_note(describe(worker, program, at, error))
+    error.add_note(describe(run, rank, program, at, error))
 
 
-def describe(worker: Worker, program: Program, at: int, error: BaseException) -> str:
+def describe(run: Run, rank: Rank, program: Program, at: int, error: BaseException) -> str:
     """The note on an exception: where in the pipeline it happened."""
-    layer = worker.layer_of(program.rows[worker.rank][at], error)
-    return f"{in_words(program, worker.rank, at, layer, worker.name)}{advice(error, layer)}"
+    layer = layer_of(rank, program.rows[rank.rank][at], error)
+    return f"{in_words(program, rank.rank, at, layer, run.context.name(rank.rank))}{advice(error, layer)}"
 
 
 def advice(error: BaseException, layer: str | None) -> str:

@@ -9,9 +9,10 @@ from functools import wraps
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from gpipe.runtime.actions import WORK, receive
+from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import Step
 from gpipe.runtime.streams import RankStream, Stamp
-from gpipe.runtime.worker import Worker
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.messages import Traffic
@@ -21,7 +22,7 @@ Interval: TypeAlias = tuple[float, float]
 """From when to when, by the clock that all processes of a host share."""
 
 
-class Run(NamedTuple):
+class RecordedRun(NamedTuple):
     """A recorded run: a `step` is one, a call and its backward are two.
 
     `traffic` is what crossed between processes, by rank, by the clock of `when`; nothing where one is alone.
@@ -32,7 +33,7 @@ class Run(NamedTuple):
     traffic: tuple[Traffic, ...] = ()
 
 
-class Told(NamedTuple):
+class RemoteRecord(NamedTuple):
     """What one process has recorded of a run: its host, when the run began by the clock there, and what since."""
 
     host: str
@@ -51,7 +52,7 @@ class Recorder:
     """
 
     def __init__(self, keep: int) -> None:
-        self.runs: deque[Run] = deque(maxlen=keep)
+        self.runs: deque[RecordedRun] = deque(maxlen=keep)
         self.inside: deque[Interval] = deque(maxlen=keep)
         self.around: Callable[[int], AbstractContextManager[object]] = lambda rank: nullcontext()
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
@@ -78,28 +79,28 @@ class Recorder:
         self.began = time.perf_counter()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
-    def do(self, worker: Worker, step: Step) -> None:
-        """Does one step of a worker, and records it from when its rank has what it needs until it is done."""
+    def do(self, run: Run, rank: Rank, step: Step) -> None:
+        """Does one action of a rank, and records it from when the rank has what it needs until it is done."""
         if step.takes:
-            self.take(worker, step)
-        self.work(worker, step)
+            self.take(run, rank, step)
+        self.work(run, rank, step)
 
-    def take(self, worker: Worker, step: Step) -> None:
-        """Waits for what a step takes; what of it was already on its way counts as a RECEIVE."""
-        asked = worker.stream.stamp()
-        sent = worker.take(step)
-        if isinstance(sent, float) and isinstance(asked, float):
+    def take(self, run: Run, rank: Rank, step: Step) -> None:
+        """Waits for what an action needs; what of it was already on its way counts as a RECEIVE."""
+        called = rank.stream.stamp()
+        sent = receive(run, rank, step)
+        if isinstance(sent, float) and isinstance(called, float):
             received = replace(step.action, kind=Kind.RECEIVE)
-            self._stamps.append((step.rank, received, max(asked, sent), worker.stream.stamp()))
+            self._stamps.append((step.rank, received, max(called, sent), rank.stream.stamp()))
 
-    def work(self, worker: Worker, step: Step) -> None:
-        """Does what a step does once it has what it takes."""
-        start = worker.stream.stamp()
+    def work(self, run: Run, rank: Rank, step: Step) -> None:
+        """Does the work of an action that has what it needs."""
+        start = rank.stream.stamp()
         with self.around(step.rank):
-            worker.do(step)
-        self._stamps.append((step.rank, step.action, start, worker.stream.stamp()))
+            WORK[step.action.kind](run, rank, step)
+        self._stamps.append((step.rank, step.action, start, rank.stream.stamp()))
 
-    def join(self, own: int, every: Sequence[Told]) -> None:
+    def join(self, own: int, every: Sequence[RemoteRecord]) -> None:
         """Makes one of the last timelines of all processes, by the clock of this one, which has the rank `own`.
 
         Args:
@@ -115,7 +116,7 @@ class Recorder:
         traffic = tuple(told.traffic.moved(start) for told, start in zip(every, starts, strict=True))
         last = self.runs.pop()
         when = first, max(last.when[1], first + seconds)
-        self.runs.append(Run(Timeline(len(every), tuple(spans), seconds), when, traffic))
+        self.runs.append(RecordedRun(Timeline(len(every), tuple(spans), seconds), when, traffic))
 
     def forget(self) -> None:
         """Forgets the last run: others were in it that do not record."""
@@ -135,7 +136,7 @@ class Recorder:
         ]
         spans.sort(key=lambda span: (span.start, span.rank))
         timeline = Timeline(len(self._streams), tuple(spans), max(ends))
-        self.runs.append(Run(timeline, (self.began, time.perf_counter())))
+        self.runs.append(RecordedRun(timeline, (self.began, time.perf_counter())))
 
 
 def _moved(timeline: Timeline, by: float) -> Timeline:

@@ -55,7 +55,7 @@ class WaitingProduct(NamedTuple):
     ends: tuple[GradientEdge, ...]
 
 
-class OwedProduct(NamedTuple):
+class PendingProduct(NamedTuple):
     """A product whose weights wait, once the gradient came to it."""
 
     product: Product
@@ -67,10 +67,10 @@ class OwedProduct(NamedTuple):
 
 
 @dataclass(slots=True)
-class Deferred:
+class PendingWeights:
     """What one I left for its W: products, in the order in which autograd came to them, and the leaves that wait."""
 
-    products: deque[OwedProduct] = field(default_factory=deque)
+    products: deque[PendingProduct] = field(default_factory=deque)
     leaves: set[Node] = field(default_factory=set)
 
     @property
@@ -96,8 +96,8 @@ class Outlook(NamedTuple):
 
 
 def backward_input(
-    roots: Sequence[Tensor], gradients: Gradients, boundary: Iterable[Tensor], owed: Collection[Deferred] = ()
-) -> Deferred:
+    roots: Sequence[Tensor], gradients: Gradients, boundary: Iterable[Tensor], owed: Collection[PendingWeights] = ()
+) -> PendingWeights:
     """Runs I: adds to `.grad` of all leaves, as `run_backward` does, but of those that can wait; gives what W needs.
 
     Args:
@@ -109,7 +109,7 @@ def backward_input(
     known, values = known_roots(roots, gradients)
     outlook = look_ahead(known, {id(leaf) for leaf in boundary})
     _settle(outlook.others, owed)
-    deferred = Deferred(leaves=outlook.leaves)
+    deferred = PendingWeights(leaves=outlook.leaves)
     if not outlook.waiting or outlook.others is None:
         if known:
             accumulate_gradients(known, values)
@@ -125,7 +125,7 @@ def backward_input(
     return deferred
 
 
-def _apart(one: OwedProduct) -> OwedProduct:
+def _apart(one: PendingProduct) -> PendingProduct:
     """The product with a gradient to which nobody adds: a leaf's `.grad` may have become a view of it."""
     if not shares_memory(one.dy):
         return one
@@ -133,13 +133,13 @@ def _apart(one: OwedProduct) -> OwedProduct:
     return one._replace(dy=dy, versions=(one.versions[0], version(dy)))
 
 
-def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, owed: Iterable[Deferred]) -> None:
+def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, owed: Iterable[PendingWeights]) -> None:
     """Runs a backward in one, behind what earlier micro-batches left."""
     _settle(None, owed)
     run_backward(roots, gradients)
 
 
-def _settle(others: Collection[Node] | None, owed: Iterable[Deferred]) -> None:
+def _settle(others: Collection[Node] | None, owed: Iterable[PendingWeights]) -> None:
     """Does what earlier micro-batches left for leaves that are about to be reached."""
     late = [at for at, one in enumerate(owed) if others is None or not one.leaves.isdisjoint(others)]
     if late:
@@ -148,7 +148,7 @@ def _settle(others: Collection[Node] | None, owed: Iterable[Deferred]) -> None:
 
 
 @torch.no_grad()
-def backward_weight(deferred: Deferred) -> None:
+def backward_weight(deferred: PendingWeights) -> None:
     """Runs W: adds to `.grad` of the leaves that waited; what it needs is given up product by product.
 
     Raises:
@@ -168,7 +168,7 @@ class _Keep:
 
     __slots__ = ("deferred", "one")
 
-    def __init__(self, one: WaitingProduct, deferred: Deferred) -> None:
+    def __init__(self, one: WaitingProduct, deferred: PendingWeights) -> None:
         self.one = one
         self.deferred = deferred
 
@@ -177,7 +177,7 @@ class _Keep:
         dy = came[0]
         if dy is not None:
             versions = version(product.x), version(dy)
-            self.deferred.products.append(OwedProduct(product, slots, ends, node_number(node), dy, versions))
+            self.deferred.products.append(PendingProduct(product, slots, ends, node_number(node), dy, versions))
 
 
 def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> Outlook:

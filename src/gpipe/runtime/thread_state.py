@@ -19,7 +19,7 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 
 @dataclass(frozen=True)
-class Ambient:
+class ThreadState:
     """The caller's modes: grad and inference mode, autocast, default device, saved-tensor hooks, denormal numbers."""
 
     grad: bool
@@ -28,12 +28,12 @@ class Ambient:
     device: torch.device | None
     hooks: Hooks | None
     flushes: bool
-    strangers: tuple[str, ...]
+    unsupported: tuple[str, ...]
 
     @classmethod
-    def here(cls) -> "Ambient":
+    def here(cls) -> "ThreadState":
         """Reads the modes of this thread."""
-        device, strangers = modes_here()
+        device, unsupported = modes_here()
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -41,14 +41,14 @@ class Ambient:
             device,
             saved_tensor_hooks(),
             flushes_denormals(),
-            tuple(type(mode).__name__ for mode in strangers),
+            tuple(type(mode).__name__ for mode in unsupported),
         )
 
-    def refuse_strangers(self) -> None:
+    def refuse_unsupported(self) -> None:
         """Refuses modes that cannot be carried into other threads."""
-        if self.strangers:
+        if self.unsupported:
             raise ValueError(
-                f"{', '.join(self.strangers)} is active in the calling thread and would not see what the rank "
+                f"{', '.join(self.unsupported)} is active in the calling thread and would not see what the rank "
                 f"threads do; leave it outside, or use driver='lockstep', which runs in the calling thread"
             )
 

@@ -117,9 +117,8 @@ def _parts_of(tensor: Tensor) -> list[Tensor]:
 
 OTHER_PATH = (
     "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
-    "layer or a changed setting leads elsewhere. Name the modules inside of which it branches (of a mixture of "
-    "experts, the one that chooses among them): blocks=[...], with names as in model.named_modules(); or give a "
-    "sample that takes the path of training, and one path alone"
+    "layer or a changed setting leads elsewhere; give a sample that takes the path of training, and one path "
+    "alone"
 )
 OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
 OTHER_OUTPUT = (
@@ -130,12 +129,12 @@ OTHER_OUTPUT = (
 NOT_THERE = (
     "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
     "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
-    "dicts or dataclasses, or name other blocks: blocks=[...]"
+    "dicts or dataclasses, or name other blocks"
 )
 Values: TypeAlias = Mapping[Tag, Tensor | None]
 
 
-class Enough(BaseException):
+class _Enough(BaseException):
     """Ends a walk behind its last event."""
 
 
@@ -197,7 +196,7 @@ class Replay(Walk):
         args, kwargs = self.path.inputs.filled(leaves)
         try:
             output = self.run(args, kwargs)
-        except Enough:
+        except _Enough:
             output = None
         else:
             self._check(output)
@@ -247,7 +246,7 @@ class Replay(Walk):
                     self.made[tag] = leaf
         self.log.append(describe(leaves))
         if self.at == self.end and not self.is_last:
-            raise Enough
+            raise _Enough
         return made
 
     def _pass(self, name: str) -> Any:

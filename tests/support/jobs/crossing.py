@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
+from gpipe.distributed.net import Net
+from gpipe.distributed.processes import Processes
 from gpipe.schedule.action import TRANSFERS
 from tests.support.plain_loop import weights_of
 
@@ -55,9 +57,9 @@ def train_remotely(rank: int, world: int, *args: Any) -> Json:
     """Likewise, as if each process had a host of its own: by TCP, with clocks compared by what was done."""
     host: Any = {"return_value": f"host {rank}"}
     with (
-        mock.patch("gpipe.distributed.peers._host", **host),
-        mock.patch("gpipe.distributed.rendezvous._host", **host),
-        mock.patch("gpipe.distributed.listener.own_host", return_value="127.0.0.1"),
+        mock.patch("gpipe.distributed.records._host", **host),
+        mock.patch("gpipe.distributed.construction._host", **host),
+        mock.patch("gpipe.distributed.rendezvous._own_address", return_value="127.0.0.1"),
     ):
         return train(rank, world, *args)
 
@@ -96,12 +98,18 @@ def train_deferred(rank: int, world: int) -> list[Json]:
     return train_tied(rank, world, deferred_batch_norm=True)
 
 
+def linked(pipe: gpipe.GPipe) -> Net:
+    """The links of a process."""
+    assert isinstance(pipe.team, Processes)
+    return pipe.team.linked()
+
+
 def note_unrecorded(rank: int, world: int) -> Any:
     """What a process has noted of a step behind a recorded one."""
     x = torch.ones(8, WIDTHS[0])
     with gpipe.GPipe(wide_and_narrow(2), 2, MICRO_BATCHES, driver="process") as pipe:
         with gpipe.record(pipe):
             pipe.step(x, torch.ones(8, WIDTHS[2]), mse_loss)
-        noted = [pipe.team.linked().noted is None]
+        noted = [linked(pipe).noted is None]
         pipe.step(x, torch.ones(8, WIDTHS[2]), mse_loss)
-        return [*noted, pipe.team.linked().noted is None]
+        return [*noted, linked(pipe).noted is None]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gpipe
-from gpipe.distributed import process_row as process
+from gpipe.distributed import context
 from gpipe.distributed import reduce as collectives
 from tests.support.jobs.training import Json
 from tests.support.placements import placed
@@ -150,7 +150,7 @@ def overlap(rank: int, world: int) -> Json:
         if rank % 2:
             Path(os.environ[FOLDER], f"reduced_{rank}").touch()
 
-    vars(process)["add_over_replicas"] = add_and_say_so
+    vars(context)["add_over_replicas"] = add_and_say_so
     try:
         layers = seeded(lambda: nn.Linear(6, 6, bias=False), Waits, lambda: nn.Linear(6, 6))
         pipe = gpipe.GPipe(layers, [2, 1], 3, seed=0, driver="process", remat="never")
@@ -163,7 +163,7 @@ def overlap(rank: int, world: int) -> Json:
         with gpipe.record(pipe) as recording:
             pipe.step(x, (y, first), loss_of)
     finally:
-        vars(process)["add_over_replicas"] = real
+        vars(context)["add_over_replicas"] = real
     return [(span.rank, str(span.action), span.start, span.end) for span in recording.timelines[-1].spans]
 
 

@@ -29,7 +29,7 @@ def _host(place: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups:
 @contextmanager
 def wired(*, grouped: bool = True) -> Iterator[None]:
     """Has pipes treat the tensors of this CPU as those of a GPU, with process groups or without."""
-    with mock.patch("gpipe.distributed.session.groups_for", _gloo if grouped else _host):
+    with mock.patch("gpipe.distributed.processes.groups_for", _gloo if grouped else _host):
         yield
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed import listener
+from gpipe.distributed import rendezvous
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.listening import Listening, family, listening_sockets
 
@@ -91,28 +91,28 @@ def local_losses(world: int) -> list[float]:
     return found
 
 
-def watch_listeners() -> list[Sequence[Any]]:
+def watch_doors() -> list[Sequence[Any]]:
     """Notes what this process listens on while it waits for others to connect."""
     seen: list[Sequence[Any]] = []
-    accept = listener.Listener.accept
+    welcome = rendezvous._Listening.welcome
 
     def watched(self: Any, *given: Any) -> Any:
         seen.extend(listening_sockets([os.getpid()]))
-        return accept(self, *given)
+        return welcome(self, *given)
 
-    listener.Listener.accept = watched  # type: ignore[assignment, method-assign]
+    rendezvous._Listening.welcome = watched  # type: ignore[assignment, method-assign]
     return seen
 
 
 def train(folder: Path, fault: str, record: dict[str, Any]) -> None:
     """Trains; the last step is one that fails."""
     world = dist.get_world_size()
-    doors = watch_listeners()
+    doors = watch_doors()
     who = None if fault == "cut" else int(fault)
     layers = build(world, Middle(folder, who), who or 1)
     pipe = gpipe.GPipe(layers, [2] * world, MICRO_BATCHES, remat="never", seed=0, driver="process")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    links = pipe._session.linked().links
+    links = pipe._processes.linked().links  # type: ignore[attr-defined]  # over processes
     record["links"] = {str(peer): type(link).__name__ for peer, link in links.items()}
     record["doors"] = doors
     for step in range(SOUND_STEPS + 1):

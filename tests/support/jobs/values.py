@@ -302,7 +302,7 @@ def wait(rank: int, world: int, micro_batches: int, rows: int) -> list[int]:
     layers = [nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(world - 2)), slow]
     pipe = gpipe.GPipe(layers, world, micro_batches, seed=0, driver="process")
     before = shared_bytes()
-    slow.look = lambda: [shared_bytes() - before, len(pipe._session.linked()._early)]
+    slow.look = lambda: [shared_bytes() - before, len(pipe._processes.linked()._early)]  # type: ignore[attr-defined]  # over processes
     x = torch.ones(rows * micro_batches, WIDTH)
     for _ in range(2):
         pipe.step(x, x, F.mse_loss)

@@ -1,0 +1,297 @@
+"""What one of several processes shares with the others in a mini-batch: messages, agreement, reductions, progress."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.distributed.agree import differences
+from gpipe.distributed.failures import Seen, Status
+from gpipe.distributed.handshake import Header, compare_headers
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.net import Net
+from gpipe.distributed.records import join_records, recorded_text
+from gpipe.distributed.reduce import (
+    add_over_replicas,
+    add_over_stages,
+    check_lockstep,
+    gather_replicas,
+    reduces_itself,
+)
+from gpipe.distributed.stragglers import Stragglers
+from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
+from gpipe.runtime.context import Context, Request
+from gpipe.runtime.engine import Engine
+from gpipe.runtime.notes import in_words
+from gpipe.runtime.run import Output, Run
+from gpipe.runtime.steps import CompiledRows
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.program import Program
+from gpipe.stages.batchnorm import DeferredStatistics
+from gpipe.stages.layout import is_sharded
+from gpipe.stages.losses import own_loss
+from gpipe.stages.messages import Control, Label, Message, ReadyEvent
+from gpipe.stages.shared_weights import WeightAliases
+from gpipe.stages.stage import LayerProgress, layer_at
+from gpipe.stages.tree import Tree
+
+logger = logging.getLogger("gpipe")
+SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"
+
+
+class ProcessContext(Context):
+    """One process of several, in one mini-batch.
+
+    Args:
+        engine: The stages.
+        linked: Gives the links to the others.
+        position: Where this process stands among them.
+        stragglers: Watches which ranks take longer.
+        sync_batch_norm: Whether replicas normalize together.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        linked: Callable[[], Net],
+        position: Position,
+        stragglers: Stragglers,
+        *,
+        sync_batch_norm: bool,
+    ) -> None:
+        self.cancelled = False
+        self.engine, self.linked, self.position, self.stragglers = engine, linked, position, stragglers
+        self.sync_batch_norm = sync_batch_norm
+        self.replica, self.replicas = position.replica, position.replicas
+        self.awaits_backwards = sync_batch_norm and self.replicas > 1
+        self.first, self.last = (position.rank_of(engine.placement[stage]) for stage in (0, -1))
+        self._sync: Synced | None = None
+
+    @contextmanager
+    def entered(self, *, notes: bool) -> Iterator[None]:
+        """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
+        net = self.net = self.linked()
+        try:
+            net.begin()
+            net.noted = [] if notes else None
+            self._began, self._waited = time.perf_counter(), net.waited
+            yield
+        except BaseException as error:
+            net.fail(error)
+            raise
+
+    def agree(self, run: Run, request: Request) -> None:
+        """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
+        own = Header(
+            request,
+            run.step,
+            run.trains,
+            run.training,
+            run.gathers,
+            run.call,
+            own_loss=run.loss_fn is own_loss,
+            ready_made=run.ready_made,
+            path=run.path,
+            rows=run.rows,
+            own_weights=run.own_weights,
+        )
+
+        def checksum(header: Header) -> int:
+            run.rows, run.path = header.rows, header.path
+            return run.compiled_program().checksum
+
+        header = compare_headers(self.net, self.position, self.first, own, checksum)
+        run.rows, run.path, run.own_weights = header.rows, header.path, header.own_weights
+        run.ready_made = bool(header.ready_made)
+
+    def check_same(self, **settings: object) -> None:
+        """Checks that all replicas were given the same."""
+        if self.replicas == 1:
+            return
+        texts = {name: repr(value) for name, value in settings.items()}
+        gathered = self.gather_replicas(Control.REDUCTION, texts)
+        if mistakes := differences(dict(zip(self.position.ranks_of_row, gathered, strict=True))):
+            raise ValueError(
+                f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
+                f"reduction, scale and scaler in every process"
+            )
+
+    def gather_replicas(self, control: Control, value: Tree) -> list[Any]:
+        """Gathers a value from each replica."""
+        return gather_replicas(self.net, self.position, control, value)
+
+    def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
+        """Gives every process of the replica the outputs that the last stage made."""
+        labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
+        if self.net.rank != self.last:
+            return [Output(*self.net.receive_value(self.last, label)) for label in labels]
+        for label, output in zip(labels, outputs, strict=True):
+            for peer in self.position.ranks_of_replica:
+                if peer != self.last:
+                    self.net.send_value(peer, label, (output.value, output.wants_gradient))
+        return list(outputs)
+
+    def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
+        """Ends a pass once all processes have come to its end; gathers a value from each, by rank."""
+        net, recorder = self.net, run.recorder
+        busy = time.perf_counter() - self._began - (net.waited - self._waited)
+        seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
+        try:
+            gathered = net.agree((value, seconds, None if recorder is None else recorded_text(recorder, run, net)))
+        except TypeError as error:
+            error.add_note(f"rank {net.rank} was telling the others the metrics that loss_fn returned")
+            raise
+        run.settle()
+        if recorder is not None:
+            join_records(recorder, net.rank, [text for _, _, text in gathered])
+        if trains and not net.rank:
+            for finding in self.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
+                logger.warning(finding)
+        return [theirs for theirs, _, _ in gathered]
+
+    def name(self, rank: int) -> str:
+        """This process, in messages."""
+        return f"rank {self.net.rank}"
+
+    def new_progress(self) -> LayerProgress:
+        """Where a stage notes which layer it is at: the other processes of this host see it."""
+        return LayerProgress(_Watched(self.net.status))
+
+    @contextmanager
+    def running(self, rows: CompiledRows, aliases: WeightAliases) -> Iterator[None]:
+        """Around the actions of this process: expects its messages, and meets the replicas where they run in step."""
+        inbound, row = rows.inbound[self.position.row], rows.program.rows[self.position.row]
+        sees = partial(describe_peer, self.engine, rows.program)
+        self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
+        self.aliases, self._tied = aliases, False
+        self._aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+        self._set_gradients_aside(row)
+        try:
+            with self._meet_replicas(rows.program):
+                yield
+        finally:
+            del self.aliases, self._aside
+        self.net.reach(-1)
+
+    def reach(self, at: int) -> None:
+        """Notes which of its actions this rank is at."""
+        self.net.reach(at)
+
+    def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
+        """Puts a message on its way to a rank; waits only while too many are under way already."""
+        self.net.send(self.position.rank_of(rank), label, message)
+
+    def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
+        """Waits for a message to this rank."""
+        return self.net.receive(self.position.rank_of(sender), label)
+
+    def cancel(self) -> None:
+        """Nothing to wake: this process has one rank, and the others learn of it by `Net.fail`."""
+
+    def close(self, action: Action) -> None:
+        """Adds up gradients: of shared weights over the stages that use them, of a stage over the replicas."""
+        if action.kind is Kind.REDUCE:
+            self._reduce(action.stage)
+        elif not self._tied:  # all stages of this process, which have run their backwards, at once
+            add_over_stages(self.net, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
+            self._tied = True
+
+    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
+        """Has deferred statistics be those of the mini-batch of all replicas."""
+        if self.position.replicas > 1:
+            for stage, one in deferred.items():
+                control = Control.DEFERRED_STATISTICS
+                gathered = gather_replicas(self.net, self.position, control, one.to_tensors(), number=stage)
+                one.merge_replicas(gathered)
+
+    def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
+        """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
+        if self.position.replicas == 1:
+            return nullcontext()
+        spread = [module for module in self._modules() if is_sharded(module)]
+        layers = [layer for stage in self.engine.own for layer in stage.layers]
+        norms = find_norms(layers) if self.sync_batch_norm else []
+        reasons = [SPREAD] * bool(spread) + [LOCKSTEP] * any(norm.training for norm in norms)
+        if reasons:
+            check_lockstep(self.net, self.position, program.micro_batches, " and ".join(reasons))
+        if spread:
+            self._settle_spread(spread)
+        if LOCKSTEP not in reasons:
+            return nullcontext()
+        if self._sync is None:
+            self._sync = Synced(self.net, self.position, program.micro_batches)
+        self._sync.net = self.net  # the links of a backward may be others
+        row = program.rows[self.position.row]
+        return self._sync.in_place(norms, lambda: row[self.net.at])
+
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for stage in self.engine.own for layer in stage.layers for module in layer.module.modules())
+
+    def _settle_spread(self, spread: Sequence[nn.Module]) -> None:
+        """Has modules that are spread over the replicas add up gradients, which are weighed already."""
+        if any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
+            raise ValueError(
+                "a weight that several layers share is under fully_shard, which puts another in its place while a "
+                "layer runs; leave layers that share weights as they are"
+            )
+        for module in spread:
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # no mere attribute
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
+
+    def _set_gradients_aside(self, row: Sequence[Action]) -> None:
+        """Sets aside what gradients there are: replicas add up what this mini-batch gives alone."""
+        found = self._parameters()
+        for stage in (action.stage for action in row if action.kind is Kind.REDUCE):
+            self._aside[stage] = [(parameter, parameter.grad) for parameter in found[stage]]
+            for parameter, _ in self._aside[stage]:
+                parameter.grad = None
+
+    def _parameters(self) -> dict[int, list[Tensor]]:
+        """What each stage of this process has that replicas add up, a shared weight at the first that uses it."""
+        aliases = {id(leaf) for leaves in self.aliases.leaves.values() for leaf in leaves.values()}
+        seen: set[int] = set()
+        by_stage: dict[int, list[Tensor]] = {}
+        for stage in self.engine.own:
+            layers = {layer.index for layer in stage.layers}
+            found: list[Tensor] = [p for layer in stage.layers for p in layer.module.parameters()]
+            found += [  # in their places are the aliases
+                source for at, source in self.aliases.sources.items() if layers & self.aliases.leaves[at].keys()
+            ]
+            own = {id(p): p for p in found if id(p) not in aliases | seen and not reduces_itself(p)}
+            seen |= own.keys()
+            by_stage[stage.index] = list(own.values())
+        return by_stage
+
+    def _reduce(self, stage: int) -> None:
+        with torch.no_grad():
+            add_over_replicas(self.net, self.position, stage, [parameter for parameter, _ in self._aside[stage]])
+            for parameter, before in self._aside[stage]:
+                if before is not None:
+                    parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+def describe_peer(engine: Engine, program: Program, peer: int, seen: Seen) -> str:
+    """In words, where another process of this host was last seen."""
+    rank = peer % program.ranks
+    row = program.rows[rank]
+    if not 0 <= seen.at < len(row):
+        return "in a row of its own"
+    layers = engine.stages[row[seen.at].stage].layers
+    layer = layer_at(layers, seen.layers - 1) or f"one of {', '.join(map(str, layers))}"
+    return in_words(program, rank, seen.at, layer, f"rank {peer}")
+
+
+class _Watched(list[int]):
+    """Sequence numbers of the layers begun, whose count the other processes can see."""
+
+    def __init__(self, status: Status) -> None:
+        self._count = status.layers
+
+    def append(self, number: int) -> None:
+        super().append(number)
+        self._count[0] = len(self)

@@ -1,0 +1,148 @@
+"""The processes of one pipe: their links, and what they say to each other between runs."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from gpipe.distributed.agree import SingleProcess
+from gpipe.distributed.construction import LINKING, Agreement
+from gpipe.distributed.context import ProcessContext
+from gpipe.distributed.handshake import Header, compare_headers
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.nccl import groups_for
+from gpipe.distributed.net import Net
+from gpipe.distributed.rendezvous import connect
+from gpipe.distributed.stragglers import stragglers_among
+from gpipe.distributed.untrusted import explaining_limits
+from gpipe.runtime.context import Context, Request
+from gpipe.runtime.engine import Engine
+from gpipe.stages.batchnorm import find_replica_drift
+from gpipe.stages.tree import Tree
+
+
+class OneProcess(SingleProcess):
+    """The only process of a pipe."""
+
+    position: Position | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def context(self) -> Context:
+        """What a mini-batch shares with other processes: nothing."""
+        return Context(max(self.engine.placement) + 1)
+
+    def gather(self, request: Request, value: Tree) -> list[Any]:
+        """Gives the value."""
+        return [value]
+
+    def findings(self) -> list[str]:
+        """What is to be said of the stages before a run: nothing."""
+        return []
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Processes(OneProcess):
+    """One of several processes of a pipe.
+
+    Args:
+        engine: The stages of this process.
+        position: Where it stands among them.
+        sync_batch_norm: Whether replicas normalize together.
+        costs: Of each stage, by which ranks are compared.
+        measured: Whether these are seconds.
+
+    Attributes:
+        rank: The number of this process.
+        size: How many there are.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        position: Position,
+        *,
+        sync_batch_norm: bool = False,
+        costs: Sequence[float] = (),
+        measured: bool = False,
+    ) -> None:
+        super().__init__(engine)
+        self.position: Position = position
+        self.sync_batch_norm = sync_batch_norm
+        self.rank, self.size = position.rank, len(position.members)
+        self._stragglers = stragglers_among(engine.placement, costs, position.replicas, measured=measured)
+        self._net: Net | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle leaves the links behind."""
+        return {**vars(self), "_net": None}
+
+    def findings(self) -> list[str]:
+        """What is to be said of these stages before a run."""
+        if self.engine.deferred_batch_norm or self.sync_batch_norm or self.position.replicas == 1:
+            return []
+        return find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
+
+    def link(self, agreement: Agreement) -> None:
+        """Makes the links to the other processes, who do so at the same time; the last that the agreement is for."""
+        links = connect(agreement)
+        try:
+            shown = partial(agreement.tell, LINKING)
+            groups = groups_for(self.position, self.engine.crossings())
+            self._net = Net(self.position.rank, links, self.position.timeout, groups, shown)
+            agreement.tell(LINKING, last=True)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            self._net = None
+            raise
+
+    def linked(self) -> Net:
+        """The links, made anew by all processes at once if they were closed."""
+        if self._net is None:
+            with Agreement() as agreement, explaining_limits():
+                agreement.position = self.position
+                agreement.greet()
+                self.link(agreement)
+        assert self._net is not None
+        return self._net
+
+    def context(self) -> Context:
+        """What a mini-batch shares with the other processes."""
+        return ProcessContext(
+            self.engine, self.linked, self.position, self._stragglers, sync_batch_norm=self.sync_batch_norm
+        )
+
+    @contextmanager
+    def _meeting(self) -> Iterator[Net]:
+        net = self.linked()
+        try:
+            net.begin()
+            yield net
+        except BaseException as error:
+            net.fail(error)
+            raise
+
+    def gather(self, request: Request, value: Tree) -> list[Any]:
+        """Gathers a value from all processes between runs, by rank."""
+        with self._meeting() as net:
+            first = self.position.rank_of(self.engine.placement[0])
+            compare_headers(net, self.position, first, Header(request))
+            return net.agree(value)
+
+    def exchange(self, message: bytes, /) -> list[bytes]:
+        """Sends a message to all processes between runs, and gathers those of all, by rank."""
+        return self.gather(Request.EXCHANGE, message)
+
+    def gone(self) -> Collection[int]:
+        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
+        return () if self._net is None else self._net.lookout.gone()
+
+    def close(self) -> None:
+        """Ends the links; the next run makes new ones."""
+        if self._net is not None:
+            self._net.close()
+            self._net = None

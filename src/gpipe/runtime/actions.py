@@ -1,0 +1,258 @@
+"""The work of each kind of action: the only code that runs the layers and the autograd of a mini-batch."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gpipe.runtime.run import Output, Rank, Run, Saved
+from gpipe.runtime.split_backward import backward_input, backward_weight, run_whole_backward
+from gpipe.runtime.steps import Connections, Step
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.rules import BACKWARDS
+from gpipe.stages.boundary import BoundaryValue, Gradients, cut, enter, failed_node, set_apart
+from gpipe.stages.inplace import SHARED_IN_PLACE
+from gpipe.stages.isolation import BACKWARD_IN_FORWARD, HOOKED, tensors_left_on, written_in_backward
+from gpipe.stages.losses import NO_GRADIENT, call_loss
+from gpipe.stages.messages import Message, ReadyEvent
+from gpipe.stages.recompute_check import Fingerprint, recompute_error
+from gpipe.stages.rng import InBackward, PipeRngScope
+from gpipe.stages.stage import LayerProgress, Stage, StageOutput, StageRun
+from gpipe.stages.tree import replace_tensors, tensors_in
+
+Work: TypeAlias = Callable[[Run, Rank, Step], None]
+_NOTHING = nullcontext()
+
+
+def receive(run: Run, rank: Rank, step: Step) -> ReadyEvent:
+    """Waits until what an action needs of other ranks is here; says when the last of it was sent."""
+    mark: ReadyEvent = None
+    taken = rank.taken = []
+    for peer, label in step.takes:
+        if peer is None:
+            taken.append(rank.handed.pop(label))
+        else:
+            message, mark = run.context.receive(rank.rank, peer, label)
+            taken.append(rank.stream.take(message, mark))
+    return mark
+
+
+def send(run: Run, rank: Rank, step: Step, messages: Iterable[Message]) -> None:
+    """Hands on what an action has made; what this rank itself needs stays with it."""
+    for (peer, label), message in zip(step.gives, messages, strict=True):
+        if peer is None:
+            rank.handed[label] = message
+        else:
+            run.context.send(peer, label, message, rank.stream.mark())
+
+
+def forward(run: Run, rank: Rank, step: Step) -> None:
+    """F: runs a stage's layers on a micro-batch; with a recompute to come, keeps only what crossed the boundary."""
+    at, m = step.stage, step.micro_batch
+    own, ends = rank.stages[at], run.connections[at]
+    saved = rank.saved[at, m] = Saved(_given(run, rank, step))
+    again = m in ends.recomputed
+    before = own.buffers.before() if again else None
+    gradients = own.stage.gradients() if run.examines else None
+    with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING:
+        made = _run_layers(run, own, ends, saved, m)
+    if gradients is not None and gradients != own.stage.gradients():
+        raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=own.stage))
+    if before is None:
+        own.buffers.forget()
+    else:
+        own.buffers.after(before)
+        saved.snapshot = before
+    if ends.outs:
+        crossings, saved.roots = own.cut(made.values)
+        send(run, rank, step, crossings)
+    else:
+        if run.loss_fn is None:
+            run.outputs[m] = Output.of(made.values[0])
+        if not again:
+            saved.roots = [_last_roots(run, rank, saved, made, m)]
+    if again:
+        saved.fingerprint = Fingerprint.of(made, own.stage, saved.given)
+        saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
+    if not run.trains:
+        del rank.saved[at, m]
+
+
+def recompute(run: Run, rank: Rank, step: Step) -> None:
+    """R: runs a stage's layers once more, for their graph; the bits must be those of the forward."""
+    at, m = step.stage, step.micro_batch
+    own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
+    aside = rank.deferred[at].aside() if at in rank.deferred else _NOTHING
+    with own.buffers.as_before(saved.snapshot or {}), aside:
+        made = _run_layers(run, own, ends, saved, m)
+        assert saved.fingerprint is not None
+        differs = saved.fingerprint.differs(Fingerprint.of(made, own.stage, saved.given))
+        if differs is True:
+            _refuse_recompute(run, own.stage, ends, saved, m)
+    if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it
+        rank.doubts.append(differs)
+    saved.snapshot = None
+    saved.roots = [cut(value)[1] for value in made.values] if ends.outs else [_last_roots(run, rank, saved, made, m)]
+
+
+def backward(run: Run, rank: Rank, step: Step) -> None:
+    """B or I: runs autograd through a stage, or its first part; sends the gradients of what crossed its boundary."""
+    at, m = step.stage, step.micro_batch
+    own, saved = rank.stages[at], rank.saved[at, m]
+    returned = rank.taken if step.takes else [_last_gradients(run, rank, saved, m)]
+    roots = [root for some in saved.roots for root in some]
+    gradients = [gradient for some in returned for gradient in some]  # type: ignore[union-attr]  # gradients, since it is a backward
+    returned.clear()
+    saved.roots = []
+    leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
+    if run.owners is not None:
+        run.owners.check(at, roots, leaves)
+    before = own.buffers.before() if run.examines else None
+    pending = [one.pending for (stage, _), one in rank.saved.items() if stage == at and one.pending is not None]
+    with _in_backward(own.stage, saved):
+        if step.action.kind is Kind.BACKWARD or own.is_sharded:
+            run_whole_backward(roots, gradients, pending)
+        else:
+            saved.pending = backward_input(roots, gradients, leaves, pending)
+    if before is not None:
+        run.findings += written_in_backward(own, before)
+    del gradients
+    set_apart(saved.gradients, saved.pending.gradients if saved.pending else ())
+    if at:
+        send(run, rank, step, saved.gradients)
+    else:
+        run.input_gradients[m] = saved.gradients[-1]
+    saved.given, saved.gradients = [], []
+    if step.action.kind is Kind.BACKWARD:
+        del rank.saved[at, m]
+
+
+def backward_of_weights(run: Run, rank: Rank, step: Step) -> None:
+    """W: runs the second part of a backward, which adds up the gradients of weights that waited."""
+    saved = rank.saved[step.stage, step.micro_batch]
+    if saved.pending is not None:
+        with _in_backward(rank.stages[step.stage].stage, saved):
+            backward_weight(saved.pending)
+    del rank.saved[step.stage, step.micro_batch]
+
+
+def commit(run: Run, rank: Rank, step: Step) -> None:
+    """COMMIT: notes that a stage's statistics are whole; `settle` commits them once the run has ended well."""
+    rank.commits.append(step.stage)
+
+
+def close(run: Run, rank: Rank, step: Step) -> None:
+    """TIE or REDUCE: adds up gradients with the other processes that it concerns."""
+    run.context.close(step.action)
+
+
+WORK: dict[Kind, Work] = {
+    Kind.FORWARD: forward,
+    Kind.RECOMPUTE: recompute,
+    Kind.BACKWARD: backward,
+    Kind.BACKWARD_INPUT: backward,
+    Kind.BACKWARD_WEIGHT: backward_of_weights,
+    Kind.COMMIT: commit,
+    Kind.TIE: close,
+    Kind.REDUCE: close,
+}
+"""What is done for each kind of action; `receive` and `send` are done with the action that they are for."""
+
+
+def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
+    """In words, the layer in which an action failed, as far as that can be known."""
+    layers = rank.stages[action.stage].stage.layers
+    saved = None if action.micro_batch is None else rank.saved.get((action.stage, action.micro_batch))
+    if saved is None:
+        return None
+    if action.kind in BACKWARDS:
+        layer = saved.progress.maker_of(failed_node(error), layers)
+    elif action.kind is Kind.BACKWARD_WEIGHT:
+        layer = saved.progress.maker_of(saved.pending.next_node if saved.pending else None, layers)
+    else:
+        layer = saved.progress.last_of(layers)
+    return layer or f"one of {', '.join(map(str, layers))}"
+
+
+def _given(run: Run, rank: Rank, step: Step) -> list[BoundaryValue]:
+    if step.stage == 0:  # wherever the user keeps it
+        return [rank.stream.take_value(run.inputs[step.micro_batch], None)]
+    given, rank.taken = rank.taken, []
+    return given  # type: ignore[return-value]  # crossings, since it is a forward
+
+
+def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int) -> StageOutput:
+    """Runs the layers of a stage on what was kept; gives a value for each connection out, the main one last."""
+    stage = own.stage
+    saved.progress = run.context.new_progress()  # of this time, not of the one before
+    for crossing in saved.given:
+        crossing.check(stage)
+    entered = [enter(crossing) for crossing in saved.given]
+    saved.gradients = [one.gradients for one in entered]
+    arrived = {name: one.stashed for name, one in zip(ends.skips_in, entered, strict=False)}
+    for_loss = () if ends.outs else run.loss_pops
+    value, key = entered[-1].value, run.rng_key(m)
+    with _around_layers(run):
+        made = stage.forward(value, arrived, ends.skips_out, for_loss, key, saved.progress, own.modes)
+    for end, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
+        hooked = one.hooked()
+        known = crossing.ancestors is not None
+        if hooked & (crossing.ancestors or set()) or (
+            hooked and not known and (len(one.aliases) > 1 or not end.alone)
+        ):
+            raise RuntimeError(HOOKED.format(stage=stage))
+        if crossing.shares_storage and not made.changed.isdisjoint(map(id, tensors_in(one.value))):
+            raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
+    return made
+
+
+def _around_layers(run: Run) -> AbstractContextManager[object]:
+    return run.around_layers() if run.around_layers else _NOTHING
+
+
+def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -> list[Tensor]:
+    """What gradients come back to at the last stage: the loss, or what of the output wants one."""
+    if run.loss_fn is None:
+        return [tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad]
+    return [_loss(run, rank, made, m, saved.progress)]
+
+
+def _loss(run: Run, rank: Rank, made: StageOutput, m: int, progress: LayerProgress) -> Tensor:
+    """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
+    target = run.targets[m]
+    assert run.loss_fn is not None
+    progress.enter()
+    if not rank.stream.alone:
+        target = replace_tensors(target, lambda tensor: rank.stream.bring(tensor, None))
+    with _around_layers(run), PipeRngScope(run.seed, run.step, len(run.engine.layers), run.first + m):
+        loss, run.metrics[m] = call_loss(run.loss_fn, made.values[0], target, made.for_loss)
+    if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
+        raise ValueError(NO_GRADIENT)
+    run.losses[m] = loss.detach().clone()  # mse_loss keeps the memory of all that it added up
+    return loss
+
+
+def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
+    if run.loss_fn is None:
+        return rank.stream.take_gradients(run.output_gradients[m], None)
+    gradient = run.loss_gradients[m]
+    if gradient is None:
+        return [None]
+    return [torch.full_like(saved.roots[0][0], gradient)]  # one for each: a leaf's `.grad` may become a view of it
+
+
+def _in_backward(stage: Stage, saved: Saved) -> InBackward:
+    return InBackward(partial(saved.progress.maker_of, layers=stage.layers))
+
+
+def _refuse_recompute(run: Run, stage: Stage, ends: Connections, saved: Saved, m: int) -> None:
+    """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
+    arrived = {name: crossing.stashed for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
+    layer = stage.find_unsteady(saved.given[-1].value, arrived, run.rng_key(m))
+    saved.progress.point_at(layer)
+    if layer is None:
+        raise recompute_error("a layer of this partition", tensors_left_on(run.engine.own))
+    raise recompute_error(str(layer))

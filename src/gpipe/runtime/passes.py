@@ -1,0 +1,184 @@
+"""The passes of a mini-batch through the stages: forwards and backwards together, or first all of the one.
+
+A `step` is one pass. A call is two, its forward and its backward, and whatever else comes between them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextvars import Context, copy_context
+from functools import partial
+
+import torch
+
+from gpipe._torch.intra_op import intra_op_threads
+from gpipe._torch.modes import casts_apart
+from gpipe.runtime.loop import lockstep, walk
+from gpipe.runtime.run import Run
+from gpipe.runtime.steps import CompiledRows
+from gpipe.runtime.thread_state import ThreadState
+from gpipe.runtime.threads import RankThreads
+from gpipe.stages.isolation import SharedBufferCheck
+from gpipe.stages.layout import is_sharded
+from gpipe.stages.recompute_check import RecomputeError, recompute_error
+from gpipe.stages.rng import CPU, unseeded
+from gpipe.stages.tree import version
+
+
+def run_step(run: Run) -> None:
+    """Runs the whole table."""
+    run.prepare()
+    _go(run, run.compiled.whole)
+    _finish(run)
+
+
+def run_forward(run: Run) -> None:
+    """Runs the forward half; what the backward half needs is kept.
+
+    Raises:
+        ValueError: A mode is active that a recompute would not see.
+    """
+    run.prepare()
+    if run.thread_state.unsupported and any(ends.recomputed for ends in run.compiled.connections):
+        raise ValueError(
+            f"{', '.join(run.thread_state.unsupported)} is active, and would not see what a backward recomputes "
+            f"of this call; use step(), or remat='never'"
+        )
+    _go(run, run.compiled.forward)
+    run.versions = _find_versions(run)  # behind it: lazy modules come by theirs in it
+
+
+def run_backward(run: Run) -> None:
+    """Runs the backward half.
+
+    On CUDA it runs in this thread: it is autograd's thread of the device, and backwards in other threads would
+    wait for it for ever.
+
+    Raises:
+        RuntimeError: A parameter, or whether a module trains, has changed since the forward.
+    """
+    if _find_versions(run) != run.versions:
+        raise RuntimeError(
+            "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
+            "backward, which would recompute with the new value; call backward first, or use remat='never'"
+        )
+    _go(run, run.compiled.backward, backward=True)
+    _finish(run)
+
+
+def _find_versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
+    """What a recompute depends on: which parameters, how often changed, and the modules' modes."""
+    again = [stage for stage in run.engine.own if run.connections[stage.index].recomputed]
+    modules = [layer.module for stage in again for layer in stage.layers]
+    weights = [(id(parameter), version(parameter)) for module in modules for parameter in module.parameters()]
+    parts = [part for module in modules for part in module.modules()]
+    return [] if any(map(is_sharded, parts)) else weights, [part.training for part in parts]
+
+
+def _finish(run: Run) -> None:
+    if run.trains and not run.compiled.ties:
+        run.aliases.add_up()
+    held = [rank.rank for rank in run.ranks if rank.saved or rank.handed]
+    if held:
+        raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
+
+
+def _clear(run: Run) -> None:
+    for rank in run.ranks:
+        rank.saved.clear()
+        rank.handed.clear()
+
+
+def _go(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
+    """Runs the table, or half of it."""
+    streams = {rank.rank: rank.stream for rank in run.ranks}
+    on_cuda = any(stream.device.type == "cuda" for stream in streams.values())
+    threads = run.engine.threads if run.engine.threaded and not (backward and on_cuda) else None
+    _begin_pass(run, backward)
+    if run.recorder is not None:
+        run.recorder.begin(streams)
+    if threads is not None:
+        ThreadState.here().refuse_unsupported()  # of a backward, too
+    devices = {stream.device for stream in streams.values()} | {CPU}
+    buffers = SharedBufferCheck(run.engine.shared_buffers)
+    try:
+        with run.thread_state.fresh_casts(), run.aliases.in_place(), unseeded(devices):
+            _drive(run, rows, threads)
+        buffers.check()
+    except RecomputeError:
+        _clear(run)
+        buffers.check()  # knows more, perhaps
+        raise
+    except BaseException:
+        _clear(run)
+        raise
+    _check_recomputes(run)
+    for stream in streams.values():
+        stream.end()
+    if run.recorder is not None:
+        run.recorder.end()
+
+
+def _begin_pass(run: Run, backward: bool) -> None:
+    """Follows what others have done to the layers since."""
+    for rank in run.ranks:
+        for at, stage in rank.stages.items():
+            recomputed = bool(run.connections[at].recomputed)
+            if recomputed or not backward:
+                stage.stage.begin()
+            if recomputed or run.examines:
+                stage.buffers.find()
+        rank.stream.begin()
+
+
+def _drive(run: Run, rows: CompiledRows, threads: RankThreads | None) -> None:
+    """Has the ranks of this process do their actions: in threads, or all in the calling one."""
+    modes, context = run.thread_state, run.context
+    with intra_op_threads(run.engine.intra_op_threads), context.running(rows, run.aliases):
+        if threads is not None:
+            variables = [copy_context() for _ in run.ranks]
+            jobs = [partial(own.run, walk, run, rank, rows) for own, rank in zip(variables, run.ranks, strict=True)]
+            with casts_apart():
+                threads.run(jobs, context.cancel)
+            if run.examines:
+                run.findings += _variables_set(variables)
+        elif len(run.ranks) == rows.program.ranks:
+            with modes.rank_thread():
+                lockstep(run, rows)
+        else:
+            for rank in run.ranks:
+                walk(run, rank, rows)
+    for rank in run.ranks:
+        with rank.stream.enter():
+            context.share({stage: rank.deferred[stage] for stage in sorted(rank.commits)})
+
+
+def _check_recomputes(run: Run) -> None:
+    """Looks whether recomputes on a GPU gave what their forwards did.
+
+    Raises:
+        RecomputeError: One did not.
+    """
+    for rank in run.ranks:
+        with rank.stream.enter():
+            if rank.doubts and bool(torch.stack(rank.doubts).any()):
+                raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
+
+
+def _variables_set(variables: Sequence[Context]) -> Iterator[str]:
+    """Tells of the context variables that layers have set."""
+    own = copy_context()
+    names = {
+        variable.name: None
+        for context in variables
+        for variable, value in context.items()
+        if own.get(variable, ABSENT) is not value and variable.name not in OF_PYTHON
+    }
+    if names:
+        yield (
+            f"layers set the context variables {', '.join(names)}, and layers of other partitions do not see that, "
+            f"nor which micro-batch it was for; hand it on as part of the value instead"
+        )
+
+
+ABSENT = object()
+OF_PYTHON = {"decimal_context"}
+"""What Python sets by itself."""
