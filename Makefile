@@ -1,10 +1,11 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+TIER := test
 TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope
 PLAN_VENV := .venv-plan
 export PYTHONDONTWRITEBYTECODE :=  # else each process of each test compiles all modules anew
 
-.PHONY: demo quick test test-whole durations soak test-processors families lint test-plan docs bench clean
+.PHONY: demo quick test durations soak test-processors families lint test-plan docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits --plan auto
@@ -12,11 +13,8 @@ demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritt
 quick: $(VENV)/.ready  ## Pass the tests that one runs while working: under a minute.
 	$(TESTS) --tier quick
 
-test: $(VENV)/.ready  ## Pass the tests: all, in as many cases as there is time for.
-	$(TESTS)
-
-test-whole: $(VENV)/.ready  ## Pass the tests in all their cases: about 15 minutes.
-	$(TESTS) --tier whole
+test: $(VENV)/.ready  ## Pass the tests, in as many cases as there is time for; TIER=ci takes more, TIER=whole all.
+	$(TESTS) --tier $(TIER)
 
 durations: $(VENV)/.ready  ## Note how long tests take, while the machine does nothing else.
 	$(TESTS) --tier whole --keep-durations

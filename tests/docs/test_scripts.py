@@ -9,13 +9,13 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import LAUNCHERS, PAGES, ROOT, Block, blocks_of, scripts_of, starts
+from tests.support import progress
 from tests.support.processes.launch import LOOPBACK
 from tests.support.processes.nursery import ONE_THREAD
 
@@ -27,7 +27,6 @@ ALONE = {  # how torchrun is told that other tests run beside this one
     **LOOPBACK,
     **ONE_THREAD,
 }
-SECONDS = 300
 INCLUDED = sorted(
     {name for page in PAGES for name in re.findall(r"literalinclude} \.\./(examples/.*)", page.read_text())}
 )
@@ -63,16 +62,7 @@ def test_examples_run_and_print_the_same_however_they_are_started(example: str, 
 def check_command(command: str, folder: Path, expected: str | None) -> str:
     """Runs a command in a folder: it ends well, or else prints what is expected; gives what it prints."""
     program, *arguments = shlex.split(command)
-    ended = subprocess.run(
-        [*PROGRAMS[program], *arguments],
-        cwd=folder,
-        env={**os.environ, **ALONE},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
+    ended = progress.run([*PROGRAMS[program], *arguments], cwd=folder, env={**os.environ, **ALONE})
     if expected is None:
         assert ended.returncode == 0, f"{command} ended with {ended.returncode}:\n{ended.stdout}"
     else:

@@ -5,10 +5,12 @@ writes it anew, on a machine that does nothing else.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import pytest
 
@@ -16,8 +18,21 @@ FILE = Path(__file__).parents[1] / "durations.json"
 LEAST_SECONDS = 0.05  # of a case, to be noted
 QUICK_SECONDS = 0.01  # of a case of which nothing is noted
 APART_SECONDS = 5.0  # a test that takes longer need not be where its module is
-TIERS = {"quick": 0.3, "test": 3.0, "whole": float("inf")}
-"""Seconds that the cases of one test may take. Of more some are drawn, at least one, in `quick` only if it fits."""
+
+
+class Tier(NamedTuple):
+    """What is run of each test: as many cases as take so many seconds, at least one, unless it takes too long."""
+
+    together: float
+    alone: float
+
+
+TIERS = {
+    "quick": Tier(0.15, 0.15),
+    "test": Tier(1.5, 10.0),
+    "ci": Tier(3.0, math.inf),
+    "whole": Tier(math.inf, math.inf),
+}
 
 
 def test_of(nodeid: str) -> str:
@@ -43,14 +58,15 @@ def keep(seconds: Mapping[str, float], file: Path = FILE) -> None:
 
 def choose(items: Sequence[pytest.Item], tier: str, known: Mapping[str, float]) -> set[pytest.Item]:
     """The cases that a tier takes."""
-    budget, tests = TIERS[tier], defaultdict(list)
+    together, alone = TIERS[tier]
+    tests = defaultdict(list)
     for item in items:
         tests[test_of(item.nodeid)].append(item)
     kept = set()
     for test, cases in tests.items():
         seconds = known.get(test, QUICK_SECONDS)
-        most = int(min(budget / seconds, len(cases)))
-        kept |= set(draw(cases, most if tier == "quick" else max(1, most), test))
+        if seconds <= alone:
+            kept |= set(draw(cases, max(1, int(min(together / seconds, len(cases)))), test))
     return kept
 
 

@@ -83,11 +83,11 @@ def test_a_tier_takes_the_cases_that_it_has_time_for_of_all_values_if_it_can() -
         kept = durations.choose(CASES, tier, {TEST: seconds})  # type: ignore[arg-type]
         return [case for case in CASES if case in kept]  # type: ignore[comparison-overlap]
 
-    some = chosen("test", durations.TIERS["test"] / 4.5)
+    some = chosen("test", durations.TIERS["test"].together / 4.5)
     assert len(some) == 4
     assert {case.callspec.indices["a"] for case in some} == {0, 1, 2, 3}  # type: ignore[attr-defined]
     assert {case.callspec.indices["b"] for case in some} == {0, 1, 2}  # type: ignore[attr-defined]
-    assert chosen("test", durations.TIERS["test"] / 4.5) == some
+    assert chosen("test", durations.TIERS["test"].together / 4.5) == some
     assert chosen("whole", 1000.0) == chosen("test", 0.0001) == CASES
-    assert len(chosen("test", 1000.0)) == 1
-    assert chosen("quick", 1000.0) == []
+    assert len(chosen("ci", 1000.0)) == 1
+    assert chosen("quick", 1000.0) == chosen("test", 1000.0) == []

@@ -18,7 +18,7 @@ from tests.support.processes.faults import (
     VALUES,
     Fault,
 )
-from tests.support.processes.launch import LIMIT, TIMEOUT, Crew
+from tests.support.processes.launch import TIMEOUT, Crew
 from tests.support.processes.outcome import HungError, Outcome
 
 TOLERANCE = 1e-5
@@ -128,7 +128,7 @@ def run(
     *,
     runtime: str = "gpipe",
     timeout: float = TIMEOUT,
-    limit: float = LIMIT,
+    limit: float | None = None,
     length: int = 0,
 ) -> list[Finding]:
     """Has a case happen; gives what each rank made of it, in order.
