@@ -15,8 +15,6 @@ from gpipe._torch.modules import AnyBatchNorm
 from gpipe.config.settings import Settings
 from gpipe.config.side_effects import (
     RandomStates,
-    Snapshot,
-    TensorVersion,
     buffers_of,
     find_buffer_readers,
     find_grad_fn_readers,
@@ -25,10 +23,10 @@ from gpipe.config.side_effects import (
     find_thread_locals,
     find_unkeyed_draws,
     random_states,
-    snapshot,
 )
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import equal_bubble
+from gpipe.stages.side_effects import Snapshot, TensorVersion, snapshot
 from gpipe.stages.stage import Layer
 
 DWARFS = 1.5  # a stage this many times the mean sets the pace for all
@@ -186,7 +184,7 @@ class Examination:
             self.fresh = False
             self.tell(find_unused_parameters(whole) if whole is not None else [])
             named = self._named()
-            self.tell(find_side_effects(before.snapshot, snapshot(named), recomputes=self._recomputes))
+            self.tell(find_side_effects(before.snapshot, snapshot(named), seen, recomputes=self._recomputes))
             self.tell(find_buffer_readers(named, loss_fn, before.buffers))
             self.tell(find_grad_fn_readers(named))
             self.tell(find_thread_locals(named) if self._threaded else [])

@@ -1,63 +1,30 @@
 """Tells what a forward changes beside parameters and buffers, and where code looks that a cut changes.
 
 Tells of random numbers that no key of a scope reaches: a layer's own generators, Python's and numpy's.
-
-Finds what modules refer to: their attributes, and closures and globals of their functions and hooks.
 """
 
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from types import CellType, FunctionType, MethodType
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gpipe._torch.modules import hooks_before_forward, hooks_of
+from gpipe._torch.modules import hooks_of
+from gpipe.stages.side_effects import (
+    Place,
+    Snapshot,
+    TensorVersion,
+    Value,
+    read_by_called,
+    read_by_function,
+    references,
+    values_differ,
+)
 from gpipe.stages.tree import version
-
-OF_TORCH = frozenset(vars(nn.Module()))
-
-Place: TypeAlias = tuple[str, str]
-"""A layer in words, and where in it."""
-
-
-def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]]:
-    """The attributes of modules, by the words for their layer, and what forwards and hooks read beside these."""
-    for words, root in layers.items():
-        for path, module in root.named_modules():
-            own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
-            for name in own.keys() - _set_by_torch(module):
-                yield (words, f"its attribute {path and path + '.'}{name}"), own[name]
-            for function in (type(module).forward, *own.values(), *hooks_of(module)):
-                for name, value in read_by_function(function):
-                    yield (words, f"{name}, which it reads"), value
-
-
-def _set_by_torch(module: nn.Module) -> set[str]:
-    """The attributes that torch's own weight and spectral norm set before each forward."""
-    return {getattr(hook, "name", "") for hook in hooks_before_forward(module)}
-
-
-def read_by_function(function: object) -> Iterator[tuple[str, object]]:
-    """The names and values that a function finds in its closure and among the globals."""
-    inner = function.__func__ if isinstance(function, MethodType) else function
-    if isinstance(inner, FunctionType):
-        names = inner.__code__.co_names
-        yield from ((name, inner.__globals__[name]) for name in names if name in inner.__globals__)
-        cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
-        yield from ((name, _content(cell)) for name, cell in cells)
-
-
-def read_by_called(called: object) -> Iterator[tuple[str, object]]:
-    """The names and values that a function reads, or an object that is called: its attributes too."""
-    if isinstance(called, (FunctionType, MethodType)):
-        yield from read_by_function(called)
-    else:
-        yield from getattr(called, "__dict__", {}).items()
-        yield from read_by_function(getattr(type(called), "forward", getattr(type(called), "__call__", None)))  # noqa: B004
 
 
 def mentions_random(module: nn.Module) -> bool:
@@ -77,13 +44,6 @@ def mentions_random(module: nn.Module) -> bool:
 
 def _is_users(value: object) -> bool:
     return isinstance(value, (FunctionType, MethodType)) and not str(value.__module__).startswith("torch")
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing yet
-        return None
 
 
 def in_words(places: list[Place]) -> str:
@@ -114,47 +74,16 @@ GRAD_FNS = (
     "{places}: its code asks for autograd's node of a tensor (grad_fn). Of what crosses a cut that is a node of the "
     "pipe's own, and hooks on it do not reach the one behind; put hooks on tensors (tensor.register_hook)"
 )
-DEEP = 3  # containers and objects around a value
 
 
-class TensorVersion(NamedTuple):
-    """A tensor, and how often it had been changed in place."""
-
-    tensor: Tensor
-    version: int
-
-
-Value: TypeAlias = object
-Snapshot: TypeAlias = Mapping[Place, Value]
-"""By place numbers, versions of tensors, and lists and dicts of both."""
-
-
-def snapshot(layers: Mapping[str, nn.Module]) -> Snapshot:
-    """What layers, by their words, refer to now, to be compared with later."""
-    return {place: _noted(value) for place, value in references(layers)}
-
-
-def _noted(value: object, depth: int = DEEP) -> Value:
-    match value:
-        case nn.Parameter() | nn.Module() | type():
-            return None
-        case Tensor():
-            return TensorVersion(value, version(value))
-        case bool() | int() | float() | complex() | str():
-            return value
-        case list() | tuple() if depth:
-            return [_noted(item, depth - 1) for item in value]
-        case dict() if depth:
-            return {key: _noted(item, depth - 1) for key, item in value.items()}
-        case _ if depth and type(value).__module__ not in ("builtins", "torch"):
-            held = getattr(value, "__dict__", None)
-            return _noted(held, depth - 1) if isinstance(held, dict) else None
-    return None
-
-
-def find_side_effects(before: Snapshot, after: Snapshot, *, recomputes: bool) -> list[str]:
-    """Tells of attributes, globals and closures that a step has changed."""
-    changed = {place: now for place, now in after.items() if _differ(before.get(place), now)}
+def find_side_effects(before: Snapshot, after: Snapshot, seen: Sequence[str], *, recomputes: bool) -> list[str]:
+    """Tells of attributes, globals and closures that a step has changed, but for what was seen to in a backward."""
+    said = "\n".join(seen)
+    changed = {
+        place: now
+        for place, now in after.items()
+        if values_differ(before.get(place), now) and in_words([place]) not in said
+    }
     tensors = [place for place, now in changed.items() if _has_tensors(now)]
     counts = [place for place in changed if place in before and place not in tensors] if recomputes else []
     return [text.format(places=in_words(places)) for text, places in ((TENSORS, tensors), (COUNTS, counts)) if places]
@@ -188,7 +117,7 @@ def find_buffer_readers(
 ) -> list[str]:
     """Tells of functions, of the loss or of layers, that read modules whose buffers a step has changed."""
     after = buffers_of(layers)
-    changed = {module for module, versions in after.items() if _differ(before.get(module, []), versions)}
+    changed = {module for module, versions in after.items() if values_differ(before.get(module, []), versions)}
     readers: list[tuple[str, object, set[nn.Module]]] = [("loss_fn", loss_fn, set())]
     for words, root in layers.items():
         own = set(root.modules())
@@ -208,17 +137,6 @@ def _modules_in(value: object) -> set[nn.Module]:
     """A module with its parts, or those in a container."""
     held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
     return {part for module in held if isinstance(module, nn.Module) for part in module.modules()}
-
-
-def _differ(one: Value, other: Value) -> bool:
-    match one, other:
-        case (TensorVersion(), TensorVersion()):
-            return one.tensor is not other.tensor or one.version != other.version
-        case (list(), list()):
-            return len(one) != len(other) or any(map(_differ, one, other))
-        case (dict(), dict()):
-            return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
-    return type(one) is not type(other) or one != other
 
 
 def _has_tensors(value: Value) -> bool:

@@ -15,11 +15,12 @@ from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryValue, Gradients, cut, enter, failed_node, set_apart
 from gpipe.stages.inplace import SHARED_IN_PLACE
-from gpipe.stages.isolation import BACKWARD_IN_FORWARD, HOOKED, tensors_left_on, written_in_backward
+from gpipe.stages.isolation import HOOKED, tensors_left_on
 from gpipe.stages.losses import NO_GRADIENT, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
+from gpipe.stages.side_effects import FirstRunCheck
 from gpipe.stages.stage import LayerProgress, Stage, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
@@ -56,11 +57,13 @@ def forward(run: Run, rank: Rank, step: Step) -> None:
     saved = rank.saved[at, m] = Saved(_given(run, rank, step))
     again = m in ends.recomputed
     before = own.buffers.before() if again else None
-    gradients = own.stage.gradients() if run.examines else None
+    if check := _check(run, rank, at):
+        check.before_forward()
     with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING:
         made = _run_layers(run, own, ends, saved, m)
-    if gradients is not None and gradients != own.stage.gradients():
-        raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=own.stage))
+    if check:
+        graphs = any(one.roots for (stage, _), one in rank.saved.items() if stage == at)
+        check.after_forward(graphs=graphs, recomputed=again)
     if before is None:
         own.buffers.forget()
     else:
@@ -85,6 +88,8 @@ def recompute(run: Run, rank: Rank, step: Step) -> None:
     """R: runs a stage's layers once more, for their graph; the bits must be those of the forward."""
     at, m = step.stage, step.micro_batch
     own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
+    if check := _check(run, rank, at):
+        check.refuse_written()
     aside = rank.deferred[at].aside() if at in rank.deferred else _NOTHING
     with own.buffers.as_before(saved.snapshot or {}), aside:
         made = _run_layers(run, own, ends, saved, m)
@@ -110,15 +115,16 @@ def backward(run: Run, rank: Rank, step: Step) -> None:
     leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
     if run.owners is not None:
         run.owners.check(at, roots, leaves)
-    before = own.buffers.before() if run.examines else None
+    if check := _check(run, rank, at):
+        check.before_backward()
     pending = [one.pending for (stage, _), one in rank.saved.items() if stage == at and one.pending is not None]
     with _in_backward(own.stage, saved):
         if step.action.kind is Kind.BACKWARD or own.is_sharded:
             run_whole_backward(roots, gradients, pending)
         else:
             saved.pending = backward_input(roots, gradients, leaves, pending)
-    if before is not None:
-        run.findings += written_in_backward(own, before)
+    if check:
+        run.findings += check.after_backward()
     del gradients
     set_apart(saved.gradients, saved.pending.gradients if saved.pending else ())
     if at:
@@ -136,6 +142,8 @@ def backward_of_weights(run: Run, rank: Rank, step: Step) -> None:
     if saved.pending is not None:
         with _in_backward(rank.stages[step.stage].stage, saved):
             backward_weight(saved.pending)
+        if check := _check(run, rank, step.stage):
+            check.after_weights()
     del rank.saved[step.stage, step.micro_batch]
 
 
@@ -211,6 +219,12 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
 
 def _around_layers(run: Run) -> AbstractContextManager[object]:
     return run.around_layers() if run.around_layers else _NOTHING
+
+
+def _check(run: Run, rank: Rank, at: int) -> FirstRunCheck | None:
+    if run.examines and at not in rank.checks:
+        rank.checks[at] = FirstRunCheck(rank.stages[at])
+    return rank.checks.get(at)
 
 
 def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -> list[Tensor]:

@@ -27,6 +27,7 @@ from gpipe.stages.losses import NO_METRICS
 from gpipe.stages.messages import Label, Message
 from gpipe.stages.recompute_check import Fingerprint
 from gpipe.stages.shared_weights import WeightAliases
+from gpipe.stages.side_effects import FirstRunCheck
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import LayerProgress, RngKey, StageRun
 from gpipe.stages.tree import Tree, tensors_in
@@ -81,6 +82,7 @@ class Rank:
         taken: What the action that is being done was brought.
         deferred: The statistics of BatchNorm to be committed, by stage.
         commits: The stages whose statistics are whole: committed at the end, since a failed run changes none.
+        checks: Of the stages, in the first run that trains.
         doubts: On a GPU, whether recomputes differ from their forwards.
     """
 
@@ -92,6 +94,7 @@ class Rank:
     taken: list[Message] = field(default_factory=list)
     deferred: dict[int, DeferredStatistics] = field(default_factory=dict)
     commits: list[int] = field(default_factory=list)
+    checks: dict[int, FirstRunCheck] = field(default_factory=dict)
     doubts: list[Tensor] = field(default_factory=list)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gpipe._torch.modules import NormWithStatistics
 from gpipe.stages.boundary import leaves_of
-from gpipe.stages.buffers import SavedBuffers, Slot
+from gpipe.stages.buffers import Slot
 from gpipe.stages.layout import storage_address
-from gpipe.stages.stage import Layer, Stage, StageRun, stage_of_layers
+from gpipe.stages.stage import Layer, Stage, stage_of_layers
 from gpipe.stages.tree import version
 
 FOREIGN = (
@@ -25,17 +25,6 @@ HOOKED = (
     "{stage} puts a hook on a tensor that it is given (or retains its gradient), and another tensor that crosses the "
     "cut with it was made from it: behind the cut the hook would see a part of the gradient. Put the hook where the "
     "tensor is made, return a clone of the tensor for those who hook it, or keep both layers in one partition"
-)
-
-BACKWARD_IN_FORWARD = (
-    "the forward of {stage} adds to gradients of its parameters: a layer calls backward() in it. A recompute would "
-    "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
-    "and have loss_fn.pop), or train these layers by themselves"
-)
-WRITES_IN_BACKWARD = (
-    "the backward of {stage} writes buffers of it ({names}). Where a later forward reads them, as scales of FP8 are "
-    "read, the plain loop has them one micro-batch sooner: forwards go ahead of backwards here, and how far depends "
-    "on the schedule"
 )
 
 
@@ -83,12 +72,6 @@ def tensors_left_on(stages: Iterable[Stage], *, graphs: bool = False) -> str:
         if isinstance(value, Tensor) and not (value.is_leaf and (graphs or value.requires_grad))
     ]
     return ", ".join(dict.fromkeys(found))
-
-
-def written_in_backward(run: StageRun, before: SavedBuffers) -> list[str]:
-    """What is to be told of the buffers that a backward of a stage has written."""
-    written = {f"{type(module).__name__}.{name}": None for module, name in run.buffers.after(before)}
-    return [WRITES_IN_BACKWARD.format(stage=run.stage, names=", ".join(written))] if written else []
 
 
 def find_shared_norm(stages: Sequence[Stage]) -> str | None:
