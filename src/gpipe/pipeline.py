@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +49,9 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction
 from gpipe.stages.boundary import BoundaryValue, cut
+from gpipe.stages.loss_calls import call_watched_loss
 from gpipe.stages.losses import own_loss
-from gpipe.stages.microbatch import MicroBatches, Reduction, merge
+from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
 from gpipe.stages.tree import Tree
@@ -255,7 +257,8 @@ class GPipe(Partitioned):
                 that gives its weight (say, its number of tokens). A micro-batch of weight 0 has no say at all. By
                 default as the loss itself does it, if it is one of `torch.nn` or `torch.nn.functional`, perhaps in
                 a `functools.partial`: the step's loss is what it gives for the whole mini-batch, with its own
-                `reduction`, `ignore_index` and `weight`. Any other loss is taken for a mean over rows.
+                `reduction`, `ignore_index` and `weight`. Any other loss is taken for a mean over rows, or, where it
+                is seen to call one of these on labels, over the labels that count.
             scale: The factor of the gradients; the loss returned is unscaled.
             scaler: A `torch.amp.GradScaler` or, over processes, a `gpipe.GradScaler`, whose scale it is then. Its
                 `get_scale()`, given as `scale`, would not tell it that it is in use.
@@ -338,7 +341,16 @@ class GPipe(Partitioned):
             run.weigh(run.own_weights, given.scale)
             return
         run.targets = targets or split_targets(given.targets, run.rows, ready_made=run.ready_made)
-        run.weigh(given.loss_weights(run.rows, run.targets, run.context.sum_over_replicas), given.scale)
+        over_replicas = run.context.sum_over_replicas
+        if not given.is_unread:
+            run.weigh(given.loss_weights(run.rows, run.targets, over_replicas), given.scale)
+            return
+
+        def weigh(reduction: Reduction) -> None:
+            run.weigh(loss_weights(reduction, run.rows, run.targets, over_replicas), given.scale)
+
+        tries, targets = run.examines, list(run.targets)
+        run.call_loss = partial(call_watched_loss, targets=targets, weigh=weigh, tell=run.tell, tries=tries)
 
     @entrance
     @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)

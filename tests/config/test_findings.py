@@ -17,7 +17,7 @@ def linears(count: int = 8) -> list[nn.Module]:
     return [nn.Linear(4, 4) for _ in range(count)]
 
 
-def train(pipe: gpipe.GPipe, rows: int = 64) -> None:
+def train(pipe: gpipe.GPipe, rows: int = 136) -> None:
     pipe.step(torch.randn(rows, 4), torch.randn(rows, 4), F.mse_loss)
 
 
@@ -81,12 +81,12 @@ def test_a_batch_norm_of_tiny_micro_batches_is_found_behind_the_first_step(defer
     layers = [nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)), nn.Linear(4, 4)]
     pipe = gpipe.GPipe(layers, [2, 1], 8, costs=[1, 0, 1], deferred_batch_norm=deferred_batch_norm)
     assert pipe.findings == []
-    train(pipe, 31)
+    train(pipe, 127)
     (finding,) = pipe.findings
-    assert "BatchNorm normalizes micro-batches of 3 rows" in finding
+    assert "BatchNorm normalizes micro-batches of 15 rows" in finding
     assert "fewer micro-batches or a larger mini-batch" in finding
     assert ("deferred_batch_norm=True" in finding) is not deferred_batch_norm
-    train(pipe, 31)
+    train(pipe, 127)
     assert pipe.findings == [finding]
 
 

@@ -317,3 +317,31 @@ def test_what_data_parallel_would_do_is_refused_with_the_reason(tmp_path: Path) 
         nn.parallel.DistributedDataParallel(nn.Sequential(*layers()))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ties", "words"),
+    [
+        ([("0.weight", "1.weight"), ("1.weight", "0.weight")], "another group has too"),
+        ([("0.weight", "1.weight"), ("0.weight", "1.weight")], "another group has too"),
+        ([("0.weight", "1.weight", "0.weight")], "once each"),
+        ([("0.weight", "0.weight")], "once each"),
+        ([("0.weight", "9.weight")], "there is no parameter '9.weight'"),
+        ({"0.weight": "1.weight"}, "give groups of names"),
+        ([("0.weight", 1)], "give groups of names"),
+        (3, "give groups of names"),
+    ],
+)
+def test_ties_that_cannot_be_are_refused(ties: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gpipe.GPipe([nn.Linear(4, 4) for _ in range(3)], 2, 2, ties=ties)
+
+
+def test_keys_of_more_than_64_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="give whole numbers of 64 bits"), gpipe.rng_scope(2**70, 0, 0, 0):
+        torch.rand(1)
+
+
+def test_a_number_of_micro_batches_without_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="give at most 100,000"):
+        gpipe.GPipe([nn.Linear(4, 4)], 1, 10**9)

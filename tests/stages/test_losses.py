@@ -1,6 +1,5 @@
 """Micro-batches are weighed as torch's own losses average: the step's loss is that of the whole mini-batch."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -241,22 +240,133 @@ def test_what_torch_did_not_write_is_not_read(loss_fn: Callable[..., Any]) -> No
     assert find_reduction(loss_fn) is None
 
 
-def test_ignored_labels_under_a_loss_that_cannot_be_read_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+class Wraps(nn.Module):
+    """A criterion of one's own around one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(WEIGHT, ignore_index=0)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.inner(output.flatten(0, -2), target.flatten())
+        return loss
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "ignored": lambda output, target: F.cross_entropy(output, target, ignore_index=0),
+    "weighed": lambda output, target: F.cross_entropy(output.flatten(0, -2), target.flatten(), weight=WEIGHT),
+    "module": Wraps(),
+    "smoothed, twice": lambda output, target: (
+        F.cross_entropy(output, target, ignore_index=0)
+        + 0.5 * F.cross_entropy(output, target, ignore_index=0, label_smoothing=0.5)
+    ),
+    "with metrics": lambda output, target: (F.cross_entropy(output, target, ignore_index=0), len(target)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    ("partitions", "schedule", "remat"), [(1, "gpipe", "never"), (2, "gpipe", "always"), (2, "1f1b", "never")]
+)
+def test_a_loss_around_one_of_torch_is_that_of_the_whole_mini_batch(
+    partitions: int, schedule: str, remat: str, name: str
+) -> None:
+    loss_fn = WRAPPERS[name]
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 2, 0, 1, 1])
+    whole = build(None)
+    pipe = gpipe.GPipe(build(None), partitions, 4, schedule=schedule, remat=remat)
+    expected = loss_fn(nn.Sequential(*whole)(x), y)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    expected.backward()
+    for _ in range(2):
+        pipe.zero_grad()
+        found = pipe.step(x, y, loss_fn)
+        assert close(found[0] if isinstance(found, tuple) else found, expected.detach())
+        pairs = zip(pipe.parameters(), nn.Sequential(*whole).parameters(), strict=True)
+        assert all(close(one.grad, other.grad) for one, other in pairs)
+    with torch.no_grad():
+        found = pipe.step(x, y, loss_fn)
+        assert close(found[0] if isinstance(found, tuple) else found, expected.detach())
+    assert not [text for text in pipe.findings if "loss_fn" in text]
+
+
+def test_labels_of_the_next_word_are_counted_from_the_second_on() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
+
+    x, y = torch.randn(4, 3, 4, dtype=torch.float64), torch.tensor([[1, 0, 0], [1, 2, 0], [0, 1, 2], [2, 1, 1]])
+    expected = loss_fn(nn.Sequential(*build(None))(x), y).detach()
+    pipe = gpipe.GPipe(build(None), 2, 4)
+    assert close(pipe.step(x, {"words": y}, lambda output, target: loss_fn(output, target["words"])), expected)
+
+
+def findings_on_losses(loss_fn: Callable[..., Any], y: Tensor) -> list[str]:
     pipe = gpipe.GPipe(build(None), 2, 2)
-    x, y = torch.randn(ROWS, 4, dtype=torch.float64), labels()
-    own = UNREAD[0]
-    with caplog.at_level(logging.WARNING, "gpipe"):
-        pipe.step(x, y.clamp(min=0), own)
-        assert not [record for record in caplog.records if "-100" in record.message]
-        pipe.step(x, y, own, reduction="mean")
-        pipe.step(x, y, F.cross_entropy)
-        assert not [record for record in caplog.records if "-100" in record.message]
-        for _ in range(3):
-            pipe.step(x, {"y": y}, lambda output, target: F.cross_entropy(output, target["y"]))
-    (told,) = [record.message for record in caplog.records if "-100" in record.message]
+    for _ in range(2):
+        pipe.step(torch.randn(len(y), 4, dtype=torch.float64), y, loss_fn)
+    return [text for text in pipe.findings if "loss_fn" in text]
+
+
+def test_what_cannot_be_read_of_a_loss_is_told() -> None:
+    y = labels()
+    (told,) = findings_on_losses(lambda o, t: -o.log_softmax(1).gather(1, t.clamp(0)[:, None])[t >= 0].mean(), y)
     assert "reduction=lambda target: (target != -100).sum()" in told
-    assert told in pipe.findings
-    assert told in pipe.summary()
+    (told,) = findings_on_losses(lambda o, t: F.cross_entropy(o[1:], t[1:].flip(0), ignore_index=0), y.clamp(0))
+    assert told.startswith("loss_fn calls cross_entropy on labels")
+
+
+def test_a_criterion_that_sums_is_told_of_and_one_that_averages_is_not() -> None:
+    y = torch.rand(8, CLASSES, dtype=torch.float64)
+    assert not findings_on_losses(lambda o, t: (o - t).pow(2).mean(), y)
+    (told,) = findings_on_losses(lambda o, t: (o - t).pow(2).sum(), y)
+    assert "step(..., reduction='sum'), or have it end in .mean()" in told
+    (told,) = findings_on_losses(lambda o, t: (o - t).pow(2).mean().sqrt() + o.std(), y)
+    assert "a function of the target that gives the weight of a micro-batch" in told
+
+
+def test_a_loss_that_counts_its_calls_is_called_once_for_each_micro_batch() -> None:
+    calls: list[int] = []
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.get_buffer("calls").data.add_(1)
+            return (output - target).pow(2).sum()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        return (output - target).pow(2).sum()
+
+    y, counts = torch.rand(8, CLASSES, dtype=torch.float64), Counts()
+    findings_on_losses(loss_fn, y)
+    findings_on_losses(lambda output, target: counts(output, target), y)
+    assert calls == [4] * 4
+    assert float(counts.get_buffer("calls")) == 4
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "out"),
+    [(nn.CrossEntropyLoss(), "labels"), (nn.CrossEntropyLoss(), "probabilities"), (nn.MSELoss(), "")],
+)
+def test_ready_made_micro_batches_count_by_what_the_loss_averages_over(loss_fn: Callable[..., Any], out: str) -> None:
+    x = [torch.randn(2, CLASSES, length, dtype=torch.float64) for length in (2, 5)]
+    y = [torch.randint(CLASSES, (2, part.shape[-1])) for part in x]
+    targets: list[Tensor] = {
+        "labels": y,
+        "probabilities": [F.one_hot(part, CLASSES).movedim(-1, 1).double() for part in y],
+        "": [torch.rand_like(part) for part in x],
+    }[out]
+    pipe = gpipe.GPipe([nn.Identity()], 1, 2)
+    with torch.no_grad():
+        found = pipe.step(gpipe.MicroBatches(x), gpipe.MicroBatches(targets), loss_fn)
+    flat = [
+        torch.cat([part.movedim(1, -1).reshape(-1, CLASSES) for part in parts])
+        for parts in (x, targets if out != "labels" else x)
+    ]
+    assert close(found, loss_fn(flat[0], torch.cat([part.flatten() for part in y]) if out == "labels" else flat[1]))
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,17 @@ def check_layers(
         find_pops(list(named.values()))
     except ValueError as error:
         mistakes.found += str(error).splitlines()
-    if isinstance(ties, str) or any(isinstance(group, str) for group in ties):
+    groups = [tuple(group) if _is_list(group) else (None,) for group in ties] if _is_list(ties) else [(None,)]
+    if not all(isinstance(name, str) for group in groups for name in group):
         mistakes.found.append(f"ties={ties!r}; give groups of names: [('0.weight', '5.weight')]")
         return ()
     tied, wrong_ties = find_ties(named, ties)
     mistakes.found += wrong_ties
     return tied
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
@@ -195,6 +200,9 @@ def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     m, threads = asked.micro_batches, asked.intra_op_threads
     mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
     mistakes.check(
+        not is_count(m) or m <= MOST_MICRO_BATCHES, f"micro_batches={m!r}; give at most {MOST_MICRO_BATCHES:,}"
+    )
+    mistakes.check(
         is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
     )
     if asked.driver is not None:
@@ -228,6 +236,8 @@ def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> 
         )
 
 
+MOST_MICRO_BATCHES = 100_000
+"""Of a mini-batch: the table of a step has a few entries for each, on each rank."""
 UNSAID = {"partitions": None, "micro_batches": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
 """The arguments that a plan gives, as they are where the user says nothing."""
 

@@ -92,7 +92,8 @@ def layers_of_stages(settings: Settings) -> list[list[str]]:
     return [[next(names) for _ in range(count)] for count in settings.layers_per_partition]
 
 
-FEW_ROWS = 8  # per micro-batch: below it the statistics of a BatchNorm are mostly noise
+FEW_ROWS = 16
+"""Rows of a micro-batch below which BatchNorm is told of: its statistics are not those of the mini-batch."""
 
 
 def find_few_rows(layers: Sequence[nn.Module], rows: int, deferred: bool) -> list[str]:
@@ -100,9 +101,14 @@ def find_few_rows(layers: Sequence[nn.Module], rows: int, deferred: bool) -> lis
     norms = [m for layer in layers for m in layer.modules() if isinstance(m, AnyBatchNorm) and m.training]
     if not norms or rows >= FEW_ROWS:
         return []
-    remedy = "" if deferred else ", and deferred_batch_norm=True for running statistics of the whole mini-batch"
+    remedy = (
+        ""
+        if deferred
+        else "; for running statistics of the whole mini-batch, as the script without a pipe has them in validation, "
+        "give deferred_batch_norm=True"
+    )
     return [
-        f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics; use fewer micro-batches or "
+        f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics: use fewer micro-batches or "
         f"a larger mini-batch{remedy}"
     ]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from gpipe.config.arguments import Arguments, Mistakes
+from gpipe.config.arguments import MOST_MICRO_BATCHES, Arguments, Mistakes
 from gpipe.errors import int_remedy, is_count
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
@@ -86,7 +86,11 @@ def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: 
     if not placement:
         mistakes.found.append(_unplaced(schedule, ranks, each))
         return ()
-    if is_count(asked.micro_batches) and not schedule.rows(placement, asked.micro_batches):
+    if (
+        is_count(asked.micro_batches)
+        and asked.micro_batches <= MOST_MICRO_BATCHES
+        and not schedule.rows(placement, asked.micro_batches)
+    ):
         mistakes.found.append(without_table(schedule, placement, asked.micro_batches))
     fits = isinstance(asked.partitions, Sequence) or mistakes.check(
         not layers or len(placement) <= layers, _too_few_layers(asked, len(placement), layers)

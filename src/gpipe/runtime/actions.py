@@ -241,8 +241,9 @@ def _loss(run: Run, rank: Rank, made: StageOutput, m: int, progress: LayerProgre
     progress.enter()
     if not rank.stream.alone:
         target = replace_tensors(target, lambda tensor: rank.stream.bring(tensor, None))
+    call, run.call_loss = run.call_loss, call_loss
     with _around_layers(run), PipeRngScope(run.seed, run.step, len(run.engine.layers), run.first + m):
-        loss, run.metrics[m] = call_loss(run.loss_fn, made.values[0], target, made.for_loss)
+        loss, run.metrics[m] = call(run.loss_fn, made.values[0], target, made.for_loss)
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)
     run.losses[m] = loss.detach().clone()  # mse_loss keeps the memory of all that it added up

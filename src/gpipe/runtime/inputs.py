@@ -11,12 +11,10 @@ from torch.autograd import forward_ad
 
 from gpipe._torch.autograd import is_differentiated_forward
 from gpipe.stages.losses import (
-    IGNORED_LABELS,
     check_weights_of_rows,
     find_contradiction,
     find_reduction,
     for_targets,
-    holds_ignored_labels,
     own_loss,
 )
 from gpipe.stages.microbatch import (
@@ -82,15 +80,17 @@ class StepInputs(NamedTuple):
         if self.reduction is not None:
             return loss_weights(self.reduction, rows, targets, over_replicas)
         check_weights_of_rows(self.loss_fn, targets, rows)
-        reduction = for_targets(find_reduction(self.loss_fn) or "mean", self.targets)
+        reduction = for_targets(find_reduction(self.loss_fn) or "mean", self.targets, self.loss_fn)
         return loss_weights(reduction, rows, targets, over_replicas)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is to be seen from a call of the loss how it averages."""
+        return self.reduction is None and not self.is_own and find_reduction(self.loss_fn) is None
 
     def findings(self) -> list[str]:
         """What is to be said of the way in which these losses are averaged."""
-        if self.reduction is not None:
-            return find_contradiction(self.loss_fn, self.reduction)
-        unread = find_reduction(self.loss_fn) is None
-        return [IGNORED_LABELS] if unread and holds_ignored_labels(as_tree(self.targets)) else []
+        return [] if self.reduction is None else find_contradiction(self.loss_fn, self.reduction)
 
 
 def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:

@@ -23,7 +23,7 @@ from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import BoundaryValue, Gradients, detached
 from gpipe.stages.buffers import SavedBuffers
 from gpipe.stages.isolation import WeightOwners
-from gpipe.stages.losses import NO_METRICS
+from gpipe.stages.losses import NO_METRICS, call_loss
 from gpipe.stages.messages import Label, Message
 from gpipe.stages.recompute_check import Fingerprint
 from gpipe.stages.shared_weights import WeightAliases
@@ -118,6 +118,7 @@ class Run:
         path: The number of the path that a traced model takes.
         own_weights: Of each micro-batch in the model's own loss, if it gives one.
         inputs: Taken by the first stage.
+        call_loss: Calls the loss of the first micro-batch, perhaps to see how it averages.
         loss_weights: What each micro-batch counts for in the loss.
         loss_gradients: The gradient of each micro-batch's loss, None if it has no say.
         outputs: Of the last stage, where the loss is computed outside.
@@ -145,6 +146,7 @@ class Run:
     inputs: Sequence[BoundaryValue] = ()
     targets: Sequence[Tree] = ()
     loss_fn: Callable[..., object] | None = None
+    call_loss: Callable[..., tuple[Tensor, object]] = call_loss
     loss_pops: Sequence[Pop] = ()
     loss_weights: Sequence[float] = ()
     loss_gradients: Sequence[float | None] = ()

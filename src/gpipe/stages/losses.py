@@ -17,7 +17,7 @@ from torch.nn import functional
 from gpipe._torch.modes import without_compiler
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.layout import copy_of
-from gpipe.stages.microbatch import Reduction
+from gpipe.stages.microbatch import MicroBatches, Reduction
 from gpipe.stages.tree import Tree, replace_tensors
 
 LossArguments: TypeAlias = Mapping[str, object]
@@ -27,6 +27,13 @@ TORCH_LOSSES = "torch.nn.modules.loss"
 NO_METRICS = object()
 IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
 NAMES = ("reduction", "ignore_index", "weight", "pos_weight", "var")
+OF_ELEMENTS = "of elements"
+"""The argument that is not torch's: whether a loss averages over all elements of its target."""
+ELEMENTWISE = frozenset(
+    {"MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BCEWithLogitsLoss", "SoftMarginLoss"}
+    | {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"}
+    | {"binary_cross_entropy_with_logits"}
+)
 IGNORED_LABELS = (
     f"targets hold labels {IGNORED}, and loss_fn is none of torch's own, so it cannot be known whether it ignores "
     f"them; micro-batches are weighed by their rows. If it averages over the other labels, give "
@@ -84,12 +91,22 @@ def find_reduction(loss_fn: object) -> Reduction | None:
     return "mean"
 
 
-def for_targets(reduction: Reduction, targets: Tree) -> Reduction:
-    """The same for these targets: where none of their labels is ignored, no micro-batch need be looked at."""
+def for_targets(reduction: Reduction, targets: Tree, loss_fn: object) -> Reduction:
+    """The same for these targets: where no label is ignored, no micro-batch need be looked at.
+
+    Ready-made micro-batches may have other lengths each: there a mean over elements counts these.
+    """
+    if isinstance(targets, MicroBatches) and reduction == "mean" and (_arguments_of(loss_fn) or {}).get(OF_ELEMENTS):
+        return count_elements if all(isinstance(part, Tensor) for part in targets) else reduction
     if not isinstance(reduction, partial) or not isinstance(targets, Tensor):
         return reduction
     ignored = reduction.keywords["ignored"]
     return reduction if ignored is None or (targets == ignored).any() else partial(reduction, ignored=None)
+
+
+def count_elements(target: Any) -> float:
+    """The elements of a target that is a tensor."""
+    return float(target.numel())
 
 
 def holds_ignored_labels(targets: Tree) -> bool:
@@ -136,7 +153,8 @@ def _arguments_of_module(module: nn.Module) -> LossArguments | None:
         or "forward" in vars(module)
     ):
         return None
-    return {name: getattr(module, name) for name in NAMES if hasattr(module, name)}
+    elements = any(base.__name__ in ELEMENTWISE for base in kind.__mro__)
+    return {name: getattr(module, name) for name in NAMES if hasattr(module, name)} | {OF_ELEMENTS: elements}
 
 
 def module_of_forward(module: nn.Module) -> str:
@@ -155,7 +173,8 @@ def _arguments_of_function(called: object, keywords: Mapping[str, object]) -> Lo
     if not keywords.keys() <= defaults.keys() | needed or not needed <= keywords.keys():
         return None  # calling it will raise
     arguments = {**defaults, **keywords}
-    return {name: arguments[name] for name in NAMES if name in arguments} | {"reduction": _reduction(arguments)}
+    found = {name: arguments[name] for name in NAMES if name in arguments}
+    return {**found, "reduction": _reduction(arguments), OF_ELEMENTS: known.__name__ in ELEMENTWISE}
 
 
 @lru_cache
@@ -177,11 +196,11 @@ def _reduction(arguments: LossArguments) -> object:
 
 
 def sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
-    """The labels that count, each times the weight of its class; probabilities count by rows."""
+    """The labels that count, each times the weight of its class; of probabilities, the positions."""
     if not isinstance(target, Tensor):
         return 1.0  # the loss itself will say that it takes none
-    if target.is_floating_point():
-        return float(target.shape[0])
+    if target.is_floating_point():  # of classes along the second dimension, or the only one
+        return target.numel() / target.shape[1] if target.dim() > 1 else 1.0
     counts = None if ignored is None else target.ne(ignored)  # type: ignore[call-overload]  # a number
     if not isinstance(weight, Tensor):
         return target.numel() if counts is None else counts.sum()

@@ -233,7 +233,13 @@ IN_BACKWARD = (
 
 def rng_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
     """The number, of 63 bits, from which a scope's generators are seeded."""
-    packed = struct.pack("<4q", seed, step, layer, micro_batch)
+    try:
+        packed = struct.pack("<4q", seed, step, layer, micro_batch)
+    except struct.error as error:
+        raise ValueError(
+            f"seed={seed!r}, step={step!r}, layer={layer!r}, micro_batch={micro_batch!r} key random numbers; give "
+            f"whole numbers of 64 bits"
+        ) from error
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 

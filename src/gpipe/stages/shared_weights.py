@@ -78,9 +78,9 @@ def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tu
         if any(ids & {id(module._parameters[leaf]) for module, leaf in other} for other in groups):
             mistakes.append(f"ties: {tuple(group)} has a parameter that another group has too; make them one group")
         shapes = {tuple(module._parameters[leaf].shape) for module, leaf in found}  # type: ignore[union-attr]  # none of those found is None
-        if len(group) < 2 or len(shapes) > 1:
+        if len(set(group)) < max(len(group), 2) or len(shapes) > 1:
             mistakes.append(
-                f"ties: {tuple(group)} must name two or more parameters of one shape, not {sorted(shapes)}"
+                f"ties: {tuple(group)} must name two or more parameters once each, of one shape, not {sorted(shapes)}"
             )
         groups.append(found)
     return groups, mistakes

@@ -184,9 +184,7 @@ class FirstRunCheck:
     def after_backward(self) -> list[str]:
         """What is to be told of the state that a backward has written."""
         self._written += self._find_written()[0]
-        buffers = {
-            f"buffers of it ({type(m).__name__}.{name})" for m, name in self._run.buffers.after(self._buffers)
-        }
+        buffers = {f"buffers of it ({type(m).__name__}.{name})" for m, name in self._run.buffers.after(self._buffers)}
         after = snapshot(self._layers)
         places = [
             f"{layer}, {where}"

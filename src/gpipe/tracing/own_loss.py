@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_unflatten
+from gpipe.stages.loss_calls import OF_LABELS, OF_ROWS, LossCall, is_shifted
 from gpipe.stages.losses import own_loss, sum_of_weights
 from gpipe.stages.microbatch import count_rows, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.dry_run import lacks_values
-from gpipe.tracing.loss_calls import OF_LABELS, OF_ROWS, LossCall
 from gpipe.tracing.runs import arguments, in_mode
 
 COUNT = "num_items_in_batch"
@@ -66,7 +66,7 @@ class Counting:
         of_labels = [call for call in calls if call.name in OF_LABELS and call.target is not None]
         for call in of_labels if len(of_labels) == 1 or counts else ():
             for name, labels in sorted(given.items(), key=lambda item: "label" not in item[0]):
-                shifted = _is_shifted(call.target, labels) if isinstance(labels, Tensor) else None
+                shifted = is_shifted(call.target, labels)
                 if shifted is not None:
                     by: Literal["labels", "sum"] = "sum" if call.reduction == "sum" and not counts else "labels"
                     return cls(by, name, shifted, call.ignored, call.weight)
@@ -105,24 +105,6 @@ def _in_words(calls: Sequence[LossCall]) -> str:
         case 1:
             return f"its forward calls {names}, of labels that are none of its inputs"
     return f"its forward calls {len(calls)} losses of torch ({names})"
-
-
-def _is_shifted(target: Tensor | None, labels: Tensor) -> bool | None:
-    """Whether a loss was given labels from the second on; None if these are not its labels.
-
-    It may be given all of them several times, once for each word ahead that it looks for.
-    """
-    if target is None or labels.is_floating_point() or target.is_floating_point() or not labels.dim():
-        return None
-    if labels.numel() and not target.numel() % labels.numel():
-        arranged = target.reshape(-1, *labels.shape)
-        if torch.equal(arranged, labels.expand_as(arranged)):
-            return False
-        if labels.dim() > 1 and torch.equal(arranged[..., :-1], labels[..., 1:].expand_as(arranged[..., :-1])):
-            return True
-    elif labels.dim() > 1 and target.numel() == labels[..., 1:].numel():
-        return True if torch.equal(target.reshape(labels[..., 1:].shape), labels[..., 1:]) else None
-    return None
 
 
 TWO, NEARLY = 2, 1e-3

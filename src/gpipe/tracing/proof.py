@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path
 from gpipe.stages.digest import differ, digest
+from gpipe.stages.loss_calls import LossCall
 from gpipe.stages.stage import Layer, LayerProgress
 from gpipe.tracing.dry_run import Dry, lacks_values
 from gpipe.tracing.interpreter import Replay
 from gpipe.tracing.leftovers import refuse_failing_apart, refusing_leftovers
-from gpipe.tracing.loss_calls import LossCall
 from gpipe.tracing.placeholder import CannotSplitError
 from gpipe.tracing.runs import Given, copied, watched
 from gpipe.tracing.shallow_copy import Parts

@@ -17,6 +17,7 @@ from gpipe._torch.modes import is_vmapped, saved_tensor_hooks
 from gpipe._torch.modules import hooks_of
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.layout import copy_of
+from gpipe.stages.loss_calls import LossCall, LossReader, read_loss_call
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import version
@@ -24,7 +25,6 @@ from gpipe.tracing.blocks import open_names
 from gpipe.tracing.dry_run import Dry, lacks_values
 from gpipe.tracing.interpreter import RANDOM, Walk
 from gpipe.tracing.leftovers import LEAVES_TENSORS, refuse_failing_apart, refuse_kept
-from gpipe.tracing.loss_calls import LossCall, LossReader, read_loss_call
 from gpipe.tracing.placeholder import CannotSplitError
 from gpipe.tracing.runs import Given, copied, names_taken, watched
 from gpipe.tracing.shallow_copy import Parts, Skeleton
