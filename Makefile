@@ -38,10 +38,10 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-# `gpipe.schedule` must import and pass its tests where torch is not installed.
+# `gpipe.schedule` and `gpipe.planner.search` must import and pass their tests where torch is not installed.
 test-plan: $(PLAN_VENV)/.ready
 	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
-	$(PLAN_VENV)/bin/python -m pytest -q tests/schedule src/gpipe/plan
+	$(PLAN_VENV)/bin/python -m pytest -q tests/schedule tests/planner/search src/gpipe/schedule src/gpipe/planner/search
 
 docs: $(VENV)/.docs  ## Build the documentation: docs/_build/index.html.
 	$(VENV)/bin/sphinx-build -q -W --keep-going -E -b html docs docs/_build

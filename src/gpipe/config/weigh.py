@@ -10,10 +10,11 @@ from gpipe.config.auto_remat import AUTO, count_stages, find_remat
 from gpipe.config.check import Checked
 from gpipe.planner.counts import count_flops, count_parameters
 from gpipe.planner.measure import as_in_training, measure_by, measure_seconds
+from gpipe.planner.search.cuts import partition
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
 from gpipe.schedule.lower import Remat, place_recompute
-from gpipe.schedule.partition import Partition, given, partition
+from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
 from gpipe.schedule.splits import stages_left_whole

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from gpipe.planner.search.cuts import partition
 from gpipe.profiling.breakdown import Breakdown, program_of_run, replicas_of
 from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import COMPUTE, Kind
 from gpipe.schedule.cost import unit_costs
-from gpipe.schedule.partition import Partition, partition
+from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import simulate
 from gpipe.schedule.timeline import Timeline

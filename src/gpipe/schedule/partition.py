@@ -1,18 +1,15 @@
-"""Cuts a row of layers into stages: least variance of the stages' costs (the paper), or least slowest stage.
-
-`cuts` finds the layers of each stage; here is what is asked of it, and what follows from its answer.
-"""
+"""How a row of layers is cut into stages, and what follows from it; the best cuts are found by `planner`."""
 
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
-
-from gpipe.schedule.cuts import TOLERANCE, Chain, least_excess, least_slowest, least_variance
+from typing import Literal
 
 Balance = Literal["variance", "minmax"]
+TOLERANCE = 1e-12
+"""By what share of the mean two stages may differ and yet count as alike."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,8 @@ class Memory:
         in_flight: Micro-batches whose boundary tensors are kept at once, one for all stages or one for each.
 
     >>> memory = Memory(state=[4, 4, 1, 1], boundary=[1, 1, 1, 1], inside=[2, 2, 2, 2], limits=14)
-    >>> partition([1, 1, 1, 1], 2).layers, partition([1, 1, 3, 1], 2, memory=memory).bytes
-    ((2, 2), (13.0, 7.0))
+    >>> given([2, 2], costs=[1, 1, 3, 1], memory=memory).bytes
+    (13.0, 7.0)
     """
 
     state: Sequence[float]
@@ -41,10 +38,31 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Partition:
-    """The answer: how many consecutive layers each stage takes, and all that follows from it.
+class Chain:
+    """Layers in a row, and a device for each stage. `checked_chain` builds it.
 
-    >>> partition([3, 1, 1, 1, 2], 2)
+    `held` is the bytes of each layer wherever it is, `boundary` those per micro-batch in flight if it comes first.
+    """
+
+    costs: tuple[float, ...]
+    speeds: tuple[float, ...]
+    transfers: tuple[float, ...]
+    held: tuple[float, ...]
+    boundary: tuple[float, ...]
+    limits: tuple[float, ...]
+    in_flight: tuple[float, ...]
+
+    @property
+    def longest(self) -> float:
+        """What no stage exceeds."""
+        return sum(self.costs) / min(self.speeds) + 2 * max(self.transfers, default=0)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How many consecutive layers each stage takes, and all that follows from it.
+
+    >>> given([2, 3], [3, 1, 1, 1, 2])
     Partition(layers=(2, 3))
     """
 
@@ -101,7 +119,7 @@ class Partition:
         It is the only layer of that stage, or the one at its edge that would make the stage next to it as slow, or
         too big for its device, if it moved there (of two, the one that would do so less).
 
-        >>> partition([1, 1, 5, 1, 1], 3).obstacle
+        >>> given([2, 1, 2], [1, 1, 5, 1, 1]).obstacle
         2
         """
         slowest = max(self.seconds) * (1 - TOLERANCE)
@@ -116,7 +134,7 @@ class Partition:
     def explain(self, names: Sequence[str] | None = None) -> str:
         """Says what each stage costs and holds, how far that is from the best thinkable, and what is in the way.
 
-        >>> print(partition([1, 1, 6, 1, 1], 3).explain("abcde"))
+        >>> print(given([2, 1, 2], [1, 1, 6, 1, 1]).explain("abcde"))
         stage 0: a to b (2): cost 2, 60% of the mean
         stage 1: c (1): cost 6, 180% of the mean
         stage 2: d to e (2): cost 2, 60% of the mean
@@ -156,46 +174,6 @@ class Partition:
         return max(moved.seconds[at] for at in change) if fits else math.inf
 
 
-def partition(
-    costs: Sequence[float],
-    stages: int,
-    *,
-    balance: Balance = "variance",
-    speeds: Sequence[float] | None = None,
-    transfers: Sequence[float] | None = None,
-    memory: Memory | None = None,
-) -> Partition:
-    """Finds the best cuts of all (paper, section 2.1: partitioning minimizes the variance of the estimated costs).
-
-    Stage k lasts t_k: the costs of its layers over its speed, and the transfers at its ends. `"variance"` minimizes
-    the sum of (t_k - mean)^2, mean = sum of costs / sum of speeds; `"minmax"` minimizes max t_k, and the variance
-    among those. Of ties, the one whose earlier stages have more layers. Costs that are all zero count as equal.
-
-    Args:
-        costs: Of each layer, in seconds at speed 1 or in any other unit.
-        stages: How many, at most one for each layer.
-        balance: What is minimized.
-        speeds: Of the stages' devices; 1 each if not given.
-        transfers: Of each cut, the first behind layer 0: what each of the two stages beside it spends on it, one
-            sending and one receiving; in the unit of the costs, whatever the speeds.
-        memory: What layers need and devices hold; no stage exceeds it.
-
-    Raises:
-        ValueError: Arguments that cannot be (all of them), or no cuts that fit in memory, with what would.
-
-    >>> partition([1, 1, 1, 1, 4, 4], 3).layers
-    (4, 1, 1)
-    >>> partition([5] * 6, 2, speeds=[2, 1]).seconds
-    (10.0, 10.0)
-    """
-    wrong = [] if balance in get_args(Balance) else [f"balance is {balance!r}: choose from {get_args(Balance)}"]
-    chain = _checked(costs, stages, speeds, transfers, memory, wrong)
-    layers = least_variance(chain) if balance == "variance" else least_slowest(chain)
-    if layers is None:
-        raise ValueError(_why_nothing_fits(chain))
-    return Partition(layers, chain)
-
-
 def given(
     layers: Sequence[int],
     costs: Sequence[float],
@@ -204,7 +182,7 @@ def given(
     transfers: Sequence[float] | None = None,
     memory: Memory | None = None,
 ) -> Partition:
-    """Takes the layers of each stage as they are; the other arguments are those of `partition`.
+    """Takes the layers of each stage as they are; the other arguments are those of `planner.search.cuts.partition`.
 
     Limits of memory are not enforced: `Partition.explain` marks a stage that exceeds them.
 
@@ -217,10 +195,10 @@ def given(
     wrong = [f"stage {stage} takes {own} layers, must take at least 1" for stage, own in enumerate(layers) if own < 1]
     if sum(layers) != len(costs):
         wrong.append(f"the stages take {sum(layers)} layers together, must take all {len(costs)}")
-    return Partition(tuple(layers), _checked(costs, len(layers), speeds, transfers, memory, wrong))
+    return Partition(tuple(layers), checked_chain(costs, len(layers), speeds, transfers, memory, wrong))
 
 
-def _checked(
+def checked_chain(
     costs: Sequence[float],
     stages: int,
     speeds: Sequence[float] | None,
@@ -228,6 +206,11 @@ def _checked(
     memory: Memory | None,
     wrong: list[str],
 ) -> Chain:
+    """Layers and devices as a `Chain`.
+
+    Raises:
+        ValueError: Arguments that cannot be, all of them, behind what is `wrong` already.
+    """
     layers, devices = len(costs), max(stages, 0)
     zero = _each(0, layers)
     speeds = _each(1, devices) if speeds is None else speeds
@@ -273,20 +256,3 @@ def _each(value: float | Sequence[float], count: int) -> tuple[float, ...]:
 
 def _percent(value: float, base: float) -> float:
     return 100 * value / base if base else math.inf if value else 100.0
-
-
-def _why_nothing_fits(chain: Chain) -> str:
-    """Names the layers that no device holds, or else the cuts that need the least enlargement of all devices."""
-    limits, most = chain.limits, max(chain.limits)
-    if big := [f"layer {at} needs {held:,.15g} bytes" for at, held in enumerate(chain.held) if held > most]:
-        return f"{', '.join(big)}, the largest device holds {most:,.15g}: divide the layer, or take a larger device"
-
-    nearest = Partition(least_excess(chain), chain)
-    ratios = [held / limit for held, limit in zip(nearest.bytes, limits, strict=True)]
-    worst = ratios.index(max(ratios))
-    first, end = nearest.bounds[worst]
-    return (
-        f"no cuts into {len(limits)} stages fit in memory. The nearest need {ratios[worst]:.4g} times the limits: "
-        f"stage {worst} with layers {first} to {end - 1} needs {nearest.bytes[worst]:,.15g} bytes of "
-        f"{limits[worst]:,.15g}. Take larger devices, more stages, smaller micro-batches or fewer in flight"
-    )

@@ -164,9 +164,9 @@ def predict(
     Raises:
         ValueError: The program is of another number of stages.
 
-    >>> from gpipe.schedule.partition import partition
+    >>> from gpipe.schedule.partition import given
     >>> from gpipe.schedule.schedules import fill_drain
-    >>> plan = predict(partition([3, 3, 6, 6], 2), Program.of(fill_drain(2, 4), micro_batches=4))
+    >>> plan = predict(given([3, 1], [3, 3, 6, 6]), Program.of(fill_drain(2, 4), micro_batches=4))
     >>> plan.partition.layers, plan.timeline.seconds, round(plan.bubble, 3)
     ((3, 1), 54.0, 0.333)
     """

@@ -11,6 +11,7 @@ from math import comb
 from operator import add, le
 from typing import TypeAlias
 
+from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import Fitting, Levels, Misfit
 from gpipe.planner.search.profile import SizedProfile, bounds
@@ -18,7 +19,7 @@ from gpipe.planner.search.rehearsal import Rehearsal
 from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.partition import Memory, given, partition
+from gpipe.schedule.partition import Memory, given
 from gpipe.schedule.program import Program
 
 

@@ -12,7 +12,8 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from gpipe.schedule.partition import Balance, Memory, Partition, given, partition
+from gpipe.planner.search.cuts import partition
+from gpipe.schedule.partition import Balance, Memory, Partition, given
 
 BALANCES: tuple[Balance, ...] = ("variance", "minmax")
 
