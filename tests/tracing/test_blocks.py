@@ -39,7 +39,7 @@ def test_a_block_that_stands_alone_is_found_and_each_call_of_it_is_a_layer() -> 
         losses.append(plain(part))
         losses[-1].backward(torch.tensor(0.5))
 
-    assert find_blocks(model) == ["blocks.0"]
+    assert find_blocks(model) == [["blocks.0"]]
     gradients = []
     for partitions in (1, 2, 5):
         own = copy.deepcopy(model)
@@ -57,7 +57,7 @@ def test_several_lists_come_before_one_module_that_stands_alone() -> None:
         {"alone": nn.ModuleList([nn.Linear(2, 2)]), "several": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}
     )
 
-    assert find_blocks(model) == ["several.0", "several.1"]
+    assert find_blocks(model) == [["several.0", "several.1"]]
 
 
 def test_a_model_without_any_list_is_refused() -> None:

@@ -457,13 +457,13 @@ def test_a_block_that_reads_what_was_put_past_its_arguments_is_refused_by_name()
         made(Puts(reads_parent, puts))
     with pytest.raises(KeyError, match="x") as raised:
         made(Puts(reads, puts))
-    assert "while the Puts ran, whole" in "\n".join(raised.value.__notes__)
+    assert "while the Puts was traced, whole" in "\n".join(raised.value.__notes__)
 
 
 def test_an_error_on_the_sample_is_the_models_own() -> None:
     with pytest.raises(LookupError, match="no such row") as raised:
         made(Strict())
-    assert "while the Strict ran, whole, to be recorded: on the sample" in "\n".join(raised.value.__notes__)
+    assert "while the Strict was traced, whole and in layers: on the sample" in "\n".join(raised.value.__notes__)
 
 
 def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:
@@ -479,8 +479,8 @@ def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:
 
     with pytest.raises(TypeError, match="missing 1 required positional argument") as raised:
         made(Sum(), sample=(vectors(5), vectors(5)))
-    assert "the tuple that was given is one argument of the forward; " in raised.value.__notes__[-1]
-    assert raised.value.__notes__[-1].endswith("x, y")
+    assert "the tuple that was given is one argument of the forward; " in raised.value.__notes__[0]
+    assert raised.value.__notes__[0].endswith("x, y")
     made(Sum(), sample={"x": vectors(5), "y": vectors(5)})
 
 

@@ -14,36 +14,53 @@ from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.trace import Path
 
 NO_BLOCKS = (
-    "in {model} there is no list of blocks (an nn.ModuleList or nn.Sequential of modules with parameters); name the "
-    "modules between which it may be cut: blocks=[...], with names as in model.named_modules()"
+    "in {model} there is no list of blocks (an nn.ModuleList, nn.ModuleDict or nn.Sequential of modules with "
+    "parameters); name the modules between which it may be cut: blocks=[...], with names as in model.named_modules()"
 )
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are not called themselves."""
 
 
-def find_blocks(model: nn.Module) -> list[str]:
-    """The names of the blocks: what the model itself says is not to be split, else the members of lists of modules.
+def find_blocks(model: nn.Module) -> list[list[str]]:
+    """The choices of blocks, each by their names, the best first.
 
-    Where there is but one, it is taken: a forward may call it several times.
+    What the model itself says is not to be split comes alone. Else these are the members of the outermost lists of
+    modules, of the largest of these lists, and then of the lists within members, level by level. Where no list has
+    two members, one is taken: a forward may call it several times.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     >>> find_blocks(Net())
-    ['inner.0', 'inner.1']
+    [['inner.0', 'inner.1']]
 
     Raises:
         CannotSplitError: There are none.
     """
     declared = set(getattr(model, "_no_split_modules", None) or ())
-    found = _outermost(
+    unsplit = _outermost(
         [name for name, part in model.named_modules() if type(without_compiler(part)).__name__ in declared]
     )
-    if sum(name.rpartition(".")[2].isdigit() for name in found) < 2:
-        members = list(_members(model, "", least=2))
-        found = members if len(members) > 1 else found or list(_members(model, "", least=1))
-    if not found:
+    if sum(name.rpartition(".")[2].isdigit() for name in unsplit) > 1:
+        return [unsplit]
+    choices: list[list[str]] = []
+    for depth in range(DEEPEST):
+        lists = list(_lists(model, "", least=2, depth=depth))
+        members = [name for some in lists for name in some]
+        largest = max(lists, key=lambda some: _size(model, some), default=[])
+        for some in (members, largest):
+            if len(some) > 1 and some not in choices:
+                choices.append(some)
+    alone = unsplit or [name for some in _lists(model, "", least=1, depth=0) for name in some]
+    if not choices and not alone:
         raise CannotSplitError(NO_BLOCKS.format(model=f"a {type(model).__name__}"))
-    return found
+    return choices or [alone]
+
+
+DEEPEST = 4
+"""Levels of lists within members of lists that are tried."""
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
@@ -81,29 +98,35 @@ def _outermost(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _members(module: nn.Module, name: str, *, least: int) -> Iterator[str]:
-    """The members of the lists of at least so many in a module, itself included, and in modules that are none."""
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= least and _is_called_apart(module)
+def _lists(module: nn.Module, name: str, *, least: int, depth: int) -> Iterator[list[str]]:
+    """The outermost lists of at least so many in a module, each by its members, or so much deeper where there are."""
+    is_list = _is_list(module, least)
+    members: list[str] = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if not is_list:
-            yield from _members(child, path, least=least)
+            yield from _lists(child, path, least=least, depth=depth)
         elif _has_parameters(child):
-            yield from (list(_members(child, path, least=least)) if _is_container(child) else []) or [path]
+            holds = isinstance(child, CONTAINERS)
+            some = 1 if holds else least
+            inner = list(_lists(child, path, least=some, depth=depth - (not holds))) if holds or depth else []
+            members += [member for some in inner for member in some] or [path]
+    if members:
+        yield members
 
 
-def _is_called_apart(module: nn.Module) -> bool:
-    """Whether the members of a list are called one by one, as those of a plain nn.Sequential are too."""
+def _is_list(module: nn.Module, least: int) -> bool:
+    """Whether the members of a module are called one by one, and are alike if they have names."""
+    if not isinstance(module, LISTS) or len(module) < least:
+        return False
+    if isinstance(module, nn.ModuleDict):
+        kinds = {type(child) for child in module.values() if _has_parameters(child)}
+        return len(module) > 1 and len(kinds) == 1 and not issubclass(kinds.pop(), CONTAINERS)
     return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
 
 
-def _is_container(module: nn.Module) -> bool:
-    """Whether a member is a list itself, or has a list of several that hold most of its parameters."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return True
-    most = sum(parameter.numel() for parameter in module.parameters())
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
-    return any(2 * sum(p.numel() for p in part.parameters()) > most for part in lists)
+def _size(model: nn.Module, names: Sequence[str]) -> int:
+    return sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from gpipe._torch.dispatcher import NEEDS_VALUES, Fakes, is_fake
 from gpipe._torch.trees import tree_map_only
 from gpipe.stages.shared_weights import put_parameter
+from gpipe.tracing.leftovers import lacks_memory
 from gpipe.tracing.placeholder import CannotSplitError
 from gpipe.tracing.trace import Call
 
 BRANCHES = (
     "{name} needs values between blocks, and the model is on the meta device and has none: its path depends on them. "
-    "Build it for real, or name other blocks"
+    "Build it for real, or name other blocks: blocks=[...]"
 )
 
 
@@ -56,7 +57,7 @@ class Dry:
         except Exception as error:  # some operations of units cannot be done without values, or not yet
             if unit is None and isinstance(error, NEEDS_VALUES):
                 raise CannotSplitError(BRANCHES.format(name=call.name)) from error
-            if unit is None:
+            if unit is None or lacks_memory(error):
                 raise
         return self._on_zeros(unit, call)
 

@@ -117,8 +117,9 @@ def _parts_of(tensor: Tensor) -> list[Tensor]:
 
 OTHER_PATH = (
     "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
-    "layer or a changed setting leads elsewhere; give a sample that takes the path of training, and one path "
-    "alone"
+    "layer or a changed setting leads elsewhere. Name the modules inside of which it branches (of a mixture of "
+    "experts, the one that chooses among them): blocks=[...], with names as in model.named_modules(); or give a "
+    "sample that takes the path of training, and one path alone"
 )
 OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
 OTHER_OUTPUT = (
@@ -129,12 +130,12 @@ OTHER_OUTPUT = (
 NOT_THERE = (
     "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
     "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
-    "dicts or dataclasses, or name other blocks"
+    "dicts or dataclasses, or name other blocks: blocks=[...]"
 )
 Values: TypeAlias = Mapping[Tag, Tensor | None]
 
 
-class _Enough(BaseException):
+class Enough(BaseException):
     """Ends a walk behind its last event."""
 
 
@@ -196,7 +197,7 @@ class Replay(Walk):
         args, kwargs = self.path.inputs.filled(leaves)
         try:
             output = self.run(args, kwargs)
-        except _Enough:
+        except Enough:
             output = None
         else:
             self._check(output)
@@ -246,7 +247,7 @@ class Replay(Walk):
                     self.made[tag] = leaf
         self.log.append(describe(leaves))
         if self.at == self.end and not self.is_last:
-            raise _Enough
+            raise Enough
         return made
 
     def _pass(self, name: str) -> Any:

@@ -7,6 +7,7 @@ of its own would be one too many for each layer and each recompute.
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe.stages.tree import hides_tensors
 from gpipe.tracing.placeholder import CannotSplitError
-from gpipe.tracing.runs import Given
+from gpipe.tracing.runs import Given, call
 from gpipe.tracing.shallow_copy import is_replaced
 from gpipe.tracing.structure import take_apart
 
@@ -139,9 +140,44 @@ def refuse_kept(model: nn.Module, given: Given) -> None:
                 raise CannotSplitError(KEEPS.format(model=type(model).__name__, kind=kind, name=name))
 
 
-def refuse_failing_apart(model: nn.Module, error: Exception, left: Sequence[str] = ()) -> None:
-    """Refuses a model for an error that it does not raise by itself; `left` is where its forward puts tensors."""
-    if isinstance(error, (CannotSplitError, torch.OutOfMemoryError)):
+LOOKS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""What is raised where something is looked for and not found, but for classes of others derived from these."""
+NO_MEMORY = "can't allocate memory"
+"""What torch's allocator of the CPU says, in a RuntimeError."""
+
+
+def _passes(run: Callable[[], object]) -> bool:
+    try:
+        run()
+    except Exception:
+        return False
+    return True
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory was exhausted."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_MEMORY in str(error)
+
+
+def is_of_code(error: Exception) -> bool:
+    """Whether an error is of a class, of Python's or torch's, that code raises where it lacks what it needs."""
+    is_users = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
+    return isinstance(error, LOOKS) and not is_users and not lacks_memory(error)
+
+
+def refuse_failing_apart(
+    model: nn.Module, given: Given, error: Exception, run_apart: Callable[[], object], left: Sequence[str] = ()
+) -> None:
+    """Refuses a model for an error that it raises in layers, each time, and by itself never.
+
+    Args:
+        model: The model.
+        given: What its forward was given.
+        error: What it raised in layers.
+        run_apart: Runs it in layers again.
+        left: Where its forward puts tensors.
+    """
+    if not is_of_code(error) or not _passes(partial(call, model, given)) or _passes(run_apart):
         return
     names = {id(module): name for name, module in model.named_modules() if name}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))

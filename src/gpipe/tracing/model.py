@@ -6,28 +6,28 @@ The names of a model's parameters and buffers: which layer has which. One tensor
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gpipe.stages.buffers import Slot
-from gpipe.stages.losses import own_loss
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree
 from gpipe.tracing.blocks import check_blocks, find_blocks, layers_of_path, open_names, segments_of
 from gpipe.tracing.dry_run import lacks_values
 from gpipe.tracing.initial_values import give_values
-from gpipe.tracing.own_loss import COUNT, NO_LABELS, Counting, tried
+from gpipe.tracing.leftovers import lacks_memory
+from gpipe.tracing.own_loss import COUNT, NO_LABELS, Counting, loss_in, tried
 from gpipe.tracing.part import Segment
 from gpipe.tracing.placeholder import CannotSplitError
 from gpipe.tracing.proof import Recorded, record
-from gpipe.tracing.runs import arguments, in_mode, takes, unchanged, without_cache
+from gpipe.tracing.runs import arguments, in_mode, kind_of, settings_of, takes, unchanged, without_cache
 from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.stage import AloneLayer, pops_between, rng_scopes, state_of
 from gpipe.tracing.structure import Leaves, Structure, take_apart
-from gpipe.tracing.trace import Path, is_carried
+from gpipe.tracing.trace import Path
 from gpipe.tracing.tracer import Traced, trace
 
 
@@ -78,12 +78,13 @@ class Names:
         return found
 
 
-PathKey: TypeAlias = tuple[object, ...]
+PathKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
 """What says which path a forward takes, as far as it can be known before."""
 
 OTHER_LAYER = (
     "with these inputs, or in this mode, {what} in layer {layer} ({name}) of the {model}, and with the sample it "
-    "did not; make the pipe with a sample that uses all of the model, or name other blocks"
+    "did not; make the pipe with a sample that uses all of the model, or name other "
+    "blocks: blocks=[...]"
 )
 DIFFERENT = (
     "micro-batch {at} has inputs of another kind ({other}) than micro-batch 0 ({one}); give all of them the same "
@@ -94,9 +95,12 @@ NOT_LEARNT = (
     "none has all of it; make the pipe with a sample of this kind"
 )
 
-
-SETTINGS = (bool, str, type(None))
-"""Kinds of attributes that switch something: with others set, a forward may take another path."""
+MOST_PATHS = 32
+TOO_MANY = (
+    "the {model} was recorded {most} times, for inputs that differ in more than their numbers: in texts, settings, "
+    "keys or dimensions, each of which may lead its forward elsewhere ({one}, and then {other}). Leave what changes "
+    "from step to step out of what the model is given and of its attributes, or give it as a number or a tensor"
+)
 
 
 class Begun(NamedTuple):
@@ -136,28 +140,51 @@ class ReplayedModel:
     """
 
     def __init__(self, model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> None:
-        named = find_blocks(model) if blocks is None else check_blocks(model, blocks)
-        self.parts = Parts(model, tuple(named), open_names(named))
+        choices = find_blocks(model) if blocks is None else [check_blocks(model, blocks)]
         self.lacks_values = lacks_values(model)
-        if self.lacks_values:
-            give_values(model, [], [], 0, names_of_all(self.parts))
         self.parameter_names = [name for name, _ in model.named_parameters()]  # in their order, of all processes
         self.paths: list[Path] = []
         self._countings: list[Counting] = []
         self._numbers: dict[PathKey, int] = {}
+        self._refused: dict[PathKey, Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
         with unchanged(model):
-            counted = self._trace_counted(sample) if self._may_count(sample) else None
-            self._counts = counted is not None
+            found, self._counts = self._choose(model, choices, sample)
             sample = self._with_count(sample, 1) if self._counts else sample
-            found = record(self.parts, arguments(model, sample), counted)
         self.parts, self.seconds = found.parts, found.seconds
         self._keep(self._key(*self._apart(sample)), found, sample)
         self.segments = segments_of(self.parts, found.path)
         self.names = Names(self.parts, self.segments)
         with unchanged(model):
             self._countings[0] = tried(self._countings[0], model, sample, counts=self._counts)
+
+    def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> tuple[Recorded, bool]:
+        """Records the model cut at the first blocks that work, if there are some between which no values are read."""
+        works: tuple[Recorded, bool] | None = None
+        refused: CannotSplitError | None = None
+        for blocks in choices:
+            self.parts = Parts(model, tuple(blocks), open_names(blocks))
+            try:
+                found = self._record_first(sample)
+            except CannotSplitError as error:
+                refused = refused or error
+                continue
+            if not found[0].reads:
+                return found
+            works = works or found
+        if works is None:
+            assert refused is not None
+            raise refused
+        return works
+
+    def _record_first(self, sample: Tree) -> tuple[Recorded, bool]:
+        """Records the model on the sample; and whether its loss uses the number of labels of the mini-batch."""
+        if self.lacks_values:
+            give_values(self.model, [], [], 0, names_of_all(self.parts))
+        counted = self._trace_counted(sample) if self._may_count(sample) else None
+        given = sample if counted is None else self._with_count(sample, 1)
+        return record(self.parts, arguments(self.model, given), counted), counted is not None
 
     @property
     def model(self) -> nn.Module:
@@ -176,8 +203,8 @@ class ReplayedModel:
         if lacks_values(self.model):
             at = len(take_apart(tuple(one))[0]) - 1
             return found if at in found.path.taken else None
-        losses = [_loss_of(found.output), _loss_of(trace(self.parts, two).output)]
-        return found if losses[0] is not None and not torch.equal(*losses) else None
+        loss, other = loss_in(found.output), loss_in(trace(self.parts, two).output)
+        return found if loss is not None and other is not None and not torch.equal(loss, other) else None
 
     @staticmethod
     def _with_count(value: Tree, count: float) -> Tree:
@@ -235,8 +262,12 @@ class ReplayedModel:
             raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
         if keys[0] not in self._numbers:
             if not self._learns:
-                raise ValueError(NOT_LEARNT)
-            self._learn(keys[0], values[0])
+                raise self._refused.get(keys[0]) or ValueError(NOT_LEARNT)
+            try:
+                self._learn(keys[0], values[0])
+            except Exception as error:
+                self._refused[keys[0]] = error
+                raise
         number = self._numbers[keys[0]]
         return Begun(number, [state_of(number, leaves) for leaves, _ in apart])
 
@@ -249,8 +280,10 @@ class ReplayedModel:
         if isinstance(value, Mapping) and "labels" in value:
             values.append({key: item for key, item in value.items() if key != "labels"})
         for training, one, for_output in product((True, False), values, (False, True)):
-            with in_mode(self.model, training=training), suppress(Exception):  # then it is refused when asked for
+            with in_mode(self.model, training=training), suppress(Exception):  # _begin keeps it for who asks for it
                 self.begin([one], for_output=for_output)
+        if lacking := next(filter(lacks_memory, self._refused.values()), None):
+            raise lacking
         self._learns = False
 
     def alone(self) -> list[nn.Module]:
@@ -291,10 +324,15 @@ class ReplayedModel:
     def _key(self, leaves: Leaves, structure: Structure) -> PathKey:
         held = [vars(self.model.get_submodule(name)) for name in sorted(self.parts.opened)]
         held += [vars(one["config"]) for one in held if hasattr(one.get("config"), "__dict__")]
-        settings = tuple((name, value) for one in held for name, value in one.items() if isinstance(value, SETTINGS))
-        return str(structure.spec), tuple(map(_kind, leaves)), settings
+        settings = tuple(setting for one in held for setting in settings_of(one))
+        return str(structure.spec), tuple(map(kind_of, leaves)), settings
 
     def _learn(self, key: PathKey, value: Tree) -> None:
+        if len(self.paths) >= MOST_PATHS:
+            known = next(reversed(self._numbers))
+            pairs = zip((known[0], *known[1], *known[2]), (key[0], *key[1], *key[2]), strict=False)
+            one, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_PATHS, one=one, other=other))
         with unchanged(self.model):
             found = record(self.parts, arguments(self.model, value))
         segments = list(self.segments.items())
@@ -314,21 +352,7 @@ class ReplayedModel:
         self._keep(key, found, value)
 
 
-def _loss_of(output: Tree) -> Any:
-    try:
-        return own_loss(output)
-    except TypeError:
-        return None
-
-
 def _in_words(value: Tree) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_in_words(item)}" for key, item in value.items())
     return f"{value.dtype}, {value.dim()} dimensions" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _kind(leaf: Any) -> object:
-    """What of an input a path depends on: not its size, nor what a number is."""
-    if isinstance(leaf, Tensor):
-        return "tensor", is_carried(leaf), leaf.dim()
-    return type(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else repr(leaf)

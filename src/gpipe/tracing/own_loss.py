@@ -23,6 +23,7 @@ from gpipe.stages.losses import own_loss, sum_of_weights
 from gpipe.stages.microbatch import count_rows, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.dry_run import lacks_values
+from gpipe.tracing.leftovers import lacks_memory
 from gpipe.tracing.runs import arguments, in_mode
 
 COUNT = "num_items_in_batch"
@@ -115,6 +116,12 @@ NOT_TOGETHER = (
     "of the model's output"
 )
 
+NOT_TRIED = (
+    "in evaluation, the model did not run on the sample and its halves ({kind}: {error}): it was not tried whether "
+    "the losses of micro-batches make that of the mini-batch; if they do not, give "
+    "step(inputs, targets, loss_fn, reduction=...)"
+)
+
 
 def tried(counting: Counting, model: nn.Module, sample: Tree, *, counts: bool) -> Counting:
     """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
@@ -126,10 +133,23 @@ def tried(counting: Counting, model: nn.Module, sample: Tree, *, counts: bool) -
         return counting
     try:
         halves = split(sample, count_rows(sample), TWO, "sample")
+    except ValueError:  # it has no rows
+        return counting
+    try:
         with in_mode(model, training=False), torch.no_grad():
-            whole, *losses = (_loss(model, part) for part in (sample, *halves))
-        found = {other: _together(other, halves, losses, counts=counts) for other in _others(counting, counts=counts)}
-    except Exception:  # no loss, or none for so few rows: there is nothing to compare
+            losses = [_loss(model, part) for part in (sample, *halves)]
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        return replace(counting, finding=counting.finding or NOT_TRIED.format(kind=type(error).__name__, error=error))
+    if None in losses:
+        return counting
+    whole, *of_halves = (loss for loss in losses if loss is not None)
+    try:
+        found = {
+            other: _together(other, halves, of_halves, counts=counts) for other in _others(counting, counts=counts)
+        }
+    except ValueError:  # no label of the sample counts
         return counting
     for other, together in found.items():
         if math.isclose(together, whole, rel_tol=NEARLY, abs_tol=NEARLY):
@@ -150,9 +170,10 @@ def _together(counting: Counting, halves: Sequence[Tree], losses: Sequence[float
     return sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
 
 
-def _loss(model: nn.Module, part: Tree) -> float:
+def _loss(model: nn.Module, part: Tree) -> float | None:
     given = arguments(model, part)
-    return float(own_loss(model(*given.args, **given.kwargs)))
+    loss = loss_in(model(*given.args, **given.kwargs))
+    return None if loss is None else float(loss)
 
 
 CANNOT_JOIN = (
@@ -172,7 +193,7 @@ def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) 
     if len(outputs) == 1:
         return outputs[0]
     flat = [tree_flatten_with_path(output) for output in outputs]
-    losses = [_loss_in(output) for output in outputs]
+    losses = [loss_in(output) for output in outputs]
     spec = flat[0][1]
     if any(other != spec for _, other in flat):
         raise TypeError(CANNOT_JOIN.format(path="", why="has other parts for one micro-batch than for another"))
@@ -180,7 +201,8 @@ def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) 
     return tree_unflatten([_join_leaf(column, losses, rows, shares) for column in columns], spec)
 
 
-def _loss_in(output: Tree) -> Tensor | None:
+def loss_in(output: Tree) -> Tensor | None:
+    """The loss in what a model returned, if there is one."""
     try:
         return own_loss(output)
     except TypeError:

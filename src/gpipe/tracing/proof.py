@@ -1,7 +1,7 @@
 """Records a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
 
 import time
-from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +12,14 @@ from gpipe.stages.digest import differ, digest
 from gpipe.stages.loss_calls import LossCall
 from gpipe.stages.stage import Layer, LayerProgress
 from gpipe.tracing.dry_run import Dry, lacks_values
-from gpipe.tracing.interpreter import Replay
-from gpipe.tracing.leftovers import refuse_failing_apart, refusing_leftovers
+from gpipe.tracing.interpreter import Enough, Replay
+from gpipe.tracing.leftovers import is_of_code, refuse_failing_apart, refusing_leftovers
 from gpipe.tracing.placeholder import CannotSplitError
 from gpipe.tracing.runs import Given, copied, watched
 from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.stage import rng_scopes
 from gpipe.tracing.structure import Leaves, Structure, take_apart
-from gpipe.tracing.trace import Call, Path, Tag, describe
+from gpipe.tracing.trace import Call, Path, Tag, describe, is_carried
 from gpipe.tracing.tracer import KEY, Traced, trace
 
 OTHER_STRUCTURE = (
@@ -30,18 +30,19 @@ OTHER_STRUCTURE = (
 OTHER_BITS = (
     "replayed in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
     "on what is not seen there (a cache, a value that one block leaves for another, a random number): let it be part "
-    "of what blocks are given and return, or name other blocks. Or a block keeps a tensor from call to call as an "
-    "attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
+    "of what blocks are given and return, or name other blocks: blocks=[...]. Or a block keeps a tensor from call to "
+    "call as an attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
 )
 
 
 class Recorded(NamedTuple):
-    """What was learnt of a model."""
+    """What was learnt of a model; `reads` is as of what one run has shown."""
 
     parts: Parts
     path: Path
     seconds: list[float]
     losses: list[LossCall]
+    reads: str = ""
 
 
 def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded:
@@ -56,7 +57,7 @@ def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded
         CannotSplitError: It cannot be replayed to the same bits.
     """
     found = trace(parts, given) if traced is None else traced
-    _, path, parts, losses = found
+    path, parts, losses = found.path, found.parts, found.losses
     if lacks_values(parts.model):
         return _proven_without_values(parts, given, found)
     own, expected = watched(parts.model, lambda: _called(parts, path, given))
@@ -64,7 +65,7 @@ def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded
         parts.model, lambda: _replayed(parts, path, given, writes=bool(expected))
     )
     _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
-    return Recorded(parts, path, seconds, losses)
+    return Recorded(parts, path, seconds, losses, found.reads)
 
 
 def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorded:
@@ -77,7 +78,7 @@ def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorde
         raise CannotSplitError(
             OTHER_STRUCTURE.format(model=type(parts.model).__name__, parts=_in_words(own, structure))
         )
-    return Recorded(found.parts, found.path, seconds, found.losses)
+    return Recorded(found.parts, found.path, seconds, found.losses, found.reads)
 
 
 def _called(parts: Parts, path: Path, given: Given) -> Any:
@@ -109,36 +110,53 @@ class _Echoing(Replay):
         """Does an event, and its echo; behind the last event the walk stops by an exception."""
         is_own = self.begin <= self.at < self.end and call.unit is not None and self.dry is None
         try:
-            return super().event(call)
-        finally:
-            if is_own:
-                start = time.perf_counter()
-                self._echo(call)
-                self.seconds_of_echoes += time.perf_counter() - start
+            made = super().event(call)
+        except Enough:
+            self._echo(call, is_own=is_own)
+            raise
+        self._echo(call, is_own=is_own)
+        return made
 
-    def _echo(self, call: Call) -> None:
-        other = call.given(_other)
-        with suppress(Exception):  # it cannot do with them
+    def _echo(self, call: Call, *, is_own: bool) -> None:
+        if not is_own:
+            return
+        start = time.perf_counter()
+        real = any(map(is_carried, call.tensors))
+        other = call.given(lambda tensor: _other(tensor) if is_carried(tensor) or not real else tensor)
+        try:
             if self.writes and other.unit is not None:
                 watched(other.unit, other.do)
             else:
                 other.do()
+        except Exception as error:
+            if not is_of_code(error):  # else it cannot do with them, or not twice with one cache
+                error.add_note(ECHOED.format(name=call.name))
+                raise
+        self.seconds_of_echoes += time.perf_counter() - start
+
+
+ECHOED = (
+    "while {name} ran once more on rows in another order, or on smaller numbers, as another micro-batch may have "
+    "them, to see that it leaves nothing behind for other layers"
+)
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """A tensor of the same kind that is another: rows in another order, and real numbers that are smaller."""
-    if isinstance(tensor, nn.Parameter):
+    """A tensor of the same kind that is another: rows in another order, or smaller numbers."""
+    if isinstance(tensor, nn.Parameter) or not tensor.dim():
         return tensor
-    turned = tensor.roll(1, 0 if len(tensor) > 1 else -1) if tensor.dim() else tensor
-    return (turned.detach() * 0.5).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else turned
+    other = tensor.detach().roll(1, 0 if len(tensor) > 1 else -1)
+    if is_carried(tensor) and (len(tensor) == 1 or torch.equal(other, tensor)):
+        other = tensor.detach() * 0.5
+    return other.requires_grad_(tensor.requires_grad)
 
 
 def _replayed(
-    parts: Parts, path: Path, given: Given, dry: Dry | None = None, *, writes: bool = False
+    parts: Parts, path: Path, given: Given, dry: Dry | None = None, *, writes: bool = False, again: bool = False
 ) -> tuple[Leaves, Structure, list[float]]:
     """What the model gives when each layer is replayed by itself, and the seconds that each takes.
 
-    `writes` is whether its forward writes buffers.
+    `writes` is whether its forward writes buffers, `again` whether an error is to be left as it is.
     """
     leaves, _ = take_apart(copied((given.args, given.kwargs)))
     values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
@@ -158,7 +176,9 @@ def _replayed(
         try:
             output = walk.go(inputs)
         except Exception as error:
-            refuse_failing_apart(parts.model, error)
+            if not again:
+                run_apart = partial(_replayed, parts, path, given, dry, writes=writes, again=True)
+                refuse_failing_apart(parts.model, given, error, run_apart)
             raise
         values = dict(walk.made)
         values |= dict.fromkeys(wanted - values.keys())

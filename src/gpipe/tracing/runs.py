@@ -3,6 +3,7 @@
 How a value that a pipe is given becomes the arguments of a model's forward.
 """
 
+import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import untouched
 from gpipe.stages.layout import copy_of
 from gpipe.stages.tree import Tree, replace_tensors, version
+from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.trace import is_carried
 
 T = TypeVar("T")
 
@@ -26,7 +29,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     It shows what torch does not: functions of autograd.
     """
     with untouched(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, CannotSplitError):
+                error.add_note(ON_SAMPLE.format(model=type(model).__name__))
+            raise
 
 
 @contextmanager
@@ -65,6 +73,42 @@ def watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor
 def copied(value: Any) -> Any:
     """Inputs for a forward to keep: it may work on them in place."""
     return replace_tensors(value, copy_of)
+
+
+SETTINGS = (bool, str, type(None), enum.Enum)
+"""Kinds of values that switch something: with others, a forward may take another path."""
+TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+
+
+def settings_of(held: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
+    """The attributes among these that switch something."""
+    return tuple((name, value) for name, value in held.items() if isinstance(value, SETTINGS))
+
+
+def kind_of(leaf: Any) -> object:
+    """What of an input a path depends on: not a tensor's size, nor what a number is; of an object, its settings.
+
+    >>> kind_of(1.5), kind_of("mean"), kind_of(print)
+    (<class 'float'>, "'mean'", (<class 'builtin_function_or_method'>, ()))
+    """
+    if isinstance(leaf, Tensor):
+        return "tensor", is_carried(leaf), leaf.dim()
+    if isinstance(leaf, (*SETTINGS, *TORCHS)):
+        return repr(leaf)
+    if isinstance(leaf, (int, float)):
+        return type(leaf)
+    return type(leaf), settings_of(getattr(leaf, "__dict__", {}))
+
+
+def call(model: nn.Module, given: "Given") -> Any:
+    """What a model by itself gives; it stays as it was."""
+    return watched(model, lambda: model(*copied(given.args), **copied(given.kwargs)))[0]
+
+
+ON_SAMPLE = (
+    "while the {model} was traced, whole and in layers: on the sample, or on the first mini-batch of another kind; "
+    "give what model(...) takes: a dict for keywords, anything else for its one argument"
+)
 
 
 class Given(NamedTuple):

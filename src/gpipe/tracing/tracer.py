@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from gpipe.tracing.dry_run import Dry, lacks_values
 from gpipe.tracing.interpreter import RANDOM, Walk
 from gpipe.tracing.leftovers import LEAVES_TENSORS, refuse_failing_apart, refuse_kept
 from gpipe.tracing.placeholder import CannotSplitError
-from gpipe.tracing.runs import Given, copied, names_taken, watched
+from gpipe.tracing.runs import Given, names_taken, watched
 from gpipe.tracing.shallow_copy import Parts, Skeleton
 from gpipe.tracing.structure import Again, Leaves, Structure, again_in, take_apart
 from gpipe.tracing.trace import Call, Event, Path, Tag, is_carried
@@ -37,7 +38,7 @@ UNSEEN = (
     "torch.autograd.Function, torch.utils.checkpoint by use_reentrant=True, torch.func.stack_module_state, a "
     "scripted function), that a block left somewhere, or that was made between blocks and then written into: it "
     "cannot be known which layer is to compute it. Put that code into a module with parameters, have blocks return "
-    "what others use, or name other blocks"
+    "what others use, or name other blocks: blocks=[...]"
 )
 NOT_CALLED = (
     "none of the blocks ({blocks}) is called in the forward of the {model}: methods or parts of them are used "
@@ -52,6 +53,12 @@ CHANGES_INPUT = (
     "the forward changes an input of shape {shape}, {dtype}, in place between blocks, and every layer would do "
     "so again; let it work on a clone"
 )
+
+
+SHAPED_BY_VALUES = frozenset(
+    {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
+)
+"""Functions of torch that give a tensor whose shape depends on values."""
 
 
 class Recorder(Walk):
@@ -77,6 +84,7 @@ class Recorder(Walk):
         self.events: list[Event] = []
         self.starts: list[int] = []
         self.losses: list[LossCall] = []
+        self.reads = ""
         self.layouts: dict[Tag, tuple[tuple[int, ...], Any]] = {}
         self._around = around
         self._blocks = frozenset(blocks)
@@ -152,6 +160,7 @@ class Recorder(Walk):
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise CannotSplitError(UNSEEN.format(name=call.name))
         self._filled.spread(call.tensors, call.name, leaves)
+        self._note_read(call, ())
         return made
 
     def _look(self, tensors: Sequence[Tensor], name: str, *, is_unit: bool = False) -> None:
@@ -187,10 +196,19 @@ class Recorder(Walk):
         if call.unit is None:
             made = {Tag(self.at, at): leaf for at, leaf in enumerate(leaves)}
             self._chance.see(call.name, call.args, uses, made, draws=call.name in RANDOM)
+            self._note_read(call, leaves)
         inner, self._inner = tuple(dict.fromkeys(self._inner)), []
         self.events.append(Event(call.name, call.unit is not None, uses, raw, returns, again, inner))
         self.at += 1
         return returns.filled(leaves)
+
+    def _note_read(self, call: Call, leaves: Sequence[Any]) -> None:
+        """Notes an operation of whose values plain values or shapes are made, so that the path may depend on them."""
+        index = call.args[1:2] if call.name == "__getitem__" else ()
+        by_mask = any(getattr(one, "dtype", None) is torch.bool for one in take_apart(index)[0])
+        shapes = call.name in SHAPED_BY_VALUES or (call.name == "where" and len(call.args) == 1) or by_mask
+        if shapes or any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+            self.reads = call.name
 
     def _refuse_surroundings(self, call: Call) -> None:
         if is_vmapped():
@@ -282,27 +300,25 @@ DRAWS = (
     "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
     "block"
 )
-ON_SAMPLE = (
-    "while the {model} ran, whole, to be recorded: on the sample, or on the first mini-batch of another kind; "
-    "give what model(...) takes: a dict for keywords, anything else for its one argument"
-)
 ONE_ARGUMENT = (
     "the {kind} that was given is one argument of the forward; for several give a dict, with those of these keys "
     "that it needs: {names}"
 )
 WRITES_BUFFER = (
     "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
-    "module inside of a block have it, or one of its own that is called"
+    "module inside of a block have it, or one of its own that is called, or name a module around it as a block: "
+    "blocks=[...]"
 )
 
 
 class Traced(NamedTuple):
-    """What one run of a forward has shown."""
+    """What one run of a forward has shown; `reads` is an operation between blocks on which its path may depend."""
 
     output: Any
     path: Path
     parts: Parts
     losses: list[LossCall]
+    reads: str
 
 
 def trace(parts: Parts, given: Given) -> Traced:
@@ -316,7 +332,7 @@ def trace(parts: Parts, given: Given) -> Traced:
     return trace(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
 
 
-def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[str]]:
+def _traced(parts: Parts, given: Given, dry: Dry | None, *, again: bool = False) -> tuple[Traced, set[str]]:
     scopes: dict[int, rng_scope] = {}
 
     def around(layer: int) -> rng_scope:
@@ -330,12 +346,10 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
     before = _generators()
     try:
         (output, path), changed = watched(parts.model, lambda: recorder.record(*given))
-    except CannotSplitError:
-        raise
     except Exception as error:
-        if dry is None and _runs(parts.model, given):
-            refuse_failing_apart(parts.model, error, recorder.left_behind())
-        error.add_note(ON_SAMPLE.format(model=type(parts.model).__name__))
+        if dry is None and not again:
+            run_apart = partial(_traced, parts, given, dry, again=True)
+            refuse_failing_apart(parts.model, given, error, run_apart, recorder.left_behind())
         if isinstance(error, TypeError) and given.args and isinstance(given.args[0], (tuple, list)):
             error.add_note(ONE_ARGUMENT.format(kind=type(given.args[0]).__name__, names=names_taken(parts.model)))
         raise
@@ -354,16 +368,7 @@ def _traced(parts: Parts, given: Given, dry: Dry | None) -> tuple[Traced, set[st
                 if name in parts.opened:
                     raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
                 stateful.add(name)
-    return Traced(output, path, parts, recorder.losses), stateful
-
-
-def _runs(model: nn.Module, given: Given) -> bool:
-    """Whether a model by itself takes the sample."""
-    try:
-        watched(model, lambda: model(*copied(given.args), **copied(given.kwargs)))
-    except Exception:
-        return False
-    return True
+    return Traced(output, path, parts, recorder.losses, recorder.reads), stateful
 
 
 def _generators() -> dict[str, Any]:
