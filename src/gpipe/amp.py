@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         if optimizer is not None:
             super().unscale_(optimizer)
         found = optimizer is not None and any(bool(one.item()) for one in found_infinite(self, optimizer).values())
-        found = any(agree(self._pipe.team, found))
+        found = any(agree(self._pipe._processes, found))
         device = self._pipe.devices[0]
         told = {device: torch.full((), float(found), device=device)}
         note_infinite(self, self if optimizer is None else optimizer, told)

@@ -23,7 +23,7 @@ from tests.support.thread_ranks import LIMIT, RankPipe, all_well, optimizer_of, 
 def test_all_ranks_must_be_given_the_same(tmp_path: Path) -> None:
     pipes = rank_pipes(trained()[0])
     pipes[2].step_number = 7
-    raised = run_ranks(lambda own: gpipe.save(tmp_path / str(min(own.team.rank, 1)), own), pipes)
+    raised = run_ranks(lambda own: gpipe.save(tmp_path / str(min(own._processes.rank, 1)), own), pipes)
     for error in raised:
         assert isinstance(error, ValueError)
         assert str(error) == (
@@ -125,16 +125,16 @@ def test_a_rank_that_dies_leaves_no_checkpoint(background: bool, tmp_path: Path)
     pipes = rank_pipes(trained()[0])
 
     def save(own: RankPipe) -> Any:
-        if own.team.rank == 2:
-            exchange, times = own.team.exchange, iter([1])
+        if own._processes.rank == 2:
+            exchange, times = own._processes.exchange, iter([1])
 
             def die(told: bytes) -> list[bytes]:
                 if next(times, 0):
                     return exchange(told)
-                own.team.meeting.leave()
+                own._processes.meeting.leave()
                 raise SystemExit
 
-            own.team.exchange = die  # type: ignore[method-assign]
+            own._processes.exchange = die  # type: ignore[method-assign]
         return gpipe.save(tmp_path, own, background=background).wait()  # type: ignore[arg-type]
 
     raised = run_ranks(save, pipes)
@@ -165,7 +165,7 @@ def test_a_stage_without_parameters_has_no_optimizer(tmp_path: Path) -> None:
 
     def load(own: RankPipe) -> dict[str, Any]:
         mine = optimizer_of(whole, other, own)
-        assert (mine is None) == (own.team.rank == 1)
+        assert (mine is None) == (own._processes.rank == 1)
         gpipe.load(tmp_path, own, mine)
         return remembered(own, mine)
 

@@ -338,7 +338,7 @@ def test_an_optimizer_with_state_of_its_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_may_be_named_like_what_a_pipe_has(tmp_path: Path) -> None:
-    names = ["step_number", "_settings", "team", "seed", "partitions", "x"]
+    names = ["step_number", "_settings", "exchange", "seed", "partitions", "x"]
     named = nn.Sequential(OrderedDict(zip(names, build(), strict=True)))
     pipe = gpipe.GPipe(named, 2, M, seed=3)
     with torch.no_grad():

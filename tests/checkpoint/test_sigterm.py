@@ -52,7 +52,7 @@ def test_all_ranks_end_at_the_same_step() -> None:
     def run(own: RankPipe) -> int:
         termination = Termination(own)  # without the signal, which only a main thread hears
         for step in range(9):
-            if own.team.rank == 1 and step == 4:
+            if own._processes.rank == 1 and step == 4:
                 termination._asked = signal.SIGTERM
             if termination():
                 return step

@@ -58,7 +58,7 @@ class RankPipe(nn.Module):
         self.layers_per_partition = whole.layers_per_partition
         self.micro_batches = whole.micro_batches
         self.step_number = whole.step_number
-        self.team = member
+        self._processes = member
         self.seed = whole.seed
         names: dict[int, str] = {}
         every = whole.state_dict(keep_vars=True).items()

@@ -48,7 +48,7 @@ class SingleProcess:
 
 def communicator_of(pipe: object) -> Communicator:
     """The processes that a pipe, or plain layers, are trained by."""
-    return getattr(pipe, "team", None) or SingleProcess()
+    return getattr(pipe, "_processes", None) or SingleProcess()
 
 
 class FirstError:

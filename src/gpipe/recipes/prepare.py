@@ -142,7 +142,7 @@ def _begin(job: Job) -> Progress:
     """
     wanted = job.options.resume or job.world.restarts > 0
     found = wanted and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
-    if any(job.pipe.team.exchange(b"found" if found else b"")):
+    if any(job.pipe.exchange(b"found" if found else b"")):
         extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
         progress = from_extra(extra, job.options, job.recipe.data)
         done = len(progress.epochs) * job.recipe.steps_per_epoch + len(progress.losses)

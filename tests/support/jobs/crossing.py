@@ -100,8 +100,8 @@ def train_deferred(rank: int, world: int) -> list[Json]:
 
 def linked(pipe: gpipe.GPipe) -> Net:
     """The links of a process."""
-    assert isinstance(pipe.team, Processes)
-    return pipe.team.linked()
+    assert isinstance(pipe._processes, Processes)
+    return pipe._processes.linked()
 
 
 def note_unrecorded(rank: int, world: int) -> Any:
