@@ -209,7 +209,7 @@ def compare_seconds(each: Configuration, seen: Seen) -> None:
     layers, (inputs, targets) = network.build(), network.batch()
     plan = _plan(each, layers, inputs, measure=True)
     with _pipe(each, layers, plan, sample=inputs) as pipe:
-        seen.pipe.append(pipe.plan.timeline.seconds)
+        seen.pipe.append(pipe.prediction.timeline.seconds)
         seen.plan.append(simulate(pipe.program, plan.costs).timeline.seconds)
         pipe.step(inputs, targets, network.loss_fn)
         meter, taken = Meter(), []
@@ -246,7 +246,7 @@ def compare_bytes(each: Configuration, seen: Seen) -> None:
 
 
 def _seconds(seen: dict[Configuration, Seen]) -> str:
-    header = ["", "step, ms", "`pipe.plan`, ms", "error", "`find_plan`, ms", "error", "others' cores"]
+    header = ["", "step, ms", "`pipe.prediction`, ms", "error", "`find_plan`, ms", "error", "others' cores"]
     lines = [
         [
             str(each),
@@ -260,7 +260,7 @@ def _seconds(seen: dict[Configuration, Seen]) -> str:
     ]
     ends = [
         f"{name}: {_summary([abs(found.error(foretold(found))) for found in seen.values()])} (goal: 10 % and 20 %)"
-        for name, foretold in (("`pipe.plan`", attrgetter("pipe")), ("`find_plan`", attrgetter("plan")))
+        for name, foretold in (("`pipe.prediction`", attrgetter("pipe")), ("`find_plan`", attrgetter("plan")))
     ]
     return "\n\n".join(["## Seconds", SECONDS, table(header, lines), "  \n".join(ends)])
 

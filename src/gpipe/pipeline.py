@@ -23,7 +23,6 @@ from gpipe.config.unknown_arguments import (
     refuse_unknown,
 )
 from gpipe.distributed.norms import clip_grad_norm_
-from gpipe.distributed.processes import OneProcess
 from gpipe.errors import entrance
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
@@ -219,12 +218,12 @@ class GPipe(Partitioned):
         return self._engine.compiled(Wanted(self.micro_batches, trains=True)).program
 
     @property
-    def plan(self) -> Prediction:
+    def prediction(self) -> Prediction:
         """The partition, the program, and the timeline that they foretell; in seconds if costs were measured.
 
         >>> import gpipe, torch
         >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4, costs=[1, 1, 1, 1])
-        >>> round(pipe.plan.bubble, 3)
+        >>> round(pipe.prediction.bubble, 3)
         0.158
         """
         return self._settings.foretell(self.program)
@@ -442,10 +441,12 @@ class GPipe(Partitioned):
         if self.training:
             self.step_number += 1
 
-    @property
-    def team(self) -> OneProcess:
-        """The processes of this pipe: for what they have to tell each other between steps."""
-        return self._processes
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Sends a message to all processes, and gathers those of all, by rank; every process calls it, as often.
+
+        In one process there is its own alone.
+        """
+        return self._processes.exchange(message)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.
@@ -465,4 +466,4 @@ class GPipe(Partitioned):
 
     def summary(self) -> str:
         """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
-        return summary(self._settings, self.plan, self.findings)
+        return summary(self._settings, self.prediction, self.findings)

@@ -96,9 +96,9 @@ def test_a_plan_is_followed_as_it_is_or_refused() -> None:
 
 def test_the_peak_of_each_partition_is_foretold_where_bytes_were_counted() -> None:
     with pipe([300_000, 10**6]) as made:
-        foretold = made.plan.peak_bytes
+        foretold = made.prediction.peak_bytes
         assert foretold is not None
         assert all(peak <= memory for peak, memory in zip(foretold, (300_000, 10**6), strict=True))
-        assert gpipe.GPipe(layers(), 2, 8, sample=X).plan.peak_bytes is None
+        assert gpipe.GPipe(layers(), 2, 8, sample=X).prediction.peak_bytes is None
     plan = gpipe.find_plan(layers(), X, [gpipe.Device(memory=10**6, flops=1e9)] * 2, micro_batches=8)
-    assert gpipe.GPipe(layers(), plan=plan).plan.peak_bytes == plan.peak_bytes
+    assert gpipe.GPipe(layers(), plan=plan).prediction.peak_bytes == plan.peak_bytes

@@ -151,4 +151,4 @@ def test_stages_without_parameters_are_not_split() -> None:
 def test_measured_backwards_decide_what_is_split() -> None:
     small = gpipe.GPipe([nn.Linear(4, 4) for _ in range(4)], 2, 8, schedule="zb_h1", sample=torch.randn(8, 4))
     assert all(action.kind is not Kind.BACKWARD_WEIGHT for action in small.program.actions)
-    assert small.plan.timeline.seconds > 0
+    assert small.prediction.timeline.seconds > 0

@@ -24,7 +24,14 @@ from tests.support.plain_loop import (
     squares,
 )
 
-NAMES = ["step", "plan", "recorder", "step_number", "_engine", "forward_"]  # all but one are names that a pipe uses
+NAMES = [
+    "step",
+    "prediction",
+    "recorder",
+    "step_number",
+    "_engine",
+    "forward_",
+]  # all but one are names that a pipe uses
 
 
 def named() -> nn.Sequential:

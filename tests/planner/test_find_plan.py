@@ -88,22 +88,22 @@ def test_a_pipe_foretells_what_its_measured_plan_does() -> None:
     rows.clear()
     pipe = gpipe.GPipe(layers, plan=plan, sample=sample)
     assert rows == []
-    assert (pipe.plan.unit, pipe.plan.timeline.seconds) == ("seconds", plan.seconds)
+    assert (pipe.prediction.unit, pipe.prediction.timeline.seconds) == ("seconds", plan.seconds)
     assert pipe.costs == plan.work
     other = gpipe.GPipe(layers, plan=plan, micro_batches=2)  # other micro-batches than those of the plan
-    assert (other.plan.unit, other.costs) == ("relative", (72, 72, 72))
+    assert (other.prediction.unit, other.costs) == ("relative", (72, 72, 72))
 
 
 def test_a_plan_that_was_counted_gives_proportions() -> None:
     layers, sample = [nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8)], torch.ones(4, 8)
     plan = gpipe.find_plan(layers, sample, [HERE] * 2, partitions=2, micro_batches=2, schedule="gpipe")
     pipe = gpipe.GPipe(layers, plan=plan)
-    assert pipe.plan.unit == "relative"
-    assert pipe.plan.timeline.idle_share() == pytest.approx(plan.bubble)
-    timed = gpipe.GPipe(layers, plan=plan, sample=sample).plan
+    assert pipe.prediction.unit == "relative"
+    assert pipe.prediction.timeline.idle_share() == pytest.approx(plan.bubble)
+    timed = gpipe.GPipe(layers, plan=plan, sample=sample).prediction
     assert timed.unit == "seconds"  # measured, since it can be
-    assert timed.peak_bytes == pipe.plan.peak_bytes == plan.simulation.peak_bytes
-    assert gpipe.GPipe(layers, plan=plan, sample=sample, micro_batches=4).plan.peak_bytes is None
+    assert timed.peak_bytes == pipe.prediction.peak_bytes == plan.simulation.peak_bytes
+    assert gpipe.GPipe(layers, plan=plan, sample=sample, micro_batches=4).prediction.peak_bytes is None
 
 
 def test_a_default_that_is_given_beside_a_plan_has_no_say() -> None:

@@ -217,7 +217,7 @@ def test_a_measured_pipe_foretells_its_schedule_by_forward_and_backward(clock: C
     for schedule, remat in (("1f1b", "always"), ("gpipe", "except_last"), ("gpipe", "never")):
         pipe = gpipe.GPipe(layers, [1, 1, 1], 4, sample=SAMPLE, schedule=schedule, remat=remat)
         costs = [StageCost(seconds, 10 * seconds) for seconds in (1, 2, 3)]
-        assert pipe.plan.timeline == simulate(pipe.program, costs).timeline
+        assert pipe.prediction.timeline == simulate(pipe.program, costs).timeline
 
 
 @pytest.mark.parametrize(("driver", "threads"), [(None, 3), ("lockstep", 1)])
@@ -237,9 +237,9 @@ def test_layers_are_measured_in_the_company_that_they_will_have(driver: str | No
 
 def test_a_sample_alone_means_time_and_nothing_means_parameters(clock: Clock) -> None:
     timed = gpipe.GPipe([Ticking(clock, 2), Ticking(clock, 1)], 2, 1, sample=SAMPLE)
-    assert (timed.costs, timed.plan.unit) == ((24, 12), "seconds")
+    assert (timed.costs, timed.prediction.unit) == ((24, 12), "seconds")
     counted = gpipe.GPipe([nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 1, bias=False)], 2, 1)
-    assert (counted.costs, counted.plan.unit) == ((36, 1, 6), "relative")
+    assert (counted.costs, counted.prediction.unit) == ((36, 1, 6), "relative")
     assert gpipe.GPipe(list(counted.children()), 2, 1, costs="params", sample=SAMPLE).costs == (36, 1, 6)
 
 
@@ -247,7 +247,7 @@ def test_costs_as_a_list_are_taken_as_they_are() -> None:
     pipe = gpipe.GPipe([nn.Identity() for _ in range(5)], 2, 1, costs=(3, 1, 1.0, 1, 2), sample=SAMPLE)
     assert pipe.costs == (3.0, 1.0, 1.0, 1.0, 2.0)
     assert pipe.layers_per_partition == (2, 3)
-    assert pipe.plan.unit == "relative"
+    assert pipe.prediction.unit == "relative"
 
 
 def test_a_function_is_given_each_layer_with_what_it_takes_of_the_first_micro_batch() -> None:
@@ -292,8 +292,8 @@ def test_measured_costs_can_be_kept_and_given_again(clock: Clock) -> None:
     again = gpipe.GPipe([nn.Identity() for _ in seconds], 4, 4, costs=json.loads(kept))
     assert again.costs == measured.costs
     assert again.layers_per_partition == measured.layers_per_partition
-    assert again.plan.partition == measured.plan.partition
-    assert (again.plan.unit, measured.plan.unit) == ("relative", "seconds")
+    assert again.prediction.partition == measured.prediction.partition
+    assert (again.prediction.unit, measured.prediction.unit) == ("relative", "seconds")
 
 
 def test_operations_have_the_threads_that_they_will_have() -> None:
@@ -373,11 +373,11 @@ def test_an_array_of_costs_is_refused_with_the_reason() -> None:
 def test_the_plan_foretells_the_step() -> None:
     layers = [nn.Identity() for _ in range(4)]
     pipe = gpipe.GPipe(layers, 2, 4, costs=[3, 3, 3, 3], remat="never")  # forward 2 a stage, backward 4
-    assert pipe.plan.partition.layers == pipe.layers_per_partition
-    assert pipe.plan.program == pipe.program
-    assert pipe.plan.timeline.seconds == 5 * (2 + 4)
-    assert pipe.plan.bubble == pytest.approx(1 / 5)
-    assert pipe.plan.peak_bytes is None
+    assert pipe.prediction.partition.layers == pipe.layers_per_partition
+    assert pipe.prediction.program == pipe.program
+    assert pipe.prediction.timeline.seconds == 5 * (2 + 4)
+    assert pipe.prediction.bubble == pytest.approx(1 / 5)
+    assert pipe.prediction.peak_bytes is None
 
 
 def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Clock) -> None:
@@ -385,4 +385,7 @@ def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Cl
     lines = pipe.summary().splitlines()
     assert "the slowest stage costs 100.0% more than the mean, 0.0% more than any cuts must cost" in lines
     assert "in the way of better cuts: layer 1, 200% of a mean stage" in lines
-    assert f"predicted step: {pipe.plan.timeline.seconds:.4g} s, {pipe.plan.bubble:.1%} of it idle" in pipe.summary()
+    assert (
+        f"predicted step: {pipe.prediction.timeline.seconds:.4g} s, {pipe.prediction.bubble:.1%} of it idle"
+        in pipe.summary()
+    )

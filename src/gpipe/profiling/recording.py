@@ -167,7 +167,7 @@ class Recording(Recorder):
         memory = [
             {name: size for name, size in asdict(held).items() if size is not None} for held in self.memory().values()
         ]
-        steps, peaks = self._steps(title), self._pipe.plan.peak_bytes
+        steps, peaks = self._steps(title), self._pipe.prediction.peak_bytes
         known = tuple(memory) if len(memory) == steps.timelines[0].ranks else ()  # of other processes it is not
         return replace(
             steps, shares=self.breakdown().shares, sentence=self.explain(), memory=known, predicted_memory=peaks or ()
@@ -177,9 +177,9 @@ class Recording(Recorder):
         """The steps alone, and what was predicted."""
         if not (timelines := tuple(self.timelines)):
             raise ValueError(NOTHING)
-        plan = self._pipe.plan
-        foretold = plan.unit == "seconds" and any(timeline.is_step for timeline in timelines)
-        return Report(title, timelines=timelines, predicted=plan.timeline if foretold else None)
+        prediction = self._pipe.prediction
+        foretold = prediction.unit == "seconds" and any(timeline.is_step for timeline in timelines)
+        return Report(title, timelines=timelines, predicted=prediction.timeline if foretold else None)
 
     def memory(self) -> dict[int, Held]:
         """What each rank of this process held when it held most; activations if `record(pipe, memory=True)` watched.
@@ -223,7 +223,7 @@ class Recording(Recorder):
 
     def _layers(self) -> dict[int, list[nn.Module]]:
         """Of each rank of this process."""
-        engine = self._pipe.team.engine
+        engine = self._pipe._processes.engine
         layers: dict[int, list[nn.Module]] = {}
         for stage in engine.own:
             layers.setdefault(engine.placement[stage.index], []).extend(layer.module for layer in stage.layers)
@@ -260,12 +260,12 @@ class Recording(Recorder):
 
     def beside_prediction(self) -> str:
         """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
-        plan, steps = self._pipe.plan, [timeline for timeline in self.timelines if timeline.is_step]
-        return compare(steps, plan.timeline, self._why()) if plan.unit == "seconds" and steps else ""
+        prediction, steps = self._pipe.prediction, [timeline for timeline in self.timelines if timeline.is_step]
+        return compare(steps, prediction.timeline, self._why()) if prediction.unit == "seconds" and steps else ""
 
     def _why(self) -> str:
         """Why steps may take longer than foretold, where that is known."""
-        if self._driver == "lockstep" and self._pipe.plan.program.ranks > 1:
+        if self._driver == "lockstep" and self._pipe.prediction.program.ranks > 1:
             return "all ranks run in one thread (driver='lockstep')"
         if self._watches is not None:
             return "memory was watched, which takes time"
@@ -274,8 +274,8 @@ class Recording(Recorder):
 
     @property
     def _driver(self) -> str:
-        team = self._pipe.team
-        return "process" if team.position is not None else "threads" if team.engine.threaded else "lockstep"
+        processes = self._pipe._processes
+        return "process" if processes.position is not None else "threads" if processes.engine.threaded else "lockstep"
 
     def _recorded_steps(self) -> RecordedSteps:
         """The training steps, if there are any: evaluations between have other tables."""
@@ -293,7 +293,7 @@ class Recording(Recorder):
 
     def _others(self) -> OtherProcesses | None:
         """What other processes used; of several processes of a pipe that is not known."""
-        return self._meter.others() if self._pipe.team.position is None else None
+        return self._meter.others() if self._pipe._processes.position is None else None
 
     def _begin_update(self) -> None:
         self._begun.append(time.perf_counter())
