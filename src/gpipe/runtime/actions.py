@@ -32,7 +32,7 @@ def receive(run: Run, rank: Rank, step: Step) -> ReadyEvent:
     """Waits until what an action needs of other ranks is here; says when the last of it was sent."""
     mark: ReadyEvent = None
     taken = rank.taken = []
-    for peer, label in step.takes:
+    for peer, label, _ in step.takes:
         if peer is None:
             taken.append(rank.handed.pop(label))
         else:
@@ -43,7 +43,7 @@ def receive(run: Run, rank: Rank, step: Step) -> ReadyEvent:
 
 def send(run: Run, rank: Rank, step: Step, messages: Iterable[Message]) -> None:
     """Hands on what an action has made; what this rank itself needs stays with it."""
-    for (peer, label), message in zip(step.gives, messages, strict=True):
+    for (peer, label, _), message in zip(step.gives, messages, strict=True):
         if peer is None:
             rank.handed[label] = message
         else:

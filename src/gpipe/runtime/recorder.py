@@ -13,7 +13,7 @@ from gpipe.runtime.actions import WORK, receive
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import Step
 from gpipe.runtime.streams import RankStream, Stamp
-from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.action import Action
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.messages import Traffic
 
@@ -89,9 +89,9 @@ class Recorder:
         """Waits for what an action needs; what of it was already on its way counts as a RECEIVE."""
         called = rank.stream.stamp()
         sent = receive(run, rank, step)
-        if isinstance(sent, float) and isinstance(called, float):
-            received = replace(step.action, kind=Kind.RECEIVE)
-            self._stamps.append((step.rank, received, max(called, sent), rank.stream.stamp()))
+        received = [transfer.action for transfer in step.takes if transfer.action is not None]
+        if received and isinstance(sent, float) and isinstance(called, float):
+            self._stamps.append((step.rank, received[-1], max(called, sent), rank.stream.stamp()))
 
     def work(self, run: Run, rank: Rank, step: Step) -> None:
         """Does the work of an action that has what it needs."""

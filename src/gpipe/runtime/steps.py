@@ -1,8 +1,11 @@
-"""A program, compiled to the steps that workers do: what each takes and gives is what the table says.
+"""A table, cut into steps: an action that computes, with the RECEIVE of what it takes and the SEND of what it gives.
 
-A value or gradient that a program sends crosses ranks; where both ends of a route are on one rank, the program sends
-nothing, and the rank hands it over to itself. Transfers are no steps of their own: whoever makes a value sends it at
-once, in the order of the row, and whoever needs it waits for it then.
+    rank 1 of the table    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
+    its steps              RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
+
+Every action of the table is in one step, and ranks do their steps in the order of the table. A RECEIVE may stand
+there before its step: a message may come sooner than it is used. Where both ends of a route are on one rank, the
+table sends nothing, and the rank hands the value over to itself.
 """
 
 import zlib
@@ -81,17 +84,21 @@ def _order(one: Connection) -> tuple[bool, int]:
 
 
 class Transfer(NamedTuple):
-    """A message that a step takes or gives, and the rank at the other end: None if that is this rank itself."""
+    """A message that a step takes or gives: the rank at the other end, the label, and its SEND or RECEIVE.
+
+    Where the other end is this rank itself, there is no rank and no action: the table has none either.
+    """
 
     peer: int | None
     label: Label
+    action: Action | None
 
 
 class Step(NamedTuple):
-    """One action of a row as a worker does it: what it takes from and gives to other stages."""
+    """An action that computes, or closes: what it takes from other stages, and gives to them."""
 
     rank: int
-    at: int  # its place in the program's row
+    at: int  # its place among the rank's actions
     action: Action
     stage: int
     micro_batch: int
@@ -163,14 +170,14 @@ class CompiledRows:
 
     def _transfer(self, kind: Kind, action: Action, one: Connection) -> Transfer:
         assert action.micro_batch is not None
+        label = Label(one.number, action.micro_batch, action.kind in BACKWARDS)
         transfer = Action(kind, action.stage, action.micro_batch, one.route)
-        other = sender_of(transfer) if kind is Kind.RECEIVE else receiver_of(transfer)
-        peer: int | None = self.program.rank_of[other]
-        if transfer not in self.program.actions:
-            if peer != self.program.rank_of[action.stage]:
-                raise ScheduleError(f"{action} needs {transfer}, which this program does not have")
-            peer = None
-        return Transfer(peer, Label(one.number, action.micro_batch, action.kind in BACKWARDS))
+        peer = self.program.rank_of[sender_of(transfer) if kind is Kind.RECEIVE else receiver_of(transfer)]
+        if transfer in self.program.actions:
+            return Transfer(peer, label, transfer)
+        if peer != self.program.rank_of[action.stage]:
+            raise ScheduleError(f"{action} needs {transfer}, which this program does not have")
+        return Transfer(None, label, None)
 
 
 @dataclass(frozen=True)

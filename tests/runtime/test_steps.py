@@ -1,0 +1,29 @@
+"""What runs is the table: each of its actions is done in one step of its rank, in the order of the table."""
+
+import pytest
+from torch import nn
+
+import gpipe
+from gpipe.runtime.steps import CompiledProgram, Step
+from gpipe.schedule.action import TRANSFERS, Action
+from gpipe.schedule.schedules import SCHEDULES
+from tests.support.odd_layers import Pop, Stash
+
+
+def actions_of(step: Step) -> list[Action]:
+    """All that a step does of the table."""
+    transfers = [transfer.action for transfer in (*step.takes, *step.gives) if transfer.action is not None]
+    return [*transfers, step.action]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_are_the_table(name: str) -> None:
+    layers = [Stash("a", 4), *[nn.Identity() for _ in range(6)], Pop({"a": 4}, 4)]
+    pipe = gpipe.GPipe(layers, 2, 4, schedule=name, deferred_batch_norm=True, costs=[1] * 8)
+    compiled = CompiledProgram.of(pipe.program)
+    for row, steps in zip(pipe.program.rows, compiled.whole.rows, strict=True):
+        done = [action for step in steps for action in actions_of(step)]
+        assert sorted(map(str, done)) == sorted(map(str, row))
+        assert [step.action for step in steps] == [action for action in row if action.kind not in TRANSFERS]
+        assert all(row[step.at] == step.action for step in steps)
+    assert {str(action) for row in pipe.program.rows for action in row if action.kind in TRANSFERS}
