@@ -22,11 +22,9 @@ durations: $(VENV)/.ready  ## Note how long tests take, while the machine does n
 test-processors: $(VENV)/.ready  ## Same bits under processors of both makers, by qemu.
 	$(PYTHON) -m tests.processors
 
-soak: $(VENV)/.ready  ## Train thousands of drawn networks beside a loop written from the contract: about half an hour.
+soak: $(VENV)/.ready  ## All cases of all tests, then thousands of drawn networks beside a second loop: about an hour.
+	$(TESTS) --tier whole
 	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out tests/soak/results/soak
-
-soak-%: $(VENV)/.ready  ## Another count: soak-faults, soak-resume, soak-damage, soak-law1, soak-law1_mixed.
-	$(PYTHON) -m tests.soak.$*
 
 families: $(VENV)/.ready  ## Train every family of transformers through pipes, and write the table: about 15 minutes.
 	$(PYTHON) -m pytest -q -n 2 -m families tests/families

@@ -14,7 +14,7 @@ from tests.support.processes.torchrun import torchrun, wait_for
 
 @pytest.mark.parametrize("stuck", [-1, 1])
 def test_workers_end_soon_after_their_launcher_was_killed(stuck: int, tmp_path: Path) -> None:
-    with torchrun(2, "tests.support.jobs.worker", str(tmp_path), "gpipe", str(stuck), folder=tmp_path) as launched:
+    with torchrun(2, "tests.support.jobs.worker", str(tmp_path), str(stuck), folder=tmp_path) as launched:
         wait_for(launched, [tmp_path / f"ready_{rank}" for rank in range(2)], limit=240)
         assert len(launched.workers()) >= 2
         assert launched.orphans(240) == []

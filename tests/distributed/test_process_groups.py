@@ -88,7 +88,7 @@ def test_after_a_failure_all_go_on_over_the_same_groups_with_the_same_bits(
     stage: int, phase: str, crew: Crew
 ) -> None:
     fault = Fault("FaultError", phase, faulty_layer(stage, 2))
-    how: list[Any] = ["training", "train", asdict(fault), "gpipe", True]
+    how: list[Any] = ["training", "train", asdict(fault), True]
     found = answers(crew.run(jobs.over_wires, True, *how, world=2))
     right = reference(Fault("", ""))
     for rank, own in enumerate(found):
@@ -108,7 +108,7 @@ def test_what_cannot_travel_leaves_both_ends_in_step(kind: str, crew: Crew) -> N
 def test_a_rank_that_dies_is_named_by_all_others() -> None:
     stage = 1
     fault = Fault("SIGKILL", "forward", faulty_layer(stage, 4), micro_batch=MICRO_BATCHES - 1)
-    outcomes = run_ranks(4, jobs.over_wires, True, "training", "train", asdict(fault), "gpipe", False)
+    outcomes = run_ranks(4, jobs.over_wires, True, "training", "train", asdict(fault), False)
     for outcome in outcomes:
         if outcome.rank != stage:
             assert outcome.error == "RemoteError"

@@ -1,4 +1,4 @@
-"""Same bits over models that mix everything a layer may do; `tests.soak.law1_mixed` runs more of them."""
+"""Same bits over models that mix everything a layer may do."""
 
 import ctypes
 from collections.abc import Callable, Iterator

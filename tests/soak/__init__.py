@@ -1,4 +1,4 @@
-"""A soak of same bits: thousands of drawn networks, trained by a plain loop and by the library, compared bit for bit.
+"""A second opinion on same bits: drawn networks, trained by a plain loop and by the library, compared bit for bit.
 
 The loop and the networks are written from the contract alone and share nothing with the other tests. A *kind* is a
 function that draws one network with its data from a random source; a *configuration* is a kind and a number, which
@@ -16,20 +16,10 @@ draws the rest as well: cut, micro-batches, rows, rematerialization, driver, see
 
 The files of this soak: `case` (what a configuration is), `reference` (the loop), `piped` (the library behind the same
 face), `judge` (verdicts), `worker` (one configuration in a process that may be lost), `run` (all of them, and the
-table), `processes` (the same over real processes), `check` (does the soak itself see what is wrong?), and `kinds`.
+table), `check` (does the soak itself see what is wrong?), and `kinds`.
 
     python -m tests.soak.run --configurations 6000 --seed 0 --minutes 20
     python -m tests.soak.run --only s1_tensor_hook --seed 17 -v        # one configuration again
     python -m tests.soak.run --list
-    python -m tests.soak.processes --configurations 60
     python -m tests.soak.check
-
-Beside it, each with a result of its own in `results`, and made of what the other tests have:
-
-    python -m tests.soak.law1 3000          # generated models of plain layers: a minute
-    python -m tests.soak.law1_mixed 600     # models that mix everything a layer may do: seven minutes
-    python -m tests.soak.faults             # faults on purpose: who is told what, and when? 35 minutes
-    python -m tests.soak.resume             # trainings killed at many moments, and resumed: three minutes
-    python -m tests.soak.damage             # checkpoints damaged in every way: a minute
-    python -m tests.soak.same_bits --out F  # digests of a fixed set of trainings: same bits as before?
 """

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,24 +64,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, the first column to the left and the others to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def of(count: int, total: int) -> str:
-    """So many of so many: `0 of 30`."""
-    return f"{count} of {total}" if total else "-"
-
-
-def with_time_left(items: Sequence[Item], title: str) -> Iterator[Item]:
-    """Goes through items, and says after each how many there are, and how long the rest will take at this pace."""
-    start = time.monotonic()
-    for done, item in enumerate(items, 1):
-        before = time.monotonic()
-        yield item
-        now = time.monotonic()
-        left = (now - start) / done * (len(items) - done)
-        print(
-            f"{title}: {done} of {len(items)}, {left / 60:.1f} minutes left; {now - before:.1f} s: {item}", flush=True
-        )
 
 
 def write(path: Path, markdown: str, data: object) -> None:

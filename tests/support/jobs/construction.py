@@ -45,7 +45,7 @@ def construct(rank: int, world: int, who: int, kind: str, at: int, holds: bool =
     layers = [Slowly(stage, holds) for stage in range(world)]
     with limits_as_before(), counted(kind if rank == who else "", at) as seen:
         pipe = gpipe.GPipe(layers, [1] * world, MICRO_BATCHES, seed=0, driver="process")
-    pipe.step(*batch(0, "gpipe"), squares)
+    pipe.step(*batch(0), squares)
     return seen[0]
 
 
@@ -147,7 +147,7 @@ def again(rank: int, world: int, who: int, kind: str, at: int) -> Json:
     pipe = gpipe.GPipe(
         [nn.Identity(), nn.Linear(FEATURES, FEATURES)], [1, 1], MICRO_BATCHES, seed=0, driver="process"
     )
-    pipe.step(*batch(0, "gpipe"), squares)
+    pipe.step(*batch(0), squares)
     return [told, ones.item()]
 
 
@@ -164,4 +164,4 @@ def save_and_die(rank: int, world: int, who: int) -> None:
         vars(save)["write_part"] = lambda job: strike("SIGKILL")
     gpipe.save(os.environ[FOLDER], pipe, background=True, limit=3600.0)
     while True:
-        pipe.step(*batch(0, "gpipe"), squares)
+        pipe.step(*batch(0), squares)

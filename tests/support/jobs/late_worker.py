@@ -22,9 +22,9 @@ def main(folder: str) -> None:
     Path(folder, f"joined_{rank}").touch()
     while not Path(folder, "go").exists():
         time.sleep(0.01)
-    _, pipe = make(build(Fault("", ""), "gpipe"), rank, world, "gpipe")
+    pipe = make(build(Fault("", "")), world)
     while True:
-        pipe.step(*batch(0, "gpipe"), squares)
+        pipe.step(*batch(0), squares)
         Path(folder, f"trains_{os.environ['RANK']}").touch()
         time.sleep(0.01)
 

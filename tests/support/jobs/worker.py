@@ -1,9 +1,9 @@
 """What a user would run under torchrun: trains without end, or until one of its layers is stuck.
 
-    torchrun --nproc-per-node 2 -m tests.support.jobs.worker FOLDER RUNTIME STUCK
+    torchrun --nproc-per-node 2 -m tests.support.jobs.worker FOLDER STUCK
 
-Each rank leaves a file `ready_<rank>` in FOLDER after its first steps. RUNTIME is that of `training`; STUCK is the
-rank whose layer then sleeps for ever, -1 for none.
+Each rank leaves a file `ready_<rank>` in FOLDER after its first steps. STUCK is the rank whose layer then sleeps for
+ever, -1 for none.
 """
 
 import os
@@ -19,13 +19,13 @@ from tests.support.plain_loop import squares
 from tests.support.processes.faults import Fault
 
 
-def main(folder: str, runtime: str, stuck: str) -> None:
+def main(folder: str, stuck: str) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     layer = faulty_layer(int(stuck), world) if int(stuck) >= 0 else -1
-    _, pipe = make(build(Fault("sleep", "forward", layer), runtime), rank, world, runtime)
-    inputs, targets = batch(0, runtime)
+    pipe = make(build(Fault("sleep", "forward", layer)), world)
+    inputs, targets = batch(0)
     while True:
         pipe.step(inputs, targets, squares)
         Path(folder, f"ready_{rank}").touch()

@@ -21,9 +21,6 @@ from tests.support.processes.faults import (
 from tests.support.processes.launch import TIMEOUT, Crew
 from tests.support.processes.outcome import HungError, Outcome
 
-TOLERANCE = 1e-5
-"""Of torch's own pipeline, which adds gradients up in another order."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -126,7 +123,6 @@ def run(
     case: Case,
     crew: Crew,
     *,
-    runtime: str = "gpipe",
     timeout: float = TIMEOUT,
     limit: float | None = None,
     length: int = 0,
@@ -134,16 +130,16 @@ def run(
     """Has a case happen; gives what each rank made of it, in order.
 
     Where the faulty rank is gone afterwards, the ranks are fresh processes. Else they are the crew's, who catch what
-    they raise, do the step again, and train on: of which torch's own pipeline is spared.
+    they raise, do the step again, and train on.
     """
-    again = not case.ends_the_rank and (runtime == "gpipe" or case.fault.kind == "nan")
+    again = not case.ends_the_rank
     with nullcontext(crew) if again else Crew(case.partitions) as ranks:
         if case.stalls:  # whatever is loaded late is loaded before the timeout is short
-            ranks.run(train, asdict(replace(case.fault, kind="", phase="")), runtime, False, length)
+            ranks.run(train, asdict(replace(case.fault, kind="", phase="")), False, length)
         try:
             outcomes = ranks.run(
                 train,
-                *(asdict(case.fault), runtime, again, length),
+                *(asdict(case.fault), again, length),
                 world=case.partitions,
                 limit=limit,
                 timeout=timeout,
@@ -152,11 +148,11 @@ def run(
             )
         except HungError as error:
             outcomes = error.outcomes
-    right = reference(case.fault, runtime, length)
-    return [find(case, outcome, right, exact=runtime == "gpipe") for outcome in outcomes]
+    right = reference(case.fault, length)
+    return [find(case, outcome, right) for outcome in outcomes]
 
 
-def find(case: Case, outcome: Outcome, right: Json, *, exact: bool) -> Finding:
+def find(case: Case, outcome: Outcome, right: Json) -> Finding:
     """Judges what a rank made of a case; `right` is what training without a pipeline gives."""
     answer = outcome.answer if outcome.answered else {}
     failure = answer.get("failure") or {}
@@ -175,31 +171,16 @@ def find(case: Case, outcome: Outcome, right: Json, *, exact: bool) -> Finding:
         text if error else "",
         tuple(missing) if due else (),
         outcome.hung and not (own and case.stalls),
-        bool(answer) and not same_numbers(answer, right, exact=exact),
+        bool(answer) and not same_numbers(answer, right),
         outcome.code == 0 and case.ends_the_rank and not own,
     )
 
 
-def same_numbers(answer: Json, right: Json, *, exact: bool) -> bool:
-    """Whether a rank's losses and parameters are those of training without a pipeline."""
-    known = [at for at, loss in enumerate(answer["losses"]) if loss is not None]
-    mine = [[answer["losses"][at] for at in known], answer["parameters"]]
-    others = [[right["losses"][at] for at in known], {name: right["parameters"][name] for name in mine[1]}]
-    if exact:
-        return json.dumps(mine) == json.dumps(others)  # NaN equals NaN, and every digit counts
-    pairs = zip(numbers(mine), numbers(others), strict=True)
-    return all(abs(one - other) <= TOLERANCE or (one != one and other != other) for one, other in pairs)
-
-
-def numbers(value: Json) -> Iterator[float]:
-    """All numbers in a JSON value."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        yield value
-        return
-    for item in value:
-        yield from numbers(item)
+def same_numbers(answer: Json, right: Json) -> bool:
+    """Whether a rank's losses and parameters are those of training without a pipeline, to the last digit."""
+    mine = answer["losses"], answer["parameters"]
+    others = right["losses"], {name: right["parameters"][name] for name in answer["parameters"]}
+    return json.dumps(mine) == json.dumps(others)  # NaN equals NaN
 
 
 def shortfalls(findings: Sequence[Finding]) -> list[str]:
