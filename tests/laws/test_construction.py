@@ -47,7 +47,7 @@ def test_so_is_one_that_may_open_no_more_files(at: int, crew: Crew) -> None:
 
 def test_nobody_waits_for_a_rank_that_builds_to_hear_of_another(crew: Crew) -> None:
     """Rank 0 builds its layer until rank 1 has ended, which it does because rank 2 fails meanwhile."""
-    outcomes = crew.run(jobs.construct, 2, "FaultError", 230, True, world=3)
+    outcomes = crew.run(jobs.construct, -1, "", BEFORE, True, world=3)
     assert outcomes[1].error == outcomes[0].error == "RemoteError", told_by(outcomes)
 
 

@@ -38,7 +38,7 @@ def construct(rank: int, world: int, who: int, kind: str, at: int, holds: bool =
         who: Where the fault strikes.
         kind: Which.
         at: At which of the calls, or `BEFORE`.
-        holds: Whether rank 0 builds its layer until rank 1 has ended.
+        holds: Whether rank 0 builds its layer until rank 1 has ended, and rank 2 fails meanwhile.
     """
     if rank == who and at == BEFORE:
         happen(kind)
@@ -50,7 +50,7 @@ def construct(rank: int, world: int, who: int, kind: str, at: int, holds: bool =
 
 
 class Slowly:
-    """Makes a layer; if held, the first for real until rank 1 has ended, and the others once it has begun."""
+    """Makes a layer; if held, the first until rank 1 has ended, the third fails once that has begun."""
 
     def __init__(self, stage: int, holds: bool) -> None:
         self.stage, self.holds = stage, holds
@@ -62,8 +62,9 @@ class Slowly:
             if self.stage == 0:
                 building.touch()
                 wait_for(building.with_name("rank_1.json"))
-            else:
+            elif self.stage == 2:
                 wait_for(building)
+                strike("FaultError")
         return layer
 
 
