@@ -16,7 +16,7 @@ from tests.support import durations
 from tests.support.progress import start_watch
 
 if TYPE_CHECKING:
-    from tests.support.processes.launch import Crew
+    from tests.support.processes.launch import WorkerPool
 
 ANYWHERE = settings(
     deadline=None,  # how long an example takes says how busy the machine is
@@ -120,12 +120,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def crew() -> Iterator["Crew"]:
-    """Four ranks that wait for jobs; `crew.run(..., world=2)` takes the first two."""
-    from tests.support.processes.launch import Crew  # late: `gpipe.schedule` is tested where torch is not installed
+def pool() -> Iterator["WorkerPool"]:
+    """Four ranks that wait for jobs; `pool.run(..., world=2)` takes the first two."""
+    from tests.support.processes.launch import (
+        WorkerPool,  # late: `gpipe.schedule` is tested where torch is not installed
+    )
 
-    with Crew(4) as crew:
-        yield crew
+    with WorkerPool(4) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ import torch
 from gpipe.config.auto_remat import memory_by_row
 from gpipe.distributed.mesh import Position
 from tests.support.jobs import automatic as jobs
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 
@@ -18,20 +18,20 @@ def assert_same(found: Any, alone: Any) -> None:
     assert all(alone["gradients"][name] == gradient for name, gradient in found["gradients"].items())
 
 
-def test_remat_auto_gives_the_bits_of_one_process_and_recomputes_by_the_memory_of_each(crew: Crew) -> None:
+def test_remat_auto_gives_the_bits_of_one_process_and_recomputes_by_the_memory_of_each(pool: WorkerPool) -> None:
     alone = jobs.by_memory(jobs.TIGHT, driver="lockstep")
     assert "never" not in alone["remat"]
-    for found in answers(crew.run(jobs.auto, jobs.TIGHT, world=2)):
+    for found in answers(pool.run(jobs.auto, jobs.TIGHT, world=2)):
         assert_same(found, alone)
-    for found in answers(crew.run(jobs.auto, jobs.TIGHT, world=4)):
+    for found in answers(pool.run(jobs.auto, jobs.TIGHT, world=4)):
         assert found["remat"] == alone["remat"]
-    for found in answers(crew.run(jobs.auto, None, world=2)):
+    for found in answers(pool.run(jobs.auto, None, world=2)):
         assert found["remat"] == ["never", "never"]
 
 
-def test_a_plan_gives_the_bits_of_the_same_plan_in_one_process(crew: Crew) -> None:
+def test_a_plan_gives_the_bits_of_the_same_plan_in_one_process(pool: WorkerPool) -> None:
     alone = jobs.by_plan(driver="lockstep")
-    for found in answers(crew.run(jobs.planned, world=2)):
+    for found in answers(pool.run(jobs.planned, world=2)):
         assert_same(found, alone)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.jobs import data as jobs
 from tests.support.jobs.data import SCRIPTS
-from tests.support.processes.launch import Crew, run_ranks
+from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers, told_by
 
 FINE = [name for name, script in SCRIPTS.items() if script.refused == ()]
@@ -16,10 +16,10 @@ DESERTED = [name for name, script in SCRIPTS.items() if script.refused]
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", FINE)
-def test_batches_of_any_shape_give_the_numbers_of_the_plain_loop(name: str, world: int, crew: Crew) -> None:
+def test_batches_of_any_shape_give_the_numbers_of_the_plain_loop(name: str, world: int, pool: WorkerPool) -> None:
     right = jobs.reference(name)
     held: dict[str, object] = {}
-    for answer in answers(crew.run(jobs.run, name, world=world)):
+    for answer in answers(pool.run(jobs.run, name, world=world)):
         assert json.dumps(answer["found"]) == json.dumps(right["found"])  # NaN equals NaN
         held |= answer["parameters"]
     assert json.dumps(held, sort_keys=True) == json.dumps(right["parameters"], sort_keys=True)
@@ -27,8 +27,8 @@ def test_batches_of_any_shape_give_the_numbers_of_the_plain_loop(name: str, worl
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank_before_the_timeout(name: str, world: int, crew: Crew) -> None:
-    outcomes = crew.run(jobs.run, name, world=world)
+def test_what_cannot_be_is_refused_on_every_rank_before_the_timeout(name: str, world: int, pool: WorkerPool) -> None:
+    outcomes = pool.run(jobs.run, name, world=world)
     assert all(outcome.told for outcome in outcomes), told_by(outcomes)
 
 

@@ -16,7 +16,7 @@ from gpipe.schedule.schedules import SCHEDULES
 from tests.support.jobs import data_parallel as jobs
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import assert_same_bits
-from tests.support.processes.launch import Crew, run_ranks
+from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
 
 
@@ -47,21 +47,21 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     ("stages", "rows", "bucket"), [(2, [7, 3], BUCKET), (2, [5, 5], 2**10), (1, [4, 1, 6, 2], 2**10)]
 )
 def test_replicas_train_as_one_with_the_whole_mini_batch(
-    stages: int, rows: list[int], bucket: int, crew: Crew
+    stages: int, rows: list[int], bucket: int, pool: WorkerPool
 ) -> None:
-    check_replicas(answers(crew.run(jobs.train, stages, rows, bucket)), stages, rows)
+    check_replicas(answers(pool.run(jobs.train, stages, rows, bucket)), stages, rows)
 
 
 @pytest.mark.parametrize(("placement", "ranks"), [("v", 2), ("backwards", 2), ("loop", 1)])
-def test_so_do_replicas_with_several_stages_on_each_rank(placement: str, ranks: int, crew: Crew) -> None:
+def test_so_do_replicas_with_several_stages_on_each_rank(placement: str, ranks: int, pool: WorkerPool) -> None:
     rows = [7, 3] if ranks == 2 else [4, 1, 6, 2]
-    check_replicas(answers(crew.run(jobs.train_placed, placement, ranks, rows)), ranks, rows)
+    check_replicas(answers(pool.run(jobs.train_placed, placement, ranks, rows)), ranks, rows)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_so_do_replicas_by_every_schedule_though_their_tables_differ(schedule: str, crew: Crew) -> None:
+def test_so_do_replicas_by_every_schedule_though_their_tables_differ(schedule: str, pool: WorkerPool) -> None:
     rows = [7, 3]
-    check_replicas(answers(crew.run(jobs.train, 2, rows, BUCKET, schedule)), 2, rows)
+    check_replicas(answers(pool.run(jobs.train, 2, rows, BUCKET, schedule)), 2, rows)
 
 
 def check_replicas(found: Sequence[Json], stages: int, rows: list[int]) -> None:
@@ -90,8 +90,8 @@ def run_rows(whole: nn.Module, rows: Tensor, micro_batches: int) -> Tensor:
     return torch.cat([whole(part) for part in rows.tensor_split(min(micro_batches, len(rows)))])
 
 
-def test_one_replica_has_the_bits_of_one_process(crew: Crew) -> None:
-    found = answers(crew.run(jobs.train, 2, [10], world=2))
+def test_one_replica_has_the_bits_of_one_process(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.train, 2, [10], world=2))
     local = gpipe.GPipe(jobs.network(), 2, 4, seed=0)
     optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
     for step in range(jobs.STEPS):
@@ -104,8 +104,8 @@ def test_one_replica_has_the_bits_of_one_process(crew: Crew) -> None:
     assert {name: held[name] for name in right} == right
 
 
-def test_the_last_stage_reduces_while_the_first_has_backwards_to_do(crew: Crew) -> None:
-    spans = answers(crew.run(jobs.overlap))[0]
+def test_the_last_stage_reduces_while_the_first_has_backwards_to_do(pool: WorkerPool) -> None:
+    spans = answers(pool.run(jobs.overlap))[0]
     times = {(rank, action): (start, end) for rank, action, start, end in spans}
     for replica in (0, 1):
         assert times[2 * replica + 1, "1REDUCE"][0] < times[2 * replica, "0B0"][1]
@@ -115,8 +115,8 @@ def test_the_last_stage_reduces_while_the_first_has_backwards_to_do(crew: Crew) 
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_deferred_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, crew: Crew) -> None:
-    found = of_replicas(answers(crew.run(jobs.defer, [7, 3], momentum)), 2)
+def test_deferred_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, pool: WorkerPool) -> None:
+    found = of_replicas(answers(pool.run(jobs.defer, [7, 3], momentum)), 2)
     whole = nn.Sequential(*jobs.aside(momentum))
     with torch.no_grad():
         for step in (0, 1, 2):
@@ -124,8 +124,8 @@ def test_deferred_statistics_are_those_of_the_whole_mini_batch(momentum: float |
     assert_close(found, dict(whole.named_buffers()), rtol=1e-5)
 
 
-def test_a_step_that_fails_anywhere_commits_statistics_nowhere(crew: Crew) -> None:
-    found = answers(crew.run(jobs.fail_late))
+def test_a_step_that_fails_anywhere_commits_statistics_nowhere(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.fail_late))
     assert all("at last" in answer["error"] and answer["same"] for answer in found), found
     whole = nn.Sequential(*jobs.aside(0.1))
     whole(jobs.data(0, 11)[0])
@@ -134,9 +134,9 @@ def test_a_step_that_fails_anywhere_commits_statistics_nowhere(crew: Crew) -> No
 
 
 @pytest.mark.parametrize(("remat", "way"), [("always", "step"), ("never", "step"), ("always", "call")])
-def test_synchronized_norms_normalize_a_micro_batch_of_all_replicas(remat: str, way: str, crew: Crew) -> None:
+def test_synchronized_norms_normalize_a_micro_batch_of_all_replicas(remat: str, way: str, pool: WorkerPool) -> None:
     rows = [6, 4]
-    found = answers(crew.run(jobs.synchronize, rows, remat, way))
+    found = answers(pool.run(jobs.synchronize, rows, remat, way))
     whole = nn.Sequential(*jobs.normalized())
     for step in (0, 1):
         x, y = (tensor.split(rows) for tensor in jobs.data(step, sum(rows)))
@@ -151,8 +151,8 @@ def test_synchronized_norms_normalize_a_micro_batch_of_all_replicas(remat: str, 
 # Training tools.
 
 
-def test_all_ranks_skip_the_same_steps(crew: Crew) -> None:
-    found = answers(crew.run(jobs.scale))
+def test_all_ranks_skip_the_same_steps(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.scale))
     for answer in found:
         assert [scale for scale, _ in answer["found"]] == [64.0, 32.0, 32.0, 16.0, 8.0]
         assert "2 steps in a row" in answer["told"]
@@ -161,8 +161,8 @@ def test_all_ranks_skip_the_same_steps(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_norms_of_gradients_are_those_of_all_stages_each_once(stages: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.clip, stages))
+def test_norms_of_gradients_are_those_of_all_stages_each_once(stages: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.clip, stages))
     assert [answer["empty"] for answer in found] == [0.0] * 4
     for at, norm_type in enumerate((2.0, float("inf"), 1.0)):
         before = of_replicas([answer["found"][at][0] for answer in found], stages)
@@ -177,8 +177,8 @@ def test_norms_of_gradients_are_those_of_all_stages_each_once(stages: int, crew:
         assert_close(after, {name: torch.tensor(before[name]) * factor for name in names if before.get(name)})
 
 
-def test_the_layer_that_makes_the_first_nan_is_named_on_all_ranks(crew: Crew) -> None:
-    for answer in answers(crew.run(jobs.break_down)):
+def test_the_layer_that_makes_the_first_nan_is_named_on_all_ranks(pool: WorkerPool) -> None:
+    for answer in answers(pool.run(jobs.break_down)):
         assert not torch.tensor(answer["loss"]).isfinite()
         assert "the output of Root (layer 2) is not finite" in answer["told"]
         assert "rank 3, stage 1, layer 2" in answer["told"]
@@ -299,15 +299,17 @@ def test_without_replicas_synchronized_norms_are_plain_ones() -> None:
     ("spoiled", "layer"),
     [("1.running_var", "layer 1 (1: BatchNorm1d)"), ("2.weight", "layer 2 (2: Linear)"), ("2.bias", "layer 2")],
 )
-def test_replicas_that_begin_with_other_weights_are_refused_by_all(spoiled: str, layer: str, crew: Crew) -> None:
-    for outcome in crew.run(jobs.begin_apart, spoiled):
+def test_replicas_that_begin_with_other_weights_are_refused_by_all(
+    spoiled: str, layer: str, pool: WorkerPool
+) -> None:
+    for outcome in pool.run(jobs.begin_apart, spoiled):
         assert f"the weights of {layer}" in outcome.text, str(outcome)
         assert "differ between replicas" in outcome.text
         assert "layer 0" not in outcome.text
 
 
-def test_replicas_whose_layers_are_made_alike_are_taken(crew: Crew) -> None:
-    assert answers(crew.run(jobs.begin_alike, world=2)) == [3, 3]
+def test_replicas_whose_layers_are_made_alike_are_taken(pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.begin_alike, world=2)) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -320,16 +322,18 @@ def test_replicas_whose_layers_are_made_alike_are_taken(crew: Crew) -> None:
         ("scaler", "scale is 1.0 on rank 0 and 64.0 on rank 1"),
     ],
 )
-def test_replicas_that_average_or_scale_differently_are_refused_by_all(name: str, text: str, crew: Crew) -> None:
-    for outcome in crew.run(jobs.step_apart, name, world=2):
+def test_replicas_that_average_or_scale_differently_are_refused_by_all(
+    name: str, text: str, pool: WorkerPool
+) -> None:
+    for outcome in pool.run(jobs.step_apart, name, world=2):
         assert text in outcome.text, str(outcome)
 
 
-def test_replicas_may_say_the_same_in_other_words(crew: Crew) -> None:
-    one, other = answers(crew.run(jobs.step_alike, world=2))
+def test_replicas_may_say_the_same_in_other_words(pool: WorkerPool) -> None:
+    one, other = answers(pool.run(jobs.step_alike, world=2))
     assert one == other
 
 
-def test_torchs_own_scaler_is_refused_over_processes(crew: Crew) -> None:
-    for outcome in crew.run(jobs.scale_by_torchs, world=2):
+def test_torchs_own_scaler_is_refused_over_processes(pool: WorkerPool) -> None:
+    for outcome in pool.run(jobs.scale_by_torchs, world=2):
         assert "make it gpipe.GradScaler(pipe)" in outcome.text, str(outcome)

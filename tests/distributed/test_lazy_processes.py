@@ -10,13 +10,13 @@ from tests.support.jobs import lazy as jobs
 from tests.support.jobs.lazy import LAYER, LAYERS, ROOM, SEED, WIDTH, makers
 from tests.support.plain_loop import one_thread, run_layers
 from tests.support.processes.digests import digest
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers, told_by
 
 
-def test_four_processes_build_and_train_what_none_could_build(crew: Crew) -> None:
+def test_four_processes_build_and_train_what_none_could_build(pool: WorkerPool) -> None:
     assert ROOM < LAYERS * LAYER
-    found = answers(crew.run(jobs.build_in_little_memory))
+    found = answers(pool.run(jobs.build_in_little_memory))
     if not any(refused for refused, *_ in found):
         pytest.skip("this kernel does not limit a process's memory")
     assert all(refused for refused, *_ in found), "the whole model fits into the memory of some rank"
@@ -29,8 +29,8 @@ def test_four_processes_build_and_train_what_none_could_build(crew: Crew) -> Non
             assert weights[f"{index}.{name}"] == digest(parameter)
 
 
-def test_its_loss_is_that_of_one_device(crew: Crew) -> None:
-    (loss,) = {loss for _, loss, _, _ in answers(crew.run(jobs.build_in_little_memory))}
+def test_its_loss_is_that_of_one_device(pool: WorkerPool) -> None:
+    (loss,) = {loss for _, loss, _, _ in answers(pool.run(jobs.build_in_little_memory))}
     total = torch.zeros(())
     with one_thread(), torch.no_grad():
         for m in range(2):
@@ -45,13 +45,13 @@ def test_its_loss_is_that_of_one_device(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_building_leaves_the_generators_of_all_processes_alone(world: int, crew: Crew) -> None:
-    assert answers(crew.run(jobs.draws_around, world=world)) == [True] * world
+def test_building_leaves_the_generators_of_all_processes_alone(world: int, pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.draws_around, world=world)) == [True] * world
 
 
 @pytest.mark.parametrize("index", [0, 13, 23])
-def test_a_callable_that_fails_on_one_process_is_named_on_all(index: int, crew: Crew) -> None:
-    outcomes = crew.run(jobs.fails_on_one, index)
+def test_a_callable_that_fails_on_one_process_is_named_on_all(index: int, pool: WorkerPool) -> None:
+    outcomes = pool.run(jobs.fails_on_one, index)
     owner = index * 4 // LAYERS
     for outcome in outcomes:
         assert outcome.error == ("ZeroDivisionError" if outcome.rank == owner else "RemoteError"), told_by(outcomes)

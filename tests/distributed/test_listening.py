@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.jobs import listening as jobs
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.listening import Listening, family, listening_sockets
 from tests.support.processes.outcome import Outcome, answers
 
@@ -18,16 +18,16 @@ def open_to_others(outcomes: Sequence[Outcome]) -> list[Listening]:
     return [one for one in found if not one.is_loopback]
 
 
-def test_ranks_that_meet_at_a_file_listen_on_loopback_only(crew: Crew) -> None:
-    assert open_to_others(crew.run(jobs.meet)) == []
+def test_ranks_that_meet_at_a_file_listen_on_loopback_only(pool: WorkerPool) -> None:
+    assert open_to_others(pool.run(jobs.meet)) == []
 
 
-def test_a_pipe_over_processes_listens_on_loopback_only(crew: Crew) -> None:
-    assert open_to_others(crew.run(jobs.train)) == []
+def test_a_pipe_over_processes_listens_on_loopback_only(pool: WorkerPool) -> None:
+    assert open_to_others(pool.run(jobs.train)) == []
 
 
-def test_torchs_own_meeting_place_is_open_to_all_and_the_look_sees_it(crew: Crew) -> None:
-    (found,) = {one.address for one in open_to_others(crew.run(jobs.meet_at_a_port, world=2, join=False))}
+def test_torchs_own_meeting_place_is_open_to_all_and_the_look_sees_it(pool: WorkerPool) -> None:
+    (found,) = {one.address for one in open_to_others(pool.run(jobs.meet_at_a_port, world=2, join=False))}
     assert found in {"::", "0.0.0.0"}
 
 

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.distributed.nccl import matchings, pairs_of
-from tests.laws.test_law1_processes import wrong
+from tests.laws.test_same_bits_processes import wrong
 from tests.laws.test_values_processes import expected
 from tests.support.jobs import process_groups as jobs
-from tests.support.jobs.law1 import locally
+from tests.support.jobs.same_bits import locally
 from tests.support.jobs.training import MICRO_BATCHES, faulty_layer, reference
 from tests.support.jobs.values import REFUSED, VALUES, unrefused
-from tests.support.law1_stories import STORIES
 from tests.support.processes.digests import digests
 from tests.support.processes.faults import Fault
-from tests.support.processes.launch import Crew, run_ranks
+from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
+from tests.support.same_bits_stories import STORIES
 
 pairs = st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1]))
 
@@ -48,8 +48,8 @@ def test_a_chain_of_stages_needs_two_numbers_and_each_replica_one_more_at_most(s
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_scripts_have_the_bits_of_the_local_run(name: str, crew: Crew) -> None:
-    found = answers(crew.run(jobs.over_wires, True, "law1", "tell", name, world=3))
+def test_scripts_have_the_bits_of_the_local_run(name: str, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.over_wires, True, "same_bits", "tell", name, world=3))
     assert not wrong(found, digests(STORIES[name].run(locally)))
 
 
@@ -57,24 +57,24 @@ def test_scripts_have_the_bits_of_the_local_run(name: str, crew: Crew) -> None:
     ("kind", "grouped"),
     [*((kind, True) for kind in VALUES), ("nested", False), ("transposed", False), ("slices", False)],
 )
-def test_a_value_comes_as_it_left(kind: str, grouped: bool, crew: Crew) -> None:
-    found = answers(crew.run(jobs.over_wires, grouped, "values", "carry", kind, world=3))
+def test_a_value_comes_as_it_left(kind: str, grouped: bool, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.over_wires, grouped, "values", "carry", kind, world=3))
     (made, _, _), (_, given, _) = found[0], found[-1]
     assert given == made
     assert not wrong([own for _, _, own in found], expected(kind))
 
 
-def test_replicas_reduce_over_groups_to_the_same_bits(crew: Crew) -> None:
+def test_replicas_reduce_over_groups_to_the_same_bits(pool: WorkerPool) -> None:
     how: list[Any] = ["data_parallel", "train", 2, [7, 3]]
-    assert answers(crew.run(jobs.over_wires, True, *how)) == answers(crew.run(jobs.over_wires, False, *how))
+    assert answers(pool.run(jobs.over_wires, True, *how)) == answers(pool.run(jobs.over_wires, False, *how))
 
 
 # Examples.
 
 
-def test_each_activation_and_each_gradient_is_sent_once_and_goes_to_one_other(crew: Crew) -> None:
+def test_each_activation_and_each_gradient_is_sent_once_and_goes_to_one_other(pool: WorkerPool) -> None:
     row = 24  # bytes: six numbers; there is nothing else as small
-    found = answers(crew.run(jobs.count, world=3))
+    found = answers(pool.run(jobs.count, world=3))
     assert [sent.count(row) for sent, _ in found] == [4, 8, 4]
     assert [received.count(row) for _, received in found] == [4, 8, 4]
 
@@ -85,11 +85,11 @@ def test_each_activation_and_each_gradient_is_sent_once_and_goes_to_one_other(cr
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_after_a_failure_all_go_on_over_the_same_groups_with_the_same_bits(
-    stage: int, phase: str, crew: Crew
+    stage: int, phase: str, pool: WorkerPool
 ) -> None:
     fault = Fault("FaultError", phase, faulty_layer(stage, 2))
     how: list[Any] = ["training", "train", asdict(fault), True]
-    found = answers(crew.run(jobs.over_wires, True, *how, world=2))
+    found = answers(pool.run(jobs.over_wires, True, *how, world=2))
     right = reference(Fault("", ""))
     for rank, own in enumerate(found):
         assert own["losses"] == right["losses"]
@@ -98,8 +98,8 @@ def test_after_a_failure_all_go_on_over_the_same_groups_with_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_travel_leaves_both_ends_in_step(kind: str, crew: Crew) -> None:
-    found: list[Any] = answers(crew.run(jobs.over_wires, True, "values", "refuse", kind, world=2))
+def test_what_cannot_travel_leaves_both_ends_in_step(kind: str, pool: WorkerPool) -> None:
+    found: list[Any] = answers(pool.run(jobs.over_wires, True, "values", "refuse", kind, world=2))
     for _, text in (raised for raised, _ in found):
         assert REFUSED[kind][1] in text
     assert not wrong([own for _, own in found], unrefused())

@@ -9,7 +9,7 @@ from tests.support.jobs import stories as jobs
 from tests.support.jobs.stories import BIG, MICRO_BATCHES, ODD, build, data
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import plain_loop, squares
-from tests.support.processes.launch import Crew, run_ranks
+from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers, told_by
 
 PLACE = "micro-batch 1, rank {rank}, stage {rank}, layer {rank} ({rank}: Guarded)"
@@ -23,8 +23,8 @@ def check_went_on(found: list[Json]) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_exceptions_are_told_too(name: str, crew: Crew) -> None:
-    found = answers(crew.run(jobs.odd_exception, name, world=2))
+def test_odd_exceptions_are_told_too(name: str, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.odd_exception, name, world=2))
     kind = type(ODD[name]()).__name__
     assert [answer["error"] for answer in found] == ["RemoteError", kind]
     assert kind in found[0]["told"]
@@ -33,23 +33,23 @@ def test_odd_exceptions_are_told_too(name: str, crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_raise_at_once_each_raise_one_error(world: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.all_at_once, world=world))
+def test_ranks_that_raise_at_once_each_raise_one_error(world: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.all_at_once, world=world))
     assert all(answer["error"] in {"FaultError", "RemoteError"} for answer in found)
     assert all("FaultError" in answer["error"] + answer["told"] for answer in found)
     check_went_on(found)
 
 
-def test_ctrl_c_on_all_ranks_ends_the_step_on_all(crew: Crew) -> None:
-    found = answers(crew.run(jobs.ctrl_c, world=2))
+def test_ctrl_c_on_all_ranks_ends_the_step_on_all(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.ctrl_c, world=2))
     assert all("KeyboardInterrupt" in answer["error"] + answer["told"] for answer in found)
     check_went_on(found)
 
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("way", ["validation", "inference", "forward", "backward"])
-def test_it_is_the_same_for_every_way_to_run_a_pipe(way: str, who: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.ways, way, who, world=2))
+def test_it_is_the_same_for_every_way_to_run_a_pipe(way: str, who: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.ways, way, who, world=2))
     assert [answer["error"] for answer in found] == [
         "FaultError" if rank == who else "RemoteError" for rank in (0, 1)
     ]
@@ -60,8 +60,8 @@ def test_it_is_the_same_for_every_way_to_run_a_pipe(way: str, who: int, crew: Cr
 
 @pytest.mark.parametrize("length", [0, BIG])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_pipe_may_fail_again_and_again(world: int, length: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.again_and_again, length, world=world))
+def test_a_pipe_may_fail_again_and_again(world: int, length: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.again_and_again, length, world=world))
     assert [answer["failed"] for answer in found] == [8] * world
     assert all(answer["losses"] == found[0]["losses"] for answer in found)
     assert found[0]["losses"] == pytest.approx(plain_losses(world, length), abs=0)
@@ -86,14 +86,14 @@ def descend(whole: nn.Module) -> None:
         parameter.grad = None
 
 
-def test_another_pipe_of_the_same_processes_does_not_notice(crew: Crew) -> None:
-    found = answers(crew.run(jobs.two_pipes, world=2))
+def test_another_pipe_of_the_same_processes_does_not_notice(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.two_pipes, world=2))
     assert found == [["FaultError", True], ["RemoteError", True]]
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_layer_that_cannot_be_built_on_one_rank_is_told_on_all(who: int, crew: Crew) -> None:
-    outcomes = crew.run(jobs.builder_fails, "FaultError", who, world=2)
+def test_a_layer_that_cannot_be_built_on_one_rank_is_told_on_all(who: int, pool: WorkerPool) -> None:
+    outcomes = pool.run(jobs.builder_fails, "FaultError", who, world=2)
     assert all("FaultError" in outcome.error + outcome.told for outcome in outcomes), told_by(outcomes)
 
 

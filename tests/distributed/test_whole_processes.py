@@ -6,13 +6,13 @@ from torch import nn
 
 from tests.support.jobs import whole as jobs
 from tests.support.jobs.whole import LOSSES, data, network, plain
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 4), (2, 1), (4, 2)])
-def test_the_loss_is_that_of_the_whole_mini_batch(world: int, stages: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.losses, stages, world=world))
+def test_the_loss_is_that_of_the_whole_mini_batch(world: int, stages: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.losses, stages, world=world))
     for name, loss_fn in LOSSES.items():
         model = nn.Sequential(*plain())
         x, y = data()
@@ -26,14 +26,14 @@ def test_the_loss_is_that_of_the_whole_mini_batch(world: int, stages: int, crew:
             assert all(torch.allclose(one, other, rtol=1e-11) for one, other in zip(gradients, expected, strict=True))
 
 
-def test_ignored_labels_are_told_where_targets_are_read(crew: Crew) -> None:
-    first, last = answers(crew.run(jobs.ignored, world=2))
+def test_ignored_labels_are_told_where_targets_are_read(pool: WorkerPool) -> None:
+    first, last = answers(pool.run(jobs.ignored, world=2))
     assert first == []
     assert len(last) == 1
 
 
-def test_the_norm_of_a_part_is_refused_with_the_pipes_own(crew: Crew) -> None:
-    found = answers(crew.run(jobs.norms, world=2))
+def test_the_norm_of_a_part_is_refused_with_the_pipes_own(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.norms, world=2))
     model = nn.Sequential(*plain())
     x, y = data()
     LOSSES["entropy"](model(x), y).backward()
@@ -41,12 +41,12 @@ def test_the_norm_of_a_part_is_refused_with_the_pipes_own(crew: Crew) -> None:
     for told, own in found:
         assert all("have all processes call pipe.clip_grad_norm_(max_norm)" in text for text in told), told
         assert abs(own - norm) < 1e-10
-    ((told, own),) = answers(crew.run(jobs.norms, world=1))
+    ((told, own),) = answers(pool.run(jobs.norms, world=1))
     assert all(float(text.removeprefix("tensor(").partition(",")[0]) > 0 for text in told)
 
 
-def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(crew: Crew) -> None:
-    found = answers(crew.run(jobs.released, world=2))
+def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.released, world=2))
     names = sorted(nn.Sequential(*network()).state_dict())
     for of in found:
         assert of["gone"]
@@ -58,8 +58,8 @@ def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(crew: Crew
     assert "held by another process" in "".join(of["told"][1] for of in found)
 
 
-def test_who_asks_for_gradients_of_other_stages_is_told_whose_they_are(crew: Crew) -> None:
-    found = answers(crew.run(jobs.asked, world=2))
+def test_who_asks_for_gradients_of_other_stages_is_told_whose_they_are(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.asked, world=2))
     for of in found:
         for text in of["told"]:
             assert "this parameter is held by another process (layer " in text
@@ -69,25 +69,25 @@ def test_who_asks_for_gradients_of_other_stages_is_told_whose_they_are(crew: Cre
     assert sum(of["grads"] for of in found) == len(list(nn.Sequential(*network()).parameters()))
 
 
-def test_what_an_own_layer_shares_stays(crew: Crew) -> None:
-    found = answers(crew.run(jobs.shared, world=3))
+def test_what_an_own_layer_shares_stays(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.shared, world=3))
     assert found == [[[False], [True, True], [False]], [[True], [False, False], [True]], found[0]]
 
 
-def test_a_refused_pipe_leaves_the_modules_as_they_are(crew: Crew) -> None:
-    assert not any(flag for of in answers(crew.run(jobs.refused, world=2)) for flag in of)
+def test_a_refused_pipe_leaves_the_modules_as_they_are(pool: WorkerPool) -> None:
+    assert not any(flag for of in answers(pool.run(jobs.refused, world=2)) for flag in of)
 
 
-def test_layers_are_found_by_their_place_among_all(crew: Crew) -> None:
-    (first, held), (last, _) = answers(crew.run(jobs.places, world=2))
+def test_layers_are_found_by_their_place_among_all(pool: WorkerPool) -> None:
+    (first, held), (last, _) = answers(pool.run(jobs.places, world=2))
     assert held == sum("another process's" not in text for text in first)
     assert all(
         ("another process's" in one) != ("another process's" in other) for one, other in zip(first, last, strict=True)
     )
 
 
-def test_tracebacks_are_short_in_all_processes(crew: Crew) -> None:
-    heard, raised = crew.run(jobs.broken, world=2)
+def test_tracebacks_are_short_in_all_processes(pool: WorkerPool) -> None:
+    heard, raised = pool.run(jobs.broken, world=2)
     assert (heard.error, raised.error) == ("RemoteError", "ValueError")
     for outcome in (heard, raised):
         ours = [line for line in outcome.text.splitlines() if "/src/gpipe/" in line and "File" in line]

@@ -16,8 +16,8 @@ import pytest
 
 from tests.docs.pages import LAUNCHERS, PAGES, ROOT, Block, blocks_of, scripts_of, starts
 from tests.support import progress
+from tests.support.processes.fork_server import ONE_THREAD
 from tests.support.processes.launch import LOOPBACK
-from tests.support.processes.nursery import ONE_THREAD
 
 PROGRAMS = dict(zip(LAUNCHERS, ([sys.executable], [sys.executable, "-m", "torch.distributed.run"]), strict=True))
 ALONE = {  # how torchrun is told that other tests run beside this one

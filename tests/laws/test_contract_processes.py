@@ -12,7 +12,7 @@ import gpipe
 from tests.support.jobs import contract as jobs
 from tests.support.jobs.contract import INSTEAD, MICRO_BATCHES, ODD, SEED, tied
 from tests.support.networks import data, network, squared, with_metrics, words
-from tests.support.processes.launch import Crew, run_ranks
+from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers, told_by
 
 WORLDS = [1, 2, 4]
@@ -26,7 +26,7 @@ def local(layers: Any = None) -> gpipe.GPipe:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_inputs_are_read_on_the_first_rank_alone_and_targets_on_the_last(world: int, crew: Crew) -> None:
+def test_inputs_are_read_on_the_first_rank_alone_and_targets_on_the_last(world: int, pool: WorkerPool) -> None:
     pipe = local()
     x, y = data(0, 10)
     loss, metrics = pipe.step(x, y, with_metrics)
@@ -38,26 +38,26 @@ def test_inputs_are_read_on_the_first_rank_alone_and_targets_on_the_last(world: 
     output = pipe(x)
     F.mse_loss(output, y).backward()
     norms = [float(p.grad.norm()) for p in pipe.parameters() if p.grad is not None]
-    found = answers(crew.run(jobs.only_where_read, world=world))
+    found = answers(pool.run(jobs.only_where_read, world=world))
     assert [given for given, _, _ in found] == [[loss.item(), validation, told, everywhere, output.tolist()]] * world
     assert [norm for _, of_rank, _ in found for norm in of_rank] == norms
     assert all(wants == [True, False] for _, _, wants in found)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_without_gather_the_output_is_at_the_last_stage_alone(world: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.alone, world=world))
+def test_without_gather_the_output_is_at_the_last_stage_alone(world: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.alone, world=world))
     with torch.no_grad():
         output = local()(data(0, 10)[0])
     assert found == [None] * (world - 1) + [output.tolist()]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_without_gather_a_call_under_grad_is_refused_on_every_rank(world: int, crew: Crew) -> None:
+def test_without_gather_a_call_under_grad_is_refused_on_every_rank(world: int, pool: WorkerPool) -> None:
     pipe = local()
     pipe.step(*data(0, 10), F.mse_loss)
     expected = pipe.step(*data(1, 10), F.mse_loss).item()
-    for text, loss in answers(crew.run(jobs.without_gather, world=world)):
+    for text, loss in answers(pool.run(jobs.without_gather, world=world)):
         assert "gather=True" in text
         assert loss == expected
 
@@ -66,13 +66,13 @@ def test_without_gather_a_call_under_grad_is_refused_on_every_rank(world: int, c
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_parameters_are_the_ranks_own_by_their_names_in_the_whole_model(world: int, crew: Crew) -> None:
+def test_parameters_are_the_ranks_own_by_their_names_in_the_whole_model(world: int, pool: WorkerPool) -> None:
     pipe = local(tied())
     pipe.step(*words(0, 9), squared)
     whole = {name: value.tolist() for name, value in pipe.state_dict().items()}
     state: dict[str, Any] = {}
     held: list[str] = []
-    for named, count, own in answers(crew.run(jobs.names, world=world)):
+    for named, count, own in answers(pool.run(jobs.names, world=world)):
         assert len(set(named)) == len(named) == count
         assert not state.keys() & own.keys()
         state |= own
@@ -84,14 +84,14 @@ def test_parameters_are_the_ranks_own_by_their_names_in_the_whole_model(world: i
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_each_rank_loads_its_part_of_a_whole_state(world: int, crew: Crew) -> None:
+def test_each_rank_loads_its_part_of_a_whole_state(world: int, pool: WorkerPool) -> None:
     expected = local(network(8)).step(*data(0, 10), F.mse_loss).item()
-    assert answers(crew.run(jobs.load, world=world)) == [expected] * world
+    assert answers(pool.run(jobs.load, world=world)) == [expected] * world
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_recording_has_the_spans_of_all_ranks_on_every_rank(world: int, crew: Crew) -> None:
-    first, *others = answers(crew.run(jobs.record, world=world))
+def test_a_recording_has_the_spans_of_all_ranks_on_every_rank(world: int, pool: WorkerPool) -> None:
+    first, *others = answers(pool.run(jobs.record, world=world))
     assert len(first) == 3  # a step, a forward, a backward
     assert all(other == first for other in others)
     pipe = gpipe.GPipe(network(), world, MICRO_BATCHES, seed=SEED)
@@ -105,17 +105,17 @@ def test_a_recording_has_the_spans_of_all_ranks_on_every_rank(world: int, crew: 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_copy_and_a_pickle_train_on_from_where_they_were_made(world: int, crew: Crew) -> None:
+def test_a_copy_and_a_pickle_train_on_from_where_they_were_made(world: int, pool: WorkerPool) -> None:
     pipe = local()
     first, second = (pipe.step(*data(step, 10), F.mse_loss).item() for step in (0, 1))
-    assert answers(crew.run(jobs.copies, world=world)) == [[first, second, second, second]] * world
+    assert answers(pool.run(jobs.copies, world=world)) == [[first, second, second, second]] * world
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_closed_pipe_opens_again_and_keeps_no_files(world: int, crew: Crew) -> None:
+def test_a_closed_pipe_opens_again_and_keeps_no_files(world: int, pool: WorkerPool) -> None:
     pipe = local()
     losses = [pipe.step(*data(step, 10), F.mse_loss).item() for step in range(5)]
-    for found, files in answers(crew.run(jobs.reopen, world=world)):
+    for found, files in answers(pool.run(jobs.reopen, world=world)):
         assert found == losses
         assert files[-1] < files[1] + 3  # as many as it would be, if each time one stayed open
 
@@ -125,27 +125,27 @@ def test_a_closed_pipe_opens_again_and_keeps_no_files(world: int, crew: Crew) ->
 
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("name", ODD)
-def test_ranks_with_other_arguments_are_refused_on_all_ranks_by_name(name: str, odd: int, crew: Crew) -> None:
-    outcomes = crew.run(jobs.differ, name, odd)
+def test_ranks_with_other_arguments_are_refused_on_all_ranks_by_name(name: str, odd: int, pool: WorkerPool) -> None:
+    outcomes = pool.run(jobs.differ, name, odd)
     assert all(outcome.error in ("ValueError", "RemoteError") for outcome in outcomes), told_by(outcomes)
     for outcome in outcomes:
         assert jobs.NAMED[name] in outcome.told, told_by(outcomes)
         assert f"rank {odd}" in outcome.told or outcome.rank == odd, told_by(outcomes)
 
 
-def test_a_mesh_that_leaves_a_rank_out_is_refused_on_all_ranks(crew: Crew) -> None:
-    outcomes = crew.run(jobs.mesh_without)
+def test_a_mesh_that_leaves_a_rank_out_is_refused_on_all_ranks(pool: WorkerPool) -> None:
+    outcomes = pool.run(jobs.mesh_without)
     assert [outcome.error for outcome in outcomes] == ["RemoteError"] * 3 + ["ValueError"]
     assert all("this process is rank 3" in outcome.told for outcome in outcomes), told_by(outcomes)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
 @pytest.mark.parametrize("name", INSTEAD)
-def test_a_rank_that_does_something_else_is_named_and_all_can_go_on(name: str, odd: int, crew: Crew) -> None:
+def test_a_rank_that_does_something_else_is_named_and_all_can_go_on(name: str, odd: int, pool: WorkerPool) -> None:
     pipe = local()
     pipe.step(*data(0, 10), F.mse_loss)
     expected = pipe.step(*data(0, 10), F.mse_loss).item()
-    found = answers(crew.run(jobs.come_apart, name, odd))
+    found = answers(pool.run(jobs.come_apart, name, odd))
     for raised, loss in found:
         assert raised is not None
         assert raised[0] in ("ValueError", "RemoteError")
@@ -154,22 +154,22 @@ def test_a_rank_that_does_something_else_is_named_and_all_can_go_on(name: str, o
         assert loss == expected
 
 
-def test_backwards_in_different_orders_are_named(crew: Crew) -> None:
-    outcomes = crew.run(jobs.backward_apart)
+def test_backwards_in_different_orders_are_named(pool: WorkerPool) -> None:
+    outcomes = pool.run(jobs.backward_apart)
     assert all("the call that backward belongs to" in outcome.told for outcome in outcomes), told_by(outcomes)
 
 
 # What is left behind, and what is open meanwhile.
 
 
-def test_a_run_listens_nowhere_and_leaves_nothing_behind(tmp_path: Path, crew: Crew) -> None:
-    for listening, folder, memory, sockets in answers(crew.run(jobs.leave, str(tmp_path), -1)):
+def test_a_run_listens_nowhere_and_leaves_nothing_behind(tmp_path: Path, pool: WorkerPool) -> None:
+    for listening, folder, memory, sockets in answers(pool.run(jobs.leave, str(tmp_path), -1)):
         assert all(address.startswith("127.") or address == "::1" for _, address, _ in listening)
         assert (folder, memory, sockets) == ([], [], [])
 
 
-def test_a_run_opens_no_port_of_its_own(crew: Crew) -> None:
-    assert answers(crew.run(jobs.ports_opened)) == [0] * 4
+def test_a_run_opens_no_port_of_its_own(pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.ports_opened)) == [0] * 4
 
 
 @pytest.mark.parametrize("when", [1, 6], ids=["in the first step", "in a later step"])

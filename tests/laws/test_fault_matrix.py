@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.jobs.training import reference
 from tests.support.processes.faults import LAYER_PHASES, Fault
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.matrix import Case, cases, find, run, shortfalls
 from tests.support.processes.outcome import Outcome
 
@@ -17,30 +17,30 @@ STUCK = [case for case in ALL if case.stalls]
 
 
 @pytest.mark.parametrize("case", CAUGHT, ids=str)
-def test_an_exception_is_told_on_every_rank_and_the_next_step_works(case: Case, crew: Crew) -> None:
-    findings = run(case, crew)
+def test_an_exception_is_told_on_every_rank_and_the_next_step_works(case: Case, pool: WorkerPool) -> None:
+    findings = run(case, pool)
     assert shortfalls(findings) == []
     assert all(one.seconds is not None for one in findings)
 
 
 @pytest.mark.parametrize("case", [*cases(2, ["FaultError"], INSIDE)], ids=str)
-def test_so_it_is_with_messages_in_shared_memory(case: Case, crew: Crew) -> None:
-    assert shortfalls(run(case, crew, length=1500)) == []
+def test_so_it_is_with_messages_in_shared_memory(case: Case, pool: WorkerPool) -> None:
+    assert shortfalls(run(case, pool, length=1500)) == []
 
 
 @pytest.mark.parametrize("case", QUIET, ids=str)
-def test_a_nan_goes_the_way_that_it_goes_without_a_pipeline(case: Case, crew: Crew) -> None:
-    assert shortfalls(run(case, crew)) == []
+def test_a_nan_goes_the_way_that_it_goes_without_a_pipeline(case: Case, pool: WorkerPool) -> None:
+    assert shortfalls(run(case, pool)) == []
 
 
 @pytest.mark.parametrize("case", FATAL, ids=str)
-def test_a_rank_that_ends_is_told_on_every_other(case: Case, crew: Crew) -> None:
-    assert shortfalls(run(case, crew)) == []
+def test_a_rank_that_ends_is_told_on_every_other(case: Case, pool: WorkerPool) -> None:
+    assert shortfalls(run(case, pool)) == []
 
 
 @pytest.mark.parametrize("case", STUCK, ids=str)
-def test_a_rank_that_stands_still_is_told_after_the_timeout(case: Case, crew: Crew) -> None:
-    assert shortfalls(run(case, crew, timeout=4)) == []
+def test_a_rank_that_stands_still_is_told_after_the_timeout(case: Case, pool: WorkerPool) -> None:
+    assert shortfalls(run(case, pool, timeout=4)) == []
 
 
 CASE = Case(2, 1, Fault("FaultError", "backward", layer=7))

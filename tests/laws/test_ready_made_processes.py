@@ -12,7 +12,7 @@ from tests.support.jobs.data_parallel import normalized
 from tests.support.jobs.ready_made import MOST, SEED, SIZES, data, loss_of
 from tests.support.networks import network
 from tests.support.plain_loop import one_thread, run_layers, squares
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 
@@ -51,8 +51,10 @@ def added(found: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "how", [{}, {"schedule": "1f1b", "remat": "never"}, {"schedule": "zb_h1", "remat": "except_last"}]
 )
-def test_replicas_of_other_rows_and_lengths_have_the_bits_of_the_plain_loop(how: dict[str, Any], crew: Crew) -> None:
-    found = answers(crew.run(jobs.train, how, world=4))
+def test_replicas_of_other_rows_and_lengths_have_the_bits_of_the_plain_loop(
+    how: dict[str, Any], pool: WorkerPool
+) -> None:
+    found = answers(pool.run(jobs.train, how, world=4))
     with one_thread():
         trained, called = ([network(), network()] for _ in range(2))
         loss = sum(added(losses(layers, replica, 0)) for replica, layers in enumerate(trained))
@@ -73,9 +75,11 @@ def test_replicas_of_other_rows_and_lengths_have_the_bits_of_the_plain_loop(how:
             assert held == sums(replicas)
 
 
-def test_a_replica_that_leaves_out_an_output_does_not_keep_the_others_waiting_for_their_norms(crew: Crew) -> None:
+def test_a_replica_that_leaves_out_an_output_does_not_keep_the_others_waiting_for_their_norms(
+    pool: WorkerPool,
+) -> None:
     rows = [[3, 2], [2, 4]]
-    found = answers(crew.run(jobs.normalize, rows, world=4))
+    found = answers(pool.run(jobs.normalize, rows, world=4))
     inputs = [data([[n] for n in some], replica) for replica, some in enumerate(rows)]
     whole = nn.Sequential(*normalized())
     outputs = [
@@ -98,7 +102,9 @@ def test_a_replica_that_leaves_out_an_output_does_not_keep_the_others_waiting_fo
         ([3, 2], "inputs are 3 micro-batches and targets are 2 micro-batches"),
     ],
 )
-def test_targets_that_do_not_fit_are_named_on_every_rank(counts: list[int | None], text: str, crew: Crew) -> None:
-    found: list[Any] = answers(crew.run(jobs.mistake, counts, world=2))
+def test_targets_that_do_not_fit_are_named_on_every_rank(
+    counts: list[int | None], text: str, pool: WorkerPool
+) -> None:
+    found: list[Any] = answers(pool.run(jobs.mistake, counts, world=2))
     assert [kind for (kind, _), _ in found] == ["RemoteError", "ValueError"]
     assert all(text in told and next_one for (_, told), next_one in found)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.jobs import runs_alive as jobs
 from tests.support.plain_loop import REMATS, same_bits
 from tests.support.processes.digests import Digests, digests
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 from tests.support.runs_alive import ACTS, Story, pipes, plain, state_of, tell
 
@@ -65,20 +65,20 @@ def wrong(found: Sequence[Any], expected: Sequence[tuple[list[torch.Tensor], Dig
 
 
 @pytest.mark.parametrize("remat", ["always", "never"])
-def test_so_over_processes(remat: str, crew: Crew) -> None:
+def test_so_over_processes(remat: str, pool: WorkerPool) -> None:
     told = stories(1, 6)
     expected = []
     for story in told:
         references = plain()
         expected.append((tell(story, references), digests(state_of(references))))
-    found = answers(crew.run(jobs.told, told, 1, remat, world=2))
+    found = answers(pool.run(jobs.told, told, 1, remat, world=2))
     assert not wrong(found, expected)
     for rank in found:
         for (came, _), (right, _) in zip(rank, expected, strict=True):
             assert came == [tensor.double().flatten().tolist() for tensor in right]
 
 
-def test_so_with_replicas(crew: Crew) -> None:
+def test_so_with_replicas(pool: WorkerPool) -> None:
     told = stories(2, 2)
-    ways = [answers(crew.run(jobs.told, told, 2, remat, world=4)) for remat in ("always", "never")]
+    ways = [answers(pool.run(jobs.told, told, 2, remat, world=4)) for remat in ("always", "never")]
     assert ways[0] == ways[1]

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.laws.test_law1_processes import wrong
+from tests.laws.test_same_bits_processes import wrong
 from tests.support.jobs import values as jobs
 from tests.support.jobs.values import REFUSED, SCRIPTS, VALUES, locally, run_value, unrefused
 from tests.support.processes.digests import digests
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 WORLD = 3  # so that a value crosses two boundaries
@@ -19,8 +19,8 @@ def expected(kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_a_value_comes_as_it_left_with_the_bits_of_the_local_run(kind: str, crew: Crew) -> None:
-    found = answers(crew.run(jobs.carry, kind, world=WORLD))
+def test_a_value_comes_as_it_left_with_the_bits_of_the_local_run(kind: str, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.carry, kind, world=WORLD))
     (made, _, _), (_, given, _) = found[0], found[-1]
     assert made
     assert given == made
@@ -29,15 +29,17 @@ def test_a_value_comes_as_it_left_with_the_bits_of_the_local_run(kind: str, crew
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(name: str, world: int, crew: Crew) -> None:
-    found = answers(crew.run(jobs.script, name, world=world))
+def test_scripts(name: str, world: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.script, name, world=world))
     assert not wrong(found, digests(SCRIPTS[name](locally)))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_travel_is_named_on_every_rank_and_the_next_step_works(kind: str, world: int, crew: Crew) -> None:
-    found: list[Any] = answers(crew.run(jobs.refuse, kind, world=world))
+def test_what_cannot_travel_is_named_on_every_rank_and_the_next_step_works(
+    kind: str, world: int, pool: WorkerPool
+) -> None:
+    found: list[Any] = answers(pool.run(jobs.refuse, kind, world=world))
     origin = world - 1 if kind == "metrics" else 0
     for rank, (raised, _) in enumerate(found):
         kind_of_error, text = raised
@@ -48,8 +50,8 @@ def test_what_cannot_travel_is_named_on_every_rank_and_the_next_step_works(kind:
 
 
 @pytest.mark.parametrize("rows", [3, 3000], ids=["in the stream", "in shared memory"])
-def test_what_waits_for_a_slow_stage_does_not_grow_with_m(rows: int, crew: Crew) -> None:
+def test_what_waits_for_a_slow_stage_does_not_grow_with_m(rows: int, pool: WorkerPool) -> None:
     for micro_batches in (8, 64):
-        shared, early = zip(*answers(crew.run(jobs.wait, micro_batches, rows, world=2)), strict=True)
+        shared, early = zip(*answers(pool.run(jobs.wait, micro_batches, rows, world=2)), strict=True)
         assert max(early) <= 1
         assert max(shared) <= (0 if rows == 3 else 2 * 4 * 2**17)  # both ways, four messages of 72 kB, in 128 KiB

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(processor: str) -> tuple[int, str]:
     """What one processor finds, and whether that is as it must be."""
-    command = [QEMU, "-cpu", processor, sys.executable, "-m", "tests.processors.law1"]
+    command = [QEMU, "-cpu", processor, sys.executable, "-m", "tests.processors.same_bits"]
     done = progress.run(command, cwd=ROOT, stderr=subprocess.PIPE)
     return done.returncode, done.stdout.strip() or done.stderr.strip()
 

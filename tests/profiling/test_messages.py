@@ -20,22 +20,24 @@ from gpipe.stages.messages import Control, Crossed, Label, Payload, Traffic
 from gpipe.stages.microbatch import rows_of_parts
 from tests.support.jobs import crossing as jobs
 from tests.support.jobs import process_groups
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 FLOAT = 4  # bytes
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)]
 
 
-def recorded(crew: Crew, folder: Path, ranks: int, schedule: str, rows: Sequence[int], **how: Any) -> list[Message]:
+def recorded(
+    pool: WorkerPool, folder: Path, ranks: int, schedule: str, rows: Sequence[int], **how: Any
+) -> list[Message]:
     """What a file says of some steps, which is what the program foretells."""
     per_rank, file = dict(SCHEDULES)[schedule], str(folder / "messages.jsonl")
     given = ([1] * ranks * per_rank, schedule, list(rows), file)
     world = ranks * len(rows)
     if how.get("grouped"):
-        found = answers(crew.run(process_groups.over_wires, True, "crossing", "train", *given, world=world))
+        found = answers(pool.run(process_groups.over_wires, True, "crossing", "train", *given, world=world))
     else:
-        found = answers(crew.run(how.get("job", jobs.train), *given, world=world))
+        found = answers(pool.run(how.get("job", jobs.train), *given, world=world))
     messages = read_messages(file)
     assert {one["messages"] for one in found} == {len(messages)}  # every rank has those of all
     check_times(messages)
@@ -104,8 +106,10 @@ def check_reductions(messages: Sequence[Message], found: Sequence[Any], ranks: i
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("schedule", dict(SCHEDULES))
-def test_what_crosses_is_what_the_program_foretells(schedule: str, ranks: int, crew: Crew, tmp_path: Path) -> None:
-    messages = recorded(crew, tmp_path, ranks, schedule, [12])
+def test_what_crosses_is_what_the_program_foretells(
+    schedule: str, ranks: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    messages = recorded(pool, tmp_path, ranks, schedule, [12])
     check_pairs(messages)
 
 
@@ -120,20 +124,20 @@ def check_pairs(messages: Sequence[Message]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_reductions_are_of_the_gradients(ranks: int, crew: Crew, tmp_path: Path) -> None:
-    recorded(crew, tmp_path, ranks, "gpipe", [12, 8])
+def test_reductions_are_of_the_gradients(ranks: int, pool: WorkerPool, tmp_path: Path) -> None:
+    recorded(pool, tmp_path, ranks, "gpipe", [12, 8])
 
 
-def test_micro_batches_may_be_uneven(crew: Crew, tmp_path: Path) -> None:
-    recorded(crew, tmp_path, 2, "1f1b", [11])
+def test_micro_batches_may_be_uneven(pool: WorkerPool, tmp_path: Path) -> None:
+    recorded(pool, tmp_path, 2, "1f1b", [11])
 
 
-def test_messages_between_hosts_are_the_same(crew: Crew, tmp_path: Path) -> None:
-    recorded(crew, tmp_path, 2, "interleaved", [11, 8], job=jobs.train_remotely)
+def test_messages_between_hosts_are_the_same(pool: WorkerPool, tmp_path: Path) -> None:
+    recorded(pool, tmp_path, 2, "interleaved", [11, 8], job=jobs.train_remotely)
 
 
-def test_tensors_that_go_by_process_groups_are_the_same(crew: Crew, tmp_path: Path) -> None:
-    recorded(crew, tmp_path, 2, "gpipe", [11, 8], grouped=True)
+def test_tensors_that_go_by_process_groups_are_the_same(pool: WorkerPool, tmp_path: Path) -> None:
+    recorded(pool, tmp_path, 2, "gpipe", [11, 8], grouped=True)
 
 
 words = st.sampled_from(["x:0>1", "output", "gradients"])
@@ -243,8 +247,8 @@ def of(told: Sequence[dict[str, Any]], **wanted: object) -> list[dict[str, Any]]
     return [message for message in told if wanted.items() <= message.items()]
 
 
-def test_shared_weights_and_the_output_of_a_call_cross_too(crew: Crew) -> None:
-    told, *_ = answers(crew.run(jobs.train_tied, world=4))
+def test_shared_weights_and_the_output_of_a_call_cross_too(pool: WorkerPool) -> None:
+    told, *_ = answers(pool.run(jobs.train_tied, world=4))
     weight = 6 * 6 * FLOAT
     shared = of(told, what="shared weights", step=0)
     assert Counter(message["kind"] for message in shared) == {"send": 4, "receive": 4}
@@ -261,19 +265,19 @@ def test_shared_weights_and_the_output_of_a_call_cross_too(crew: Crew) -> None:
     assert {message["step"] for message in of(told, kind="reduce")} == {0, 2}
 
 
-def test_statistics_of_batchnorm_cross_between_replicas(crew: Crew) -> None:
-    synced, *_ = answers(crew.run(jobs.train_synced, world=4))
+def test_statistics_of_batchnorm_cross_between_replicas(pool: WorkerPool) -> None:
+    synced, *_ = answers(pool.run(jobs.train_synced, world=4))
     norms = of(synced, what="batch norm", kind="send", step=0)
     assert Counter((m["rank"], m["micro_batch"], m["phase"]) for m in norms) == Counter(
         (rank, m, phase) for rank in range(4) for m in range(2) for phase in ("forward", "backward")
     )
-    deferred, *_ = answers(crew.run(jobs.train_deferred, world=4))
+    deferred, *_ = answers(pool.run(jobs.train_deferred, world=4))
     found = {(m["rank"], m["peer"], m["stage"]) for m in of(deferred, what="statistics", kind="send", step=0)}
     assert found == {(0, 2, 0), (2, 0, 0), (1, 3, 1), (3, 1, 1)}
 
 
-def test_nothing_is_noted_unless_it_is_recorded(crew: Crew) -> None:
-    assert answers(crew.run(jobs.note_unrecorded, world=2)) == [[False, True]] * 2
+def test_nothing_is_noted_unless_it_is_recorded(pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.note_unrecorded, world=2)) == [[False, True]] * 2
 
 
 def test_the_page_says_what_the_fields_are() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.jobs import recorded
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 CLOCKS_APART = 1.0
@@ -11,8 +11,8 @@ CLOCKS_APART = 1.0
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_has_all_ranks_and_parts_that_sum_to_its_wall_time(world: int, crew: Crew) -> None:
-    for found in answers(crew.run(recorded.record, world=world)):
+def test_every_rank_has_all_ranks_and_parts_that_sum_to_its_wall_time(world: int, pool: WorkerPool) -> None:
+    for found in answers(pool.run(recorded.record, world=world)):
         assert found["ranks"] == world
         assert sum(found["shares"].values()) == pytest.approx(1)
         asleep = recorded.STEPS * recorded.MICRO_BATCHES * 4 * recorded.SECONDS  # the first stage, at least

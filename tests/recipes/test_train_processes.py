@@ -16,9 +16,9 @@ import pytest
 from gpipe.cli.main import main
 from gpipe.recipes.training import ENDINGS
 from tests.support.jobs.small_digits import EPOCHS, GO
+from tests.support.processes.fork_server import ONE_THREAD, ROOT
 from tests.support.processes.launch import TICK
 from tests.support.processes.listening import family, listening_sockets
-from tests.support.processes.nursery import ONE_THREAD, ROOT
 from tests.support.processes.torchrun import Launched, torchrun, wait_for
 from tests.support.small_images import EVERYTHING, flags, shown, train
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import harness as jobs
-from tests.support.processes.launch import Crew, run_ranks
-from tests.support.processes.nursery import ROOT
+from tests.support.processes.fork_server import ROOT
+from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import HungError, Outcome, answers
 
 
@@ -31,25 +31,25 @@ def gone(pid: int) -> bool:
     return not alive(pid)
 
 
-def test_ranks_meet_compute_and_answer(crew: Crew) -> None:
-    found = answers(crew.run(jobs.add_up, 10))
+def test_ranks_meet_compute_and_answer(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.add_up, 10))
     assert [answer[:4] for answer in found] == [[60, 4, "4", 1]] * 4
 
 
-def test_a_crew_keeps_its_processes_and_takes_as_many_as_a_job_wants(crew: Crew) -> None:
-    before = answers(crew.run("tests.support.jobs.harness:add_up", 1))
+def test_a_pool_keeps_its_processes_and_takes_as_many_as_a_job_wants(pool: WorkerPool) -> None:
+    before = answers(pool.run("tests.support.jobs.harness:add_up", 1))
     for world in (2, 3, 1, 4):
-        found = answers(crew.run(jobs.add_up, 1, world=world))
+        found = answers(pool.run(jobs.add_up, 1, world=world))
         assert [answer[0] for answer in found] == [sum(range(world))] * world
         assert [answer[4] for answer in found] == [answer[4] for answer in before][:world]
 
 
-def test_a_job_may_make_its_process_group_from_the_environment(crew: Crew) -> None:
-    assert answers(crew.run(jobs.by_environment, world=2, join=False)) == [20, 21]
+def test_a_job_may_make_its_process_group_from_the_environment(pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.by_environment, world=2, join=False)) == [20, 21]
 
 
-def test_nobody_else_may_enter_where_ranks_meet(crew: Crew) -> None:
-    assert answers(crew.run(jobs.modes_of_the_meeting, world=1)) == [["0o700", "0o700"]]
+def test_nobody_else_may_enter_where_ranks_meet(pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.modes_of_the_meeting, world=1)) == [["0o700", "0o700"]]
 
 
 def check_raised(outcomes: list[Outcome]) -> None:
@@ -64,13 +64,13 @@ def check_raised(outcomes: list[Outcome]) -> None:
     assert not second.answered
 
 
-def test_a_rank_that_raises_is_told_in_its_own_words_and_the_crew_lives_on(crew: Crew) -> None:
-    before = answers(crew.run(jobs.add_up, 1, world=2))
-    outcomes = crew.run(jobs.raises, 1, world=2, timeout=20)
+def test_a_rank_that_raises_is_told_in_its_own_words_and_the_pool_lives_on(pool: WorkerPool) -> None:
+    before = answers(pool.run(jobs.add_up, 1, world=2))
+    outcomes = pool.run(jobs.raises, 1, world=2, timeout=20)
     check_raised(outcomes)
     assert [outcome.code for outcome in outcomes] == [None, None]
     assert outcomes[0].error == "RuntimeError"  # gloo's, since rank 1 has left the group
-    assert answers(crew.run(jobs.add_up, 1, world=2)) == before
+    assert answers(pool.run(jobs.add_up, 1, world=2)) == before
 
 
 def test_a_fresh_rank_that_raises_ends_with_a_code_and_takes_the_other_along() -> None:
@@ -86,28 +86,28 @@ def test_a_fresh_rank_that_raises_ends_with_a_code_and_takes_the_other_along() -
     ("how", "code", "error"),
     [("os._exit", 0, ""), ("sys.exit", None, "SystemExit"), ("SIGKILL", -9, ""), ("SIGSEGV", -11, "")],
 )
-def test_a_rank_of_a_crew_that_ends_early_is_told_and_replaced(how: str, code: int | None, error: str) -> None:
-    with Crew(2) as crew:
-        first, second = crew.run(jobs.ends, 1, how)
+def test_a_rank_of_a_pool_that_ends_early_is_told_and_replaced(how: str, code: int | None, error: str) -> None:
+    with WorkerPool(2) as pool:
+        first, second = pool.run(jobs.ends, 1, how)
         assert (first.answer, first.code, first.hung) == ("fine", None, False)
         assert (second.answered, second.code, second.error, second.hung) == (False, code, error, False)
         assert second.seconds is not None
         with pytest.raises(AssertionError, match="rank 1"):
             answers([first, second])
-        assert len(answers(crew.run(jobs.add_up, 1))) == 2
+        assert len(answers(pool.run(jobs.add_up, 1))) == 2
 
 
 @pytest.mark.parametrize("how", ["sleep", "SIGSTOP"])
 def test_a_rank_that_hangs_is_killed_at_the_limit_and_its_place_is_told(how: str) -> None:
-    with Crew(2) as crew:
-        pids = [answer[4] for answer in answers(crew.run(jobs.add_up, 1))]
+    with WorkerPool(2) as pool:
+        pids = [answer[4] for answer in answers(pool.run(jobs.add_up, 1))]
         with pytest.raises(HungError, match=r"after 5 s, of 2 ranks, still at it: (0, )?1") as raised:
-            crew.run(jobs.ends, 1, how, limit=5)
+            pool.run(jobs.ends, 1, how, limit=5)
         _, second = raised.value.outcomes
         assert second.hung
         assert ("harness.py" in second.stderr) == (how == "sleep")  # a stopped process says nothing
         assert not any(map(alive, pids))
-        assert len(answers(crew.run(jobs.add_up, 1))) == 2
+        assert len(answers(pool.run(jobs.add_up, 1))) == 2
 
 
 def test_a_rank_that_is_meant_to_hang_is_waited_for_no_longer_than_the_others() -> None:
@@ -122,12 +122,12 @@ def test_what_a_rank_leaves_running_is_told_and_ended() -> None:
     assert gone(outcome.answer)
 
 
-def test_a_crew_that_is_dropped_in_an_exception_leaves_no_process() -> None:
+def test_a_pool_that_is_dropped_in_an_exception_leaves_no_process() -> None:
     pids: list[int] = []
 
     def fails() -> None:
-        with Crew(2) as crew:
-            pids.extend(answer[4] for answer in answers(crew.run(jobs.add_up, 1)))
+        with WorkerPool(2) as pool:
+            pids.extend(answer[4] for answer in answers(pool.run(jobs.add_up, 1)))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -139,8 +139,8 @@ def test_a_crew_that_is_dropped_in_an_exception_leaves_no_process() -> None:
 KILLED = """
 import os, signal
 from tests.support.jobs import harness as jobs
-from tests.support.processes.launch import Crew
-print(Crew(1).run(jobs.add_up, 1)[0].answer[4], flush=True)
+from tests.support.processes.launch import WorkerPool
+print(WorkerPool(1).run(jobs.add_up, 1)[0].answer[4], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -153,14 +153,14 @@ def test_ranks_die_with_whoever_started_them(tmp_path: Path) -> None:
     assert gone(int(done.stdout))
 
 
-def test_an_answer_that_json_cannot_say_is_the_jobs_mistake(crew: Crew) -> None:
-    (outcome,) = crew.run(jobs.unspeakable, world=1)
+def test_an_answer_that_json_cannot_say_is_the_jobs_mistake(pool: WorkerPool) -> None:
+    (outcome,) = pool.run(jobs.unspeakable, world=1)
     assert outcome.error == "TypeError"
     assert "not JSON serializable" in outcome.told
 
 
-def test_what_a_rank_prints_is_kept_for_its_own_job_and_is_no_answer(crew: Crew) -> None:
-    (first,) = crew.run(jobs.shouts, "one", world=1)
-    (second,) = crew.run(jobs.shouts, "two", world=1)
+def test_what_a_rank_prints_is_kept_for_its_own_job_and_is_no_answer(pool: WorkerPool) -> None:
+    (first,) = pool.run(jobs.shouts, "one", world=1)
+    (second,) = pool.run(jobs.shouts, "two", world=1)
     assert (first.stderr, second.stderr) == ("one\n", "two\n")
     assert (first.answered, first.answer) == (True, None)

@@ -8,7 +8,7 @@ from tests.support.jobs import models as jobs
 from tests.support.jobs.models import piped, stepped
 from tests.support.open_models import model_of
 from tests.support.processes.digests import Digests, digests
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 
@@ -20,9 +20,9 @@ def alone(name: str) -> Digests:
 
 
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("gpt2", 4), ("mixtral", 2), ("t5", 4), ("vit", 2)])
-def test_a_model_without_values_gets_them(name: str, world: int, crew: Crew) -> None:
+def test_a_model_without_values_gets_them(name: str, world: int, pool: WorkerPool) -> None:
     expected = alone(name)
-    ranks = answers(crew.run(jobs.train_from_meta, name, {"schedule": "1f1b"}, world=world))
+    ranks = answers(pool.run(jobs.train_from_meta, name, {"schedule": "1f1b"}, world=world))
     for found, others in ranks:
         assert not [what for what, one in found.items() if expected.get(what) != one]
         assert not others

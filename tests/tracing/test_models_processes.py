@@ -13,7 +13,7 @@ from tests.support.open_models import TIED, UNET, batch_of, model_of
 from tests.support.outcomes import Outcome, gradients, optimizer_of, state
 from tests.support.plain_loop import one_thread, parts_of
 from tests.support.processes.digests import Digests, digest, digests
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -44,10 +44,10 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in CASES.items() for way in ways])
-def test_the_bits_of_one_process(name: str, way: str, crew: Crew) -> None:
+def test_the_bits_of_one_process(name: str, way: str, pool: WorkerPool) -> None:
     world, how = WAYS[way]
     expected, whole = alone(name)
-    ranks = answers(crew.run(jobs.train, name, how, world=world))
+    ranks = answers(pool.run(jobs.train, name, how, world=world))
     wrong = [
         f"{what} on rank {rank} is {one}, not {expected.get(what)}"
         for rank, (found, _) in enumerate(ranks)

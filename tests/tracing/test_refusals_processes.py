@@ -5,24 +5,24 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import refusals as jobs
-from tests.support.processes.launch import Crew, Job, run_ranks
+from tests.support.processes.launch import Job, WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
 
 
-def test_what_needs_the_whole_model_names_the_remedy(tmp_path: Path, crew: Crew) -> None:
-    first, other = answers(crew.run(jobs.of_a_part, str(tmp_path), world=2))
+def test_what_needs_the_whole_model_names_the_remedy(tmp_path: Path, pool: WorkerPool) -> None:
+    first, other = answers(pool.run(jobs.of_a_part, str(tmp_path), world=2))
     assert other.pop("save") == ""  # transformers writes on the first rank alone
     for told in (*first.values(), *other.values()):
         assert "held by another process" in told
         assert "gpipe.save_weights(folder, pipe)" in told
 
 
-def test_a_rank_loads_what_it_has_itself(crew: Crew) -> None:
-    assert answers(crew.run(jobs.load_own, world=2)) == [True, True]
+def test_a_rank_loads_what_it_has_itself(pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.load_own, world=2)) == [True, True]
 
 
-def test_inputs_of_another_kind_are_refused_everywhere(crew: Crew) -> None:
-    found = answers(crew.run(jobs.other_kind, world=2))
+def test_inputs_of_another_kind_are_refused_everywhere(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.other_kind, world=2))
     for told, goes_on in found:
         assert "make the pipe with a sample of this kind" in told
         assert goes_on
@@ -35,8 +35,8 @@ def test_inputs_of_another_kind_are_refused_everywhere(crew: Crew) -> None:
         (jobs.other_sample, "sample is ['attention_mask', 'input_ids', 'labels'] on rank 0 and "),
     ],
 )
-def test_what_differs_between_ranks_is_refused_everywhere(job: Job, what: str, crew: Crew) -> None:
-    outcomes = crew.run(job, world=2)
+def test_what_differs_between_ranks_is_refused_everywhere(job: Job, what: str, pool: WorkerPool) -> None:
+    outcomes = pool.run(job, world=2)
     for outcome in outcomes:
         assert outcome.error in ("ValueError", "RemoteError"), str(outcome)
     assert any(what in outcome.told for outcome in outcomes)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.jobs import model_replicas as jobs
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 
@@ -16,10 +16,10 @@ from tests.support.processes.outcome import answers
     [("llama", False, "gpipe"), ("llama", True, "1f1b"), ("bert", False, "1f1b"), ("vit", False, "gpipe")],
 )
 def test_replicas_share_the_loss_as_their_micro_batches_do(
-    name: str, ready_made: bool, schedule: str, crew: Crew
+    name: str, ready_made: bool, schedule: str, pool: WorkerPool
 ) -> None:
     expected = {what: value for what, value in jobs.alone(name, ready_made=ready_made).items() if value is not None}
-    first, second, *others = answers(crew.run(jobs.train, name, ready_made, schedule, world=4))
+    first, second, *others = answers(pool.run(jobs.train, name, ready_made, schedule, world=4))
     assert [first, second] == others
     assert expected.keys() == {*first, *second}
     for what, value in expected.items():
@@ -27,5 +27,5 @@ def test_replicas_share_the_loss_as_their_micro_batches_do(
         assert (found - value).abs().max() <= 2e-6 * value.abs().max().clamp(min=1e-3), what
 
 
-def test_a_replica_without_labels_that_count_has_no_say(crew: Crew) -> None:
-    assert all("no label of the mini-batch counts" in told for told in answers(crew.run(jobs.uncounted, world=4)))
+def test_a_replica_without_labels_that_count_has_no_say(pool: WorkerPool) -> None:
+    assert all("no label of the mini-batch counts" in told for told in answers(pool.run(jobs.uncounted, world=4)))

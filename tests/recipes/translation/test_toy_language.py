@@ -15,7 +15,7 @@ import torch
 from gpipe.cli.main import main
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.translation.corpus import Corpus
-from tests.support.processes.nursery import ONE_THREAD
+from tests.support.processes.fork_server import ONE_THREAD
 from tests.support.toy_language import in_toy, job_of, options, pairs, train, write_table
 
 EPOCHS = 10

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from tests.support.law1_stories import Make
 from tests.support.outcomes import Outcome, noted
 from tests.support.plain_loop import Tree, weights_of
 from tests.support.processes.digests import Digests, digest, digests, own_inputs
+from tests.support.same_bits_stories import Make
 
 WIDTH, SEED, MICRO_BATCHES = 6, 5, 3
 Json = Any

@@ -1,8 +1,8 @@
 """Tests over processes: starts ranks, has them do a job, and ends every one of them, whatever happened.
 
-Each rank is a process in a session of its own, in which torch is loaded and nothing else was done (`nursery`). They
-meet at a file in a folder of mode 0700, talk over the loopback device, compute on one thread each, and die with who
-started them.
+Each rank is a process in a session of its own, in which torch is loaded and nothing else was done (`fork_server`).
+They meet at a file in a folder of mode 0700, talk over the loopback device, compute on one thread each, and die with
+who started them.
 """
 
 import json
@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from tests.support.processes.fork_server import ONE_THREAD, Forked, fork_servers
 from tests.support.processes.marks import first_mark
-from tests.support.processes.nursery import ONE_THREAD, Forked, nurseries
 from tests.support.processes.outcome import HungError, Outcome
 from tests.support.processes.rank import Order
 from tests.support.progress import Progress
@@ -38,10 +38,10 @@ Job: TypeAlias = str | Callable[..., object]
 def run_ranks(world: int, job: Job, *args: Any, **how: Any) -> list[Outcome]:
     """Runs a job in fresh processes, which end with it as a user's script would; gives how each rank ended.
 
-    Takes what `Crew.run` does.
+    Takes what `WorkerPool.run` does.
     """
-    with Crew(world) as crew:
-        return crew.run(job, *args, last=True, **how)
+    with WorkerPool(world) as pool:
+        return pool.run(job, *args, last=True, **how)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _Process:
 
 
 @dataclass
-class Crew:
+class WorkerPool:
     """Ranks that do one job after another, and keep what these have loaded: use it as a context.
 
     The processes are started by the first job, and anew after a job in which one died or hung. Each job has a
@@ -169,8 +169,8 @@ def free_port() -> int:
 def _start(rank: int, folder: Path) -> _Process:
     log = folder / f"rank_{rank}.log"
     with log.open("w") as stream:
-        nursery = nurseries()[rank % len(nurseries())]
-        popen = nursery.fork(rank, folder, stream, {**os.environ, **ONE_THREAD, **LOOPBACK})
+        fork_server = fork_servers()[rank % len(fork_servers())]
+        popen = fork_server.fork(rank, folder, stream, {**os.environ, **ONE_THREAD, **LOOPBACK})
     return _Process(popen, log)
 
 

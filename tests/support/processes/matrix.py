@@ -18,7 +18,7 @@ from tests.support.processes.faults import (
     VALUES,
     Fault,
 )
-from tests.support.processes.launch import TIMEOUT, Crew
+from tests.support.processes.launch import TIMEOUT, WorkerPool
 from tests.support.processes.outcome import HungError, Outcome
 
 
@@ -121,7 +121,7 @@ def wanted(case: Case, rank: int) -> dict[str, str]:
 
 def run(
     case: Case,
-    crew: Crew,
+    pool: WorkerPool,
     *,
     timeout: float = TIMEOUT,
     limit: float | None = None,
@@ -129,11 +129,11 @@ def run(
 ) -> list[Finding]:
     """Has a case happen; gives what each rank made of it, in order.
 
-    Where the faulty rank is gone afterwards, the ranks are fresh processes. Else they are the crew's, who catch what
+    Where the faulty rank is gone afterwards, the ranks are fresh processes. Else they are the pool's, who catch what
     they raise, do the step again, and train on.
     """
     again = not case.ends_the_rank
-    with nullcontext(crew) if again else Crew(case.partitions) as ranks:
+    with nullcontext(pool) if again else WorkerPool(case.partitions) as ranks:
         if case.stalls:  # whatever is loaded late is loaded before the timeout is short
             ranks.run(train, asdict(replace(case.fault, kind="", phase="")), False, length)
         try:

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.processes.fork_server import ONE_THREAD, ROOT
 from tests.support.processes.launch import GRACE, LOOPBACK, TICK
 from tests.support.processes.listening import family
-from tests.support.processes.nursery import ONE_THREAD, ROOT
 
 
 @dataclass

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from gpipe.schedule.schedules import SCHEDULES
-from tests.support.jobs import law1 as jobs
-from tests.support.jobs.law1 import Plain, case_of, locally, plain_case, task_of
-from tests.support.law1_stories import STORIES
+from tests.support.jobs import same_bits as jobs
+from tests.support.jobs.same_bits import Plain, case_of, locally, plain_case, task_of
 from tests.support.mixed_tasks import Task, is_statistic, run_pipe, run_plain, whole
 from tests.support.processes.digests import Digests, digests
-from tests.support.processes.launch import Crew
+from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
+from tests.support.same_bits_stories import STORIES
 
 WORLDS = [1, 2, 3, 4]
 MIXED, VARIOUS = list(range(26)), list(range(100, 130))
@@ -56,8 +56,8 @@ def various() -> list[Digests]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_models_that_mix_everything(world: int, mixed: list[tuple[Task, Digests, Digests]], crew: Crew) -> None:
-    found = by_model(answers(crew.run(jobs.mixed, MIXED, world=world)))
+def test_models_that_mix_everything(world: int, mixed: list[tuple[Task, Digests, Digests]], pool: WorkerPool) -> None:
+    found = by_model(answers(pool.run(jobs.mixed, MIXED, world=world)))
     assert sum(map(bool, found)) > CAN_BE_CUT * len(found)
     for ranks, (task, local, plain) in zip(found, mixed, strict=True):
         if ranks:
@@ -67,9 +67,9 @@ def test_models_that_mix_everything(world: int, mixed: list[tuple[Task, Digests,
 
 @pytest.mark.parametrize(("world", "name", "each"), [(2, "loop", 2), (2, "v", 2), (2, "backwards", 2), (3, "v", 2)])
 def test_several_stages_on_each_rank(
-    world: int, name: str, each: int, mixed: list[tuple[Task, Digests, Digests]], crew: Crew
+    world: int, name: str, each: int, mixed: list[tuple[Task, Digests, Digests]], pool: WorkerPool
 ) -> None:
-    found = by_model(answers(crew.run(jobs.placed_mixed, MIXED, name, each, world=world)))
+    found = by_model(answers(pool.run(jobs.placed_mixed, MIXED, name, each, world=world)))
     assert sum(map(bool, found)) > CAN_BE_CUT / 2 * len(found)
     for ranks, (task, local, plain) in zip(found, mixed, strict=True):
         if ranks:
@@ -79,9 +79,9 @@ def test_several_stages_on_each_rank(
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_schedule(name: str, world: int, mixed: list[tuple[Task, Digests, Digests]], crew: Crew) -> None:
+def test_every_schedule(name: str, world: int, mixed: list[tuple[Task, Digests, Digests]], pool: WorkerPool) -> None:
     some = MIXED[world - 2 :: 2]
-    found = by_model(answers(crew.run(jobs.scheduled_mixed, some, name, world=world)))
+    found = by_model(answers(pool.run(jobs.scheduled_mixed, some, name, world=world)))
     assert sum(map(bool, found)) > CAN_BE_CUT / 2 * len(found)
     for ranks, seed in zip(found, some, strict=True):
         task, local, plain = mixed[MIXED.index(seed)]
@@ -91,8 +91,8 @@ def test_every_schedule(name: str, world: int, mixed: list[tuple[Task, Digests, 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_models_run_in_any_way(world: int, various: list[Digests], crew: Crew) -> None:
-    found = by_model(answers(crew.run(jobs.various, VARIOUS, world=world)))
+def test_models_run_in_any_way(world: int, various: list[Digests], pool: WorkerPool) -> None:
+    found = by_model(answers(pool.run(jobs.various, VARIOUS, world=world)))
     assert sum(map(bool, found)) > CAN_BE_CUT * len(found)
     for seed, ranks, plain in zip(VARIOUS, found, various, strict=True):
         assert not ranks or not wrong(ranks, plain), f"seed {seed}"
@@ -101,9 +101,11 @@ def test_models_run_in_any_way(world: int, various: list[Digests], crew: Crew) -
 @pytest.mark.quick
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", STORIES)
-def test_one_script_gives_the_same_bits_however_many_processes_run_it(name: str, world: int, crew: Crew) -> None:
+def test_one_script_gives_the_same_bits_however_many_processes_run_it(
+    name: str, world: int, pool: WorkerPool
+) -> None:
     story = STORIES[name]
-    found = answers(crew.run(jobs.tell, name, world=world))
+    found = answers(pool.run(jobs.tell, name, world=world))
     assert not wrong(found, digests(story.run(locally)))
     if story.plain:
         assert not wrong(found, digests(story.run(lambda layers, **how: Plain(layers))))

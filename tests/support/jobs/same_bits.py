@@ -13,13 +13,13 @@ from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.writing import loop
 from tests.support import mixed_tasks
 from tests.support.addresses import twins
-from tests.support.law1_stories import MICRO_BATCHES, SEED, STORIES
 from tests.support.mixed_tasks import Task, generate_task, generate_way
 from tests.support.outcomes import Outcome, train_twice
 from tests.support.placements import placed
 from tests.support.plain_loop import REMATS, Tree, plain_loop, plain_outputs
 from tests.support.processes.digests import Digests, digests, own_inputs
 from tests.support.random_cases import Case, random_case, run, run_plain
+from tests.support.same_bits_stories import MICRO_BATCHES, SEED, STORIES
 
 # Random models.
 

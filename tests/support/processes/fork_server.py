@@ -3,10 +3,10 @@
 To load torch, and what an optimizer loads of it late, takes a core more than three seconds; to fork takes none. Who
 has computed may not be forked, since threads of torch would be missing in the child; who only imports has no thread.
 A rank sees what a fresh process sees: an environment, a session and standard streams of its own, no mark of earlier
-jobs, and it ends as a script does. Neighbours come from different nurseries, lest the same hash seed give sets the
+jobs, and it ends as a script does. Neighbours come from different fork servers, lest the same hash seed give sets the
 same order on all ranks.
 
-python -m tests.support.processes.nursery FD    takes requests from a socket until that is closed
+python -m tests.support.processes.fork_server FD    takes requests from a socket until that is closed
 """
 
 import atexit
@@ -38,7 +38,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass
 class Forked:
-    """A process that a nursery has forked: what is needed here of `subprocess.Popen`.
+    """A process that a fork server has forked: what is needed here of `subprocess.Popen`.
 
     Attributes:
         pid: Its number, and that of its session.
@@ -68,14 +68,14 @@ class Forked:
 
 
 @dataclass
-class Nursery:
+class ForkServer:
     """A process that forks ranks, for as long as this one lives."""
 
     _socket: socket.socket
     _popen: subprocess.Popen[bytes] = field(init=False)
 
     @classmethod
-    def start(cls) -> "Nursery":
+    def start(cls) -> "ForkServer":
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made = cls(own)
         with its:
@@ -109,9 +109,9 @@ class Nursery:
 
 
 @cache
-def nurseries() -> tuple[Nursery, ...]:
+def fork_servers() -> tuple[ForkServer, ...]:
     """Those of this process."""
-    return tuple(Nursery.start() for _ in range(SEEDS))
+    return tuple(ForkServer.start() for _ in range(SEEDS))
 
 
 def end_with(parent: int) -> None:
@@ -141,8 +141,8 @@ def forked(requests: socket.socket) -> tuple[int, str] | None:
 def keep(stdin: int, log: int, tells: int) -> None:
     """Forks the rank, in which it returns; what is left of this process tells its number, and how it ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    nursery, keeper = os.getppid(), os.getpid()
-    end_with(nursery)
+    server, keeper = os.getppid(), os.getpid()
+    end_with(server)
     pid = os.fork()
     if pid:
         os.close(stdin)
