@@ -16,10 +16,10 @@ from gpipe.config.auto_remat import AUTO, memory_by_row
 from gpipe.config.schedules import count_ranks, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
-from gpipe.distributed.construction import BUILDING, LINKING, Agreement
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.mesh import Position, find_position, is_joined
 from gpipe.distributed.processes import OneProcess, Processes
+from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.distributed.untrusted import explaining_limits
 from gpipe.errors import is_count
@@ -58,9 +58,9 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     end_with_launcher()
     if not is_joined():
         _find_position(asked)  # says what is missing
-    with Agreement() as agreement, explaining_limits():
-        position = agreement.position = _find_position(asked)
-        settings = _settle_together(asked, position, agreement)
+    with Rendezvous() as rendezvous, explaining_limits():
+        position = rendezvous.position = _find_position(asked)
+        settings = _settle_together(asked, position, rendezvous)
         processes = Processes(
             _engine(settings, position),
             position,
@@ -68,7 +68,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
             costs=settings.partition.seconds,
             measured=settings.in_seconds,
         )
-        processes.link(agreement)
+        processes.link(rendezvous)
         engine = processes.engine
         if settings.replayed is None:
             release(engine.stages, engine.own)
@@ -134,17 +134,17 @@ def _find_position(asked: Arguments) -> Position:
     return position
 
 
-def _settle_together(asked: Arguments, position: Position, agreement: Agreement) -> Settings:
+def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> Settings:
     """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
     drawn = draw_seed() if asked.seed is None else None
-    every = agreement.greet(drawn=drawn, memory=memory_of(position.device))
+    every = rendezvous.greet({"drawn": drawn, "memory": memory_of(position.device)})
     seed = every[0]["drawn"] if asked.seed is None else asked.seed
     if asked.remat == AUTO and asked.memory is None:
-        asked = replace(asked, memory=memory_by_row(position, agreement.hosts, [one["memory"] for one in every]))
+        asked = replace(asked, memory=memory_by_row(position, rendezvous.hosts, [one["memory"] for one in every]))
     costs: Any = asked.costs
     told: Mapping[str, Any] = {}
     if position.rank:
-        told = agreement.tell(BUILDING)[0]
+        told = agree(rendezvous)[0]
         costs = told["costs"]  # who measures by himself would cut elsewhere
     replayed = _replayed(asked)
     if replayed is None:
@@ -158,16 +158,18 @@ def _settle_together(asked: Arguments, position: Position, agreement: Agreement)
     if not position.rank:
         each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
         costs, measured = list(settings.costs), settings.in_seconds
-        agreement.tell(BUILDING, costs=costs, stages=each, in_seconds=measured, whole=sorted(settings.whole))
+        whole = sorted(settings.whole)
+        agree(rendezvous, {"costs": costs, "stages": each, "in_seconds": measured, "whole": whole})
     else:
         stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
         settings = replace(
             settings, stage_costs=stages, in_seconds=told["in_seconds"], whole=frozenset(told["whole"])
         )
+    rendezvous.phase = BUILDING
     settings = _with_own_layers(settings, position, sketch, asked.ties)
-    _compare(agreement, settings, asked)
+    _compare(rendezvous, settings, asked)
     if position.replicas > 1:
-        _compare_weights(agreement, settings, position)
+        _compare_weights(rendezvous, settings, position)
     return settings
 
 
@@ -191,7 +193,7 @@ def _with_own_layers(
     return replace(settings, layers=named, tied=_tie(named, ties, sketch, own))
 
 
-def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None:
+def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
     """Checks that all processes have settled for the same."""
     same = dict(
         partitions=settings.layers_per_partition,
@@ -209,7 +211,8 @@ def _compare(agreement: Agreement, settings: Settings, asked: Arguments) -> None
         path=[] if settings.replayed is None else settings.replayed.outlines(),
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
-    agree(agreement, same=same)
+    agree(rendezvous, same=same)
+    rendezvous.phase = LINKING
 
 
 def _words(layer: nn.Module) -> str:
@@ -217,15 +220,15 @@ def _words(layer: nn.Module) -> str:
     return f"{type(layer).__name__}({', '.join(shapes)})"
 
 
-def _compare_weights(agreement: Agreement, settings: Settings, position: Position) -> None:
+def _compare_weights(rendezvous: Rendezvous, settings: Settings, position: Position) -> None:
     """Checks that the replicas begin with the same weights: they would stay as far apart as they are.
 
     Raises:
         ValueError: Names the layers whose weights differ.
     """
     layers = list(settings.layers.items())
-    every = agreement.tell(LINKING, weights={str(at): _checksum(layers[at][1]) for at in _own(settings, position)})
-    found = {(int(at), checksum) for theirs in every for at, checksum in theirs["weights"].items()}
+    every = agree(rendezvous, {str(at): _checksum(layers[at][1]) for at in _own(settings, position)})
+    found = {(int(at), checksum) for theirs in every for at, checksum in theirs.items()}
     several = Counter(at for at, _ in found)
     apart = [
         f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
+from gpipe.distributed.untrusted import Damaged, damaged, reading
 from gpipe.errors import RemoteError
 
 LONGEST_SHOWN = 300  # characters of a setting; what is longer is cut, and compared by its checksum
@@ -103,7 +104,7 @@ def agree(
     settings = {name: _shown(setting) for name, setting in (same or {}).items()}
     fault = None if error is None else [type(error).__name__, str(error)]
     message = json.dumps({"value": value, "same": settings, "fault": fault})
-    gathered = [json.loads(remote.decode()) for remote in ranks.exchange(message.encode())]
+    gathered = [_read(rank, remote) for rank, remote in enumerate(ranks.exchange(message.encode()))]
     faults = {rank: remote["fault"] for rank, remote in enumerate(gathered) if remote["fault"]}
     if error is not None:
         for rank, (kind, text) in faults.items():
@@ -117,6 +118,17 @@ def agree(
     if different := differences({rank: remote["same"] for rank, remote in enumerate(gathered)}):
         raise ValueError(f"all ranks must be given the same: {'; '.join(different)}")
     return [remote["value"] for remote in gathered]
+
+
+def _read(rank: int, message: bytes) -> dict[str, Any]:
+    try:
+        with reading("a message"):
+            remote: dict[str, Any] = json.loads(message.decode())
+            if remote.keys() != {"value", "same", "fault"} or not isinstance(remote["same"], dict):
+                raise ValueError(f"{sorted(remote)}")
+            return remote
+    except Damaged as error:
+        raise damaged(rank, error) from error
 
 
 def differences(settings: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -5,14 +5,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from gpipe.distributed.agree import SingleProcess
-from gpipe.distributed.construction import LINKING, Agreement
+from gpipe.distributed.agree import SingleProcess, agree
 from gpipe.distributed.context import ProcessContext
 from gpipe.distributed.handshake import Header, compare_headers
+from gpipe.distributed.listener import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
 from gpipe.distributed.net import Net
-from gpipe.distributed.rendezvous import connect
+from gpipe.distributed.rendezvous import LINKING, Rendezvous
 from gpipe.distributed.stragglers import stragglers_among
 from gpipe.distributed.untrusted import explaining_limits
 from gpipe.runtime.context import Context, Request
@@ -86,14 +86,14 @@ class Processes(OneProcess):
             return []
         return find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
 
-    def link(self, agreement: Agreement) -> None:
-        """Makes the links to the other processes, who do so at the same time; the last that the agreement is for."""
-        links = connect(agreement)
+    def link(self, rendezvous: Rendezvous) -> None:
+        """Makes the links to the other processes, who do so at the same time; the last that the rendezvous is for."""
+        links = connect(rendezvous)
         try:
-            shown = partial(agreement.tell, LINKING)
+            shown = partial(agree, rendezvous)
             groups = groups_for(self.position, self.engine.crossings())
             self._net = Net(self.position.rank, links, self.position.timeout, groups, shown)
-            agreement.tell(LINKING, last=True)
+            rendezvous.close()
         except BaseException:
             for link in links.values():
                 link.close()
@@ -103,10 +103,11 @@ class Processes(OneProcess):
     def linked(self) -> Net:
         """The links, made anew by all processes at once if they were closed."""
         if self._net is None:
-            with Agreement() as agreement, explaining_limits():
-                agreement.position = self.position
-                agreement.greet()
-                self.link(agreement)
+            with Rendezvous() as rendezvous, explaining_limits():
+                rendezvous.position = self.position
+                rendezvous.greet()
+                rendezvous.phase = LINKING
+                self.link(rendezvous)
         assert self._net is not None
         return self._net
 

@@ -1,232 +1,205 @@
-"""How the processes of a pipe link up: each tells in the agreement where it can be reached; then a link a pair.
+"""While a pipe is built: the processes come together and settle what it is, and none waits for one that has failed.
 
-Nothing listens but for this moment: within a host at a socket in a folder that only its user can enter, between hosts
-at the address by which the others are reached, and only to who knows the number that was exchanged.
+All go through the same phases and exchange something at the end of each. So who is gone, or sends nothing, is in the
+phase in which the others wait for it.
 """
 
-import hmac
+import json
+import logging
+import math
 import os
-import secrets
-import selectors
-import shutil
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from queue import Empty
+from types import TracebackType
+from typing import Any, Self
 
-from gpipe.distributed.construction import LINKING, Agreement
-from gpipe.distributed.failures import SOON
-from gpipe.distributed.local import Link
-from gpipe.distributed.tcp import RemoteLink
-from gpipe.distributed.untrusted import LIMITS
+import torch.distributed as dist
+
+from gpipe.distributed.agree import agree
+from gpipe.distributed.failures import LONG, SILENCE, Report, error_of, report_of
+from gpipe.distributed.local import checked_report
+from gpipe.distributed.mesh import Position, timeout_of_world
+from gpipe.distributed.untrusted import Damaged, damaged, reading
+from gpipe.distributed.world import Kind, Received, WorldChannel
 from gpipe.errors import heard
 
-HELLO = 48  # bytes: a token of 32, a rank, one of the streams
-STREAMS = ("messages", "news")
-LONGEST_FOLDER = 70  # characters: the path of a socket may have about 100
-PATIENCE = 60.0  # seconds for all to connect, once all have said where they are, unless the group's timeout is less
-TICK = 0.02  # seconds between two looks whether another process has failed
+logger = logging.getLogger("gpipe")
+
+COMING = "before it came to build the pipe, or as it began"
+SETTLING = "while it settled what the pipe is made of"
+BUILDING = "while it built its layers"
+LINKING = "while the processes linked up"
+BETTER_REASON_SECONDS = 0.2  # from the first bad news on, in which a better reason may come
 
 
-@dataclass(frozen=True)
-class Door:
-    """Where a process can be reached, and the number that its visitors must know."""
+class Rendezvous:
+    """A communicator of the processes that build one pipe; `with` it, whoever fails inside tells the others.
 
-    path: str
-    address: str
-    port: int
-    token: str
+    They raise a RemoteError of it wherever they wait.
 
+    Attributes:
+        position: Where this process stands, once that is known; until then it exchanges with the whole world.
+        hosts: The host of each process of the world, once all have greeted.
+        phase: What this process does now, in words.
+    """
 
-def connect(agreement: Agreement) -> dict[int, Link]:
-    """Links this process with the others of its pipe, by their ranks there; all do so at the same time."""
-    position = agreement.position
-    assert position is not None
-    hosts = [agreement.hosts[member] for member in position.members]
-    peers = range(position.rank + 1, len(position.members))
-    is_local = [host == hosts[position.rank] for host in hosts]
-    pairs: dict[int, list[socket.socket]] = {}
-    with _Listening(crosses_hosts=not all(is_local)) as own, _closed_on_failure(pairs):
-        doors = [Door(**theirs["door"]) for theirs in agreement.tell(LINKING, door=asdict(own.door))]
-        for peer in range(position.rank):
-            pairs[peer] = _reach(agreement, peer, doors[peer], position.silence, local=is_local[peer])
-        pairs |= own.welcome(peers, position.silence, min(PATIENCE, position.timeout), agreement.heed)
-        return {peer: (Link if is_local[peer] else RemoteLink)(*pairs[peer]) for peer in sorted(pairs)}
+    def __init__(self) -> None:
+        self.position: Position | None = None
+        self.hosts: list[str] = []
+        self.phase = COMING
+        self._rank_in_world = dist.get_rank()
+        self._timeout = timeout_of_world()
+        self._began = time.monotonic()
+        self._messages: dict[int, deque[bytes]] = {
+            peer: deque() for peer in range(dist.get_world_size()) if peer != self._rank_in_world
+        }
+        self._failures: list[Report] = []
+        self._channel = WorldChannel()
 
-
-@contextmanager
-def _closed_on_failure(pairs: dict[int, list[socket.socket]]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for connection in [connection for pair in pairs.values() for connection in pair]:
-            connection.close()
-        raise
-
-
-def _reach(agreement: Agreement, peer: int, door: Door, silence: float, *, local: bool) -> list[socket.socket]:
-    """Connects to a process; if it cannot be reached, it soon says why, or is gone."""
-    assert agreement.position is not None
-    try:
-        return _call(door, agreement.position.rank, silence, local=local)
-    except OSError as error:
-        if error.errno in LIMITS:
-            raise
-        agreement.heed(SOON)
-        raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
-
-
-class _Listening:
-    """A process while others can connect to it: by a path within the host, by an address only if there are others."""
-
-    def __init__(self, *, crosses_hosts: bool) -> None:
-        address, port = _own_address() if crosses_hosts else "", 0
-        os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
-        long = len(tempfile.gettempdir()) > LONGEST_FOLDER
-        self._listeners: list[socket.socket] = []
-        self._folder = tempfile.mkdtemp(prefix="gpipe-", dir="/tmp" if long else None)  # mode 0700
-        try:
-            path = str(Path(self._folder) / "door")
-            self._listen(socket.AF_UNIX, path)
-            if crosses_hosts:
-                address, port = self._listen(socket.AF_INET, (address, 0))
-        except BaseException:
-            self.__exit__()
-            raise
-        self.door = Door(path, address, port, secrets.token_hex(16))
-
-    def _listen(self, family: socket.AddressFamily, at: str | tuple[str, int]) -> Any:
-        self._listeners.append(socket.socket(family))
-        self._listeners[-1].bind(at)
-        self._listeners[-1].listen(1024)
-        return self._listeners[-1].getsockname()
-
-    def __enter__(self) -> "_Listening":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for listener in self._listeners:
-            listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            report = report_of(error, 0, self.rank, self.phase)
+            self._channel.send(json.dumps(report).encode(), Kind.FAILURE)
+            self._channel.close()
 
-    def welcome(
-        self, peers: range, silence: float, patience: float, heed: Callable[[], None]
-    ) -> dict[int, list[socket.socket]]:
-        """Takes the connections of these peers: of each the stream, then the news.
+    @property
+    def rank(self) -> int:
+        """The number of this process, in the pipe if that is known."""
+        return self._number(self._rank_in_world)
 
-        Args:
-            peers: Who shall come.
-            silence: Seconds without an answer after which a host is gone, from then on.
-            patience: Seconds in which all shall have come.
-            heed: Raises if one of them has failed.
-        """
-        found: dict[int, dict[str, socket.socket]] = {peer: {} for peer in peers}
-        until = time.monotonic() + patience
-        with ExitStack() as visitors, selectors.DefaultSelector() as doors:
-            visitors.callback(_close_unless_whole, found)
-            for listener in self._listeners:
-                doors.register(listener, selectors.EVENT_READ)
-            while missing := [peer for peer, two in found.items() if len(two) < len(STREAMS)]:
-                heed()
-                if time.monotonic() > until:
-                    raise TimeoutError(f"ranks {missing} did not connect within {patience:g} s")
-                for key, _ in doors.select(TICK):
-                    if (visitor := key.data) is None:
-                        visitor = _Visitor(key.fileobj.accept()[0])  # type: ignore[union-attr]  # a listener
-                        doors.register(visitor, selectors.EVENT_READ, visitor)
-                        visitors.callback(visitor.leave)
-                    elif not visitor.listen():
-                        doors.unregister(visitor)
-                        self._admit(visitor, silence, found)
-        return {peer: [two[which] for which in STREAMS] for peer, two in found.items()}
+    @property
+    def size(self) -> int:
+        """How many processes the pipe has, or the world as long as it has none."""
+        return len(self._members)
 
-    def _admit(self, visitor: "_Visitor", silence: float, found: dict[int, dict[str, socket.socket]]) -> None:
-        """Has one of ours stay, and a stranger leave."""
-        token, rank, which, *_ = [*visitor.said.decode("ascii", "replace").split(), "", "", ""]
-        known = {str(peer): peer for peer in found}
-        if hmac.compare_digest(token.encode(), self.door.token.encode()) and rank in known and which in STREAMS:
-            visitor.connection.setblocking(True)
-            found[known[rank]][which] = _prepared(visitor.connection, silence)
-            visitor.is_ours = True
-        visitor.leave()
+    @property
+    def _members(self) -> Sequence[int]:
+        return range(len(self._messages) + 1) if self.position is None else self.position.members
 
+    def _number(self, member: int) -> int:
+        """The rank of a process of the world in the pipe, if it is known there."""
+        return self._members.index(member) if member in self._members else member
 
-def _close_unless_whole(found: Mapping[int, Mapping[str, socket.socket]]) -> None:
-    if any(len(two) < len(STREAMS) for two in found.values()):
-        for connection in [connection for two in found.values() for connection in two.values()]:
-            connection.close()
+    def gone(self) -> tuple[int, ...]:
+        """None that is known: who is gone ends the rendezvous."""
+        return ()
 
-
-class _Visitor:
-    """Who has connected, and has not said yet who it is: it may say nothing, and nobody waits for it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.said = bytearray()
-        self.is_ours = False
-
-    def fileno(self) -> int:
-        """What to poll."""
-        return self.connection.fileno()
-
-    def listen(self) -> bool:
-        """Takes what it says; whether there may be more."""
+    def greet(self, value: Any = None) -> list[Any]:
+        """Begins: gathers a value from each process of the world, by its number there; all run the same versions."""
+        installed = f"gpipe {_version('gpipe')}, torch {_version('torch')}"
+        position, self.position = self.position, None
         try:
-            more = self.connection.recv(HELLO - len(self.said))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self.said += more
-        return bool(more) and len(self.said) < HELLO
+            gathered = agree(self, {"host": _host(), "value": value}, same={"what is installed": installed})
+        finally:
+            self.position = position
+        self.hosts = [remote["host"] for remote in gathered]
+        self.phase = SETTLING
+        return [remote["value"] for remote in gathered]
 
-    def leave(self) -> None:
-        """Shuts it out, unless it is one of ours."""
-        if not self.is_ours:
-            self.connection.close()
+    def exchange(self, message: bytes, /) -> list[bytes]:
+        """Sends a message to all processes of the pipe, and gathers those of all, by rank."""
+        return self._exchange(message, Kind.VALUE)
 
+    def close(self) -> None:
+        """Ends it, once all have come to its end."""
+        self._exchange(b"-", Kind.LAST)
+        self._channel.close(self._timeout)
 
-def _call(door: Door, rank: int, silence: float, *, local: bool) -> list[socket.socket]:
-    made: dict[str, socket.socket] = {}
-    try:
-        for which in STREAMS:
-            if local:
-                made[which] = socket.socket(socket.AF_UNIX)
-                made[which].connect(door.path)
-            else:
-                made[which] = socket.create_connection((door.address, door.port), timeout=silence)
-                made[which].settimeout(None)
-            made[which].sendall(f"{door.token} {rank} {which}".ljust(HELLO).encode())
-            _prepared(made[which], silence)
-    finally:
-        _close_unless_whole({rank: made})
-    return [made[which] for which in STREAMS]
+    def _exchange(self, message: bytes, kind: Kind) -> list[bytes]:
+        self._channel.send(message, kind)
+        until, warns_at = time.monotonic() + self._timeout, time.monotonic() + LONG
+        while missing := [peer for peer, messages in self._messages.items() if not messages]:
+            if self._receive(min(until, warns_at) - time.monotonic()):
+                continue
+            if time.monotonic() >= until:
+                limit = f"{self._timeout:g} s, the timeout of the process group"
+                raise heard(self._silent(missing, limit), self._number(missing[0]))
+            logger.warning(self._silent(missing, f"{LONG:g} s"))
+            warns_at = math.inf
+        gathered = {peer: messages.popleft() for peer, messages in self._messages.items()}
+        gathered[self._rank_in_world] = message
+        return [gathered[member] for member in self._members]
 
-
-def _prepared(connection: socket.socket, silence: float) -> socket.socket:
-    if connection.family == socket.AF_INET:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_USER_TIMEOUT", round(silence * 1000))):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return connection
-
-
-def _own_address() -> str:
-    """The address of this host by which the others of the world reach it."""
-    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((first, 9))  # sends nothing, but chooses the way
-        found = str(probe.getsockname()[0])
-    if found.startswith("127."):
-        raise ValueError(
-            f"the processes are on several hosts, but MASTER_ADDR={first} is the loopback address on this one; give "
-            f"torchrun the first host's address in their network: --rdzv-endpoint=ADDRESS:PORT"
+    def _silent(self, peers: Sequence[int], seconds: str) -> str:
+        last = self.phase.removeprefix("while ")
+        return "\n".join(
+            f"rank {self._number(peer)} said nothing for {seconds}; last known: {last}" for peer in peers
         )
-    return found
+
+    def check(self, seconds: float = 0.0) -> None:
+        """Raises if another process has failed, or does so in so many seconds."""
+        until = time.monotonic() + seconds
+        while self._receive(until - time.monotonic()):
+            pass
+
+    def _receive(self, seconds: float) -> bool:
+        """Takes the next message, if it comes in so many seconds; whether it did."""
+        try:
+            received = self._channel.received.get(timeout=max(seconds, 0.0))
+        except Empty:
+            return False
+        failure = self._failure(received)
+        if failure is not None:
+            self._failures.append(failure)
+            if len(self._failures) == 1:
+                self._raise_best()
+        elif received.message is not None:
+            self._messages[received.peer].append(received.message)
+        return True
+
+    def _failure(self, received: Received) -> Report | None:
+        """The failure that a message tells of, if it does."""
+        peer = self._number(received.peer)
+        if received.message is None:
+            message = f"rank {peer} is gone; it ended {self.phase}"
+            if self.phase == COMING and time.monotonic() - self._began > SILENCE:  # gloo reports both alike
+                message += (
+                    ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
+                )
+            return {"run": 0, "rank": peer, "type": "", "message": message, "traceback": ""}
+        if received.kind is not Kind.FAILURE:
+            return None
+        try:
+            with reading("a report"):
+                return checked_report(json.loads(received.message.decode()))
+        except Damaged as error:
+            raise damaged(peer, error) from error
+
+    def _raise_best(self) -> None:
+        """Raises the failure that a process reports itself, if one comes soon; else names who is gone."""
+        self.check(BETTER_REASON_SECONDS)
+        reported = [report for report in self._failures if report["type"]]
+        raise error_of(reported[0] if reported else self._failures[0])
+
+
+def _host() -> str:
+    """What is the same for processes that share memory and a network."""
+    named: list[Callable[[], str]] = [
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/net"),
+        lambda: os.readlink("/proc/self/ns/mnt"),
+    ]
+    parts = [socket.gethostname()]
+    for name in named:
+        try:
+            parts.append(name())
+        except OSError:
+            continue
+    return " ".join([*parts, str(os.getuid())])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

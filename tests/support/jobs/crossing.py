@@ -58,8 +58,8 @@ def train_remotely(rank: int, world: int, *args: Any) -> Json:
     host: Any = {"return_value": f"host {rank}"}
     with (
         mock.patch("gpipe.distributed.records._host", **host),
-        mock.patch("gpipe.distributed.construction._host", **host),
-        mock.patch("gpipe.distributed.rendezvous._own_address", return_value="127.0.0.1"),
+        mock.patch("gpipe.distributed.rendezvous._host", **host),
+        mock.patch("gpipe.distributed.listener.own_host", return_value="127.0.0.1"),
     ):
         return train(rank, world, *args)
 

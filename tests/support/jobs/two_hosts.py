@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed import rendezvous
+from gpipe.distributed import listener
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.listening import Listening, family, listening_sockets
 
@@ -91,23 +91,23 @@ def local_losses(world: int) -> list[float]:
     return found
 
 
-def watch_doors() -> list[Sequence[Any]]:
+def watch_listeners() -> list[Sequence[Any]]:
     """Notes what this process listens on while it waits for others to connect."""
     seen: list[Sequence[Any]] = []
-    welcome = rendezvous._Listening.welcome
+    accept = listener.Listener.accept
 
     def watched(self: Any, *given: Any) -> Any:
         seen.extend(listening_sockets([os.getpid()]))
-        return welcome(self, *given)
+        return accept(self, *given)
 
-    rendezvous._Listening.welcome = watched  # type: ignore[assignment, method-assign]
+    listener.Listener.accept = watched  # type: ignore[assignment, method-assign]
     return seen
 
 
 def train(folder: Path, fault: str, record: dict[str, Any]) -> None:
     """Trains; the last step is one that fails."""
     world = dist.get_world_size()
-    doors = watch_doors()
+    doors = watch_listeners()
     who = None if fault == "cut" else int(fault)
     layers = build(world, Middle(folder, who), who or 1)
     pipe = gpipe.GPipe(layers, [2] * world, MICRO_BATCHES, remat="never", seed=0, driver="process")

@@ -1,0 +1,219 @@
+"""How the processes of a pipe connect: each gives all others the address where it listens; then a connection a pair.
+
+Nothing listens but for this moment: within a host at a socket in a folder that only its user can enter, between hosts
+at the address by which the others are reached, and only to who knows the token that was exchanged.
+"""
+
+import hmac
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpipe.distributed.agree import agree
+from gpipe.distributed.failures import SOON
+from gpipe.distributed.local import Link
+from gpipe.distributed.rendezvous import LINKING, Rendezvous
+from gpipe.distributed.tcp import RemoteLink
+from gpipe.distributed.untrusted import LIMITS
+from gpipe.errors import heard
+
+HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
+STREAMS = ("messages", "control")
+LONGEST_FOLDER = 70  # characters: the path of a socket may have about 100
+LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, unless the group's timeout is less
+POLL_SECONDS = 0.02  # between two looks whether another process has failed
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a process listens, and the token that those who connect must know."""
+
+    path: str
+    host: str
+    port: int
+    token: str
+
+
+class Hello(NamedTuple):
+    """Who has connected, for which stream."""
+
+    peer: int
+    stream: str
+
+
+def connect(rendezvous: Rendezvous) -> dict[int, Link]:
+    """Connects this process with the others of its pipe, by their ranks there; all do so at the same time."""
+    position = rendezvous.position
+    assert position is not None
+    hosts = [rendezvous.hosts[member] for member in position.members]
+    is_local = [host == hosts[position.rank] for host in hosts]
+    with ExitStack() as on_failure, Listener(crosses_hosts=not all(is_local)) as listener:
+        addresses = [Address(**remote) for remote in agree(rendezvous, asdict(listener.address))]
+        sockets: dict[Hello, socket.socket] = {}
+        for peer in range(position.rank):
+            for stream in STREAMS:
+                found = _reach(rendezvous, peer, stream, addresses[peer], local=is_local[peer])
+                sockets[Hello(peer, stream)] = on_failure.enter_context(found)
+        later = range(position.rank + 1, len(position.members))
+        sockets |= listener.accept(later, min(LINK_SECONDS, position.timeout), rendezvous.check)
+        for end in sockets.values():
+            on_failure.enter_context(end)
+            _keep_alive(end, position.silence)
+        links = {
+            peer: (Link if local else RemoteLink)(*(sockets[Hello(peer, stream)] for stream in STREAMS))
+            for peer, local in enumerate(is_local)
+            if peer != position.rank
+        }
+        on_failure.pop_all()
+        return links
+
+
+def _reach(rendezvous: Rendezvous, peer: int, stream: str, address: Address, *, local: bool) -> socket.socket:
+    """Connects to a process; if it cannot be reached, it soon says why, or is gone."""
+    assert rendezvous.position is not None
+    try:
+        return dial(address, Hello(rendezvous.position.rank, stream), rendezvous.position.silence, local=local)
+    except OSError as error:
+        if error.errno in LIMITS:
+            raise
+        rendezvous.check(SOON)
+        raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
+
+
+def dial(address: Address, hello: Hello, seconds: float, *, local: bool) -> socket.socket:
+    """Connects to a listener and says who this is."""
+    connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(address.path if local else (address.host, address.port))
+        connection.settimeout(None)
+        connection.sendall(f"{address.token} {hello.peer} {hello.stream}".ljust(HELLO_BYTES).encode())
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class Listener:
+    """A process while others can connect to it: by a path within the host, by an address only if there are others."""
+
+    def __init__(self, *, crosses_hosts: bool) -> None:
+        host, port = own_host() if crosses_hosts else "", 0
+        os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
+        is_long = len(tempfile.gettempdir()) > LONGEST_FOLDER
+        self._sockets: list[socket.socket] = []
+        self._folder = tempfile.mkdtemp(prefix="gpipe-", dir="/tmp" if is_long else None)  # mode 0700
+        try:
+            path = str(Path(self._folder) / "listener")
+            self._listen(socket.AF_UNIX, path)
+            if crosses_hosts:
+                host, port = self._listen(socket.AF_INET, (host, 0))
+        except BaseException:
+            self.__exit__()
+            raise
+        self.address = Address(path, host, port, secrets.token_hex(16))
+
+    def _listen(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> Any:
+        self._sockets.append(socket.socket(family))
+        self._sockets[-1].bind(address)
+        self._sockets[-1].listen(1024)
+        return self._sockets[-1].getsockname()
+
+    def __enter__(self) -> "Listener":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for listening in self._sockets:
+            listening.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def accept(self, peers: range, seconds: float, check: Callable[[], None]) -> dict[Hello, socket.socket]:
+        """Takes the connections of these peers, and keeps no stranger, nor waits for one.
+
+        Args:
+            peers: Who shall connect, once for each stream.
+            seconds: In which all shall have connected.
+            check: Raises if one of them has failed.
+        """
+        expected = {Hello(peer, stream) for peer in peers for stream in STREAMS}
+        found: dict[Hello, socket.socket] = {}
+        until = time.monotonic() + seconds
+        with ExitStack() as accepted, selectors.DefaultSelector() as selector:
+            for listening in self._sockets:
+                selector.register(listening, selectors.EVENT_READ)
+            while missing := expected - found.keys():
+                check()
+                if time.monotonic() > until:
+                    ranks = sorted({hello.peer for hello in missing})
+                    raise TimeoutError(f"ranks {ranks} did not connect within {seconds:g} s")
+                for key, _ in selector.select(POLL_SECONDS):
+                    end: Any = key.fileobj
+                    if key.data is None:
+                        end = accepted.enter_context(end.accept()[0])
+                        end.setblocking(False)
+                        selector.register(end, selectors.EVENT_READ, bytearray())
+                    elif _has_said_hello(end, key.data):
+                        selector.unregister(end)
+                        if hello := self._admit(key.data, expected - found.keys()):
+                            found[hello] = end
+                        else:
+                            end.close()
+            for key in selector.get_map().values():
+                if key.data is not None:  # a stranger that has not said all
+                    key.fileobj.close()  # type: ignore[union-attr]  # a socket
+            accepted.pop_all()
+        for end in found.values():
+            end.setblocking(True)
+        return found
+
+    def _admit(self, said: bytearray, expected: Collection[Hello]) -> Hello | None:
+        """Who has connected; None is a stranger."""
+        token, peer, stream, *_ = [*said.decode("ascii", "replace").split(), "", "", ""]
+        known = {(str(hello.peer), hello.stream): hello for hello in expected}
+        is_ours = hmac.compare_digest(token.encode(), self.address.token.encode())
+        return known.get((peer, stream)) if is_ours else None
+
+
+def _has_said_hello(connection: socket.socket, said: bytearray) -> bool:
+    """Takes what has come of a hello; whether that is all, or all that comes."""
+    try:
+        more = connection.recv(HELLO_BYTES - len(said))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    said += more
+    return not more or len(said) == HELLO_BYTES
+
+
+def _keep_alive(connection: socket.socket, silence: float) -> None:
+    """Has a connection between hosts end after so many seconds without an answer."""
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_USER_TIMEOUT", round(silence * 1000))):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def own_host() -> str:
+    """The address of this host by which the others of the world reach it."""
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((first, 9))  # sends nothing, but chooses the way
+        found = str(probe.getsockname()[0])
+    if found.startswith("127."):
+        raise ValueError(
+            f"the processes are on several hosts, but MASTER_ADDR={first} is the loopback address on this one; give "
+            f"torchrun the first host's address in their network: --rdzv-endpoint=ADDRESS:PORT"
+        )
+    return found
