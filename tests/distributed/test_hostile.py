@@ -19,17 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from gpipe.distributed.codec import decode, encode
-from gpipe.distributed.frames import HEADER, IN_SLOT, LARGEST_NEWS, Gone, header
-from gpipe.distributed.local import Link
-from gpipe.distributed.net import Net
-from gpipe.distributed.tcp import BELIEVED, RemoteLink
-from gpipe.distributed.tree_text import read_leaf, read_tree, write_tree
-from gpipe.distributed.untrusted import Damaged
+from gpipe.distributed.codec import decode, encode, read_leaf, read_tree, write_tree
+from gpipe.distributed.connection import ALLOCATED_AT_ONCE_BYTES, Connection, TcpConnection
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.frames import HEADER, LARGEST_CONTROL_BYTES, SLOT_HEADER_BYTES, Damaged, Frame, Gone
 from gpipe.errors import RemoteError
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
-from tests.support.nets import KINDS, label_of, nets
+from tests.support.endpoints import KINDS, endpoints, label_of
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 LABEL = Label(0, 0, gradient=False)
@@ -199,15 +196,15 @@ def test_who_lays_a_tensor_absurdly_far_apart_is_told_what_to_do() -> None:
 
 
 @contextmanager
-def at_the_mercy(kind: type[Link]) -> Iterator[tuple[Net, socket.socket, socket.socket]]:
+def at_the_mercy(kind: type[Connection]) -> Iterator[tuple[Endpoint, socket.socket, socket.socket]]:
     """A net, and the ends of its peer's streams, on which anything can be written."""
-    with nets(2, kind) as (net, other):
+    with endpoints(2, kind) as (net, other):
         link = other.links[0]
-        yield net, link._stream, link.news.connection
+        yield net, link._stream, link.control.connection
 
 
 def frame(slot: int = -1, layout: int = 0, size: int = 0, capacity: int = 0) -> bytes:
-    return header(1, LABEL, slot, layout, size, capacity, 0.0)
+    return Frame(1, LABEL, slot, layout, size, capacity, 0.0).pack()
 
 
 LAYOUT = encode(BoundaryValue(torch.ones(2), [])).layout
@@ -226,7 +223,7 @@ SENT: dict[str, bytes] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SENT)
-def test_a_hostile_frame_names_the_peer(name: str, kind: type[Link]) -> None:
+def test_a_hostile_frame_names_the_peer(name: str, kind: type[Connection]) -> None:
     with at_the_mercy(kind) as (net, stream, _):
         stream.sendall(SENT[name])
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
@@ -247,7 +244,7 @@ class Bell:
 @pytest.mark.parametrize("attribute", ["_damaged", "_broken"])
 def test_what_is_found_while_the_bell_is_heard_is_not_missed(attribute: str) -> None:
     """It rings once: who looked first, and then took the ring away, waited for another."""
-    with nets(2, RemoteLink) as (net, _):
+    with endpoints(2, TcpConnection) as (net, _):
         link = net.links[1]
         found = {"_damaged": Damaged("odd"), "_broken": "odd"}[attribute]
         with pytest.MonkeyPatch.context() as patch:
@@ -274,8 +271,8 @@ def _memory(size: int, *, sealed: bool) -> int:
 @pytest.mark.parametrize("name", HANDLES)
 def test_memory_that_a_peer_could_take_away_is_not_touched(name: str) -> None:
     """Who reads where a file has ended dies of SIGBUS."""
-    with at_the_mercy(Link) as (net, stream, _):
-        handle = HANDLES[name](IN_SLOT + 2**20)
+    with at_the_mercy(Connection) as (net, stream, _):
+        handle = HANDLES[name](SLOT_HEADER_BYTES + 2**20)
         socket.send_fds(stream, [frame(slot=0, layout=len(LAYOUT), size=8, capacity=2**20) + LAYOUT], [handle])
         os.close(handle)
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends: a handle of memory"):
@@ -293,21 +290,21 @@ NEWS = {
 
 @pytest.mark.parametrize("name", NEWS)
 def test_hostile_news_name_the_peer(name: str) -> None:
-    with at_the_mercy(Link) as (net, _, news):
+    with at_the_mercy(Connection) as (net, _, news):
         news.sendall(struct.pack("<cI", b"F", len(NEWS[name])) + NEWS[name])
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
             net.receive(1, label_of(0))
 
 
 def test_news_without_end_name_the_peer() -> None:
-    with at_the_mercy(Link) as (net, _, news):
-        news.sendall(struct.pack("<cI", b"F", LARGEST_NEWS + 1))
+    with at_the_mercy(Connection) as (net, _, news):
+        news.sendall(struct.pack("<cI", b"F", LARGEST_CONTROL_BYTES + 1))
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
             net.receive(1, label_of(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_room_is_made_for_what_comes_and_not_for_what_is_said(kind: type[Link]) -> None:
+def test_room_is_made_for_what_comes_and_not_for_what_is_said(kind: type[Connection]) -> None:
     """A header says that a TiB follows; nothing does."""
     with at_the_mercy(kind) as (net, stream, news):
         stream.sendall(frame(layout=10, size=2**40) + bytes(2**16))
@@ -317,9 +314,9 @@ def test_room_is_made_for_what_comes_and_not_for_what_is_said(kind: type[Link]) 
             net.receive(1, LABEL)
         arrived = net.links[1]._arrived.memory
         assert len(arrived) < 2**20
-    assert BELIEVED < 2**30
+    assert ALLOCATED_AT_ONCE_BYTES < 2**30
 
 
 def test_a_header_is_of_known_length() -> None:
     assert HEADER.size == len(frame())
-    assert RemoteLink is not Link
+    assert TcpConnection is not Connection

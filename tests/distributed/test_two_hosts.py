@@ -75,7 +75,7 @@ def check_sound_steps(found: Sequence[Record], workers: int) -> None:
         assert len(record["losses"]) == SOUND_STEPS
         kinds = {int(peer): kind for peer, kind in record["links"].items()}
         assert kinds == {
-            peer: "Link" if peer // workers == rank // workers else "RemoteLink"
+            peer: "Connection" if peer // workers == rank // workers else "TcpConnection"
             for peer in range(world)
             if peer != rank
         }

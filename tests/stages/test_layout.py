@@ -14,7 +14,7 @@ from gpipe.distributed.mesh import Position
 from gpipe.distributed.reduce import add_over_replicas
 from gpipe.stages.layout import alignment, allocate, allocate_like, copy_of, moved, same_layout
 from tests.support.addresses import in_the_middle
-from tests.support.nets import nets, together
+from tests.support.endpoints import endpoints, together
 
 CPU = torch.device("cpu")
 TENSORS: dict[str, Callable[[], Tensor]] = {
@@ -97,7 +97,7 @@ def test_gradients_that_are_added_over_replicas_stay_where_they_are() -> None:
     replicas = [replica(number) for number in range(2)]
     expected = [replica(0)[at].grad + replica(1)[at].grad for at in range(len(shapes))]  # type: ignore[operator]
     before = [[(p.grad.data_ptr(), p.grad.stride()) for p in some if p.grad is not None] for some in replicas]
-    with nets(2) as made:
+    with endpoints(2) as made:
         places = [Position(0, number, 1, 2, (0, 1), CPU, 60.0) for number in range(2)]
         together(*(lambda n=n: add_over_replicas(made[n], places[n], 0, replicas[n]) for n in range(2)))
     for some, lay in zip(replicas, before, strict=True):

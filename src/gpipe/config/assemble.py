@@ -16,12 +16,12 @@ from gpipe.config.auto_remat import AUTO, memory_by_row
 from gpipe.config.schedules import count_ranks, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
+from gpipe.distributed.frames import explaining_limits
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.mesh import Position, find_position, is_joined
 from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
 from gpipe.distributed.sync_batchnorm import find_norms
-from gpipe.distributed.untrusted import explaining_limits
 from gpipe.errors import is_count
 from gpipe.planner.measure import memory_of
 from gpipe.runtime.engine import Engine

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
-from gpipe.distributed.untrusted import Damaged, damaged, reading
+from gpipe.distributed.frames import Damaged, damaged, reading
 from gpipe.errors import RemoteError
 
 LONGEST_SHOWN = 300  # characters of a setting; what is longer is cut, and compared by its checksum

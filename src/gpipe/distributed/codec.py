@@ -2,10 +2,16 @@
 
 A tensor arrives as it lay when it left (layout.py), because the bits of what is computed from it depend on that. A
 layout is written and read once for as long as shapes stay the same: both ends keep those that they have seen.
+
+What is no tensor is text: the tree of a value, and its leaves. It names no class, module or attribute that the other
+end would look up by itself: only kinds of the tables below, and, by the name under which they were registered with
+torch's pytrees *in that process*, classes of the user.
 """
 
 import json
+import math
 import mmap
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,15 +20,22 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe._torch.trees import TreeSpec, tree_flatten, tree_unflatten
-from gpipe.distributed.tree_text import At, read_dtype, read_leaf, read_tree, write_leaf, write_tree
-from gpipe.distributed.untrusted import Damaged, check_shape, reading, why_too_wide
-from gpipe.stages.boundary import BoundaryValue
+from gpipe._torch.trees import (
+    TreeSpec,
+    context_reader,
+    context_writer,
+    registered_class,
+    registered_name,
+    tree_flatten,
+    tree_unflatten,
+)
+from gpipe.distributed.frames import Damaged, check_shape, reading, why_too_wide
+from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
 from gpipe.stages.layout import alignment, allocate
 from gpipe.stages.messages import Message, Payload
 
-APART = 64  # bytes: where in a message tensors begin
-KEPT = 1024  # layouts
+ALIGNED_BYTES = 64  # bytes: where in a message tensors begin
+CACHED_LAYOUTS = 1024  # layouts
 NOT_DENSE = (
     "a {name} of layout {layout} cannot go to another process; return a dense torch.Tensor (of a DTensor, its "
     "full_tensor() or to_local())"
@@ -123,9 +136,9 @@ def payload_of(message: Message) -> tuple[Payload, ...]:
     return tuple(_payload(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHED_LAYOUTS)
 def _payload(dtype: torch.dtype, size: torch.Size, strides: tuple[int, ...]) -> Payload:
-    (extent,) = extents_of(((dtype, tuple(size), strides, False, APART),))
+    (extent,) = extents_of(((dtype, tuple(size), strides, False, ALIGNED_BYTES),))
     return Payload(str(dtype).removeprefix("torch."), tuple(size), extent.end)
 
 
@@ -172,14 +185,14 @@ def shape_of(tensor: Tensor) -> Shape:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, alignment(tensor)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHED_LAYOUTS)
 def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
     """Where tensors of these shapes are in a message."""
     extents: list[Extent] = []
     at = 0
     for shape in shapes:
         dtype, size, strides, wants_gradient, aligned = shape
-        start = -(-at // APART) * APART
+        start = -(-at // ALIGNED_BYTES) * ALIGNED_BYTES
         own = tuple(1 if stride == 0 and n else n for n, stride in zip(size, strides, strict=True))
         ranked = sorted((stride, n) for n, stride in zip(own, strides, strict=True) if n != 1)
         dense = apart = True
@@ -246,7 +259,7 @@ def lay(elements: Tensor, extent: Extent) -> Tensor:
     return tensor.requires_grad_() if wants_gradient else tensor
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHED_LAYOUTS)
 def _read(layout: bytes) -> Layout:
     with reading("a layout"):
         spec, leaves, named = json.loads(layout.decode())  # of bytes it would guess the encoding
@@ -269,3 +282,224 @@ def _check_whole(read: Layout) -> None:
         raise ValueError(f"tensors {sorted(numbers)} of {len(read.extents)}")
     if read.spec is not None and read.spec.num_leaves != len(read.leaves):
         raise ValueError(f"{read.spec.num_leaves} leaves")
+
+
+# Trees and leaves, as text.
+
+DEEPEST_TREE = 100  # containers around a leaf
+DTYPES = {
+    str(value).removeprefix("torch."): value
+    for name in sorted(dir(torch))
+    if isinstance(value := getattr(torch, name), torch.dtype)
+}
+"""What a message may name as a dtype."""
+CONTAINERS = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict, "Size": torch.Size}
+FACTORIES: dict[str | None, Any] = {
+    None: None, "list": list, "dict": dict, "tuple": tuple, "set": set, "int": int, "float": float, "str": str,
+}  # fmt: skip
+"""What a message may name as what a defaultdict makes."""
+BUILT_IN = frozenset({*CONTAINERS.values(), deque, defaultdict, namedtuple})
+LEAF = tree_flatten(0)[1]
+
+Json = Any
+ADVICE = (
+    "return tensors, tuples, lists, dicts (keys: strings, numbers, None, tuples of them), or register the class "
+    "with torch.utils._pytree under a serialized_type_name, in every process"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A leaf of a tree that is a tensor: its number among the tensors of the message."""
+
+    number: int
+
+
+def write_tree(spec: TreeSpec) -> str:
+    """The text of a tree, which `read_tree` reads; a TypeError where that could not make it again."""
+    try:
+        text = json.dumps(_written(spec))
+        _rebuild(text)
+        return text
+    except (NotImplementedError, ValueError, TypeError, RecursionError) as error:
+        raise TypeError(f"{spec} cannot go to another process: {error}; {ADVICE}") from error
+
+
+@lru_cache(CACHED_LAYOUTS)
+def _rebuild(text: str) -> None:
+    """Builds such a tree, as the other end will."""
+    read = read_tree(text)
+    tree_unflatten([None] * read.num_leaves, read)
+
+
+def _written(spec: TreeSpec) -> Json:
+    """A tree in words of JSON: None for a leaf, else the kind, what belongs to it, and the children."""
+    if spec.type is None:
+        return None
+    kind, context = spec.type, spec.context
+    children = [_written(child) for child in spec.children()]
+    if kind in (tuple, list, torch.Size):
+        return [kind.__name__, None, children]
+    if kind in (dict, OrderedDict):
+        return [kind.__name__, [write_plain(key) for key in context], children]
+    if kind is deque:
+        return ["deque", context, children]
+    if kind is defaultdict:
+        return ["defaultdict", [_name_of_factory(context[0]), [write_plain(key) for key in context[1]]], children]
+    if kind is namedtuple:
+        return ["namedtuple", _registered_name(context), children]
+    name = _registered_name(kind)
+    write = context_writer(kind) or write_plain
+    return [f"registered {name}", write(context), children]
+
+
+def _registered_name(kind: type) -> str:
+    name = registered_name(kind)
+    if name is None:
+        raise TypeError(f"{kind.__name__} is not registered under a name")
+    return name
+
+
+def _name_of_factory(factory: object) -> str | None:
+    for name, known in FACTORIES.items():
+        if known is factory:
+            return name
+    raise TypeError(
+        f"a defaultdict that makes {factory!r} cannot be named; those of {', '.join(map(str, FACTORIES))} can"
+    )
+
+
+def read_tree(text: str) -> TreeSpec:
+    """The tree that `write_tree` wrote. Nothing is imported for it, and no attribute looked up by name.
+
+    Raises:
+        ValueError: Nothing writes that, or it names what this process has not registered.
+    """
+    try:
+        return _tree_of(json.loads(text), DEEPEST_TREE)
+    except RecursionError:
+        raise ValueError("a tree too deep") from None
+
+
+def _tree_of(written: Json, deepest: int) -> TreeSpec:
+    if written is None:
+        return LEAF
+    match written:
+        case [str(kind), context, list(children)] if deepest:
+            found = [_tree_of(child, deepest - 1) for child in children]
+        case _:
+            raise ValueError(f"there is no tree that is written as {_shown(written)}")
+    match kind, context:
+        case (("tuple" | "list" | "Size"), None):
+            return TreeSpec(CONTAINERS[kind], None, found)
+        case (("dict" | "OrderedDict"), list(keys)) if len(keys) == len(found):
+            return TreeSpec(CONTAINERS[kind], _keys(keys), found)
+        case "deque", None | int():
+            return TreeSpec(deque, context, found)
+        case "defaultdict", [str() | None as made, list(keys)] if made in FACTORIES and len(keys) == len(found):
+            return TreeSpec(defaultdict, [FACTORIES[made], _keys(keys)], found)
+        case "namedtuple", str(name):
+            known = _registered(name)
+            if len(getattr(known, "_fields", ())) == len(found):
+                return TreeSpec(namedtuple, known, found)
+        case _ if kind.startswith("registered "):
+            known = _registered(kind.removeprefix("registered "))
+            read = context_reader(known) or read_plain
+            return TreeSpec(known, read(context), found)
+    raise ValueError(f"there is no tree that is written as {_shown(written)}")
+
+
+def _registered(name: str) -> Any:
+    known = registered_class(name)
+    if known is None or known in BUILT_IN:
+        raise ValueError(f"{name[:200]!r} is not registered with torch.utils._pytree in this process; register it")
+    return known
+
+
+def _keys(written: list[Json]) -> list[Any]:
+    keys = list(map(read_plain, written))
+    try:
+        if len(set(keys)) == len(keys):
+            return keys
+    except TypeError:
+        pass
+    raise ValueError(f"these are no keys of a dict: {_shown(keys)}")
+
+
+def write_plain(value: object) -> Json:
+    """A key, or what a class keeps beside its tensors, in words of JSON."""
+    kind = type(value)
+    if kind is float and not math.isfinite(value):  # type: ignore[arg-type]  # a float then
+        return {"float": repr(value)}
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind in (tuple, list):
+        return {kind.__name__: [write_plain(item) for item in value]}  # type: ignore[attr-defined]  # a container then
+    raise TypeError(f"{value!r} is of type {kind.__name__}")
+
+
+def read_plain(written: Json) -> Any:
+    """What `write_plain` wrote."""
+    match written:
+        case None | bool() | int() | float() | str():
+            return written
+        case {"float": ("inf" | "-inf" | "nan") as value, **other} if not other:
+            return float(value)
+        case {"tuple": list(items), **other} if not other:
+            return tuple(map(read_plain, items))
+        case {"list": list(items), **other} if not other:
+            return list(map(read_plain, items))
+    raise ValueError(f"there is no value that is written as {_shown(written)}")
+
+
+def _shown(written: object) -> str:
+    text = repr(written)
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+def write_leaf(leaf: object) -> list[Any]:
+    """A leaf that is no tensor, in words of JSON: its type, and what it is."""
+    match leaf:
+        case None | bool() | int() | float() | str() if type(leaf) in (type(None), bool, int, float, str):
+            return ["value", leaf]
+        case complex():
+            return ["complex", leaf.real, leaf.imag]
+        case bytes():
+            return ["bytes", leaf.hex()]
+        case torch.Size():
+            return ["size", *leaf]
+        case torch.dtype():
+            return ["dtype", str(leaf).removeprefix("torch.")]
+        case Undefined():
+            return ["undefined"]
+    raise TypeError(
+        f"a {type(leaf).__name__} cannot go to another process; return tensors, numbers, strings, None, or tuples, "
+        f"lists and dicts of them"
+    )
+
+
+def read_leaf(written: Json) -> object:
+    """What `write_leaf` wrote; `["tensor", number]` is where a tensor was."""
+    match written:
+        case ["tensor", int(number)] if number is not True and number >= 0:
+            return At(number)
+        case ["value", None | bool() | int() | float() | str() as value]:
+            return value
+        case ["complex", int() | float() as real, int() | float() as imaginary]:
+            return complex(real, imaginary)
+        case ["bytes", str(value)]:
+            return bytes.fromhex(value)
+        case ["size", *sizes] if all(type(size) is int for size in sizes):
+            return torch.Size(sizes)
+        case ["dtype", str(name)]:
+            return read_dtype(name)
+        case ["undefined"]:
+            return UNDEFINED
+    raise ValueError(f"there is no leaf that is written as {_shown(written)}")
+
+
+def read_dtype(name: object) -> torch.dtype:
+    """The dtype of a name."""
+    if isinstance(name, str) and name in DTYPES:
+        return DTYPES[name]
+    raise ValueError(f"there is no dtype {_shown(name)}")

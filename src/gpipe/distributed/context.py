@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.distributed.agree import differences
+from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import Seen, Status
 from gpipe.distributed.handshake import Header, compare_headers
 from gpipe.distributed.mesh import Position
-from gpipe.distributed.net import Net
 from gpipe.distributed.records import join_records, recorded_text
 from gpipe.distributed.reduce import (
     add_over_replicas,
@@ -58,7 +58,7 @@ class ProcessContext(Context):
     def __init__(
         self,
         engine: Engine,
-        linked: Callable[[], Net],
+        linked: Callable[[], Endpoint],
         position: Position,
         stragglers: Stragglers,
         *,
@@ -142,7 +142,7 @@ class ProcessContext(Context):
         busy = time.perf_counter() - self._began - (net.waited - self._waited)
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
         try:
-            gathered = net.agree((value, seconds, None if recorder is None else recorded_text(recorder, run, net)))
+            gathered = net.exchange((value, seconds, None if recorder is None else recorded_text(recorder, run, net)))
         except TypeError as error:
             error.add_note(f"rank {net.rank} was telling the others the metrics that loss_fn returned")
             raise
@@ -191,7 +191,7 @@ class ProcessContext(Context):
         return self.net.receive(self.position.rank_of(sender), label)
 
     def cancel(self) -> None:
-        """Nothing to wake: this process has one rank, and the others learn of it by `Net.fail`."""
+        """Nothing to wake: this process has one rank, and the others learn of it by `Endpoint.fail`."""
 
     def close(self, action: Action) -> None:
         """Adds up gradients: of shared weights over the stages that use them, of a stage over the replicas."""

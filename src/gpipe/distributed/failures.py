@@ -14,13 +14,12 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from gpipe.distributed.frames import Gone, check_memory, make_memory
-from gpipe.distributed.local import Link
-from gpipe.distributed.untrusted import Damaged, damaged, too_many_files
+from gpipe.distributed.connection import Connection
+from gpipe.distributed.frames import Damaged, Gone, check_memory, damaged, make_memory, too_many_files
 from gpipe.errors import RemoteError, folded, heard
 
 _STATUS = struct.Struct("<IiI?d")
-_AT_LAYERS, _AT_WAITS = 8, 12  # where these stand in it
+_LAYERS_OFFSET, _WAITS_OFFSET = 8, 12  # where these stand in it
 
 
 class Seen(NamedTuple):
@@ -32,6 +31,11 @@ class Seen(NamedTuple):
     waits: bool
     since: float
 
+    @classmethod
+    def read(cls, memory: mmap.mmap | bytearray) -> "Seen":
+        """What a process notes in such memory just now."""
+        return cls(*_STATUS.unpack_from(memory))
+
 
 class Status:
     """A process's own words on what it is at, in memory that the others of its host can read."""
@@ -39,7 +43,7 @@ class Status:
     def __init__(self) -> None:
         self._handle = make_memory("gpipe status", _STATUS.size) if hasattr(os, "memfd_create") else None
         self._memory = bytearray(_STATUS.size) if self._handle is None else mmap.mmap(self._handle, _STATUS.size)
-        self.layers = memoryview(self._memory)[_AT_LAYERS : _AT_LAYERS + 4].cast("I")  # [0]: how many began
+        self.layers = memoryview(self._memory)[_LAYERS_OFFSET : _LAYERS_OFFSET + 4].cast("I")  # [0]: how many began
 
     def reach(self, run: int, at: int) -> None:
         """Notes a place in the row."""
@@ -47,13 +51,13 @@ class Status:
 
     def wait(self, waits: bool) -> None:
         """Notes whether this process waits for another."""
-        self._memory[_AT_WAITS] = waits
+        self._memory[_WAITS_OFFSET] = waits
 
     def shared_with(
-        self, links: Mapping[int, Link], limit: float, shown: Callable[[], object] = object
-    ) -> dict[int, "Watched"]:
+        self, links: Mapping[int, Connection], limit: float, shown: Callable[[], object] = object
+    ) -> dict[int, mmap.mmap]:
         """Lets the processes of this host read this, calls `shown`, and gives what they show before the limit."""
-        local = {peer: link.news.connection for peer, link in links.items() if link.is_local}
+        local = {peer: link.control.connection for peer, link in links.items() if link.is_local}
         if self._handle is None:
             shown()
             return {}
@@ -66,7 +70,7 @@ class Status:
             handle = _shown(peer, connection, limit)
             try:
                 check_memory(handle, _STATUS.size)
-                found[peer] = Watched(mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ))
+                found[peer] = mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ)
             except Damaged as error:
                 raise damaged(peer, error) from error
             finally:
@@ -96,24 +100,13 @@ def _shown(peer: int, connection: socket.socket, limit: float) -> int:
     return handles[0]
 
 
-class Watched:
-    """What another process is at."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-
-    def read(self) -> Seen:
-        """Says where the process is just now."""
-        return Seen(*_STATUS.unpack_from(self._memory))
-
-
 Report: TypeAlias = Mapping[str, Any]
 """In words of JSON: the run, the rank that failed, its exception's type, message and traceback."""
 
-SILENCE = 2.5  # seconds after which a host that should answer every second counts as out of reach
-LONG = 10.0  # seconds after which a wait is told of, once
-SOON = 1.0  # seconds from the end of a process's connection until its own report of why, at most
-LONGEST = 20_000  # characters of a traceback, and of an exception's text
+SILENT_SECONDS = 2.5  # after which a host that should answer every second counts as out of reach
+LONG_WAIT_SECONDS = 10.0  # after which a wait is told of, once
+REPORT_SECONDS = 1.0  # from the end of a process's connection until its own report of why, at most
+LONGEST_TEXT = 20_000  # characters of a traceback, and of an exception's text
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 
@@ -131,7 +124,7 @@ def report_of(error: BaseException, run: int, rank: int, at: str = "") -> Report
         "rank": rank,
         "type": type(error).__name__,
         "message": f"rank {rank} failed{at and f' {at}'}: {_shortened(said)}",
-        "traceback": "".join(traceback.format_exception(type(error), error, folded(error)))[-LONGEST:],
+        "traceback": "".join(traceback.format_exception(type(error), error, folded(error)))[-LONGEST_TEXT:],
     }
 
 
@@ -140,7 +133,7 @@ def error_of(report: Report) -> RemoteError:
     return heard(report["message"], report["rank"], report["type"], report["traceback"])
 
 
-class Lookout:
+class FailureDetector:
     """The other processes of a pipe, as one of them knows them: who failed, who is gone, who was last seen where.
 
     Attributes:
@@ -148,15 +141,15 @@ class Lookout:
         sees: Says in words what a peer was last seen at.
     """
 
-    def __init__(self, links: Mapping[int, Link], watched: Mapping[int, Watched], limit: float) -> None:
+    def __init__(self, links: Mapping[int, Connection], shared: Mapping[int, mmap.mmap], limit: float) -> None:
         self.run = 0
         self.sees: Callable[[int, Seen], str] = in_no_step
         self.limit = limit  # seconds to wait for one
         self._links = links
-        self._watched = watched  # those of this host
+        self._shared = shared  # what those of this host are at
 
-    def heed(self, needed: Collection[int]) -> list[int]:
-        """Reads the news, and raises what it tells of this run; gives those that are gone and not needed any more."""
+    def check(self, needed: Collection[int]) -> list[int]:
+        """Reads the control channels, and raises a failure of this run; gives who is gone and not needed any more."""
         for peer, link in self._links.items():
             try:
                 link.listen()
@@ -167,25 +160,25 @@ class Lookout:
             for report in link.reports:
                 if report["run"] == self.run:
                     raise error_of(report)
-        gone = [peer for peer, link in self._links.items() if link.news.gone]
+        gone = [peer for peer, link in self._links.items() if link.control.gone]
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
             last = [f"rank {peer} is gone; {self.last_seen(peer, gone=True)}" for peer in missed]
             raise heard("\n".join(last + self.all_last_seen(silent)), missed[0])
         return gone
 
-    def lose(self, peer: int, gone: Gone | None = None) -> NoReturn:
-        """Raises why a stream ended: the news say it, or soon will; or nobody is gone, and it is this device."""
-        self.heed(self._links)
-        news = select.poll()
-        news.register(self._links[peer].news.connection, select.POLLIN)
-        news.poll(SOON * 1000)
-        self.heed(self._links)
+    def raise_lost(self, peer: int, gone: Gone | None = None) -> NoReturn:
+        """Raises why a stream ended: a report says it, or soon will; or nobody is gone, and it is this device."""
+        self.check(self._links)
+        channel = select.poll()
+        channel.register(self._links[peer].control.connection, select.POLLIN)
+        channel.poll(REPORT_SECONDS * 1000)
+        self.check(self._links)
         if gone is not None and isinstance(gone.__cause__, RuntimeError):  # the backend's
             raise gone.__cause__
         raise heard(f"rank {peer} is gone; {self.last_seen(peer, gone=True)}", peer)
 
-    def give_up(self, peer: int) -> NoReturn:
+    def raise_timeout(self, peer: int) -> NoReturn:
         """Gives up waiting for a process; names who keeps all waiting, as far as that can be seen."""
         stuck = self.stuck(peer)
         why = f"nothing came for {self.limit:g} s, the timeout of the process group"
@@ -193,10 +186,12 @@ class Lookout:
 
     def stuck(self, peer: int) -> list[int]:
         """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""
-        return self._silent() or [rank for rank, seen in self._watched.items() if not seen.read().waits] or [peer]
+        return (
+            self._silent() or [rank for rank, memory in self._shared.items() if not Seen.read(memory).waits] or [peer]
+        )
 
     def _silent(self) -> list[int]:
-        return [peer for peer, link in self._links.items() if link.silent > SILENCE]
+        return [peer for peer, link in self._links.items() if link.silent > SILENT_SECONDS]
 
     def all_last_seen(self, peers: Collection[int]) -> list[str]:
         """In words, where some processes were last seen, a line each or more."""
@@ -205,11 +200,11 @@ class Lookout:
     def last_seen(self, peer: int, *, gone: bool = False) -> str:
         """In words, where a process was when it was last seen in this run, or when it ended."""
         silent = self._links[peer].silent
-        if peer not in self._watched and silent > SILENCE:
+        if peer not in self._shared and silent > SILENT_SECONDS:
             return f"it cannot be reached: its host has not answered for {silent:.1f} s"
-        if peer not in self._watched:
+        if peer not in self._shared:
             return "it is on another host: see its own messages"
-        seen = self._watched[peer].read()
+        seen = Seen.read(self._shared[peer])
         if gone and (seen.run < self.run or seen.at < 0):
             return f"it ended outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"
         if seen.run < self.run or seen.at < 0:
@@ -226,7 +221,7 @@ class Lookout:
         """Those whose ends of the links are closed. Any thread may ask."""
         found = []
         for peer, link in self._links.items():
-            seen, handle = select.poll(), link.news.connection.fileno()
+            seen, handle = select.poll(), link.control.connection.fileno()
             if handle >= 0:
                 seen.register(handle, HANGS_UP)
                 found += [peer] * bool(seen.poll(0))
@@ -239,5 +234,5 @@ def in_no_step(peer: int, seen: Seen) -> str:
 
 
 def _shortened(text: str) -> str:
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} [...] {text[-half:]}"

@@ -1,4 +1,6 @@
-"""What goes over the connection of two processes: frames and news, and the slots of memory that they share.
+"""What goes over the connection of two processes: frames and control messages, and slots of memory that they share.
+
+What a peer sends is believed only as far as it can be: a hostile message costs no memory and no process.
 
 Note "By hand". Of what frames messages already, gloo cannot be polled, wakes nobody when another fails, and takes two
 to three times as long for 4 KiB (docs/log.md, 2026-11-20); multiprocessing's Connection waits in the middle of a
@@ -6,28 +8,118 @@ message, and unpickles; safetensors knows neither strides and alignment nor what
 peer's death is seen at once, and no more memory is taken than has come.
 """
 
+import errno
 import fcntl
+import math
 import mmap
 import os
+import resource
 import socket
 import struct
 from array import array
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from gpipe.distributed.untrusted import Damaged, too_many_files
+import torch
+
+from gpipe.errors import RemoteError, heard
+from gpipe.stages.layout import UNITS
 from gpipe.stages.messages import Label
 
-LARGEST_LAYOUT = 2**26  # bytes: some hundred thousand tensors
-LARGEST_NEWS = 2**20
+MOST_DIMENSIONS = 64  # torch's kernels take no more
+SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
+"""Bytes that a tensor may reach over, and how many for each byte of it besides: a column of a wide matrix."""
+TOO_WIDE = (
+    "a tensor of size {size} and strides {strides} would take {reach} bytes elsewhere, of which {sent} are its "
+    "own; return its .contiguous()"
+)
+
+
+class Damaged(ValueError):  # noqa: N818 a state of the message
+    """What came is nothing that gpipe sends."""
+
+
+def damaged(peer: int, error: object) -> RemoteError:
+    """What to raise where a process sent what cannot be."""
+    return heard(f"rank {peer} sent what gpipe never sends: {error}", peer)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """While something is read that may be damaged."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, RuntimeError, RecursionError, OverflowError, AttributeError) as error:
+        raise Damaged(f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def check_shape(
+    dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], wants_gradient: object, aligned: object
+) -> None:
+    """Checks that a tensor can lie like this, and takes little more memory than its elements need."""
+    numbers = (*size, *strides)
+    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+        raise ValueError(f"sizes and strides {numbers}")
+    if len(size) != len(strides) or len(size) > MOST_DIMENSIONS:
+        raise ValueError(f"{len(size)} sizes and {len(strides)} strides")
+    if type(wants_gradient) is not bool or (wants_gradient and not (dtype.is_floating_point or dtype.is_complex)):
+        raise ValueError(f"a gradient {wants_gradient!r} of {dtype}")
+    if type(aligned) is not int or not 0 <= aligned < max(UNITS.values()):
+        raise ValueError(f"an address that is {aligned!r} past a unit")
+    if math.prod(max(n, 1) for n in size) * dtype.itemsize >= 2**63:
+        raise ValueError(f"a tensor of size {size}")
+    too_wide = why_too_wide(dtype, size, strides)
+    if too_wide:
+        raise ValueError(too_wide)
+
+
+def why_too_wide(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    """Why a tensor is laid too far apart to be laid so at the other end, if it is."""
+    if 0 in size:
+        return None
+    pairs = [(n, stride) for n, stride in zip(size, strides, strict=True) if stride]  # others are only repeated
+    sent = math.prod(n for n, _ in pairs) * dtype.itemsize
+    reach = (sum((n - 1) * stride for n, stride in pairs) + 1) * dtype.itemsize
+    if reach <= SPARE_BYTES + REACH_PER_BYTE * sent:
+        return None
+    return TOO_WIDE.format(size=size, strides=strides, reach=reach, sent=sent)
+
+
+LIMITS = (errno.EMFILE, errno.ENFILE)
+
+
+def too_many_files() -> OSError:
+    """What to raise where the system leaves out, without a word, handles that would be too many."""
+    return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@contextmanager
+def explaining_limits() -> Iterator[None]:
+    """Has an error that comes of too few file descriptors say what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in LIMITS and not getattr(error, "__notes__", []):
+            may = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            error.add_note(
+                f"this process may have {may} files and connections open, and links to other processes need some: "
+                f"allow more where it is started, as by `ulimit -n {max(4096, 4 * may)}`"
+            )
+        raise
+
+
+LARGEST_LAYOUT_BYTES = 2**26  # bytes: some hundred thousand tensors
+LARGEST_CONTROL_BYTES = 2**20
 SLOTS = 4
 """Messages that may be under way from one process to another and not yet taken."""
-IN_SLOT = 64  # where in a slot the message begins
-CHUNK = 2**16
+SLOT_HEADER_BYTES = 64  # where in a slot the message begins
+CHUNK_BYTES = 2**16
 FREE, FAILED = b"S", b"F"
 
 HEADER = struct.Struct("<IiI?hIQQd")
-_NEWS = struct.Struct("<cI")
+_CONTROL = struct.Struct("<cI")
 _HANDLES = socket.CMSG_SPACE(64)  # bytes, room for the handles that come at once
 MOST_HANDLES = 2**10  # those of new slots, not read yet: messages that small fit into the sockets' own memory
 
@@ -53,17 +145,20 @@ class Frame(NamedTuple):
 
     @classmethod
     def read(cls, memory: bytes | bytearray, start: int = 0) -> "Frame":
-        """Reads what `header` wrote, or raises `Damaged`."""
+        """Reads what `pack` wrote, or raises `Damaged`."""
         run, route, micro_batch, gradient, *rest = HEADER.unpack_from(memory, start)
         frame = cls(run, Label(route, micro_batch, gradient), *rest)
-        if not -1 <= frame.slot < SLOTS or frame.layout > LARGEST_LAYOUT or max(frame.size, frame.capacity) >= 2**62:
+        if (
+            not -1 <= frame.slot < SLOTS
+            or frame.layout > LARGEST_LAYOUT_BYTES
+            or max(frame.size, frame.capacity) >= 2**62
+        ):
             raise Damaged(f"a header that gpipe does not send: {frame}")
         return frame
 
-
-def header(run: int, label: Label, slot: int, layout: int, size: int, capacity: int, sent: float) -> bytes:
-    """What stands in the stream ahead of a message."""
-    return HEADER.pack(run, *label, slot, layout, size, capacity, sent)
+    def pack(self) -> bytes:
+        """What stands in the stream ahead of the message."""
+        return HEADER.pack(self.run, *self.label, *self[2:])
 
 
 class Arrived:
@@ -74,7 +169,7 @@ class Arrived:
     """
 
     def __init__(self, stream: socket.socket) -> None:
-        self.memory = bytearray(CHUNK)
+        self.memory = bytearray(CHUNK_BYTES)
         self.start = self.end = 0
         self.handles: deque[int] = deque()
         self._stream = stream
@@ -102,8 +197,10 @@ class Arrived:
 
     def _read(self, needed: int) -> bool:
         """Reads what the stream has, as far as there is room, for a first message of so many bytes."""
-        if self.end == len(self.memory) or self.start + min(needed, CHUNK) > len(self.memory):
-            self._make_room(min(needed, max(CHUNK, 2 * (self.end - self.start))))  # as much as comes, not as is said
+        if self.end == len(self.memory) or self.start + min(needed, CHUNK_BYTES) > len(self.memory):
+            self._make_room(
+                min(needed, max(CHUNK_BYTES, 2 * (self.end - self.start)))
+            )  # as much as comes, not as is said
         try:
             count, ancillary, flags, _ = self._stream.recvmsg_into([memoryview(self.memory)[self.end :]], _HANDLES)
         except BlockingIOError:
@@ -156,13 +253,13 @@ class Slot:
     Ahead of the message stand two bytes: whether it is taken, written by both ends, and whether the sender waits for
     any slot to be free, so that it must be told. Then nothing has to be said of most messages.
 
-    `untold` is the handle that the other end must still be sent; also if an interrupt came in between.
+    `unsent` is the handle that the other end must still be sent; also if an interrupt came in between.
     """
 
     def __init__(self, handle: int, capacity: int) -> None:
         self.capacity = capacity
-        self.untold: int | None = None
-        self.memory = mmap.mmap(handle, IN_SLOT + capacity)
+        self.unsent: int | None = None
+        self.memory = mmap.mmap(handle, SLOT_HEADER_BYTES + capacity)
 
     @property
     def taken(self) -> bool:
@@ -185,8 +282,8 @@ class Slot:
         return wanted
 
 
-class News:
-    """The stream beside the messages: what has been told, and what comes."""
+class ControlChannel:
+    """The stream beside the messages: what waits to be sent, and what has come."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -195,9 +292,9 @@ class News:
         self._leaving = bytearray()
         self.gone = False
 
-    def tell(self, kind: bytes, what: bytes) -> None:
-        """Tells something; who leaves many news unread gets the rest with the next, and who is gone needs none."""
-        self._leaving += _NEWS.pack(kind, len(what)) + what
+    def send(self, kind: bytes, what: bytes) -> None:
+        """Sends something; who leaves much unread gets the rest with the next, and who is gone needs none."""
+        self._leaving += _CONTROL.pack(kind, len(what)) + what
         self._flush()
 
     def _flush(self) -> None:
@@ -210,10 +307,10 @@ class News:
             self._leaving.clear()
 
     def read(self) -> list[tuple[bytes, bytes]]:
-        """What has been told meanwhile; notes when the other end is gone."""
+        """What has come meanwhile; notes when the other end is gone."""
         self._flush()
         try:
-            while data := self.connection.recv(CHUNK):
+            while data := self.connection.recv(CHUNK_BYTES):
                 self._arrived += data
             self.gone = True
         except BlockingIOError:
@@ -221,12 +318,12 @@ class News:
         except OSError:
             self.gone = True
         found = []
-        while len(self._arrived) >= _NEWS.size:
-            kind, size = _NEWS.unpack_from(self._arrived)
-            if size > LARGEST_NEWS:
-                raise Damaged(f"news of {size} bytes")
-            if len(self._arrived) < _NEWS.size + size:
+        while len(self._arrived) >= _CONTROL.size:
+            kind, size = _CONTROL.unpack_from(self._arrived)
+            if size > LARGEST_CONTROL_BYTES:
+                raise Damaged(f"a control message of {size} bytes")
+            if len(self._arrived) < _CONTROL.size + size:
                 break
-            found.append((kind, bytes(self._arrived[_NEWS.size : _NEWS.size + size])))
-            del self._arrived[: _NEWS.size + size]
+            found.append((kind, bytes(self._arrived[_CONTROL.size : _CONTROL.size + size])))
+            del self._arrived[: _CONTROL.size + size]
         return found

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gpipe.distributed.agree import differences
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.frames import damaged
 from gpipe.distributed.mesh import Position
-from gpipe.distributed.net import Net
-from gpipe.distributed.untrusted import damaged
 from gpipe.stages.messages import Control, Label
 
 
@@ -60,7 +60,7 @@ WORDS = {
 }
 
 
-def _send(net: Net, peers: Iterable[int], header: Header) -> None:
+def _send(net: Endpoint, peers: Iterable[int], header: Header) -> None:
     """Sends a header to other processes."""
     own_weights = torch.tensor(header.own_weights, dtype=torch.float64).view(torch.int64)
     numbers = torch.tensor([*astuple(header)[:NUMBERS], len(header.rows), *header.rows], dtype=torch.int64)
@@ -69,7 +69,7 @@ def _send(net: Net, peers: Iterable[int], header: Header) -> None:
         net.send_value(peer, Label(Control.HEADER, 0, gradient=False), numbers)
 
 
-def _receive(net: Net, first: int) -> Header:
+def _receive(net: Endpoint, first: int) -> Header:
     """Waits for what the process of the first stage sends."""
     numbers = net.receive_value(first, Label(Control.HEADER, 0, gradient=False))
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or not _fits(numbers):
@@ -91,7 +91,7 @@ def _in_words(header: Header) -> dict[str, str]:
 
 
 def compare_headers(
-    net: Net,
+    net: Endpoint,
     position: Position,
     first: int,
     own: Header,

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpipe.distributed.agree import agree
-from gpipe.distributed.failures import SOON
-from gpipe.distributed.local import Link
+from gpipe.distributed.connection import Connection, TcpConnection
+from gpipe.distributed.failures import REPORT_SECONDS
+from gpipe.distributed.frames import LIMITS
 from gpipe.distributed.rendezvous import LINKING, Rendezvous
-from gpipe.distributed.tcp import RemoteLink
-from gpipe.distributed.untrusted import LIMITS
 from gpipe.errors import heard
 
 HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
@@ -50,7 +49,7 @@ class Hello(NamedTuple):
     stream: str
 
 
-def connect(rendezvous: Rendezvous) -> dict[int, Link]:
+def connect(rendezvous: Rendezvous) -> dict[int, Connection]:
     """Connects this process with the others of its pipe, by their ranks there; all do so at the same time."""
     position = rendezvous.position
     assert position is not None
@@ -69,7 +68,7 @@ def connect(rendezvous: Rendezvous) -> dict[int, Link]:
             on_failure.enter_context(end)
             _keep_alive(end, position.silence)
         links = {
-            peer: (Link if local else RemoteLink)(*(sockets[Hello(peer, stream)] for stream in STREAMS))
+            peer: (Connection if local else TcpConnection)(*(sockets[Hello(peer, stream)] for stream in STREAMS))
             for peer, local in enumerate(is_local)
             if peer != position.rank
         }
@@ -85,7 +84,7 @@ def _reach(rendezvous: Rendezvous, peer: int, stream: str, address: Address, *, 
     except OSError as error:
         if error.errno in LIMITS:
             raise
-        rendezvous.check(SOON)
+        rendezvous.check(REPORT_SECONDS)
         raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
 
 

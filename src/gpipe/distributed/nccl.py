@@ -30,9 +30,8 @@ from torch import Tensor
 
 from gpipe._torch.trees import tree_flatten, tree_unflatten
 from gpipe.distributed import codec
-from gpipe.distributed.frames import Gone
+from gpipe.distributed.frames import Gone, check_shape, reading
 from gpipe.distributed.mesh import Position, rank_of
-from gpipe.distributed.untrusted import check_shape, reading
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Message
 from gpipe.stages.tree import Tree

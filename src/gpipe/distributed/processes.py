@@ -7,14 +7,14 @@ from typing import Any
 
 from gpipe.distributed.agree import SingleProcess, agree
 from gpipe.distributed.context import ProcessContext
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.frames import explaining_limits
 from gpipe.distributed.handshake import Header, compare_headers
 from gpipe.distributed.listener import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
-from gpipe.distributed.net import Net
 from gpipe.distributed.rendezvous import LINKING, Rendezvous
 from gpipe.distributed.stragglers import stragglers_among
-from gpipe.distributed.untrusted import explaining_limits
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine
 from gpipe.stages.batchnorm import find_replica_drift
@@ -74,7 +74,7 @@ class Processes(OneProcess):
         self.sync_batch_norm = sync_batch_norm
         self.rank, self.size = position.rank, len(position.members)
         self._stragglers = stragglers_among(engine.placement, costs, position.replicas, measured=measured)
-        self._net: Net | None = None
+        self._net: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves the links behind."""
@@ -92,7 +92,7 @@ class Processes(OneProcess):
         try:
             shown = partial(agree, rendezvous)
             groups = groups_for(self.position, self.engine.crossings())
-            self._net = Net(self.position.rank, links, self.position.timeout, groups, shown)
+            self._net = Endpoint(self.position.rank, links, self.position.timeout, groups, shown)
             rendezvous.close()
         except BaseException:
             for link in links.values():
@@ -100,7 +100,7 @@ class Processes(OneProcess):
             self._net = None
             raise
 
-    def linked(self) -> Net:
+    def linked(self) -> Endpoint:
         """The links, made anew by all processes at once if they were closed."""
         if self._net is None:
             with Rendezvous() as rendezvous, explaining_limits():
@@ -118,7 +118,7 @@ class Processes(OneProcess):
         )
 
     @contextmanager
-    def _meeting(self) -> Iterator[Net]:
+    def _meeting(self) -> Iterator[Endpoint]:
         net = self.linked()
         try:
             net.begin()
@@ -132,7 +132,7 @@ class Processes(OneProcess):
         with self._meeting() as net:
             first = self.position.rank_of(self.engine.placement[0])
             compare_headers(net, self.position, first, Header(request))
-            return net.agree(value)
+            return net.exchange(value)
 
     def exchange(self, message: bytes, /) -> list[bytes]:
         """Sends a message to all processes between runs, and gathers those of all, by rank."""
@@ -140,7 +140,7 @@ class Processes(OneProcess):
 
     def gone(self) -> Collection[int]:
         """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
-        return () if self._net is None else self._net.lookout.gone()
+        return () if self._net is None else self._net.detector.gone()
 
     def close(self) -> None:
         """Ends the links; the next run makes new ones."""

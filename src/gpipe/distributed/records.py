@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gpipe.distributed.net import Net
+from gpipe.distributed.endpoint import Endpoint
 from gpipe.runtime.recorder import Recorder, RemoteRecord
 from gpipe.runtime.run import Run
 from gpipe.schedule.action import parse_action
@@ -20,7 +20,7 @@ NOT_RECORDED = (
 )
 
 
-def recorded_text(recorder: Recorder, run: Run, net: Net) -> str:
+def recorded_text(recorder: Recorder, run: Run, net: Endpoint) -> str:
     """What this process recorded of a run, for the others."""
     timeline, program = recorder.runs[-1].timeline, run.compiled.program
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gpipe._torch.autograd import copy_each
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.frames import damaged
 from gpipe.distributed.mesh import DATA, Position
-from gpipe.distributed.net import Net
-from gpipe.distributed.untrusted import damaged
 from gpipe.stages.boundary import Gradients
 from gpipe.stages.layout import is_spread_over, local
 from gpipe.stages.messages import Control, Label
@@ -32,7 +32,7 @@ Bucket: TypeAlias = list[Tensor]
 
 
 def add_over_stages(
-    net: Net, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: WeightAliases
+    net: Endpoint, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: WeightAliases
 ) -> None:
     """Adds up the gradients of shared weights over the stages that use them, in each process that has one of these.
 
@@ -55,14 +55,14 @@ def add_over_stages(
     aliases.add_up(found)
 
 
-def add_over_replicas(net: Net, position: Position, stage: int, parameters: Sequence[Tensor]) -> None:
+def add_over_replicas(net: Endpoint, position: Position, stage: int, parameters: Sequence[Tensor]) -> None:
     """Adds up `.grad` over the replicas of a stage, in the order of the replicas.
 
     Each replica adds up some of the buckets and tells the others the sums, so that all send and receive about as
     much. A parameter that one of them has a gradient of has one everywhere afterwards.
 
     Note "Ahead". A replica tells one round of buckets before it ends the one before: so all have work while messages
-    are under way, and never more than four are to one that takes none, for which a link has room (see `Net`).
+    are under way, and never more than four are to one that takes none, for which a link has room (see `Endpoint`).
     """
     peers = position.ranks_of_row
     first = stage * MOST
@@ -111,20 +111,20 @@ def _add(own: Tensor, parts: Sequence[Tensor | None]) -> None:
         own.copy_(total)
 
 
-def _tell(net: Net, peers: Sequence[int], control: Control, at: int, told: Tensor) -> None:
+def _tell(net: Endpoint, peers: Sequence[int], control: Control, at: int, told: Tensor) -> None:
     for peer in peers:
         if peer != net.rank:
             net.send(peer, Label(control, at, gradient=True), [told])
 
 
-def _hear(net: Net, peer: int, control: Control, at: int) -> Tensor:
+def _hear(net: Endpoint, peer: int, control: Control, at: int) -> Tensor:
     (found,) = _receive(net, peer, Label(control, at, gradient=True))
     if found is None:
         raise damaged(peer, "no gradient")
     return found
 
 
-def _all_gradients(net: Net, peers: Sequence[int], at: int, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+def _all_gradients(net: Endpoint, peers: Sequence[int], at: int, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
     _tell(net, peers, Control.GRADIENTS, at, own)
@@ -164,7 +164,7 @@ def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
     return buckets
 
 
-def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -> None:
+def check_lockstep(net: Endpoint, position: Position, micro_batches: int, why: str) -> None:
     """Checks that all replicas have as many micro-batches, because they will wait for each other in each."""
     counts = gather_replicas(net, position, Control.MICRO_BATCHES, micro_batches)
     if len(set(counts)) > 1:
@@ -174,7 +174,7 @@ def check_lockstep(net: Net, position: Position, micro_batches: int, why: str) -
         )
 
 
-def gather_replicas(net: Net, position: Position, control: Control, told: Tree, *, number: int = 0) -> list[Any]:
+def gather_replicas(net: Endpoint, position: Position, control: Control, told: Tree, *, number: int = 0) -> list[Any]:
     """Tells the other replicas something, once a run for each number; gives what each told, by replica."""
     peers, label = position.ranks_of_row, Label(control, number, gradient=False)
     for peer in peers:
@@ -188,7 +188,7 @@ def reduces_itself(parameter: Tensor) -> bool:
     return is_spread_over(parameter, DATA)
 
 
-def _receive(net: Net, peer: int, label: Label) -> list[Tensor | None]:
+def _receive(net: Endpoint, peer: int, label: Label) -> list[Tensor | None]:
     """Receives gradients of weights, which are never undefined."""
     message, _ = net.receive(peer, label)
     if not isinstance(message, list):

@@ -21,10 +21,10 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from gpipe.distributed.agree import agree
-from gpipe.distributed.failures import LONG, SILENCE, Report, error_of, report_of
-from gpipe.distributed.local import checked_report
+from gpipe.distributed.connection import checked_report
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, SILENT_SECONDS, Report, error_of, report_of
+from gpipe.distributed.frames import Damaged, damaged, reading
 from gpipe.distributed.mesh import Position, timeout_of_world
-from gpipe.distributed.untrusted import Damaged, damaged, reading
 from gpipe.distributed.world import Kind, Received, WorldChannel
 from gpipe.errors import heard
 
@@ -117,14 +117,14 @@ class Rendezvous:
 
     def _exchange(self, message: bytes, kind: Kind) -> list[bytes]:
         self._channel.send(message, kind)
-        until, warns_at = time.monotonic() + self._timeout, time.monotonic() + LONG
+        until, warns_at = time.monotonic() + self._timeout, time.monotonic() + LONG_WAIT_SECONDS
         while missing := [peer for peer, messages in self._messages.items() if not messages]:
             if self._receive(min(until, warns_at) - time.monotonic()):
                 continue
             if time.monotonic() >= until:
                 limit = f"{self._timeout:g} s, the timeout of the process group"
                 raise heard(self._silent(missing, limit), self._number(missing[0]))
-            logger.warning(self._silent(missing, f"{LONG:g} s"))
+            logger.warning(self._silent(missing, f"{LONG_WAIT_SECONDS:g} s"))
             warns_at = math.inf
         gathered = {peer: messages.popleft() for peer, messages in self._messages.items()}
         gathered[self._rank_in_world] = message
@@ -162,7 +162,7 @@ class Rendezvous:
         peer = self._number(received.peer)
         if received.message is None:
             message = f"rank {peer} is gone; it ended {self.phase}"
-            if self.phase == COMING and time.monotonic() - self._began > SILENCE:  # gloo reports both alike
+            if self.phase == COMING and time.monotonic() - self._began > SILENT_SECONDS:  # gloo reports both alike
                 message += (
                     ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
                 )

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gpipe._torch.modes import is_compiled
 from gpipe._torch.modules import AnyBatchNorm, check_dimensions
+from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.mesh import Position
-from gpipe.distributed.net import Net
 from gpipe.schedule.action import Action, Kind
 from gpipe.stages.batchnorm import Statistics, update_running_statistics
 from gpipe.stages.messages import Control, Label
@@ -33,7 +33,7 @@ class Synced:
         kept: What the replicas told in a forward, for its recompute.
     """
 
-    def __init__(self, net: Net, position: Position, micro_batches: int) -> None:
+    def __init__(self, net: Endpoint, position: Position, micro_batches: int) -> None:
         self.net = net
         self.peers = position.ranks_of_row
         self.micro_batches = micro_batches

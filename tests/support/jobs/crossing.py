@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.distributed.net import Net
+from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.processes import Processes
 from gpipe.schedule.action import TRANSFERS
 from tests.support.plain_loop import weights_of
@@ -98,7 +98,7 @@ def train_deferred(rank: int, world: int) -> list[Json]:
     return train_tied(rank, world, deferred_batch_norm=True)
 
 
-def linked(pipe: gpipe.GPipe) -> Net:
+def linked(pipe: gpipe.GPipe) -> Endpoint:
     """The links of a process."""
     assert isinstance(pipe._processes, Processes)
     return pipe._processes.linked()

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe.distributed.connection import INLINE_BYTES, Connection
+from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.frames import SLOTS
-from gpipe.distributed.local import INLINE, Link
-from gpipe.distributed.net import Net
 from gpipe.errors import RemoteError
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.lower import place_recompute, place_transfers
@@ -21,12 +21,23 @@ from gpipe.schedule.rules import receiver_of, sender_of
 from gpipe.schedule.schedules import fill_drain
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
-from tests.support.nets import BIG, KINDS, label_of, nets, receive, send, send_all, together, wait_until, waits
+from tests.support.endpoints import (
+    BIG,
+    KINDS,
+    endpoints,
+    label_of,
+    receive,
+    send,
+    send_all,
+    together,
+    wait_until,
+    waits,
+)
 
 # Note "Room": every program that is one can be run, however little is under way at a time.
 
 
-def walk(net: Net, program: Program, size: int, pauses: random.Random) -> None:
+def walk(net: Endpoint, program: Program, size: int, pauses: random.Random) -> None:
     """A rank's row: its transfers, and pauses for the rest."""
     numbers = {route: number for number, route in enumerate(program.routes)}
 
@@ -59,23 +70,23 @@ def walk(net: Net, program: Program, size: int, pauses: random.Random) -> None:
 @given(
     ranks=st.integers(2, 4),
     micro_batches=st.integers(1, 12),
-    size=st.sampled_from([8, INLINE, BIG]),
+    size=st.sampled_from([8, INLINE_BYTES, BIG]),
     seed=st.integers(0, 99),
 )
 def test_every_program_runs_however_large_its_messages(
-    kind: type[Link], ranks: int, micro_batches: int, size: int, seed: int
+    kind: type[Connection], ranks: int, micro_batches: int, size: int, seed: int
 ) -> None:
     program = Program.of(fill_drain(ranks, micro_batches), micro_batches)
     program = place_transfers(place_recompute(program, ["always"] * ranks))
-    with nets(ranks, kind, buffer=2**14) as every:
+    with endpoints(ranks, kind, buffer=2**14) as every:
         works = [lambda net=net: walk(net, program, size, random.Random(seed + net.rank)) for net in every]
         assert together(*works) == [None] * ranks
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slow_receiver_bounds_what_is_under_way(kind: type[Link]) -> None:
+def test_a_slow_receiver_bounds_what_is_under_way(kind: type[Connection]) -> None:
     count = 10 * SLOTS
-    with nets(2, kind, buffer=2**14) as (first, second):
+    with endpoints(2, kind, buffer=2**14) as (first, second):
         done: list[int] = []
 
         def sends() -> None:
@@ -93,25 +104,25 @@ def test_a_slow_receiver_bounds_what_is_under_way(kind: type[Link]) -> None:
         assert together(sends, takes) == [None, None]
 
 
-@pytest.mark.parametrize("size", [INLINE, BIG])
+@pytest.mark.parametrize("size", [INLINE_BYTES, BIG])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_that_send_more_than_fits_take_meanwhile_what_their_rows_have(kind: type[Link], size: int) -> None:
+def test_two_that_send_more_than_fits_take_meanwhile_what_their_rows_have(kind: type[Connection], size: int) -> None:
     count = 10 * SLOTS
 
-    def exchange(net: Net, peer: int) -> None:
+    def exchange(net: Endpoint, peer: int) -> None:
         net.expect({label_of(number): 0 for number in range(count)}, {peer}, lambda peer, seen: "")
         for number in range(count):
             send(net, peer, number, size)
         for number in range(count):
             receive(net, peer, number, size)
 
-    with nets(2, kind, buffer=2**14) as (first, second):
+    with endpoints(2, kind, buffer=2**14) as (first, second):
         assert together(lambda: exchange(first, 1), lambda: exchange(second, 0)) == [None, None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_row_does_not_have_yet_is_not_taken(kind: type[Link]) -> None:
-    with nets(2, kind) as (first, second):
+def test_what_the_row_does_not_have_yet_is_not_taken(kind: type[Connection]) -> None:
+    with endpoints(2, kind) as (first, second):
         second.expect({label_of(1): 5, label_of(0): 0}, {0}, lambda peer, seen: "")
         send(first, 1, 0)
         send(first, 1, 1)
@@ -124,10 +135,10 @@ def test_what_the_row_does_not_have_yet_is_not_taken(kind: type[Link]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("as_source", [False, True])
 def test_a_message_that_comes_just_before_the_wait_is_seen(
-    as_source: bool, kind: type[Link], monkeypatch: pytest.MonkeyPatch
+    as_source: bool, kind: type[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hung: `_wait` took what was wanted from the stream, and then waited for the stream."""
-    with nets(2, kind) as (first, second):
+    with endpoints(2, kind) as (first, second):
         if as_source:
             second.expect({label_of(0): 0}, {0}, lambda peer, seen: "")
         wait = second._wait
@@ -142,9 +153,11 @@ def test_a_message_that_comes_just_before_the_wait_is_seen(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_room_that_comes_just_before_the_wait_is_seen(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_that_comes_just_before_the_wait_is_seen(
+    kind: type[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It hung: `_wait` heard that messages had left while it looked for others, and then waited to hear it."""
-    with nets(2, kind) as (first, second):
+    with endpoints(2, kind) as (first, second):
         sent: list[int] = []
         wait, ended = first._wait, threading.Event()
 
@@ -163,28 +176,28 @@ def test_room_that_comes_just_before_the_wait_is_seen(kind: type[Link], monkeypa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_does_not_spin(kind: type[Link]) -> None:
+def test_who_waits_does_not_spin(kind: type[Connection]) -> None:
     """A stream was still watched for writing, or for reading, when nobody wrote or read it any more."""
-    with nets(3, kind, buffer=1) as (first, second, third):
+    with endpoints(3, kind, buffer=1) as (first, second, third):
         polls: list[str] = []
         real = second._poll
 
         class Counted:
             def __getattr__(self, name: str) -> Any:
-                if name == "poll":
+                if name == "sleep":
                     polls.append(name)
                 return getattr(real, name)
 
         second._poll = Counted()  # type: ignore[assignment]
 
         def middle() -> None:
-            send(second, 2, 0, INLINE)
+            send(second, 2, 0, INLINE_BYTES)
             receive(second, 2, 0)
             del polls[:]
             receive(second, 0, 0)
 
         def others() -> None:
-            receive(third, 1, 0, INLINE)
+            receive(third, 1, 0, INLINE_BYTES)
             send(third, 1, 0)
             send(third, 1, 1)  # which is not wanted
             wait_until(lambda: waits(second))
@@ -198,10 +211,10 @@ def test_who_waits_does_not_spin(kind: type[Link]) -> None:
 # Runs.
 
 
-@pytest.mark.parametrize("size", [8, INLINE, BIG])
+@pytest.mark.parametrize("size", [8, INLINE_BYTES, BIG])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_failed_run_left_is_thrown_away_by_the_next(kind: type[Link], size: int) -> None:
-    with nets(2, kind, buffer=1) as (first, second):
+def test_what_a_failed_run_left_is_thrown_away_by_the_next(kind: type[Connection], size: int) -> None:
+    with endpoints(2, kind, buffer=1) as (first, second):
 
         def sends() -> None:
             with pytest.raises(RemoteError, match="ValueError: enough"):
@@ -221,8 +234,8 @@ def test_what_a_failed_run_left_is_thrown_away_by_the_next(kind: type[Link], siz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_of_the_next_run_waits_for_it(kind: type[Link]) -> None:
-    with nets(2, kind) as (first, second):
+def test_a_message_of_the_next_run_waits_for_it(kind: type[Connection]) -> None:
+    with endpoints(2, kind) as (first, second):
         send(second, 0, 0)
         second.begin()
         send(second, 0, 1)

@@ -11,20 +11,31 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe.distributed import net as net_module
+from gpipe.distributed import endpoint as endpoint_module
+from gpipe.distributed.connection import Connection, TcpConnection
+from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import Status
 from gpipe.distributed.frames import SLOTS
-from gpipe.distributed.local import Link
-from gpipe.distributed.net import Net
-from gpipe.distributed.tcp import RemoteLink
 from gpipe.errors import RemoteError
-from tests.support.nets import BIG, KINDS, LIMIT, exchange, label_of, nets, receive, send, together, wait_until, waits
+from tests.support.endpoints import (
+    BIG,
+    KINDS,
+    LIMIT,
+    endpoints,
+    exchange,
+    label_of,
+    receive,
+    send,
+    together,
+    wait_until,
+    waits,
+)
 
 # Reports.
 
 
 def test_a_report_of_this_run_wakes_who_waits_and_later_ones_wait() -> None:
-    with nets(3) as (first, second, third):
+    with endpoints(3) as (first, second, third):
 
         def waiter() -> None:
             with pytest.raises(RemoteError, match="rank 1 failed: ValueError: now\nin the forward") as raised:
@@ -48,7 +59,7 @@ def test_a_report_of_this_run_wakes_who_waits_and_later_ones_wait() -> None:
 
 
 def test_a_failure_in_the_next_run_is_nothing_to_this_one() -> None:
-    with nets(2) as (first, second):
+    with endpoints(2) as (first, second):
         send(second, 0, 0)
         second.begin()
         second.fail(ValueError("later"))
@@ -59,8 +70,8 @@ def test_a_failure_in_the_next_run_is_nothing_to_this_one() -> None:
 
 @pytest.mark.parametrize("text", ["x" * 10**6, "語" * 10**6, "\udcff"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_report_arrives_however_long_and_odd_its_text(kind: type[Link], text: str) -> None:
-    with nets(2, kind) as (first, second):
+def test_a_report_arrives_however_long_and_odd_its_text(kind: type[Connection], text: str) -> None:
+    with endpoints(2, kind) as (first, second):
         second.fail(ValueError(text))
         with pytest.raises(RemoteError) as raised:
             first.receive(1, label_of(0))
@@ -68,8 +79,8 @@ def test_a_report_arrives_however_long_and_odd_its_text(kind: type[Link], text: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_fails_again_and_again_is_heard_in_the_end(kind: type[Link]) -> None:
-    with nets(2, kind) as (first, second):
+def test_who_fails_again_and_again_is_heard_in_the_end(kind: type[Connection]) -> None:
+    with endpoints(2, kind) as (first, second):
         for number in range(60):
             second.fail(ValueError(f"{number} " + "x" * 10_000))
             second.begin()
@@ -85,8 +96,8 @@ def test_who_fails_again_and_again_is_heard_in_the_end(kind: type[Link]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_ends_is_missed(kind: type[Link]) -> None:
-    with nets(3, kind) as (first, second, _):
+def test_a_rank_that_ends_is_missed(kind: type[Connection]) -> None:
+    with endpoints(3, kind) as (first, second, _):
 
         def ends() -> None:
             wait_until(lambda: waits(first))
@@ -101,8 +112,8 @@ def test_a_rank_that_ends_is_missed(kind: type[Link]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_says_why_and_ends_is_heard(kind: type[Link]) -> None:
-    with nets(2, kind) as (first, second):
+def test_a_rank_that_says_why_and_ends_is_heard(kind: type[Connection]) -> None:
+    with endpoints(2, kind) as (first, second):
         second.fail(ValueError("why"))
         second.close()
         with pytest.raises(RemoteError, match="rank 1 failed: ValueError: why"):
@@ -110,9 +121,9 @@ def test_a_rank_that_says_why_and_ends_is_heard(kind: type[Link]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_may_end_before_the_news_say_why(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_may_end_before_the_news_say_why(kind: type[Connection], monkeypatch: pytest.MonkeyPatch) -> None:
     """Between hosts each takes its own way."""
-    with nets(2, kind) as (first, second):
+    with endpoints(2, kind) as (first, second):
 
         def ends() -> None:
             wait_until(lambda: waits(first))
@@ -120,7 +131,7 @@ def test_a_stream_may_end_before_the_news_say_why(kind: type[Link], monkeypatch:
             time.sleep(0.1)
             second.fail(ValueError("why"))
 
-        monkeypatch.setattr("gpipe.distributed.failures.SOON", LIMIT)
+        monkeypatch.setattr("gpipe.distributed.failures.REPORT_SECONDS", LIMIT)
         raised, _ = together(lambda: receive(first, 1, 0), ends)
         assert isinstance(raised, RemoteError)
         assert raised.type_name == "ValueError"
@@ -128,12 +139,12 @@ def test_a_stream_may_end_before_the_news_say_why(kind: type[Link], monkeypatch:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_agree_and_then_may_leave_at_once(kind: type[Link], size: int) -> None:
+def test_all_agree_and_then_may_leave_at_once(kind: type[Connection], size: int) -> None:
     for length in (3, 2**21):
-        with nets(size, kind, buffer=2**14) as every:
+        with endpoints(size, kind, buffer=2**14) as every:
 
-            def agree(net: Net, length: int = length) -> list[int]:
-                told = net.agree((net.rank, torch.zeros(length)))
+            def agree(net: Endpoint, length: int = length) -> list[int]:
+                told = net.exchange((net.rank, torch.zeros(length)))
                 net.close()
                 assert all(tensor.numel() == length for _, tensor in told)
                 return [rank for rank, _ in told]
@@ -143,8 +154,8 @@ def test_all_agree_and_then_may_leave_at_once(kind: type[Link], size: int) -> No
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Link], who: int) -> None:
-    with nets(3, kind) as every:
+def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Connection], who: int) -> None:
+    with endpoints(3, kind) as every:
         works = [net.close if net.rank == who else lambda net=net: exchange(net, b"") for net in every]
         found = together(*works)
         assert all(isinstance(one, RemoteError) and one.rank == who for one in found if one is not None)
@@ -152,7 +163,7 @@ def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Link], wh
 
 
 def test_of_a_rank_that_ended_between_runs_nothing_is_asked() -> None:
-    with nets(2) as (first, second):
+    with endpoints(2) as (first, second):
         for net in (first, second):
             net.reach(-1)
         second.close()
@@ -167,7 +178,7 @@ def test_of_a_rank_that_ended_between_runs_nothing_is_asked() -> None:
 class PollsTogether:
     """Has nets begin to wait at the same time, when each says that it waits."""
 
-    def __init__(self, net: Net, all_wait: threading.Barrier) -> None:
+    def __init__(self, net: Endpoint, all_wait: threading.Barrier) -> None:
         self.real, self.all_wait = net._poll, all_wait
 
     def __getattr__(self, name: str) -> Any:
@@ -177,13 +188,13 @@ class PollsTogether:
 
 
 def test_a_timeout_names_who_keeps_all_waiting() -> None:
-    with nets(3) as (first, second, third):
+    with endpoints(3) as (first, second, third):
         third.expect({}, (), lambda peer, seen: "")
         third.reach(4)
         all_wait = threading.Barrier(2)
 
-        def wait_for(net: Net, peer: int) -> None:
-            net.lookout.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
+        def wait_for(net: Endpoint, peer: int) -> None:
+            net.detector.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
             net.expect({}, (), lambda peer, seen: f"in action {seen.at} of rank {peer}")
             net.receive(peer, label_of(0))
 
@@ -197,8 +208,8 @@ def test_a_timeout_names_who_keeps_all_waiting() -> None:
 
 def test_between_hosts_a_timeout_names_who_was_waited_for() -> None:
     told = "rank 1: it is on another host: see its own messages"
-    with nets(2, RemoteLink) as (first, _):
-        first.lookout.limit = 0.1
+    with endpoints(2, TcpConnection) as (first, _):
+        first.detector.limit = 0.1
         with pytest.raises(RemoteError, match=told):
             first.receive(1, label_of(0))
 
@@ -206,7 +217,7 @@ def test_between_hosts_a_timeout_names_who_was_waited_for() -> None:
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_process_that_ends_or_stops_while_nets_are_made_is_missed(ended: bool) -> None:
     streams, news = socket.socketpair(), socket.socketpair()
-    link, other = (Link(*ends) for ends in zip(streams, news, strict=True))
+    link, other = (Connection(*ends) for ends in zip(streams, news, strict=True))
     if ended:
         other.close()
     with pytest.raises(RemoteError, match="rank 1 is gone" if ended else r"rank 1 did not link up within 0\.1 s"):
@@ -224,9 +235,9 @@ def handles() -> set[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_stays_open(kind: type[Link]) -> None:
+def test_nothing_stays_open(kind: type[Connection]) -> None:
     before, threads = handles(), set(threading.enumerate())  # of other tests some may be about to end
-    with nets(2, kind) as every:
+    with endpoints(2, kind) as every:
         first, second = every
         for number in range(SLOTS):
             send(first, 1, number, BIG)
@@ -239,7 +250,7 @@ def test_nothing_stays_open(kind: type[Link]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_keep_the_links_open() -> None:
-    with nets(2) as (first, second):
+    with endpoints(2) as (first, second):
         until, release = os.pipe()
         child = os.fork()
         if not child:
@@ -248,7 +259,7 @@ def test_a_forked_child_does_not_keep_the_links_open() -> None:
             os._exit(0)
         try:
             second.close()
-            ready, _, _ = select.select([first.links[1].news.connection], [], [], LIMIT)
+            ready, _, _ = select.select([first.links[1].control.connection], [], [], LIMIT)
             assert ready
             with pytest.raises(RemoteError, match="rank 1 is gone"):
                 first.begin()
@@ -264,8 +275,8 @@ def test_a_forked_child_does_not_keep_the_links_open() -> None:
 def test_a_long_wait_is_told_once_and_names_who_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(net_module, "LONG", 0.1)
-    with nets(3) as (first, second, third):
+    monkeypatch.setattr(endpoint_module, "LONG_WAIT_SECONDS", 0.1)
+    with endpoints(3) as (first, second, third):
         for net in (first, third):
             net.begin()
 

@@ -28,11 +28,10 @@ from typing import Any
 from torch import Tensor
 
 from gpipe.distributed.codec import Encoded, decode, encode, payload_of
-from gpipe.distributed.failures import LONG, Lookout, Seen, Status, in_no_step, report_of
-from gpipe.distributed.frames import Frame, Gone
-from gpipe.distributed.local import Link
+from gpipe.distributed.connection import Connection
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Seen, Status, in_no_step, report_of
+from gpipe.distributed.frames import Damaged, Frame, Gone, damaged
 from gpipe.distributed.nccl import Coming, NcclGroups
-from gpipe.distributed.untrusted import Damaged, damaged
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
 from gpipe.stages.tree import Tree
@@ -41,14 +40,14 @@ from gpipe.stages.tree import Tree
 class Poll:
     """Sleeps until there is news of any process, or something at the streams of those that are watched."""
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
+    def __init__(self, links: Mapping[int, Connection]) -> None:
         self._links = links
         self._poll = select.poll()
         self._watched = dict.fromkeys(links, 0)
         self._streams = {link.fileno() for link in links.values()}
         self._deaf: set[int] = set()
         for link in links.values():
-            self._poll.register(link.news.connection, select.POLLIN)
+            self._poll.register(link.control.connection, select.POLLIN)
             self._poll.register(link, 0)
 
     def watch(self, peer: int, *, reading: bool, writing: bool = False) -> None:
@@ -67,7 +66,7 @@ class Poll:
         """Is not woken by the news of a process any more."""
         if peer not in self._deaf:
             self._deaf.add(peer)
-            self._poll.unregister(self._links[peer].news.connection)
+            self._poll.unregister(self._links[peer].control.connection)
 
     def sleep(self, seconds: float) -> "bool | None":
         """Sleeps until something happens; whether there is news, None if nothing happened in so many seconds."""
@@ -78,13 +77,13 @@ class Poll:
 logger = logging.getLogger("gpipe")
 
 
-class Net:
+class Endpoint:
     """The links of one process; what waits raises a RemoteError once another process has failed or is gone.
 
     Attributes:
         rank: Its number among them.
         size: How many processes there are.
-        lookout: Who of the others failed, is gone, or was last seen where.
+        detector: Who of the others failed, is gone, or was last seen where.
         at: How far its row is.
         due: Where in this rank's row each message is received.
         waited: Seconds spent waiting, in all.
@@ -94,7 +93,7 @@ class Net:
     def __init__(
         self,
         rank: int,
-        links: Mapping[int, Link],
+        links: Mapping[int, Connection],
         limit: float,
         groups: NcclGroups | None = None,
         shown: Callable[[], object] = object,
@@ -114,25 +113,25 @@ class Net:
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
         self._sources: Collection[int] = ()
         self._poll = Poll(self.links)
-        self.lookout = Lookout(self.links, self.status.shared_with(self.links, limit, shown), limit)
+        self.detector = FailureDetector(self.links, self.status.shared_with(self.links, limit, shown), limit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
     @property
     def run(self) -> int:
         """The number of the current run."""
-        return self.lookout.run
+        return self.detector.run
 
     def begin(self) -> None:
         """Begins a run."""
-        self.lookout.run += 1
+        self.detector.run += 1
         self._early.clear()
         self.expect({}, (), in_no_step)
-        self._heed(self.links)
+        self._check(self.links)
 
     def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Seen], str]) -> None:
         """Begins a row, in which messages are due from these sources."""
-        self.due, self._sources, self.lookout.sees = due, sources, sees
+        self.due, self._sources, self.detector.sees = due, sources, sees
         self.reach(0)
 
     def reach(self, at: int) -> None:
@@ -162,7 +161,7 @@ class Net:
     def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> float:
         """Gives when there was room for it."""
         link = self.links[peer]
-        self._tells_at = time.monotonic() + LONG
+        self._tells_at = time.monotonic() + LONG_WAIT_SECONDS
         try:
             while not link.has_room(message.size):
                 link.want_room()
@@ -176,7 +175,7 @@ class Net:
                 self._wait(peer, room=0)
                 left = link.flush()
         except Gone as gone:
-            self.lookout.lose(peer, gone)
+            self.detector.raise_lost(peer, gone)
         return begun
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
@@ -190,12 +189,12 @@ class Net:
 
     def _receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         key = (peer, label)
-        self._tells_at = time.monotonic() + LONG
+        self._tells_at = time.monotonic() + LONG_WAIT_SECONDS
         while key not in self._early:
             try:
                 taken = self._take(peer, label)
             except Gone:
-                self.lookout.lose(peer)
+                self.detector.raise_lost(peer)
             if not taken:
                 self._poll.watch(peer, reading=taken is None)
                 self._wait(peer)
@@ -203,7 +202,7 @@ class Net:
         try:
             return (message.finish() if isinstance(message, Coming) else message), mark
         except Gone as gone:
-            self.lookout.lose(peer, gone)
+            self.detector.raise_lost(peer, gone)
 
     def receive_value(self, peer: int, label: Label) -> Any:
         """Waits for what a process sends by `send_value`."""
@@ -237,7 +236,7 @@ class Net:
             link.done(head)
         return True
 
-    def _open(self, peer: int, link: Link, head: Frame) -> Message | Coming:
+    def _open(self, peer: int, link: Connection, head: Frame) -> Message | Coming:
         if self._groups is None:
             message = decode(*link.message(head), size=head.size)
             link.done(head)
@@ -260,7 +259,7 @@ class Net:
                     while taken := self._take(source):
                         pass
                 except Gone:
-                    self.lookout.lose(source)
+                    self.detector.raise_lost(source)
                 self._poll.watch(source, reading=taken is None, writing=writing and source == peer)
         self._poll.watch_only({*self._sources, peer})  # others are left from an earlier wait
         if room is not None and self.links[peer].has_room(room):
@@ -269,11 +268,11 @@ class Net:
         self.status.wait(True)
         has_news = self._sleep(peer)
         if has_news is None:
-            self.lookout.give_up(peer)  # still seen to wait, by those who give up at the same time
+            self.detector.raise_timeout(peer)  # still seen to wait, by those who give up at the same time
         self.status.wait(False)
         self.waited += time.perf_counter() - asked
         if has_news:
-            self._heed(([peer] if writing else []) if self._parting else self.links)
+            self._check(([peer] if writing else []) if self._parting else self.links)
 
     def _sleep(self, peer: int) -> bool | None:
         """Sleeps until something happens; tells once of a wait that takes long.
@@ -281,35 +280,39 @@ class Net:
         Returns:
             Whether there is news; None if nothing happened until the time was up.
         """
-        until = time.monotonic() + self.lookout.limit
+        until = time.monotonic() + self.detector.limit
         if self._tells_at < until:
             has_news = self._poll.sleep(self._tells_at - time.monotonic())
             if has_news is not None:
                 return has_news
             self._tells_at = math.inf
-            where = self.lookout.all_last_seen(self.lookout.stuck(peer))
-            logger.warning("rank %d has waited %g s for rank %d\n%s", self.rank, LONG, peer, "\n".join(where))
+            where = self.detector.all_last_seen(self.detector.stuck(peer))
+            logger.warning(
+                "rank %d has waited %g s for rank %d\n%s", self.rank, LONG_WAIT_SECONDS, peer, "\n".join(where)
+            )
         return self._poll.sleep(until - time.monotonic())
 
-    def _heed(self, needed: Collection[int]) -> None:
-        for peer in self.lookout.heed(needed):
+    def _check(self, needed: Collection[int]) -> None:
+        for peer in self.detector.check(needed):
             self._poll.ignore(peer)
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""
         report = report_of(error, self.run, self.rank)
-        self.lookout.report(report)
-        if self._groups is not None and (not report["type"] or any(link.news.gone for link in self.links.values())):
+        self.detector.report(report)
+        if self._groups is not None and (
+            not report["type"] or any(link.control.gone for link in self.links.values())
+        ):
             self._groups.end()  # somebody is gone
 
-    def agree(self, told: Tree) -> list[Any]:
-        """Tells all processes something, and gives what each told, by rank: nobody has it before all have told."""
+    def exchange(self, value: Tree) -> list[Any]:
+        """Sends a value to all processes, and gathers those of all, by rank: nobody has them before all have sent."""
         label = Label(Control.AGREEMENT, 0, gradient=False)
         if self.rank:
-            self.send_value(0, label, told)
+            self.send_value(0, label, value)
             with self._at_parting():
                 return self._settled(list(self.receive_value(0, label)))
-        every = [told, *(self.receive_value(peer, label) for peer in range(1, self.size))]
+        every = [value, *(self.receive_value(peer, label) for peer in range(1, self.size))]
         message = BoundaryValue(every, [])
         encoded = encode(message) if self._groups is None else None  # once for all
         with self._at_parting():
@@ -349,7 +352,7 @@ class Net:
             link.close()
 
 
-def _drop(reference: "weakref.ref[Net]") -> None:
+def _drop(reference: "weakref.ref[Endpoint]") -> None:
     """In a forked process, say a DataLoader's: as long as it had the links, nobody would see this process end."""
     net = reference()
     if net is not None:

@@ -10,28 +10,29 @@ from typing import Any
 
 import torch
 
-from gpipe.distributed.failures import Watched
-from gpipe.distributed.local import Link
-from gpipe.distributed.net import Net
-from gpipe.distributed.tcp import RemoteLink
+from gpipe.distributed.connection import Connection, TcpConnection
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.failures import Seen
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
 
-KINDS = (Link, RemoteLink)
+KINDS = (Connection, TcpConnection)
 BIG = 2**20  # bytes: more than the stream takes
 LIMIT = 240.0  # seconds, the timeout of nets that shall not need one
 
 
 @contextmanager
-def nets(count: int, kind: type[Link] = Link, limit: float = LIMIT, buffer: int = 2**17) -> Iterator[list[Net]]:
+def endpoints(
+    count: int, kind: type[Connection] = Connection, limit: float = LIMIT, buffer: int = 2**17
+) -> Iterator[list[Endpoint]]:
     """So many ranks, each linked with all others, at their first run."""
-    links: list[dict[int, Link]] = [{} for _ in range(count)]
+    links: list[dict[int, Connection]] = [{} for _ in range(count)]
     for one, other in combinations(range(count), 2):
         streams, news = socket.socketpair(), socket.socketpair()
         for stream in streams:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         links[one][other], links[other][one] = (kind(*ends) for ends in zip(streams, news, strict=True))
-    made = together(*(lambda rank=rank: Net(rank, links[rank], limit) for rank in range(count)))
+    made = together(*(lambda rank=rank: Endpoint(rank, links[rank], limit) for rank in range(count)))
     try:
         for net in made:
             net.begin()
@@ -52,16 +53,16 @@ def label_of(number: int) -> Label:
     return Label(number, 0, gradient=False)
 
 
-def send(net: Net, peer: int, number: int, size: int = 8) -> None:
+def send(net: Endpoint, peer: int, number: int, size: int = 8) -> None:
     net.send(peer, label_of(number), BoundaryValue(torch.full([size // 8], number), []))
 
 
-def send_all(net: Net, numbers: Iterable[int], size: int) -> None:
+def send_all(net: Endpoint, numbers: Iterable[int], size: int) -> None:
     for number in numbers:
         send(net, 1, number, size)
 
 
-def receive(net: Net, peer: int, number: int, size: int = 8) -> None:
+def receive(net: Endpoint, peer: int, number: int, size: int = 8) -> None:
     """Receives a message, which must be right."""
     message, _ = net.receive(peer, label_of(number))
     assert isinstance(message, BoundaryValue)
@@ -75,16 +76,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def exchange(net: Net, told: bytes) -> list[Any]:
+def exchange(net: Endpoint, told: bytes) -> list[Any]:
     """Has all agree in a run of its own."""
     try:
         net.begin()
-        return net.agree(told)
+        return net.exchange(told)
     except BaseException as error:
         net.fail(error)
         raise
 
 
-def waits(net: Net) -> bool:
+def waits(net: Endpoint) -> bool:
     """Whether a rank waits for others."""
-    return Watched(net.status._memory).read().waits  # type: ignore[arg-type]  # a bytearray where there is no mmap
+    return Seen.read(net.status._memory).waits

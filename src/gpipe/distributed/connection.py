@@ -1,0 +1,399 @@
+"""The connection to one other process: a stream of messages each way, and beside it a control channel.
+
+A message is a frame: a header of fixed layout, the layout of its tensors, and their bytes (codec.py). What is small
+goes through the stream itself. Within a host what is large goes through one of a few slots of shared memory, and the
+stream says which: memory without a name, that is gone with the last process that has it. Between hosts two threads
+keep a few messages under way.
+
+The control channel carries what must never wait behind messages: that a slot is free again, that a rank failed, that
+a process is gone.
+"""
+
+import json
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import torch
+
+from gpipe.distributed.codec import Buffer, Encoded
+from gpipe.distributed.frames import (
+    CHUNK_BYTES,
+    FAILED,
+    FREE,
+    HEADER,
+    SLOT_HEADER_BYTES,
+    SLOTS,
+    Arrived,
+    ControlChannel,
+    Damaged,
+    Frame,
+    Gone,
+    Slot,
+    check_memory,
+    make_memory,
+    reading,
+)
+from gpipe.stages.messages import Label
+
+INLINE_BYTES = 2**15
+"""Bytes up to which tensors go through the stream: there two processes take about 25 us."""
+
+Piece: TypeAlias = bytes | bytearray | memoryview
+ALLOCATED_AT_ONCE_BYTES = 2**26  # bytes that a message is said to have and that are allocated before they are here
+LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
+
+
+class Connection:
+    """The connection to a process of this host.
+
+    Nothing here waits: `poll` what `fileno` gives, for reading before `head`, for writing while `flush` is False.
+    """
+
+    is_local = True
+
+    def __init__(self, stream: socket.socket, control: socket.socket) -> None:
+        stream.setblocking(False)
+        self._stream = stream
+        self.control = ControlChannel(control)
+        self.reports: list[Mapping[str, Any]] = []
+        self._arrived = Arrived(stream)
+        self._head: Frame | None = None
+        self._leaving = b""
+        self._handle: int | None = None
+        self._own: list[Slot] = []
+        self._theirs: dict[int, Slot] = {}
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._stream.fileno()
+
+    def listen(self) -> None:
+        """Reads the control channel."""
+        for kind, what in self.control.read():
+            if kind == FAILED:
+                self.reports.append(_read_report(what))
+
+    def events(self, *, reading: bool, writing: bool) -> int:
+        """What to poll for: that a slot is free comes by `control`."""
+        return (select.POLLIN if reading else 0) | (select.POLLOUT if writing and self._leaving else 0)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a message of so many bytes can be put on its way now."""
+        if self._leaving and not self.flush():
+            return False
+        return size <= INLINE_BYTES or len(self._own) < SLOTS or not all(slot.taken for slot in self._own)
+
+    def want_room(self) -> None:
+        """Asks to be told when there may be room again."""
+        for slot in self._own:
+            slot.want()
+
+    def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
+        """Puts a message on its way, for which there must be room; what the stream does not take is for `flush`.
+
+        Returns:
+            Whether the stream took all of it.
+        """
+        layout, size = message.layout, message.size
+        if size <= INLINE_BYTES or not hasattr(os, "memfd_create"):
+            head = Frame(run, label, -1, len(layout), size, 0, sent).pack()
+            return self._send([head, layout, *message.pieces()], len(head) + len(layout) + size)
+        at = self._slot_of(size)
+        slot = self._own[at]
+        message.write(torch.frombuffer(slot.memory, dtype=torch.uint8, offset=SLOT_HEADER_BYTES))
+        slot.take()
+        handle, slot.unsent = slot.unsent, None
+        capacity = slot.capacity if handle is not None else 0
+        head = Frame(run, label, at, len(layout), size, capacity, sent).pack()
+        return self._send([head, layout], len(head) + len(layout), handle)
+
+    def _slot_of(self, size: int) -> int:
+        """A free slot that is large enough; made, if there is none."""
+        free = [at for at, slot in enumerate(self._own) if not slot.taken]
+        for at in free:
+            if self._own[at].capacity >= size:
+                return at
+        capacity = 1 << (size - 1).bit_length()
+        handle = make_memory("gpipe", SLOT_HEADER_BYTES + capacity)
+        slot = Slot(handle, capacity)
+        slot.unsent = handle
+        if len(self._own) < SLOTS:
+            self._own.append(slot)
+            return len(self._own) - 1
+        old, self._own[free[0]] = self._own[free[0]], slot  # instead of one that is too small, at both ends
+        if old.unsent is not None:
+            os.close(old.unsent)
+        return free[0]
+
+    def _send(self, pieces: Sequence[Piece], size: int, handle: int | None = None) -> bool:
+        """Gives the stream what it takes, a handle with the first byte; the rest is left for `flush`."""
+        try:
+            handles = [] if handle is None else [handle]
+            sent = socket.send_fds(self._stream, pieces, handles) if handles else self._stream.sendmsg(pieces)
+        except BlockingIOError:
+            self._leaving, self._handle = b"".join(pieces), handle
+            return False
+        except OSError as error:
+            raise Gone(str(error)) from error
+        if handle is not None:
+            os.close(handle)
+        self._leaving = b"" if sent == size else b"".join(pieces)[sent:]
+        self._handle = None
+        return not self._leaving
+
+    def flush(self) -> bool:
+        """Sends what is left of a message; whether nothing is."""
+        return not self._leaving or self._send([self._leaving], len(self._leaving), self._handle)
+
+    def has_left(self) -> bool:
+        """Whether all messages are on their way, and would arrive also if this process ended now."""
+        return self.flush()
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the other host has answered nothing."""
+        return 0.0
+
+    def head(self) -> Frame | None:
+        """The next message's header, once the message is here; None before."""
+        if self._head is None:
+            frame = self._arrived.first()
+            if frame is not None and frame.capacity:
+                self._open_slot(frame)
+            if frame is not None and frame.slot >= 0:
+                slot = self._theirs.get(frame.slot)
+                if slot is None or frame.size > slot.capacity:
+                    raise Damaged(f"a message of {frame.size} bytes in a slot that has no room for it")
+            self._head = frame
+        return self._head
+
+    def _open_slot(self, frame: Frame) -> None:
+        if not self._arrived.handles:
+            raise Damaged("a new slot without a handle")
+        handle = self._arrived.handles.popleft()
+        try:
+            check_memory(handle, SLOT_HEADER_BYTES + frame.capacity)
+            self._theirs[frame.slot] = Slot(handle, frame.capacity)
+        finally:
+            os.close(handle)
+
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
+        """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
+        arrived = self._arrived
+        start = arrived.start + HEADER.size
+        behind = start + frame.layout
+        layout = bytes(arrived.memory[start:behind])
+        if frame.slot < 0:
+            return layout, arrived.memory, behind
+        return layout, self._theirs[frame.slot].memory, SLOT_HEADER_BYTES
+
+    def done(self, frame: Frame) -> None:
+        """Goes on to the next message, and lets the other end use the memory of this one again."""
+        self._head = None
+        self._arrived.drop()
+        if frame.slot >= 0 and self._theirs[frame.slot].free():
+            self.control.send(FREE, b"")
+
+    def report(self, what: Mapping[str, Any]) -> None:
+        """Tells the other end that a rank failed."""
+        self.control.send(FAILED, json.dumps(what, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of a connection that another process goes on with, the one that this one was forked from."""
+        self._stream.close()
+        self.control.connection.close()
+        unsent = [self._handle, *(slot.unsent for slot in self._own)]
+        for handle in (*self._arrived.handles, *unsent):
+            if handle is not None:
+                os.close(handle)
+        self._handle = None
+        for held in (self._arrived.handles, self._own, self._theirs):
+            held.clear()
+
+
+TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceback": str}
+
+
+def _read_report(told: bytes) -> Mapping[str, Any]:
+    with reading("a report"):
+        return checked_report(json.loads(told.decode("utf-8", "surrogatepass")))
+
+
+def checked_report(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The report, which must be one."""
+    if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
+        raise ValueError(f"{sorted(report)}")
+    return report
+
+
+class TcpConnection(Connection):
+    """The connection to a process of another host: threads read and write while the rank computes."""
+
+    is_local = False
+
+    def __init__(self, stream: socket.socket, control: socket.socket) -> None:
+        super().__init__(stream, control)
+        stream.setblocking(True)
+        self._bell, self._ring = socket.socketpair()  # a byte whenever a thread has something new
+        self._bell.setblocking(False)
+        self._inbox: deque[tuple[Frame, bytes, bytearray]] = deque()
+        self._outbox: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._unsent = 0
+        self._room = threading.Semaphore(SLOTS)
+        self._broken: str | None = None
+        self._damaged: Damaged | None = None
+        self._threads = [
+            threading.Thread(target=work, name=f"gpipe {work.__name__}", daemon=True)
+            for work in (self._keep_reading, self._keep_writing)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._bell.fileno()
+
+    def events(self, *, reading: bool, writing: bool) -> int:
+        """What to poll for."""
+        return select.POLLIN if reading or writing else 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether a message of so many bytes can be put on its way now."""
+        self._hear()
+        return self._unsent < SLOTS
+
+    def want_room(self) -> None:
+        """The thread that writes always tells."""
+
+    def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
+        """Puts a message on its way, for which there must be room; it leaves by itself."""
+        head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).pack()
+        data = memoryview(b"".join([head, message.layout, *message.pieces()]))
+        if not self._unsent:  # nobody else writes, and what the network takes at once needs no thread
+            try:
+                data = data[self._stream.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise Gone(str(error)) from error
+        if data.nbytes:
+            self._unsent += 1
+            self._outbox.put(data)
+        return True
+
+    def flush(self) -> bool:
+        """Everything leaves by itself."""
+        return True
+
+    def has_left(self) -> bool:
+        """Whether all messages are on their way, and would arrive also if this process ended now."""
+        self._hear()
+        return not self._unsent
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the other host has answered nothing, if this system says so: it is asked every second."""
+        if not hasattr(socket, "TCP_INFO"):
+            return 0.0
+        try:
+            known = self.control.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
+        except OSError:
+            return 0.0
+        return float(struct.unpack_from("=I", known, LAST_ANSWER)[0]) / 1000
+
+    def head(self) -> Frame | None:
+        """The next message's header, once the message is here; None before."""
+        self._hear()
+        return self._inbox[0][0] if self._inbox else None
+
+    def _hear(self) -> None:
+        with suppress(BlockingIOError):
+            self._unsent -= self._bell.recv(CHUNK_BYTES).count(b"w")
+        if self._damaged is not None and not self._inbox:  # after the bell: what it rang for is there by now
+            raise self._damaged
+        if self._broken is not None and not self._inbox:
+            raise Gone(self._broken)
+
+    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
+        """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
+        _, layout, memory = self._inbox[0]
+        return layout, memory, 0
+
+    def done(self, frame: Frame) -> None:
+        """Goes on to the next message."""
+        self._inbox.popleft()
+        self._room.release()
+
+    def _keep_reading(self) -> None:
+        try:
+            while True:
+                frame = Frame.read(_receive(self._stream, HEADER.size))
+                if frame.slot >= 0 or frame.capacity:
+                    raise Damaged("a slot of memory, between hosts")
+                layout = bytes(_receive(self._stream, frame.layout))
+                self._inbox.append((frame, layout, _receive(self._stream, frame.size)))
+                self._ring.send(b"r")
+                self._room.acquire()
+        except Damaged as error:
+            self._damaged = error
+            self._break(ConnectionError(str(error)))
+        except (OSError, MemoryError) as error:
+            self._break(OSError(str(error)))
+
+    def _keep_writing(self) -> None:
+        try:
+            while (data := self._outbox.get()) is not None:
+                self._stream.sendall(data)
+                del data
+                self._ring.send(b"w")
+        except OSError as error:
+            self._break(error)
+
+    def _break(self, error: OSError) -> None:
+        self._broken = str(error)
+        with suppress(OSError):
+            self._ring.send(b"!")
+
+    def close(self) -> None:
+        """Ends the connection and the threads."""
+        self._outbox.put(None)
+        for end in (self._stream, self.control.connection):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._stream.close()
+        self._room.release()
+        for thread in self._threads:
+            thread.join(1.0)
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of a connection that another process goes on with, the one that this one was forked from."""
+        super().drop()
+        self._bell.close()
+        self._ring.close()
+
+
+def _receive(stream: socket.socket, size: int) -> bytearray:
+    """So many bytes; where they are very many, there is room for twice as many as have come."""
+    data, done = bytearray(min(size, ALLOCATED_AT_ONCE_BYTES)), 0
+    while done < size:
+        if done == len(data):
+            data.extend(bytes(min(size - done, done)))
+        with memoryview(data) as view:
+            count = stream.recv_into(view[done:])
+        if not count:
+            raise Gone("the connection was closed")
+        done += count
+    return data
