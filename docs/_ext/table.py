@@ -29,13 +29,12 @@ from gpipe.profiling import timeline_svg, timelines_svg
 from gpipe.profiling.lanes import words
 from gpipe.schedule.action import Route, parse_action
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.figures import figures
 from gpipe.schedule.laws import check
 from gpipe.schedule.lower import place_commits, place_recompute, place_reduces, place_ties, place_transfers
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import needs
 from gpipe.schedule.schedules.by_name import program_of
-from gpipe.schedule.simulate import simulate
+from gpipe.schedule.simulate import figures, simulate
 
 FORWARD = 0.010  # seconds; a backward takes two of them
 

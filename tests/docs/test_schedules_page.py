@@ -8,9 +8,9 @@ import pytest
 
 from gpipe.cli.main import main
 from gpipe.schedule.action import Kind
-from gpipe.schedule.figures import figures
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import figures
 from tests.docs.pages import PAGES, ROOT, blocks_of
 
 PAGE = (ROOT / "docs" / "schedules.md").read_text()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.runtime import steps
-from gpipe.schedule.order import linearize
+from gpipe.schedule.rules import linearize
 from gpipe.stages.microbatch import Reduction
 from tests.support.addresses import twins
 from tests.support.plain_loop import (

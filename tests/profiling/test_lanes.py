@@ -20,9 +20,9 @@ from gpipe.profiling.lanes import (
 )
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.figures import figures
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import figures
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.timelines import pipelined
 

@@ -1,10 +1,10 @@
 import pytest
 
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.figures import figures
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES, forward_only
 from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import figures
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -38,6 +38,7 @@ def test_costs_may_be_given_and_forwards_alone_be_drawn() -> None:
     [
         (("zbv", 4, 8), r"schedule='zbv'; known are 'gpipe', '1f1b', .*'dualpipe_v'$"),
         (("zb_v", 0, 0), r"partitions=0; give .*\nmicro_batches=0; give"),
+        (("gpipe", 4, 10**9), r"micro_batches=1000000000; give at most 100,000"),
         (("zb_v", 2, 2, 0), r"stages_per_rank=0; give"),
         (("1f1b", 2, 2, 2), r"schedule='1f1b' cannot place stages_per_rank=2; the nearest that it can is 1"),
         (("dualpipe_v", 4, 7), r"has no table for micro_batches=7 over K=4 ranks; .* is micro_batches=8"),

@@ -21,9 +21,8 @@ from gpipe.schedule.lower import (
     place_transfers,
     recomputed,
 )
-from gpipe.schedule.order import linearize
 from gpipe.schedule.program import Program, ScheduleError
-from gpipe.schedule.rules import BACKWARDS, needs
+from gpipe.schedule.rules import BACKWARDS, linearize, needs
 from gpipe.schedule.schedules import fill_drain, forward_only
 from tests.support.programs import (
     LAW,

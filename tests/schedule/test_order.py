@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 
 from gpipe.schedule.action import Action
-from gpipe.schedule.order import linearize
 from gpipe.schedule.program import Program, ScheduleError
-from gpipe.schedule.rules import needs
+from gpipe.schedule.rules import linearize, needs
 from gpipe.schedule.schedules import fill_drain
 from tests.support.programs import LAW, lowered, lowered_programs, parsed, seeds
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gpipe.schedule.action import COMPUTE, Action, Kind, Route, parse_action
 from gpipe.schedule.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
-from gpipe.schedule.order import linearize
 from gpipe.schedule.program import Program
+from gpipe.schedule.rules import linearize
 from gpipe.schedule.schedules import fill_drain, forward_only
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40, database=None)

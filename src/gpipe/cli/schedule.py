@@ -12,10 +12,10 @@ from gpipe.cli.ending import ending_by_mistakes
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, needed, panel, words
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.figures import Figures, figures
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import Figures, figures
 
 COLORFUL = ("256", "truecolor")
 """What rich calls terminals with colours enough to tell kinds and stages apart; others are given letters."""

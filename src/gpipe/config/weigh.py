@@ -13,11 +13,10 @@ from gpipe.planner.measure import as_in_training, measure_by, measure_seconds
 from gpipe.planner.search.cuts import partition
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
-from gpipe.schedule.lower import Remat, place_recompute
+from gpipe.schedule.lower import Remat, place_recompute, stages_left_whole
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
-from gpipe.schedule.splits import stages_left_whole
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import ReplayedModel

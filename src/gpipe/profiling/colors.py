@@ -32,7 +32,7 @@ BRIGHT = 0.3
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
     """By rank and stage, which of the stages of its rank it is, from 0.
 
-    >>> from gpipe.schedule.figures import figures
+    >>> from gpipe.schedule.simulate import figures
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> nth_stages(figures(program_of("zb_v", ranks=2, micro_batches=2)).timeline)
     {(0, 0): 0, (0, 3): 1, (1, 1): 0, (1, 2): 1}

@@ -20,8 +20,8 @@ from gpipe.profiling.colors import is_bright, nth_stages, shade
 from gpipe.profiling.svg import Unit
 from gpipe.schedule.action import COMPUTE, NAMES, Kind
 from gpipe.schedule.cost import Costs
-from gpipe.schedule.figures import Figures, figures
 from gpipe.schedule.program import Program
+from gpipe.schedule.simulate import Figures, figures
 from gpipe.schedule.timeline import Span, Timeline
 
 BETWEEN = 2
@@ -227,7 +227,7 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -> Iterator[Text]:
     """The lanes of a timeline, and under them the time, in milliseconds or as it is.
 
-    >>> from gpipe.schedule.figures import figures
+    >>> from gpipe.schedule.simulate import figures
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> timeline = figures(program_of("gpipe", ranks=2, micro_batches=2)).timeline
     >>> for line in panel(timeline, Ruler(unit=3, seconds=1.0), colored=False):
@@ -260,7 +260,7 @@ def _style(kind: Kind, nth: int, stages: int) -> str:
 def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
     r"""What the colours of lanes mean, or the letters.
 
-    >>> from gpipe.schedule.figures import figures
+    >>> from gpipe.schedule.simulate import figures
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> print(*legend([figures(program_of("zb_v", 2, 2)).timeline], colored=False), sep="\n")
     F forward   I backward, inputs   W backward, weights   . idle
@@ -283,7 +283,7 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
 def words(found: Figures) -> Iterator[str]:
     r"""What a schedule costs, in a few lines.
 
-    >>> from gpipe.schedule.figures import figures
+    >>> from gpipe.schedule.simulate import figures
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> print(*words(figures(program_of("1f1b", ranks=4, micro_batches=8))), sep="\n")
     bubble 27.3%: 33 from beginning to end, of which a rank works 24

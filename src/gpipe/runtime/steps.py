@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from gpipe.schedule.action import MAIN, TRANSFERS, Action, Kind, Route
 from gpipe.schedule.lower import halves
-from gpipe.schedule.order import linearize
 from gpipe.schedule.program import Program, ScheduleError
-from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, receiver_of, sender_of
+from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, linearize, receiver_of, sender_of
 from gpipe.stages.messages import Label
 
 

@@ -19,9 +19,8 @@ from functools import partial
 from itertools import combinations
 
 from gpipe.schedule.action import CLOSING, TRANSFERS, Action, Kind, Route
-from gpipe.schedule.order import linearize
 from gpipe.schedule.program import Program, ScheduleError
-from gpipe.schedule.rules import closing_order, needs, receiver_of, sender_of
+from gpipe.schedule.rules import closing_order, linearize, needs, receiver_of, sender_of
 
 
 def check(program: Program) -> None:

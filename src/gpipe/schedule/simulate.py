@@ -1,20 +1,32 @@
 """Predicts a mini-batch from a program and costs: its timeline, its bubble, and the peak bytes of each rank."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Literal, TypeAlias
 
-from gpipe.schedule.action import TRANSFERS, Action, Kind
+import numpy as np
+import numpy.typing as npt
+
+from gpipe.schedule.action import COMPUTE, Action, Kind
 from gpipe.schedule.cost import Costs, StageCost, seconds
-from gpipe.schedule.order import linearize
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
-from gpipe.schedule.rules import BACKWARDS, needs, receiver_of
+from gpipe.schedule.rules import BACKWARDS, feeds, linearize_with_needs, receiver_of
 from gpipe.schedule.timeline import Span, Timeline
 
 BACKWARD_OVER_FORWARD = 2.0
 """A backward is taken to last two forwards: where a forward multiplies by a weight once, it does so for the gradient
 of the input and for that of the weight."""
+UNIT_COST = StageCost(forward=1.0, backward=2.0, backward_input=1.0, backward_weight=1.0)
+"""F, I and W take one unit each, and B, which is I and W, two."""
+
+MicroBatches: TypeAlias = frozenset[int | None]
+Recomputed: TypeAlias = Mapping[int, MicroBatches]
+"""By stage."""
+Counts: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -45,58 +57,258 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     >>> round(simulate(program, unit_costs(4)).timeline.idle_share(), 6)  # (K-1)/(M+K-1)
     0.428571
     """
-    free = [0.0] * program.ranks
-    idle = dict[tuple[int, int], float]()  # from when on links are
-    done: dict[Action, float] = {}
-    spans = []
-    for rank, _, action in linearize(program):
-        takes = seconds(action, costs) if duration is None else duration(action)
-        ready = max((done[need] for need in needs(action, program)), default=0.0)
-        if action.kind is Kind.SEND:  # waits for its turn on its rank and its link
-            link = rank, program.rank_of[receiver_of(action)]
-            done[action] = idle[link] = max(free[rank], ready, idle.get(link, 0.0)) + takes
-            continue
-        if action.kind in TRANSFERS:
-            done[action] = ready + takes
-            continue
-        start = max(free[rank], ready)
-        done[action] = free[rank] = start + takes
-        spans.append(Span(rank, action, start, start + takes))
-    timeline = Timeline(program.ranks, tuple(spans), max(done.values(), default=0.0))
-    return Simulation(timeline, _peak_bytes(program, costs))
+    simulator = Simulator(program)
+    again: list[set[int | None]] = [set() for _ in program.rank_of]
+    for action in program.actions:
+        if action.kind is Kind.RECOMPUTE:
+            again[action.stage].add(action.micro_batch)
+    peaks = (
+        simulator.peak_bytes(rank, [costs[stage] for stage in own], tuple(frozenset(again[stage]) for stage in own))
+        for rank, own in enumerate(simulator.stages_of)
+    )
+    return Simulation(simulator.timeline(costs, duration), tuple(peaks))
 
 
-def _peak_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
-    """The most that each rank holds: its state, boundary tensors in flight, and what forwards keep inside."""
-    peaks = []
-    for rank, row in enumerate(program.rows):
-        held = sum(costs[stage].state for stage, r in enumerate(program.rank_of) if r == rank)
-        peak = held
-        for action in row:
-            cost = costs[action.stage]
-            if action.kind is Kind.FORWARD:  # what it makes inside lives at least until it ends
-                peak = max(peak, held + cost.boundary + cost.inside)
-            if action.kind in BACKWARDS:
-                peak = max(peak, held + cost.working)
-            held += _kept(action, cost, program)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
+class Simulator:
+    """A program, to be timed with other costs as often as one likes.
+
+    What is recomputed stands in the program, or is said each time: so one serves for every remat of a program.
+
+    Args:
+        program: What is to be timed.
+        messages: Whether to send what crosses ranks, as `place_transfers` has it, in a program that does not say it.
+
+    >>> from gpipe.schedule.schedules.by_name import program_of
+    >>> simulator = Simulator(program_of("gpipe", ranks=2, micro_batches=4))
+    >>> costs = [StageCost(forward=1.0, backward=2.0, boundary=10, inside=100)] * 2
+    >>> simulator.seconds(costs), simulator.peak_bytes(0, costs[:1], again=(frozenset(),))
+    (15.0, 440)
+    """
+
+    def __init__(self, program: Program, *, messages: bool = False) -> None:
+        self.program, self.messages = program, messages
+        self.stages_of = [
+            [stage for stage, own in enumerate(program.rank_of) if own == rank] for rank in range(program.ranks)
+        ]
+        self._held, self._masks = cache(self._find_held), cache(self._find_masks)
+        self._held_by_rank = cache(self._counts)
+
+    @cached_property
+    def _steps(self) -> "_Steps":
+        return _Steps(self.program, self.messages)
+
+    def seconds(self, costs: Costs, again: Recomputed | None = None) -> float:
+        """How long a mini-batch takes, if `again` is recomputed right before its backward."""
+        _, ends = self._steps.run(self._steps.seconds(costs), self._steps.recompute_seconds(costs, again or {}))
+        return max(ends, default=0.0)
+
+    def busy(self, costs: Costs, again: Recomputed) -> float:
+        """The seconds that all ranks compute together."""
+        steps = self._steps
+        each = zip(steps.actions, steps.seconds(costs), strict=True)
+        return sum(took for action, took in each if action.kind in COMPUTE) + sum(
+            steps.recompute_seconds(costs, again)
+        )
+
+    def timeline(self, costs: Costs, duration: Callable[[Action], float] | None = None) -> Timeline:
+        """When each action is done but for transfers; `duration` replaces the seconds that `costs` gives."""
+        steps = self._steps
+        took = steps.seconds(costs) if duration is None else list(map(duration, steps.actions))
+        starts, ends = steps.run(took, [0.0] * len(took))
+        spans = (
+            Span(self.program.rank_of[action.stage], action, start, end)
+            for action, start, end in zip(steps.actions, starts, ends, strict=True)
+            if action.kind is not Kind.SEND
+        )
+        return Timeline(self.program.ranks, tuple(spans), max(ends, default=0.0))
+
+    def peak_bytes(self, rank: int, own: Costs, again: tuple[MicroBatches, ...]) -> int:
+        """The most that a rank holds: its state, boundary tensors in flight, and what forwards keep inside.
+
+        Args:
+            rank: Of the program.
+            own: What each of its stages costs.
+            again: What each of them recomputes.
+        """
+        held = sum(cost.state for cost in own)
+        if COMPUTE.isdisjoint(action.kind for action in self.program.rows[rank]):
+            return held
+        sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working)]
+        return held + int((self._held_by_rank(rank, again) @ sizes).max())
+
+    def in_flight(self, stage: int) -> int:
+        """The most micro-batches of which a stage keeps something at once."""
+        return int(self._held(stage, frozenset())[0].max())
+
+    def _counts(self, rank: int, again: tuple[MicroBatches, ...]) -> Counts:
+        """During each action of a rank, of each of its stages, how many boundaries, insides and workings it holds."""
+        stages = zip(self.stages_of[rank], again, strict=True)
+        return np.stack([counts for stage, own in stages for counts in self._held(stage, own)], axis=1)
+
+    def _find_held(self, stage: int, again: MicroBatches) -> tuple[Counts, Counts, Counts]:
+        """During each action of its rank, how many boundaries, insides and workings of a stage are held.
+
+        What a forward makes inside lives at least until it ends; without a backward to come it keeps nothing.
+        """
+        forward, recompute, backward, end, micro_batch = self._masks(stage)
+        trains, redone = np.zeros((2, self.program.micro_batches + 1), np.bool_)
+        trains[micro_batch[backward]] = True
+        redone[list(again)] = True
+        kept = forward & trains[micro_batch]
+        redo = recompute if recompute.any() else backward & redone[micro_batch]
+        boundaries = _during(forward, kept.astype(int) - end)
+        insides = _during(forward | redo, (kept & ~redone[micro_batch]).astype(int) + redo - end)
+        return boundaries, insides, backward.astype(int)
+
+    def _find_masks(self, stage: int) -> tuple[Mask, Mask, Mask, Mask, npt.NDArray[np.intp]]:
+        """Which actions of its rank are a stage's F, R, B or I, B or W; and the micro-batch of each."""
+        row = [action for action in self.program.rows[self.program.rank_of[stage]] if action.kind in COMPUTE]
+        micro_batches = [self.program.micro_batches if a.micro_batch is None else a.micro_batch for a in row]
+        kinds = ({Kind.FORWARD}, {Kind.RECOMPUTE}, BACKWARDS, {Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+        f, r, b, w = (np.array([a.stage == stage and a.kind in some for a in row], np.bool_) for some in kinds)
+        return f, r, b, w, np.array(micro_batches, np.intp)
 
 
-def _kept(action: Action, cost: StageCost, program: Program) -> int:
-    """By how much an action changes what its rank holds when it is over."""
-    recomputes = Action(Kind.RECOMPUTE, action.stage, action.micro_batch) in program.actions
-    trains = any(Action(kind, action.stage, action.micro_batch) in program.actions for kind in BACKWARDS)
-    match action.kind:
-        case Kind.FORWARD if trains:
-            return cost.boundary + (0 if recomputes else cost.inside)
-        case Kind.RECOMPUTE:
-            return cost.inside
-        case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
-            return -cost.boundary - cost.inside
-        case _:
-            return 0
+def _during(added: Mask, change: Counts) -> Counts:
+    """How many there are during each action; some add one meanwhile, and each changes the number when it ends."""
+    count: Counts = np.cumsum(change) - change + added
+    return count
+
+
+class _Steps:
+    """The actions of a program in a legal order, with what each waits for on other ranks.
+
+    A RECEIVE is none of them: what waits for it waits for its SEND.
+    """
+
+    def __init__(self, program: Program, messages: bool) -> None:
+        self.actions: list[Action] = []
+        self._program = program
+        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link of a SEND, steps of others awaited
+        self._places: list[int] = []
+        self._kinds: dict[tuple[Kind, int, bool], tuple[int, Action]] = {}  # what costs the same, by one of them
+        self._links: dict[tuple[int, int], int] = {}
+        step_of: dict[Action, int] = {}
+        sent: dict[tuple[Action, int], list[int]] = {}  # by what made it and the stage that gets it
+        for rank, _, action, needed in linearize_with_needs(program):
+            if action.kind is Kind.RECEIVE:
+                step_of.update((action, step_of[need]) for need in needed)
+                continue
+            others = [
+                step
+                for need in needed
+                if need.kind is Kind.RECEIVE or program.rank_of[need.stage] != rank
+                for step in sent.get((need, action.stage)) or [step_of[need]]
+            ]
+            step_of[action] = self._add(rank, action, others)
+            for route in feeds(action, program) if messages else ():
+                send = Action(Kind.SEND, action.stage, action.micro_batch, route)
+                if program.rank_of[receiver := receiver_of(send)] != rank:
+                    sent.setdefault((action, receiver), []).append(self._add(rank, send, []))
+
+    def _add(self, rank: int, action: Action, others: list[int]) -> int:
+        link = None
+        if action.kind is Kind.SEND:
+            ends = rank, self._program.rank_of[receiver_of(action)]
+            link = self._links.setdefault(ends, len(self._links))
+        kind = action.kind, action.stage, action.carries_gradient
+        self._places.append(self._kinds.setdefault(kind, (len(self._kinds), action))[0])
+        self._steps.append((rank, link, others))
+        self.actions.append(action)
+        return len(self.actions) - 1
+
+    @cached_property
+    def _backwards(self) -> dict[tuple[int, int | None], int]:
+        """By stage and micro-batch."""
+        return {(a.stage, a.micro_batch): step for step, a in enumerate(self.actions) if a.kind in BACKWARDS}
+
+    def seconds(self, costs: Costs) -> list[float]:
+        """How long each takes."""
+        by_kind = [seconds(action, costs) for _, action in self._kinds.values()]
+        return [by_kind[place] for place in self._places]
+
+    def recompute_seconds(self, costs: Costs, again: Recomputed) -> list[float]:
+        """How long each recomputes before it begins."""
+        found = [0.0] * len(self.actions)
+        for stage, micro_batches in again.items():
+            took = seconds(Action(Kind.RECOMPUTE, stage), costs)
+            for micro_batch in micro_batches:
+                found[self._backwards[stage, micro_batch]] = took
+        return found
+
+    def run(self, took: Sequence[float], recomputing: Sequence[float]) -> tuple[list[float], list[float]]:
+        """When each begins and ends."""
+        free, idle = [0.0] * self._program.ranks, [0.0] * len(self._links)  # from when on ranks and links are
+        starts: list[float] = []
+        ends: list[float] = []
+        for (rank, link, others), seconds_, before in zip(self._steps, took, recomputing, strict=True):
+            start = free[rank] + before
+            for other in others:
+                if ends[other] > start:
+                    start = ends[other]
+            if link is None:
+                end = free[rank] = start + seconds_
+            else:  # a message waits for its turn on its link, and its rank goes on
+                end = idle[link] = max(start, idle[link]) + seconds_
+            starts.append(start)
+            ends.append(end)
+        return starts, ends
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a mini-batch costs by its schedule.
+
+    Attributes:
+        timeline: What is done when.
+        work: How long the busiest rank computes.
+        peaks: By rank, the most micro-batches that it holds; one at one of its v stages counts as 1/v.
+        split: The share of backwards that are split in two.
+
+    >>> from gpipe.schedule.schedules.by_name import program_of
+    >>> found = figures(program_of("zb_h1", ranks=4, micro_batches=8))
+    >>> found.seconds, found.work, found.peaks, found.split, round(found.bubble, 3)
+    (27.0, 24.0, (4.0, 4.0, 4.0, 4.0), 1.0, 0.111)
+    """
+
+    timeline: Timeline
+    work: float
+    peaks: tuple[float, ...]
+    split: float
+
+    @property
+    def seconds(self) -> float:
+        """From the first action to the end of the last."""
+        return self.timeline.seconds
+
+    @property
+    def bubble(self) -> float:
+        """The share of rank-seconds in which nothing is computed."""
+        return self.timeline.idle_share()
+
+
+def figures(program: Program, costs: Costs | None = None) -> Figures:
+    """Times a program of forwards and backwards, and counts what is held; by default a stage costs `UNIT_COST`.
+
+    >>> from gpipe.schedule.schedules.by_name import program_of
+    >>> figures(program_of("1f1b", ranks=2, micro_batches=4)).peaks
+    (2.0, 1.0)
+    """
+    each = [UNIT_COST] * program.stages if costs is None else costs
+    held = [replace(cost, boundary=0, inside=1, state=0) for cost in each]
+    simulation = simulate(program, held)
+    stages = Counter(program.rank_of)
+    return Figures(
+        timeline=simulation.timeline,
+        work=max(map(simulation.timeline.busy, range(program.ranks))),
+        peaks=tuple(peak / stages[rank] for rank, peak in enumerate(simulation.peak_bytes)),
+        split=_split(program),
+    )
+
+
+def _split(program: Program) -> float:
+    kinds = Counter(action.kind for action in program.actions)
+    return kinds[Kind.BACKWARD_INPUT] / max(1, sum(kinds[kind] for kind in BACKWARDS))
 
 
 @dataclass(frozen=True)

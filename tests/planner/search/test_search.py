@@ -12,11 +12,10 @@ from gpipe.planner.search.cutting import Trial, every_cut
 from gpipe.planner.search.device import PRESETS, Device
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile, bounds
-from gpipe.planner.search.rehearsal import Rehearsal
 from gpipe.planner.search.search import ALIKE, ROUNDING, search
 from gpipe.planner.search.shapes import Choices, Shape, least_seconds, likely_seconds
 from gpipe.schedule.lower import place_recompute, place_transfers
-from gpipe.schedule.simulate import simulate
+from gpipe.schedule.simulate import Simulator, simulate
 
 lines = st.builds(Line, st.integers(0, 3).map(float), st.integers(0, 5).map(float))
 
@@ -123,7 +122,7 @@ def test_no_cuts_take_less_than_the_bounds(
     trial = Trial(shape, program, sized, used, speeds)
     cuts = data.draw(st.sampled_from(list(every_cut(len(profile.layers), shape.stages))))
     costs = trial.costs(cuts)
-    seconds = Rehearsal(program).seconds(costs, ())
+    seconds = Simulator(program, messages=True).seconds(costs)
     assert least_seconds(shape, sized, speeds) <= seconds * (1 + 1e-9)
     assert trial.least(costs) <= seconds * (1 + 1e-9)
     assert likely_seconds(shape, sized, speeds) >= least_seconds(shape, sized, speeds)
@@ -135,7 +134,7 @@ def test_a_split_backward_may_end_before_its_weights_are_on_the_way() -> None:
     program = shape.program()
     assert program is not None
     trial = Trial(shape, program, sized, [Device(flops=1.0)] * 8, [1.0] * 8)
-    seconds = trial.rehearsal.seconds(trial.costs((1,) * 16), ())
+    seconds = trial.simulator.seconds(trial.costs((1,) * 16))
     assert least_seconds(shape, sized, [1.0] * 8) <= seconds < sum(sized.work)
 
 
@@ -204,7 +203,7 @@ def test_many_layers_are_cut_evenly_and_better_than_evenly_where_that_pays() -> 
     assert trial is not None
     profile = Profile((head, *[layer] * 30)).of_micro_batch(1)
     cut = Trial(plan.shape, trial, profile, plan.devices, [1.0] * 4)
-    every = (Rehearsal(trial).seconds(cut.costs(layers), ()) for layers in every_cut(31, 4))
+    every = (cut.simulator.seconds(cut.costs(layers)) for layers in every_cut(31, 4))
     assert plan.seconds <= 1.02 * min(every)
 
 

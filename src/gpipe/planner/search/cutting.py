@@ -15,12 +15,12 @@ from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import Fitting, Levels, Misfit
 from gpipe.planner.search.profile import SizedProfile, bounds
-from gpipe.planner.search.rehearsal import Rehearsal
 from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.partition import Memory, given
 from gpipe.schedule.program import Program
+from gpipe.schedule.simulate import Simulator
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Trial:
     speeds: Sequence[float]
 
     @cached_property
-    def rehearsal(self) -> Rehearsal:
-        """The table, to be timed."""
-        return Rehearsal(self.program)
+    def simulator(self) -> Simulator:
+        """Of the table and its messages."""
+        return Simulator(self.program, messages=True)
 
     @cached_property
     def stage_speeds(self) -> tuple[float, ...]:
@@ -69,7 +69,7 @@ class Trial:
     @cached_property
     def fitting(self) -> Fitting:
         """The table on the devices, for what has to be recomputed."""
-        return Fitting(self.rehearsal, [device.memory for device in self.devices])
+        return Fitting(self.simulator, [device.memory for device in self.devices])
 
     def costs(self, layers: Sequence[int]) -> tuple[StageCost, ...]:
         """What each stage costs, its messages included: these take as long as the slower of two links has it."""
@@ -94,12 +94,12 @@ class Trial:
         Where backwards are split, a rank may have work left when the last gradient is on its way back.
         """
         ahead, back, found = 0.0, 0.0, 0.0
-        begins = {rank: stages[0] for rank, stages in enumerate(self.rehearsal.stages_of)}
+        begins = {rank: stages[0] for rank, stages in enumerate(self.simulator.stages_of)}
         m = self.shape.micro_batches
         for stage, cost in enumerate(costs):
             rank = self.program.rank_of[stage]
             if begins[rank] == stage:
-                work = m * sum(costs[own].forward + costs[own].backward for own in self.rehearsal.stages_of[rank])
+                work = m * sum(costs[own].forward + costs[own].backward for own in self.simulator.stages_of[rank])
                 found = max(found, ahead + work + (0.0 if self.splits else back))
             ahead += cost.forward + cost.send
             back += cost.backward + (costs[stage + 1].send_gradient or 0.0 if stage + 1 < len(costs) else 0.0)
@@ -143,7 +143,7 @@ class Cutter:
                 self._attempt(layers)
             return
         self._attempt(self._even(tuple(self.trial.sized.work), self.trial.stage_speeds))
-        fits = isinstance(self.best, Settled) and not self.trial.fitting.again(self.best.levels)
+        fits = isinstance(self.best, Settled) and not any(self.trial.fitting.again(self.best.levels).values())
         if self.best is not None and not fits and (fitting := _fitting(self.trial, self._even)):
             self._attempt(fitting)
 
@@ -168,7 +168,7 @@ class Cutter:
             return False
         found: Settled | Misfit | None = self.trial.fitting.misfit(costs)  # before the table is timed, which is slow
         if found is None:
-            if self._is_slower(self.trial.rehearsal.seconds(costs, ())):
+            if self._is_slower(self.trial.simulator.seconds(costs)):
                 return False
             found = self.trial.settle(layers, costs)
         better = self.best is None or _is_better(found, self.best)
@@ -261,5 +261,5 @@ def _memory(trial: Trial) -> Memory | None:
         boundary=[sized.entering(at, at + 1) for at in range(len(state))],
         inside=sized.kept,
         limits=limits,
-        in_flight=[trial.rehearsal.in_flight(stage) for stage in range(trial.shape.stages)],
+        in_flight=[trial.simulator.in_flight(stage) for stage in range(trial.shape.stages)],
     )

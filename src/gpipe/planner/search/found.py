@@ -113,7 +113,7 @@ class Plan:
     def program(self) -> Program:
         """The table, with what is recomputed and sent."""
         bare = self.shape.program()
-        assert bare is not None  # it was rehearsed
+        assert bare is not None  # it was timed
         return place_transfers(place_recompute(bare, self.remat))
 
     @cached_property

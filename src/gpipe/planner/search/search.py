@@ -113,9 +113,9 @@ class _Search:
                 Rejection(shape, "slower", f"would take about {self.likely(shape):.4g} s, and faster ones were tried")
             )
         else:
-            self._rehearse(shape)
+            self._try(shape)
 
-    def _rehearse(self, shape: Shape) -> None:
+    def _try(self, shape: Shape) -> None:
         if (program := shape.program()) is None:
             self.rejected.append(Rejection(shape, "no table of this size"))
         else:
@@ -188,7 +188,7 @@ class _Search:
         most = max(((shape.partitions, shape.micro_batches) for shape in quick), default=None)
         for shape in quick:
             if (shape.partitions, shape.micro_batches) == most:
-                self._rehearse(shape)
+                self._try(shape)
 
 
 def _check(profile: Profile, devices: Sequence[Device], global_batch: int, choices: Choices) -> None:
@@ -226,7 +226,7 @@ def _why_not(shape: Shape, sized: SizedProfile, devices: Sequence[Device]) -> Re
 def _plan(settled: Settled, trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     shape = trial.shape
     again = trial.fitting.again(settled.levels)
-    busy = trial.rehearsal.busy(settled.costs, again)
+    busy = trial.simulator.busy(settled.costs, again)
     return Plan(
         partitions=shape.partitions,
         micro_batches=shape.micro_batches,
