@@ -72,6 +72,11 @@ def test_a_line_that_cannot_be_read_is_refused(line: str) -> None:
         Program.from_text(line)
 
 
+def test_a_table_of_too_many_micro_batches_is_refused_before_it_is_built() -> None:
+    with pytest.raises(ValueError, match="micro_batches=1000000000; give at most 100,000"):
+        Program.from_text("rank_of 0\nmicro_batches 1000000000\nrow 0F0 0B0")
+
+
 @pytest.mark.parametrize(
     ("at", "text"),
     [

@@ -13,6 +13,10 @@ Row: TypeAlias = tuple[Action, ...]
 Rows: TypeAlias = tuple[Row, ...]
 
 
+MOST_MICRO_BATCHES = 100_000
+"""Of a program, which has an action or more for each of them at each stage."""
+
+
 class ScheduleError(ValueError):
     """A table that cannot be run: it breaks a law, or it would deadlock.
 
@@ -47,6 +51,10 @@ class Program:
     micro_batches: int
     routes: tuple[Route, ...]
     rows: Rows
+
+    def __post_init__(self) -> None:
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise ScheduleError(too_many(self.micro_batches))
 
     @classmethod
     def of(
@@ -158,6 +166,18 @@ class Program:
                 case _:
                     raise ValueError(f"{line!r} is no line of a program")
         return cls(rank_of, micro_batches, routes, tuple(rows))
+
+
+def too_many(micro_batches: int) -> str:
+    """What is said of more micro-batches than a program may have.
+
+    >>> too_many(10**9)
+    'micro_batches=1000000000; give at most 100,000: a table has an action for each of them at each stage'
+    """
+    return (
+        f"micro_batches={micro_batches}; give at most {MOST_MICRO_BATCHES:,}: "
+        "a table has an action for each of them at each stage"
+    )
 
 
 def main_line(stages: int) -> tuple[Route, ...]:

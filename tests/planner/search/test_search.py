@@ -270,3 +270,11 @@ def test_a_link_carries_one_message_after_the_other() -> None:
     assert plan.communication == 80  # and as many seconds back, none of which begins before all have come
     assert plan.seconds == 1 + 80 + 1 + 2 + 80 + 2
     assert search(Profile((layer,) * 2), devices, 8).partitions == 1
+
+
+def test_a_mini_batch_of_any_number_of_rows_is_planned_and_no_table_is_endless() -> None:
+    profile = Profile((LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0)),) * 2)
+    plan = search(profile, [Device(flops=1.0)] * 2, 10**12, Choices([2], schedules=["gpipe"]))
+    assert plan.micro_batches == 64
+    with pytest.raises(ValueError, match="micro_batches=1000000000; give at most 100,000"):
+        search(profile, [Device(flops=1.0)] * 2, 10**12, Choices([2], [10**9], ["gpipe"]))

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import isqrt
 
 from gpipe.planner.search.profile import SizedProfile
 from gpipe.schedule.action import Kind
-from gpipe.schedule.figures import figures
-from gpipe.schedule.program import Program
+from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import figures
 
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
 """How many stages a rank is given, where a schedule leaves it open; of so many ranks and of one, only its default."""
@@ -85,6 +86,7 @@ class Choices:
             for m in self.micro_batches or ()
             if m < 1 or global_batch % m
         ]
+        wrong += [too_many(m) for m in self.micro_batches or () if m > MOST_MICRO_BATCHES]
         wrong += [
             f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
             for name in self.schedules or ()
@@ -110,7 +112,7 @@ class Choices:
         if self.micro_batches:
             return () if beyond else self.micro_batches
         found = _divisors(global_batch, enough)[beyond]
-        return [m for m in found if m == 1 or global_batch // m >= self.least_rows]
+        return [m for m in found if m <= MOST_MICRO_BATCHES and (m == 1 or global_batch // m >= self.least_rows)]
 
 
 def _rank_counts(most: int) -> list[int]:
@@ -136,7 +138,8 @@ def _divisors(number: int, enough: int) -> tuple[list[int], list[int]]:
 
 @cache
 def _all_divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from gpipe.schedule.action import CLOSING, TRANSFERS, Kind
 from gpipe.schedule.laws import check
-from gpipe.schedule.program import Program, Rows, ScheduleError
+from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, Rows, ScheduleError, too_many
 from gpipe.schedule.schedules import SCHEDULES, Schedule
 from gpipe.schedule.schedules.writing import Placement
 
@@ -60,6 +60,9 @@ def _uncountable(counts: dict[str, int | None]) -> Iterator[str]:
     for name, count in counts.items():
         if count is not None and count < 1:
             yield f"{name}={count}; give a whole number of at least 1"
+    micro_batches = counts["micro_batches"] or 0
+    if micro_batches > MOST_MICRO_BATCHES:
+        yield too_many(micro_batches)
 
 
 def unknown(name: object) -> str:
