@@ -18,7 +18,7 @@ from gpipe.planner.search.found import Plan
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import REMATS, Remat
 from gpipe.schedule.partition import Balance
-from gpipe.schedule.program import Program
+from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.stages.outline import Outline
 from gpipe.stages.sequence import Layers, find_invalid_layers, find_pipes, find_scripted
@@ -199,9 +199,8 @@ def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     """Notes numbers below 1, and names of a driver or balance that are not known."""
     m, threads = asked.micro_batches, asked.intra_op_threads
     mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
-    mistakes.check(
-        not is_count(m) or m <= MOST_MICRO_BATCHES, f"micro_batches={m!r}; give at most {MOST_MICRO_BATCHES:,}"
-    )
+    if is_count(m):
+        mistakes.check(m <= MOST_MICRO_BATCHES, too_many(m))
     mistakes.check(
         is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
     )
@@ -236,8 +235,6 @@ def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> 
         )
 
 
-MOST_MICRO_BATCHES = 100_000
-"""Of a mini-batch: the table of a step has a few entries for each, on each rank."""
 UNSAID = {"partitions": None, "micro_batches": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
 """The arguments that a plan gives, as they are where the user says nothing."""
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from gpipe.config.arguments import MOST_MICRO_BATCHES, Arguments, Mistakes
+from gpipe.config.arguments import Arguments, Mistakes
 from gpipe.errors import int_remedy, is_count
-from gpipe.schedule.program import Program
+from gpipe.schedule.program import MOST_MICRO_BATCHES, Program
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
 from gpipe.schedule.schedules.by_name import GivenProgram, MadeProgram, check_given, unknown, unplaced, without_table
 

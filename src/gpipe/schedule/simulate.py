@@ -153,7 +153,7 @@ class Simulator:
         forward, recompute, backward, end, micro_batch = self._masks(stage)
         trains, redone = np.zeros((2, self.program.micro_batches + 1), np.bool_)
         trains[micro_batch[backward]] = True
-        redone[list(again)] = True
+        redone[[m for m in again if m is not None]] = True
         kept = forward & trains[micro_batch]
         redo = recompute if recompute.any() else backward & redone[micro_batch]
         boundaries = _during(forward, kept.astype(int) - end)
