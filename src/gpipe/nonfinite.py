@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe.pipeline import GPipe
 from gpipe.stages.tree import tensors_in
-from gpipe.tracing.part import modules_run
+from gpipe.tracing.parts import modules_run
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe.tracing.initial_values import give_values
+from gpipe.tracing.meta_model import give_values
 from tests.support.plain_loop import same_bits
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40, database=None)

@@ -18,12 +18,20 @@ from gpipe._torch.modes import paused
 from gpipe.stages.buffers import Slot
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.stage import Layer, LayerProgress, RngKey
-from gpipe.tracing.dry_run import Dry
-from gpipe.tracing.part import Segment
-from gpipe.tracing.placeholder import Absent, CannotSplitError, asks_for_layout
+from gpipe.tracing.meta_model import Dry
+from gpipe.tracing.parts import Segment
 from gpipe.tracing.shallow_copy import Skeleton
-from gpipe.tracing.structure import take_apart
-from gpipe.tracing.trace import Call, Path, Tag, Unknown, describe, stand_in
+from gpipe.tracing.trace import Call, Path
+from gpipe.tracing.values import (
+    Absent,
+    CannotSplitError,
+    Tag,
+    Unknown,
+    asks_for_layout,
+    describe,
+    stand_in,
+    take_apart,
+)
 
 RANDOM = frozenset(
     {

@@ -17,7 +17,8 @@ from gpipe.stages.microbatch import MicroBatches
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import ReplayedModel
-from gpipe.tracing.trace import Path, Tag
+from gpipe.tracing.trace import Path
+from gpipe.tracing.values import Tag
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,6 @@
-"""A model as layers: recorded on a sample, and proven on it.
+"""A model as layers: traced on a sample, and proven on it."""
 
-The names of a model's parameters and buffers: which layer has which. One tensor may have several.
-"""
-
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -11,72 +8,21 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gpipe.stages.buffers import Slot
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree
-from gpipe.tracing.blocks import check_blocks, find_blocks, layers_of_path, open_names, segments_of
-from gpipe.tracing.dry_run import lacks_values
-from gpipe.tracing.initial_values import give_values
-from gpipe.tracing.leftovers import lacks_memory
+from gpipe.tracing.blocks import check_blocks, find_blocks, open_names
+from gpipe.tracing.checks import lacks_memory
+from gpipe.tracing.meta_model import give_values, lacks_values
 from gpipe.tracing.own_loss import COUNT, NO_LABELS, Counting, loss_in, tried
-from gpipe.tracing.part import Segment
-from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.parts import Names, layers_of_path, names_of_all, segments_of
 from gpipe.tracing.proof import Recorded, record
 from gpipe.tracing.runs import arguments, in_mode, kind_of, settings_of, takes, unchanged, without_cache
 from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.stage import AloneLayer, pops_between, rng_scopes, state_of
-from gpipe.tracing.structure import Leaves, Structure, take_apart
 from gpipe.tracing.trace import Path
 from gpipe.tracing.tracer import Traced, trace
-
-
-def _places(model: nn.Module) -> Iterator[tuple[str, Slot]]:
-    for path, module in model.named_modules(remove_duplicate=False):
-        for leaf in (*module._parameters, *module._buffers):
-            yield f"{path}.{leaf}" if path else leaf, (module, leaf)
-
-
-def names_of_all(parts: Parts) -> list[str]:
-    """The buffers that every layer reads: those outside of units."""
-    inside = {part for unit in parts.skeleton().units.values() for part in unit.modules()}
-    return [
-        name
-        for name, (module, leaf) in _places(parts.model)
-        if module not in inside and leaf in module._buffers
-    ]  # fmt: skip
-
-
-class Names:
-    """The names in each layer.
-
-    Args:
-        parts: The model.
-        segments: Its layers, by name.
-    """
-
-    def __init__(self, parts: Parts, segments: dict[str, Segment]) -> None:
-        self._parts, self._segments = parts, segments
-
-    def in_layer(self, layer: str) -> list[str]:
-        """What a layer has."""
-        segment = self._segments[layer]
-        modules = set(segment.modules())
-        slots = {slot for _, slots in segment.raw.values() for slot in slots}
-        return [name for name, slot in _places(self._parts.model) if slot[0] in modules or slot in slots]
-
-    def of_others(self, own: Collection[str]) -> frozenset[str]:
-        """What none of these layers has, nor all."""
-        mine = {name for layer in own for name in self.in_layer(layer)}
-        return frozenset(name for name, _ in _places(self._parts.model)) - mine - {*names_of_all(self._parts)}
-
-    def first_layers(self) -> dict[str, str]:
-        """The first layer that has each; what every layer reads counts to the first."""
-        found = dict.fromkeys(names_of_all(self._parts), next(iter(self._segments)))
-        for layer in reversed(self._segments):
-            found |= dict.fromkeys(self.in_layer(layer), layer)
-        return found
-
+from gpipe.tracing.values import CannotSplitError, Leaves, Structure, take_apart
 
 PathKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
 """What says which path a forward takes, as far as it can be known before."""

@@ -22,8 +22,8 @@ from gpipe.stages.loss_calls import OF_LABELS, OF_ROWS, LossCall, is_shifted
 from gpipe.stages.losses import own_loss, sum_of_weights
 from gpipe.stages.microbatch import count_rows, split
 from gpipe.stages.tree import Tree
-from gpipe.tracing.dry_run import lacks_values
-from gpipe.tracing.leftovers import lacks_memory
+from gpipe.tracing.checks import lacks_memory
+from gpipe.tracing.meta_model import lacks_values
 from gpipe.tracing.runs import arguments, in_mode
 
 COUNT = "num_items_in_batch"

@@ -11,16 +11,15 @@ from gpipe._torch.trees import keystr, tree_flatten_with_path
 from gpipe.stages.digest import differ, digest
 from gpipe.stages.loss_calls import LossCall
 from gpipe.stages.stage import Layer, LayerProgress
-from gpipe.tracing.dry_run import Dry, lacks_values
+from gpipe.tracing.checks import is_of_code, refuse_failing_apart, refusing_leftovers
 from gpipe.tracing.interpreter import Enough, Replay
-from gpipe.tracing.leftovers import is_of_code, refuse_failing_apart, refusing_leftovers
-from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.runs import Given, copied, watched
 from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.stage import rng_scopes
-from gpipe.tracing.structure import Leaves, Structure, take_apart
-from gpipe.tracing.trace import Call, Path, Tag, describe, is_carried
+from gpipe.tracing.trace import Call, Path
 from gpipe.tracing.tracer import KEY, Traced, trace
+from gpipe.tracing.values import CannotSplitError, Leaves, Structure, Tag, describe, is_carried, take_apart
 
 OTHER_STRUCTURE = (
     "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "

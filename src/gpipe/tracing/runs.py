@@ -16,8 +16,7 @@ from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import untouched
 from gpipe.stages.layout import copy_of
 from gpipe.stages.tree import Tree, replace_tensors, version
-from gpipe.tracing.placeholder import CannotSplitError
-from gpipe.tracing.trace import is_carried
+from gpipe.tracing.values import CannotSplitError, is_carried
 
 T = TypeVar("T")
 

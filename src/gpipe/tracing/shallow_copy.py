@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.modules import hooks_of
 from gpipe.stages.tree import version
-from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.values import CannotSplitError
 
 UnitCall = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Is told of the call of a unit: its name and arguments; gives what it returns."""

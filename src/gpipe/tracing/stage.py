@@ -18,10 +18,10 @@ from gpipe.stages.skips import Pop, Stashed
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.interpreter import Replay
-from gpipe.tracing.part import Segment
+from gpipe.tracing.parts import Segment
 from gpipe.tracing.shallow_copy import Parts, Skeleton
-from gpipe.tracing.structure import Leaves
-from gpipe.tracing.trace import Path, Tag, describe, is_carried, read, written
+from gpipe.tracing.trace import Path
+from gpipe.tracing.values import Leaves, Tag, describe, is_carried, read, written
 
 
 def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:

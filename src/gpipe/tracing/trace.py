@@ -11,44 +11,20 @@ by every layer for itself.
 Note "Relay". A value that several later layers use goes from the layer that made it to the first of these, from there
 to the next, and its gradient comes back the same way: so the gradients of its uses are added one after another, from
 the last use to the first, as autograd adds them where nothing is cut.
-
-One call that a model's forward makes.
-
-What events returned, as far as later layers must know it: layouts of tensors, and plain values.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Never, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import tree_map_only
 from gpipe.stages.skips import Pop
-from gpipe.tracing.placeholder import Absent, CannotSplitError
-from gpipe.tracing.structure import Again, Structure
-
-
-class Tag(NamedTuple):
-    """Names a tensor in every replay: the event that made it, and its place among what that returned.
-
-    Inputs are what event -1 made.
-    """
-
-    event: int
-    leaf: int
-
-    def __str__(self) -> str:
-        return f"{self.event}.{self.leaf}"
-
-
-def is_carried(leaf: object) -> bool:
-    """Whether an input is carried only to those layers that use it: all but whole numbers, which every layer has."""
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+from gpipe.tracing.values import Again, Structure, Tag
 
 
 @dataclass(frozen=True)
@@ -204,63 +180,3 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
             _collect(value.values(), found)
         elif is_dataclass(value) and not isinstance(value, type):
             _collect((getattr(value, field.name) for field in fields(value)), found)
-
-
-PLAIN_KINDS = (bool, int, float, str, type(None))
-DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-OPAQUE = (
-    "between blocks {name} is asked of a value that an earlier layer made and that cannot cross the cuts: it is "
-    "neither a tensor nor a plain number or text (an array of numpy, an object of a class). Compute it by torch, "
-    "or in a block"
-)
-_OPAQUE: list[Any] = []
-
-
-class Unknown:
-    """Stands for a value of a kind that does not cross cuts: whoever looks into it is refused."""
-
-    def __getattr__(self, name: str) -> Never:
-        """Refuses."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise CannotSplitError(OPAQUE.format(name=name))
-
-
-def describe(leaves: Sequence[Any]) -> list[Any]:
-    """What is written down of what an event returned.
-
-    >>> describe([torch.ones(2, 3), 7, object()])
-    [['torch.float32', [2, 3], False], [7], []]
-    """
-    return [
-        [str(leaf.dtype), list(leaf.shape), leaf.requires_grad]
-        if isinstance(leaf, Tensor)
-        else ([leaf] if isinstance(leaf, PLAIN_KINDS) else _OPAQUE)
-        for leaf in leaves
-    ]
-
-
-def stand_in(described: Sequence[Any], tag: Tag, device: torch.device) -> Any:
-    """What stands for a leaf that did not cross: a plain value itself."""
-    match described:
-        case [dtype, shape, wants_gradient]:
-            return _absent(tag, dtype, tuple(shape), device, wants_gradient)
-        case [value]:
-            return value
-    return Unknown()
-
-
-@lru_cache(maxsize=1024)  # each micro-batch asks for the same; one for each tag, since walks tell tensors apart
-def _absent(tag: Tag, dtype: str, shape: tuple[int, ...], device: torch.device, wants_gradient: bool) -> Absent:
-    return Absent.like(shape, DTYPES[dtype], device, wants_gradient=wants_gradient)
-
-
-def written(log: Sequence[Sequence[Any]]) -> str:
-    """The log as text."""
-    return json.dumps(log, separators=(",", ":"))
-
-
-def read(text: str) -> list[list[Any]]:
-    """The log of a text."""
-    found: list[list[Any]] = json.loads(text)
-    return found

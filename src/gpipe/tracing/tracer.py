@@ -23,15 +23,22 @@ from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import version
 from gpipe.tracing.blocks import open_names
-from gpipe.tracing.dry_run import Dry, lacks_values
+from gpipe.tracing.checks import (
+    LEAVES_TENSORS,
+    Chance,
+    Fillings,
+    Makers,
+    Owners,
+    SharedMemory,
+    refuse_failing_apart,
+    refuse_kept,
+)
 from gpipe.tracing.interpreter import RANDOM, Walk
-from gpipe.tracing.leftovers import LEAVES_TENSORS, refuse_failing_apart, refuse_kept
-from gpipe.tracing.placeholder import CannotSplitError
+from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.runs import Given, names_taken, watched
 from gpipe.tracing.shallow_copy import Parts, Skeleton
-from gpipe.tracing.structure import Again, Leaves, Structure, again_in, take_apart
-from gpipe.tracing.trace import Call, Event, Path, Tag, is_carried
-from gpipe.tracing.watches import Chance, Fillings, Makers, Owners, SharedMemory
+from gpipe.tracing.trace import Call, Event, Path
+from gpipe.tracing.values import Again, CannotSplitError, Leaves, Structure, Tag, again_in, is_carried, take_apart
 
 UNSEEN = (
     "{name} is given a tensor that was computed between blocks by what torch does not show (a "
