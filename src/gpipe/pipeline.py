@@ -326,7 +326,7 @@ class GPipe(Partitioned):
         if replayed is None:
             return values
         begun = replayed.begin(values, sum_over_replicas, for_output=for_output)
-        run.path, run.own_weights = begun.path, tuple(begun.shares)
+        run.path, run.own_weights = begun.trace, tuple(begun.shares)
         run.tell(begun.findings)
         return begun.states
 

@@ -186,7 +186,7 @@ def state_of(model: nn.Module, loss: Tensor) -> Trained:
 def shared_names(model: nn.Module, layers: ModelLayers) -> frozenset[str]:
     """The names of the parameters that several layers use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    users = [names[id(p)] for segment in layers.replayed.segments.values() for p in segment.parameters()]
+    users = [names[id(p)] for part in layers.traced.layers.values() for p in part.parameters()]
     return frozenset(name for name in users if users.count(name) > 1)
 
 

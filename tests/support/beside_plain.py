@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.stages.losses import own_loss
-from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.model import TracedModel
 from gpipe.tracing.runs import arguments
 from tests.support.plain_loop import Tree, one_thread, parts_of, same_bits, weights_of
 
@@ -72,7 +72,7 @@ def train_plainly(
     case: Case, model: nn.Module, inputs: Tree, targets: Tree, *, micro_batches: int = M, step: int = 0
 ) -> Tensor:
     """What everybody writes: forward, loss and backward of each micro-batch in turn, of the model as it is."""
-    replayed = ReplayedModel(
+    replayed = TracedModel(
         model, unwrapped(parts_of(case.inputs(5) if case.sample is None else case.sample, M)[0]), case.blocks
     )
     parts = parts_of(inputs, micro_batches)

@@ -74,7 +74,7 @@ def test_an_error_on_a_path_that_is_recorded_ahead_is_raised_when_it_is_taken(er
     # It was hidden, and the step said that the model had not been recorded with inputs of these keys.
     x = torch.randn(6, W)
     model = Net(Evaluates(error))
-    traced = gpipe.layers_of(model, x).replayed
+    traced = gpipe.layers_of(model, x).traced
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(type(error), match=str(error)):
             traced.learn_all(x)
@@ -121,7 +121,7 @@ def test_a_fresh_object_among_the_inputs_takes_the_known_path(make: Callable[[in
         for at in range(3):
             pipe.step({"x": x, "options": make(at)})
         assert pipe._settings.replayed is not None
-        assert len(pipe._settings.replayed.paths) == 1
+        assert len(pipe._settings.replayed.traces) == 1
 
 
 def test_an_objects_settings_lead_to_paths_of_their_own() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.model import TracedModel
 from tests.support.jobs import models as jobs
 from tests.support.jobs.models import MICRO_BATCHES, SEED, piped, trained
 from tests.support.open_models import TIED, UNET, batch_of, model_of
@@ -67,7 +67,7 @@ def plainly(name: str) -> Outcome:
     """Two steps of the loop that everybody writes, with the model itself."""
     found: Outcome = {}
     model = model_of(name)
-    replayed = ReplayedModel(model, batch_of(name))
+    replayed = TracedModel(model, batch_of(name))
     optimizer = optimizer_of(model)
     for step in (0, 1):
         given = batch_of(name, step, length=12 - step)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.model import TracedModel
 from tests.support.beside_plain import SEED, Case, M, assert_as_plain
 from tests.support.handwritten import VOCABULARY, cross_entropy, word_targets, words
 from tests.support.plain_loop import one_thread, same_bits, weights_of
@@ -78,7 +78,7 @@ def train_plainly(
     whole = batch() if whole is None else whole
     count = (whole["labels"][:, 1:] != -100).sum()
     parts = [{name: value.tensor_split(M)[m] for name, value in whole.items()} for m in range(M)]
-    replayed = ReplayedModel(model, parts[0])
+    replayed = TracedModel(model, parts[0])
     losses = []
     for m, part in enumerate(parts):
         with replayed.rng_scope(SEED, step, m), around():

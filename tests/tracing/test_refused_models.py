@@ -605,7 +605,7 @@ def test_what_goes_from_block_to_block_past_the_forward_is_refused(way: str, row
                 x = block(x)
             return x
 
-    with pytest.raises(ValueError, match="replayed in layers, the Through gives other values than by itself"):
+    with pytest.raises(ValueError, match="interpreted in layers, the Through gives other values than by itself"):
         gpipe.GPipe(Through(), 2, 1, sample=torch.randn(rows, 3))
 
 

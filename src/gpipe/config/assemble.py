@@ -36,8 +36,8 @@ from gpipe.stages.shared_weights import find_ties, tie
 from gpipe.stages.stage import Layer, Stage
 from gpipe.stages.tree import Tree
 from gpipe.tracing.layers_of import is_model, read_model
-from gpipe.tracing.model import ReplayedModel
-from gpipe.tracing.stage import ReplayedStage
+from gpipe.tracing.model import TracedModel
+from gpipe.tracing.stage import TracedStage
 
 
 def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
@@ -78,7 +78,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
         return settings, processes
 
 
-def _replayed(asked: Arguments) -> ReplayedModel | None:
+def _replayed(asked: Arguments) -> TracedModel | None:
     """The model, recorded on the first micro-batch of the sample; None of a sequence of layers."""
     fits = is_model(asked.model) and is_count(asked.micro_batches)
     return read_model(asked.model, _first(asked) if fits else asked.sample, asked.blocks)
@@ -116,8 +116,8 @@ def _maker_of_stages(settings: Settings) -> Callable[[int, Sequence[Layer], torc
     if settings.replayed is None:
         return Stage
     stage_of = [stage for stage, count in enumerate(settings.layers_per_partition) for _ in range(count)]
-    parts, paths = settings.replayed.parts, settings.replayed.paths
-    return partial(ReplayedStage, parts=parts, paths=paths, stage_of=stage_of)
+    parts, traces = settings.replayed.parts, settings.replayed.traces
+    return partial(TracedStage, parts=parts, traces=traces, stage_of=stage_of)
 
 
 def _find_position(asked: Arguments) -> Position:
@@ -151,7 +151,7 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
         sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
     else:
         replayed.learn_all(_first(asked))
-        sketch = Outline(dict(replayed.segments), {}, 0, [])
+        sketch = Outline(dict(replayed.layers), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
     settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, replayed)

@@ -26,7 +26,7 @@ from gpipe.stages.outline import Outline
 from gpipe.stages.sequence import build_layers, find_without_values
 from gpipe.stages.shared_weights import Tied
 from gpipe.tracing.layers_of import why_not_layers
-from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.model import TracedModel
 
 FLOPS_OF_MODEL = "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'"
 MEASURED_WITHOUT_VALUES = "costs cannot be measured of a model without values; give costs=[...] or 'params'"
@@ -58,7 +58,7 @@ class Checked:
 
 
 def check(
-    asked: Arguments, position: Position | None, outline: Outline | None, replayed: ReplayedModel | None
+    asked: Arguments, position: Position | None, outline: Outline | None, replayed: TracedModel | None
 ) -> Checked:
     """Checks all arguments; they are those of `settle`.
 
@@ -90,17 +90,17 @@ def check(
 
 
 def _find_layers(
-    asked: Arguments, outline: Outline | None, replayed: ReplayedModel | None, seed: int
+    asked: Arguments, outline: Outline | None, replayed: TracedModel | None, seed: int
 ) -> tuple[dict[str, nn.Module], list[str]]:
     """The layers by name, and what is wrong with what they are made of."""
     if replayed is not None:
-        return dict(replayed.segments), []
+        return dict(replayed.layers), []
     if wrong := why_not_layers(asked.model, asked.blocks):
         return {}, wrong
     return build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
 
 
-def _check_for_model(asked: Arguments, replayed: ReplayedModel, mistakes: Mistakes) -> Arguments:
+def _check_for_model(asked: Arguments, replayed: TracedModel, mistakes: Mistakes) -> Arguments:
     """Checks what a model cannot be given; the arguments with the costs of one without values filled in."""
     mistakes.check(asked.costs != "flops", FLOPS_OF_MODEL)
     mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")

@@ -17,7 +17,7 @@ from gpipe.schedule.schedules import Schedule
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.outline import Outline
 from gpipe.stages.shared_weights import Tied, tie
-from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.model import TracedModel
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Settings:
     intra_op_threads: int
     deferred_batch_norm: bool
     sync_batch_norm: bool
-    replayed: ReplayedModel | None = None  # if the layers are parts of a model
+    replayed: TracedModel | None = None  # if the layers are parts of a model
     tied: Tied = ()  # over processes: where identity cannot show it
 
     @property
@@ -62,7 +62,7 @@ def settle(
     asked: Arguments,
     position: Position | None = None,
     outline: Outline | None = None,
-    replayed: ReplayedModel | None = None,
+    replayed: TracedModel | None = None,
 ) -> Settings:
     """Checks all arguments, fills in the defaults and cuts the layers.
 

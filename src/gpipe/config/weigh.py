@@ -19,7 +19,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.tree import Tree
-from gpipe.tracing.model import ReplayedModel
+from gpipe.tracing.model import TracedModel
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Weighed:
     whole: frozenset[int]
 
 
-def weigh(checked: Checked, replayed: ReplayedModel | None) -> Weighed:
+def weigh(checked: Checked, replayed: TracedModel | None) -> Weighed:
     """Measures or counts what layers cost, as far as the user does not say it, and cuts them.
 
     Raises:
@@ -69,7 +69,7 @@ def weigh(checked: Checked, replayed: ReplayedModel | None) -> Weighed:
 
 
 def _to_measure(
-    asked: Arguments, layers: Sequence[nn.Module], replayed: ReplayedModel | None
+    asked: Arguments, layers: Sequence[nn.Module], replayed: TracedModel | None
 ) -> tuple[Sequence[nn.Module], Tree]:
     """The layers as they run one by one, and what the first takes of the sample's first micro-batch."""
     if replayed is None:

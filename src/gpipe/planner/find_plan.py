@@ -233,7 +233,7 @@ def _read(
     replayed = read_model(model, _rows_of(sample, rows, TWO_ROWS), blocks)
     if replayed is not None:
         states = {count: replayed.begin([part]).states[0] for count, part in parts.items()}
-        return replayed.alone(), list(replayed.segments), states
+        return replayed.alone(), list(replayed.layers), states
     if wrong := why_not_layers(model, blocks):
         raise ValueError("\n".join(wrong))
     named, wrong = build_layers(model, seed=0) if measure else name_layers(model, _build_on_meta)

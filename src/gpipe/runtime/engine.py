@@ -39,7 +39,7 @@ class Routes(Protocol):
     """What engines need to know of a traced model: what skips stages, on each path that its forward takes."""
 
     @property
-    def paths(self) -> Sequence[object]:
+    def traces(self) -> Sequence[object]:
         """Those that are known."""
 
     def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
@@ -175,7 +175,7 @@ class Engine:
         """The pairs of ranks that send each other values, or gradients of what they share, the lower one first."""
         every = find_loss_pops(self.layers, self.stashes)  # a loss may pop any of them
         sharing = self._stages_that_share()
-        paths = 1 if self.traced is None else len(self.traced.paths)
+        paths = 1 if self.traced is None else len(self.traced.traces)
         pairs = [
             *((stage - 1, stage) for stage in range(1, len(self.stages))),
             *((route.source, route.target) for path in range(paths) for route in self._skip_routes(every, path)),

@@ -14,16 +14,16 @@ from gpipe._torch.modes import is_vmapped
 from gpipe.stages.boundary import leaves_of
 from gpipe.stages.layout import storage_address
 from gpipe.stages.tree import hides_tensors, version
-from gpipe.tracing.runs import Given, call
+from gpipe.tracing.runs import ForwardArguments, call
 from gpipe.tracing.shallow_copy import is_replaced
-from gpipe.tracing.trace import Call, Path
-from gpipe.tracing.values import CannotSplitError, Tag, take_apart
+from gpipe.tracing.trace import OpCall, Trace
+from gpipe.tracing.values import CannotSplitError, ValueId, take_apart
 
 T = TypeVar("T")
 DEEP = 3
 """How far into containers it is looked."""
 CONTAINERS = (list, tuple, set, dict, deque)
-ABSENT = object()
+MISSING = object()
 
 LEAVES_TENSORS = (
     "the forward of the {model} leaves tensors in {places}, where nobody would find them: layers walk through "
@@ -54,12 +54,16 @@ KEEPS = (
 
 
 def refusing_leftovers(
-    walked: Mapping[str, nn.Module], opened: set[str], model: str, run: Callable[[], T], again: Callable[[], object]
+    copied_modules: Mapping[str, nn.Module],
+    opened: set[str],
+    model: str,
+    run: Callable[[], T],
+    again: Callable[[], object],
 ) -> T:
     """What a run of a forward gives, if it leaves nothing behind.
 
     Args:
-        walked: The modules that every layer walks through, by name.
+        copied_modules: The modules that every layer interpreters through, by name.
         opened: The names of those that blocks stand in.
         model: The class of the model, for errors.
         run: Runs it.
@@ -68,30 +72,32 @@ def refusing_leftovers(
     Raises:
         CannotSplitError: It leaves tensors, or something else that is another each time.
     """
-    before = _look(walked)
+    before = _look(copied_modules)
     made = run()
-    after = _look(walked)
+    after = _look(copied_modules)
     changed = _changed(before, after)
     names = [
         f"{name}.{leaf}".lstrip(".")
         for name, key in changed
         if key == "_buffers"
-        for leaf in _replaced(walked[name], before, name, is_open=name in opened)
+        for leaf in _replaced(copied_modules[name], before, name, is_open=name in opened)
     ]
     if names:
         raise CannotSplitError(REPLACES_BUFFER.format(model=model, places=", ".join(names)))
-    tensors = [at for at in changed if at[0] in opened and hides_tensors(vars(walked[at[0]]).get(at[1]))]
+    tensors = [at for at in changed if at[0] in opened and hides_tensors(vars(copied_modules[at[0]]).get(at[1]))]
     if tensors:
-        raise CannotSplitError(LEAVES_TENSORS.format(model=model, places=_in_words(walked, tensors)))
+        raise CannotSplitError(LEAVES_TENSORS.format(model=model, places=_in_words(copied_modules, tensors)))
     if changed:
         again()
-        if counts := _changed(after, _look(walked)):
-            raise CannotSplitError(COUNTS.format(model=model, places=_in_words(walked, counts)))
+        if counts := _changed(after, _look(copied_modules)):
+            raise CannotSplitError(COUNTS.format(model=model, places=_in_words(copied_modules, counts)))
     return made
 
 
-def _look(walked: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
-    return {(name, key): _frozen(value) for name, module in walked.items() for key, value in vars(module).items()}
+def _look(copied_modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+    return {
+        (name, key): _frozen(value) for name, module in copied_modules.items() for key, value in vars(module).items()
+    }
 
 
 def _frozen(value: Any, depth: int = DEEP) -> Any:
@@ -104,7 +110,7 @@ def _frozen(value: Any, depth: int = DEEP) -> Any:
 
 
 def _changed(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
-    return [at for at in {**before, **after} if not _same(before.get(at, ABSENT), after.get(at, ABSENT))]
+    return [at for at in {**before, **after} if not _same(before.get(at, MISSING), after.get(at, MISSING))]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -123,15 +129,15 @@ def _replaced(module: nn.Module, before: Mapping[tuple[str, str], Any], name: st
     return [
         leaf
         for leaf, buffer in module._buffers.items()
-        if buffer is not was.get(leaf, ABSENT) and (is_open or is_replaced(was.get(leaf), buffer))
+        if buffer is not was.get(leaf, MISSING) and (is_open or is_replaced(was.get(leaf), buffer))
     ]
 
 
-def _in_words(walked: Mapping[str, nn.Module], places: list[tuple[str, str]]) -> str:
-    return ", ".join(f"{type(walked[name]).__name__}.{key}" for name, key in places)
+def _in_words(copied_modules: Mapping[str, nn.Module], places: list[tuple[str, str]]) -> str:
+    return ", ".join(f"{type(copied_modules[name]).__name__}.{key}" for name, key in places)
 
 
-def refuse_kept(model: nn.Module, given: Given) -> None:
+def refuse_kept(model: nn.Module, given: ForwardArguments) -> None:
     """Refuses objects among inputs that hold tensors once the forward has run."""
     for name, value in (*enumerate(given.args), *given.kwargs.items()):
         for leaf in take_apart(value)[0]:
@@ -166,7 +172,11 @@ def is_of_code(error: Exception) -> bool:
 
 
 def refuse_failing_apart(
-    model: nn.Module, given: Given, error: Exception, run_apart: Callable[[], object], left: Sequence[str] = ()
+    model: nn.Module,
+    given: ForwardArguments,
+    error: Exception,
+    run_apart: Callable[[], object],
+    left: Sequence[str] = (),
 ) -> None:
     """Refuses a model for an error that it raises in layers, each time, and by itself never.
 
@@ -210,18 +220,18 @@ class _Known(NamedTuple):
 
 
 class Makers:
-    """Notices that something else than an event has put a tensor into another place of autograd's graph."""
+    """Notices that something else than an operation has put a tensor into another place of autograd's graph."""
 
     def __init__(self) -> None:
-        self._known: dict[Tag, _Known] = {}
+        self._known: dict[ValueId, _Known] = {}
 
-    def note(self, tag: Tag, tensor: Tensor) -> None:
-        """Notes how an event left a tensor."""
-        self._known[tag] = _Known(tensor.grad_fn, version(tensor), tensor.requires_grad)
+    def note(self, value_id: ValueId, tensor: Tensor) -> None:
+        """Notes how an operation left a tensor."""
+        self._known[value_id] = _Known(tensor.grad_fn, version(tensor), tensor.requires_grad)
 
-    def differ(self, tag: Tag, tensor: Tensor) -> bool:
+    def differ(self, value_id: ValueId, tensor: Tensor) -> bool:
         """Whether it is otherwise now."""
-        known = self._known[tag]
+        known = self._known[value_id]
         if tensor.requires_grad and not known.wants:
             return True
         return tensor.grad_fn is not known.maker and version(tensor) == known.version
@@ -234,18 +244,18 @@ class _Filling(NamedTuple):
 
 
 class Fillings:
-    """Follows tensors that every layer makes for itself and the event of one changed in place.
+    """Follows tensors that every layer makes for itself and the operation of one changed in place.
 
     Args:
-        tag_of: What a tensor is called that an event made.
+        value_id_of: What a tensor is called that an operation made.
     """
 
-    def __init__(self, tag_of: Callable[[Tensor], Tag | None]) -> None:
-        self._tag_of = tag_of
+    def __init__(self, value_id_of: Callable[[Tensor], ValueId | None]) -> None:
+        self._value_id_of = value_id_of
         self._by_address: dict[int, _Filling] = {}
 
     def note(self, tensor: Tensor, changed_by: str, layer: int) -> None:
-        """Notes that an event changed a tensor that none made."""
+        """Notes that an operation changed a tensor that none made."""
         self._by_address[storage_address(tensor)] = _Filling(tensor, changed_by, layer)
 
     def spread(self, tensors: Sequence[Tensor], name: str, made: Sequence[Any]) -> None:
@@ -259,47 +269,52 @@ class Fillings:
                 raise CannotSplitError(FILLED.format(name=name, changed=filling.changed_by))
 
     def refuse_elsewhere(self, tensors: Sequence[Tensor], name: str, layer: int) -> None:
-        """Refuses them but in the layer of that event: the others have them as they were made."""
+        """Refuses them but in the layer of that operation: the others have them as they were made."""
         for tensor, filling in self._among(tensors):
             if tensor.requires_grad or filling.layer != layer:
                 raise CannotSplitError(FILLED.format(name=name, changed=filling.changed_by))
 
     def _among(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, _Filling]]:
         for tensor in tensors if self._by_address and not is_vmapped() else ():
-            if self._tag_of(tensor) is None and storage_address(tensor) in self._by_address:
+            if self._value_id_of(tensor) is None and storage_address(tensor) in self._by_address:
                 yield tensor, self._by_address[storage_address(tensor)]
 
 
 class SharedMemory:
-    """Finds changes in place of what another tensor of an earlier layer shares, and a later event uses."""
+    """Finds changes in place of what another tensor of an earlier layer shares, and a later operation uses."""
 
     def __init__(self) -> None:
-        self._address: dict[Tag, int] = {}
-        self._changed: list[tuple[int, Tag]] = []
+        self._address: dict[ValueId, int] = {}
+        self._changed: list[tuple[int, ValueId]] = []
 
-    def note(self, tag: Tag, tensor: Tensor) -> None:
+    def note(self, value_id: ValueId, tensor: Tensor) -> None:
         """Notes where a tensor lies."""
         try:
-            self._address[tag] = storage_address(tensor)
+            self._address[value_id] = storage_address(tensor)
         except NotImplementedError:  # below vmap there is none
-            self._address[tag] = 0
+            self._address[value_id] = 0
 
-    def note_change(self, event: int, tag: Tag) -> None:
-        """Notes that an event changed a tensor in place."""
-        self._changed.append((event, tag))
+    def note_change(self, op: int, value_id: ValueId) -> None:
+        """Notes that an operation changed a tensor in place."""
+        self._changed.append((op, value_id))
 
-    def refuse_parted(self, path: Path) -> None:
+    def refuse_parted(self, path: Trace) -> None:
         """Refuses such changes, once the whole path is known."""
-        last_use = dict.fromkeys(path.results, len(path.events))
-        for at, event in enumerate(path.events):
-            for tag in event.uses:
-                last_use[tag] = max(at, last_use.get(tag, -1))
+        last_use = dict.fromkeys(path.results, len(path.ops))
+        for at, op in enumerate(path.ops):
+            for value_id in op.uses:
+                last_use[value_id] = max(at, last_use.get(value_id, -1))
         for at, changed in self._changed:
             layer, memory = path.layer_of(at), self._address[changed]
-            for tag, other in self._address.items():
-                shares = tag != changed and memory and other == memory and tag.event < at < last_use.get(tag, -1)
-                if shares and min(path.layer_of(tag.event), path.layer_of(changed.event)) < layer:
-                    raise CannotSplitError(PARTLY_CHANGED.format(name=path.events[at].name))
+            for value_id, other in self._address.items():
+                shares = (
+                    value_id != changed
+                    and memory
+                    and other == memory
+                    and value_id.op < at < last_use.get(value_id, -1)
+                )
+                if shares and min(path.layer_of(value_id.op), path.layer_of(changed.op)) < layer:
+                    raise CannotSplitError(PARTLY_CHANGED.format(name=path.ops[at].name))
 
 
 REACHES = (
@@ -321,7 +336,7 @@ class Owners:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._units = {name: frozenset(map(id, unit.parameters())) for name, unit in units.items()}
 
-    def reached(self, call: Call, made: Any, until: Collection[Node]) -> list[str]:
+    def reached(self, call: OpCall, made: Any, until: Collection[Node]) -> list[str]:
         """The other units whose parameters the call of a unit has used.
 
         Args:
@@ -358,20 +373,20 @@ class Chance:
 
     Args:
         model: The model, for errors.
-        walked: The modules that every layer walks through, by name.
+        copied_modules: The modules that every layer interpreters through, by name.
     """
 
-    def __init__(self, model: nn.Module, walked: Mapping[str, nn.Module]) -> None:
-        self._model, self._walked = model, walked
-        self._drawn: set[Tag] = set()
+    def __init__(self, model: nn.Module, copied_modules: Mapping[str, nn.Module]) -> None:
+        self._model, self._copied_modules = model, copied_modules
+        self._drawn: set[ValueId] = set()
         self._thresholds: list[float] = []
 
     def see(
         self,
         name: str,
         args: Sequence[Any],
-        uses: Collection[Tag],
-        made: Mapping[Tag, Any],
+        uses: Collection[ValueId],
+        made: Mapping[ValueId, Any],
         *,
         draws: bool,
     ) -> None:
@@ -380,7 +395,7 @@ class Chance:
         Args:
             name: The function's.
             args: What it was given.
-            uses: The tensors of events among that.
+            uses: The tensors of operations among that.
             made: The leaves of what it returned; those of plain numbers too.
             draws: Whether it is a function that draws.
 
@@ -401,7 +416,7 @@ class Chance:
     def _in_words(self) -> str:
         named = [
             f"{type(module).__name__}.{key}={value!r}"
-            for module in self._walked.values()
+            for module in self._copied_modules.values()
             for key, value in vars(module).items()
             if "drop" in key and isinstance(value, float) and value in self._thresholds
         ]

@@ -16,9 +16,9 @@ from gpipe._torch.modes import is_compiled
 from gpipe.stages.microbatch import MicroBatches
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
-from gpipe.tracing.model import ReplayedModel
-from gpipe.tracing.trace import Path
-from gpipe.tracing.values import Tag
+from gpipe.tracing.model import TracedModel
+from gpipe.tracing.trace import Trace
+from gpipe.tracing.values import ValueId
 
 
 @dataclass(frozen=True)
@@ -76,21 +76,21 @@ class ModelLayers(Sequence[ModelLayer]):
     (2, '1')
     """
 
-    def __init__(self, replayed: ReplayedModel) -> None:
-        self.replayed = replayed
-        path = replayed.paths[0]
-        named = enumerate(replayed.segments.items())
+    def __init__(self, traced: TracedModel) -> None:
+        self.traced = traced
+        trace = traced.traces[0]
+        named = enumerate(traced.layers.items())
         self._layers = tuple(
             ModelLayer(
                 index,
                 name,
-                segment.stands_for,
-                segment.units,
-                sum(parameter.numel() for parameter in segment.parameters()),
-                replayed.seconds[index],
-                tuple(_live(path, tag) for tag in path.live_before(index + 1)),
+                part.stands_for,
+                part.units,
+                sum(parameter.numel() for parameter in part.parameters()),
+                traced.seconds[index],
+                tuple(_live(trace, value_id) for value_id in trace.live_before(index + 1)),
             )
-            for index, (name, segment) in named
+            for index, (name, part) in named
         )
 
     def __len__(self) -> int:
@@ -109,17 +109,17 @@ class ModelLayers(Sequence[ModelLayer]):
         By forward hooks of the blocks it enters `gpipe.rng_scope(seed, step, layer, micro_batch)` for one layer after
         another: the next begins where a block has returned, and behind the first where the first block is called.
         """
-        return self.replayed.rng_scope(seed, step, micro_batch)
+        return self.traced.rng_scope(seed, step, micro_batch)
 
     def __str__(self) -> str:
         return "\n".join(_table(self._layers))
 
 
-def _live(path: Path, tag: Tag) -> LiveValue:
-    shape, dtype = path.layouts[tag]
-    name = f"input {tag.leaf}" if tag.event < 0 else path.events[tag.event].name
+def _live(trace: Trace, value_id: ValueId) -> LiveValue:
+    shape, dtype = trace.layouts[value_id]
+    name = f"input {value_id.leaf}" if value_id.op < 0 else trace.ops[value_id.op].name
     size = int(torch.Size(shape).numel()) * dtype.itemsize
-    return LiveValue(f"{name}[{tag.leaf}]" if tag.leaf and tag.event >= 0 else name, shape, dtype, size)
+    return LiveValue(f"{name}[{value_id.leaf}]" if value_id.leaf and value_id.op >= 0 else name, shape, dtype, size)
 
 
 def _table(layers: Sequence[ModelLayer]) -> Iterator[str]:
@@ -159,7 +159,7 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
         >>> [value.name for value in layers[1].live]
         ['embed', 'blocks.0']
     """
-    return ModelLayers(ReplayedModel(model, sample, blocks))
+    return ModelLayers(TracedModel(model, sample, blocks))
 
 
 COMPILED = (
@@ -191,19 +191,19 @@ def plain(value: Tree) -> Tree:
     return dict(value) if isinstance(value, UserDict) else value
 
 
-def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> ReplayedModel | None:
-    """The model as layers; None if these are layers already, or there is no sample to record it on.
+def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> TracedModel | None:
+    """The model as layers; None if these are layers already, or there is no sample to trace it on.
 
     Raises:
         ValueError: It cannot be cut.
     """
     if isinstance(given, ModelLayers):
-        return given.replayed
+        return given.traced
     if closed := _why_closed(given):
         raise ValueError(closed)
     if sample is None or not isinstance(given, nn.Module) or not is_model(given):
         return None
-    return ReplayedModel(given, sample, blocks)
+    return TracedModel(given, sample, blocks)
 
 
 def _why_closed(given: object) -> str | None:

@@ -36,7 +36,7 @@ from gpipe.stages.rng import rng_seed
 from gpipe.stages.sequence import seeded
 from gpipe.stages.shared_weights import put_parameter
 from gpipe.tracing.checks import lacks_memory
-from gpipe.tracing.trace import Call
+from gpipe.tracing.trace import OpCall
 from gpipe.tracing.values import CannotSplitError
 
 BRANCHES = (
@@ -51,7 +51,7 @@ def lacks_values(model: nn.Module) -> bool:
 
 
 class Dry:
-    """Does the events of a model without values."""
+    """Does the operations of a model without values."""
 
     def __init__(self) -> None:
         self._fakes = Fakes()
@@ -70,8 +70,8 @@ class Dry:
                             _place(module, held, name, made)
             yield
 
-    def do(self, call: Call) -> Any:
-        """Does an event."""
+    def do(self, call: OpCall) -> Any:
+        """Does an operation."""
         unit = call.unit
         try:
             with self._fakes.inside():
@@ -83,7 +83,7 @@ class Dry:
                 raise
         return self._on_zeros(unit, call)
 
-    def _on_zeros(self, unit: nn.Module, call: Call) -> Any:
+    def _on_zeros(self, unit: nn.Module, call: OpCall) -> Any:
         with ExitStack() as back, torch.no_grad():
             for module in unit.modules():
                 for held in _held_by(module):
@@ -131,7 +131,7 @@ UNKNOWN = (
 HOOKED = "{names} have hooks, which would not come along; register them when the pipe is built"
 
 
-class Slot(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor stands: a module, its parameters or its buffers, and the name there."""
 
     module: nn.Module
@@ -146,7 +146,7 @@ class Slot(NamedTuple):
         return found
 
 
-Slots: TypeAlias = Mapping[str, Slot]
+TensorPlaces: TypeAlias = Mapping[str, TensorPlace]
 """Slots by the names that their tensors have in the model."""
 Initializer: TypeAlias = Callable[[], object]
 Initializers: TypeAlias = Callable[[nn.Module, Collection[nn.Module]], Iterator[Initializer]]
@@ -180,7 +180,7 @@ def give_values(
         ('meta', Parameter containing:
         tensor([1., 1.], requires_grad=True))
     """
-    slots = _slots(model)
+    slots = _tensor_places(model)
     asked = {*free, *(name for index in own for name in layers[index])}
     wanted = {id(slots[name].tensor): name for name in slots if name in asked and slots[name].tensor.is_meta}
     made: dict[int, Tensor] = {}
@@ -195,9 +195,9 @@ def give_values(
     _put(slots, made)
 
 
-def _slots(model: nn.Module) -> dict[str, Slot]:
+def _tensor_places(model: nn.Module) -> dict[str, TensorPlace]:
     return {
-        f"{path}.{key}" if path else key: Slot(module, held, key)
+        f"{path}.{key}" if path else key: TensorPlace(module, held, key)
         for path, module in model.named_modules(remove_duplicate=False)
         for held in (module._parameters, module._buffers)
         for key, tensor in held.items()
@@ -205,7 +205,7 @@ def _slots(model: nn.Module) -> dict[str, Slot]:
     }
 
 
-def _homes(slots: Slots, groups: Iterable[tuple[int, Collection[str]]]) -> Iterator[tuple[int, list[str]]]:
+def _homes(slots: TensorPlaces, groups: Iterable[tuple[int, Collection[str]]]) -> Iterator[tuple[int, list[str]]]:
     """The groups, each with the names, in the model's order, of tensors that no group before has."""
     seen: set[int] = set()
     for index, group in groups:
@@ -217,7 +217,9 @@ def _homes(slots: Slots, groups: Iterable[tuple[int, Collection[str]]]) -> Itera
         yield index, names
 
 
-def _find_mistakes(model: nn.Module, slots: Slots, wanted: Mapping[int, str], made: Collection[int]) -> Iterator[str]:
+def _find_mistakes(
+    model: nn.Module, slots: TensorPlaces, wanted: Mapping[int, str], made: Collection[int]
+) -> Iterator[str]:
     """Why values cannot be given, if so."""
     known = {id(slot.tensor) for slot in slots.values()}
     unknown = [
@@ -233,7 +235,7 @@ def _find_mistakes(model: nn.Module, slots: Slots, wanted: Mapping[int, str], ma
             yield text.format(names=", ".join(names))
 
 
-def _initial_values(model: nn.Module, slots: Slots, names: Collection[str], index: int) -> dict[str, Tensor]:
+def _initial_values(model: nn.Module, slots: TensorPlaces, names: Collection[str], index: int) -> dict[str, Tensor]:
     """The values that the model's own code gives to tensors; those that it gives none are left out."""
     given: dict[str, Tensor] = {}
     try:
@@ -251,7 +253,9 @@ def _can_have_values(tensor: Tensor) -> bool:
     return not is_lazy(tensor) and not is_wrapper(tensor)
 
 
-def _run(model: nn.Module, slots: Slots, names: Sequence[str], initializers: Initializers) -> dict[str, Tensor]:
+def _run(
+    model: nn.Module, slots: TensorPlaces, names: Sequence[str], initializers: Initializers
+) -> dict[str, Tensor]:
     """Runs initializers on a model where the tensors of these names, and the others beside them, are on the CPU."""
     beside = {slots[name].module for name in names}
     stand_ins: dict[tuple[int, str], Tensor] = {}
@@ -287,7 +291,7 @@ def _alike(tensor: Tensor, device: str) -> Tensor:
 
 
 @contextmanager
-def _exchanged(slots: Slots, others: Mapping[tuple[int, str], Tensor]) -> Iterator[None]:
+def _exchanged(slots: TensorPlaces, others: Mapping[tuple[int, str], Tensor]) -> Iterator[None]:
     """Has others stand in the place of tensors."""
     before = {name: slot.tensor for name, slot in slots.items()}
     try:
@@ -375,9 +379,9 @@ def _is_written(tensor: Tensor) -> bool:
     return not (some and (_filling(tensor) == ONES or bool(same.all())))
 
 
-def _put(slots: Slots, made: Mapping[int, Tensor]) -> None:
+def _put(slots: TensorPlaces, made: Mapping[int, Tensor]) -> None:
     """Gives tensors, by identity, what was made for them."""
-    places: dict[int, list[Slot]] = {}
+    places: dict[int, list[TensorPlace]] = {}
     for slot in slots.values():
         places.setdefault(id(slot.tensor), []).append(slot)
     for it, value in made.items():

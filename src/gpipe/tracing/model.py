@@ -14,17 +14,17 @@ from gpipe.stages.tree import Tree
 from gpipe.tracing.blocks import check_blocks, find_blocks, open_names
 from gpipe.tracing.checks import lacks_memory
 from gpipe.tracing.meta_model import give_values, lacks_values
-from gpipe.tracing.own_loss import COUNT, NO_LABELS, Counting, loss_in, tried
-from gpipe.tracing.parts import Names, layers_of_path, names_of_all, segments_of
-from gpipe.tracing.proof import Recorded, record
+from gpipe.tracing.own_loss import COUNT, NO_LABELS, LossAverage, loss_in, tried
+from gpipe.tracing.parts import Names, names_of_all, parts_of, units_by_layer
+from gpipe.tracing.proof import ProvenTrace, record
 from gpipe.tracing.runs import arguments, in_mode, kind_of, settings_of, takes, unchanged, without_cache
 from gpipe.tracing.shallow_copy import Parts
-from gpipe.tracing.stage import AloneLayer, pops_between, rng_scopes, state_of
-from gpipe.tracing.trace import Path
-from gpipe.tracing.tracer import Traced, trace
+from gpipe.tracing.stage import SingleLayer, pops_between, rng_scopes, state_of
+from gpipe.tracing.trace import Trace
+from gpipe.tracing.tracer import TracerRun, trace_forward
 from gpipe.tracing.values import CannotSplitError, Leaves, Structure, take_apart
 
-PathKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
+TraceKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
 """What says which path a forward takes, as far as it can be known before."""
 
 OTHER_LAYER = (
@@ -41,7 +41,7 @@ NOT_LEARNT = (
     "none has all of it; make the pipe with a sample of this kind"
 )
 
-MOST_PATHS = 32
+MOST_TRACES = 32
 TOO_MANY = (
     "the {model} was recorded {most} times, for inputs that differ in more than their numbers: in texts, settings, "
     "keys or dimensions, each of which may lead its forward elsewhere ({one}, and then {other}). Leave what changes "
@@ -49,24 +49,24 @@ TOO_MANY = (
 )
 
 
-class Begun(NamedTuple):
-    """Micro-batches that are to be replayed.
+class TracedBatch(NamedTuple):
+    """Micro-batches that are to be interpreted.
 
     Attributes:
-        path: The number of their path.
+        trace: The number of their path.
         states: What the main line brings to the first stage, of each.
         shares: Of each in the model's own loss, where it was asked for.
         findings: What is to be told.
     """
 
-    path: int
+    trace: int
     states: list[Tree]
     shares: Sequence[float] = ()
     findings: Sequence[str] = ()
 
 
-class ReplayedModel:
-    """A model that is replayed in layers.
+class TracedModel:
+    """A model that is interpreted in layers.
 
     Args:
         model: The user's; stays as it is.
@@ -75,24 +75,24 @@ class ReplayedModel:
 
     Attributes:
         parts: The model, and which of its modules are what.
-        paths: Those that it is known to take; the first is the sample's.
-        segments: The layers, by name.
+        traces: Those that it is known to take; the first is the sample's.
+        layers: The layers, by name.
         names: Of the parameters and buffers in each.
         seconds: What the forward of each took on the sample.
         sample_names: The names of the inputs in the sample.
 
     Raises:
-        CannotSplitError: It cannot be replayed to the same bits; says why, and what to do.
+        CannotSplitError: It cannot be interpreted to the same bits; says why, and what to do.
     """
 
     def __init__(self, model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> None:
         choices = find_blocks(model) if blocks is None else [check_blocks(model, blocks)]
         self.lacks_values = lacks_values(model)
         self.parameter_names = [name for name, _ in model.named_parameters()]  # in their order, of all processes
-        self.paths: list[Path] = []
-        self._countings: list[Counting] = []
-        self._numbers: dict[PathKey, int] = {}
-        self._refused: dict[PathKey, Exception] = {}
+        self.traces: list[Trace] = []
+        self._averages: list[LossAverage] = []
+        self._numbers: dict[TraceKey, int] = {}
+        self._refused: dict[TraceKey, Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
         with unchanged(model):
@@ -100,14 +100,14 @@ class ReplayedModel:
             sample = self._with_count(sample, 1) if self._counts else sample
         self.parts, self.seconds = found.parts, found.seconds
         self._keep(self._key(*self._apart(sample)), found, sample)
-        self.segments = segments_of(self.parts, found.path)
-        self.names = Names(self.parts, self.segments)
+        self.layers = parts_of(self.parts, found.trace)
+        self.names = Names(self.parts, self.layers)
         with unchanged(model):
-            self._countings[0] = tried(self._countings[0], model, sample, counts=self._counts)
+            self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts)
 
-    def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> tuple[Recorded, bool]:
-        """Records the model cut at the first blocks that work, if there are some between which no values are read."""
-        works: tuple[Recorded, bool] | None = None
+    def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> tuple[ProvenTrace, bool]:
+        """Traces the model cut at the first blocks that work, if there are some between which no values are read."""
+        works: tuple[ProvenTrace, bool] | None = None
         refused: CannotSplitError | None = None
         for blocks in choices:
             self.parts = Parts(model, tuple(blocks), open_names(blocks))
@@ -124,8 +124,8 @@ class ReplayedModel:
             raise refused
         return works
 
-    def _record_first(self, sample: Tree) -> tuple[Recorded, bool]:
-        """Records the model on the sample; and whether its loss uses the number of labels of the mini-batch."""
+    def _record_first(self, sample: Tree) -> tuple[ProvenTrace, bool]:
+        """Traces the model on the sample; and whether its loss uses the number of labels of the mini-batch."""
         if self.lacks_values:
             give_values(self.model, [], [], 0, names_of_all(self.parts))
         counted = self._trace_counted(sample) if self._may_count(sample) else None
@@ -142,14 +142,14 @@ class ReplayedModel:
         given = isinstance(value, Mapping) and COUNT not in value
         return given and "labels" in value and takes(self.model, COUNT)  # type: ignore[operator]  # it is a mapping
 
-    def _trace_counted(self, sample: Tree) -> Traced | None:
+    def _trace_counted(self, sample: Tree) -> TracerRun | None:
         """A run of a forward that is told the number; None if it does not use it, as many that only pass it on."""
         one, two = (arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
-        found = trace(self.parts, one)
+        found = trace_forward(self.parts, one)
         if lacks_values(self.model):
             at = len(take_apart(tuple(one))[0]) - 1
-            return found if at in found.path.taken else None
-        loss, other = loss_in(found.output), loss_in(trace(self.parts, two).output)
+            return found if at in found.trace.taken else None
+        loss, other = loss_in(found.output), loss_in(trace_forward(self.parts, two).output)
         return found if loss is not None and other is not None and not torch.equal(loss, other) else None
 
     @staticmethod
@@ -157,11 +157,11 @@ class ReplayedModel:
         assert isinstance(value, Mapping)
         return {**value, COUNT: torch.tensor(int(count))}
 
-    def _keep(self, key: PathKey, found: Recorded, value: Tree) -> None:
+    def _keep(self, key: TraceKey, found: ProvenTrace, value: Tree) -> None:
         given = value if isinstance(value, Mapping) else {}
-        self._numbers[key] = len(self.paths)
-        self.paths.append(found.path)
-        self._countings.append(Counting.of(found.losses, given, counts=self._counts))
+        self._numbers[key] = len(self.traces)
+        self.traces.append(found.trace)
+        self._averages.append(LossAverage.of(found.losses, given, counts=self._counts))
 
     def begin(
         self,
@@ -169,8 +169,8 @@ class ReplayedModel:
         over_replicas: Callable[[float], float] | None = None,
         *,
         for_output: bool = False,
-    ) -> Begun:
-        """Has micro-batches take their path, which is recorded if it is not known yet.
+    ) -> TracedBatch:
+        """Has micro-batches take their path, which is traced if it is not known yet.
 
         Args:
             values: What the user gave of each.
@@ -185,22 +185,22 @@ class ReplayedModel:
         if labelled:
             values = [self._with_count(value, 1) for value in values]
         begun = self._begin(values)
-        counting = self._countings[begun.path]
+        average = self._averages[begun.trace]
         if counted:
             return begun._replace(shares=[1.0] * len(values))
-        if over_replicas is None and not labelled and counting.finding is not None:
+        if over_replicas is None and not labelled and average.finding is not None:
             return begun
-        findings = [] if counting.finding is None else [counting.finding]
-        counts = [counting.count(value) for value in values]
+        findings = [] if average.finding is None else [average.finding]
+        counts = [average.count(value) for value in values]
         total = (over_replicas or float)(sum(counts))
         if labelled and not total:
-            raise ValueError(NO_LABELS.format(ignored=counting.ignored))
+            raise ValueError(NO_LABELS.format(ignored=average.ignored))
         if labelled:
             states = [self._begin([self._with_count(value, total)]).states[0] for value in values]
-            return Begun(begun.path, states, [1.0] * len(states), findings)
-        return Begun(begun.path, begun.states, counting.shares(counts, total), findings)
+            return TracedBatch(begun.trace, states, [1.0] * len(states), findings)
+        return TracedBatch(begun.trace, begun.states, average.shares(counts, total), findings)
 
-    def _begin(self, values: Sequence[Tree]) -> Begun:
+    def _begin(self, values: Sequence[Tree]) -> TracedBatch:
         apart = [self._apart(value) for value in values]
         keys = [self._key(*one) for one in apart]
         if different := [key for key in keys if key != keys[0]]:
@@ -215,10 +215,10 @@ class ReplayedModel:
                 self._refused[keys[0]] = error
                 raise
         number = self._numbers[keys[0]]
-        return Begun(number, [state_of(number, leaves) for leaves, _ in apart])
+        return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart])
 
     def learn_all(self, value: Tree) -> None:
-        """Records all usual paths ahead, where no process will have the whole model: none can be recorded later on.
+        """Traces all usual traces ahead, where no process will have the whole model: none can be traced later on.
 
         They are those of training and evaluation, with labels and without.
         """
@@ -234,63 +234,63 @@ class ReplayedModel:
 
     def alone(self) -> list[nn.Module]:
         """The layers as they run one by one, from one state to the next."""
-        return [AloneLayer(at, segment, self.parts, self.paths) for at, segment in enumerate(self.segments.values())]
+        return [SingleLayer(at, part, self.parts, self.traces) for at, part in enumerate(self.layers.values())]
 
     def rng_scope(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
         """Around one forward of the model itself: it draws random numbers as a pipe with this seed does."""
-        return rng_scopes(self.parts, self.paths[0], RngKey(seed, step, micro_batch))
+        return rng_scopes(self.parts, self.traces[0], RngKey(seed, step, micro_batch))
 
     def outlines(self) -> list[list[tuple[str, int]]]:
-        """The paths in short: their events, each with its layer; the same in all processes."""
-        return [[(event.name, path.layer_of(at)) for at, event in enumerate(path.events)] for path in self.paths]
+        """The traces in short: their operations, each with its layer; the same in all processes."""
+        return [[(op.name, trace.layer_of(at)) for at, op in enumerate(trace.ops)] for trace in self.traces]
 
     def buffers_between(self) -> list[Tensor]:
         """The buffers that are read between units, by every layer."""
-        return [self.model.get_buffer(name) for path in self.paths for name in sorted(path.buffers)]
+        return [self.model.get_buffer(name) for trace in self.traces for name in sorted(trace.buffers)]
 
     def realize(self, own: Collection[int], seed: int) -> None:
         """Gives values to those of these layers that have none yet; they depend on (seed, index) alone."""
         if self.lacks_values:
-            names = [self.names.in_layer(name) for name in self.segments]
+            names = [self.names.in_layer(name) for name in self.layers]
             give_values(self.model, names, own, seed)
 
     def let_go(self) -> None:
         """Has the model have what the layers have in place of parameters that other processes hold."""
-        for segment in self.segments.values():
-            segment.lead()
+        for part in self.layers.values():
+            part.lead()
 
     def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
         """The uses of tensors that have routes of their own."""
-        return pops_between(self.paths[number], stage_of)
+        return pops_between(self.traces[number], stage_of)
 
     def _apart(self, value: Tree) -> tuple[Leaves, Structure]:
         given = arguments(self.model, value)
         return take_apart((given.args, given.kwargs))
 
-    def _key(self, leaves: Leaves, structure: Structure) -> PathKey:
+    def _key(self, leaves: Leaves, structure: Structure) -> TraceKey:
         held = [vars(self.model.get_submodule(name)) for name in sorted(self.parts.opened)]
         held += [vars(one["config"]) for one in held if hasattr(one.get("config"), "__dict__")]
         settings = tuple(setting for one in held for setting in settings_of(one))
         return str(structure.spec), tuple(map(kind_of, leaves)), settings
 
-    def _learn(self, key: PathKey, value: Tree) -> None:
-        if len(self.paths) >= MOST_PATHS:
+    def _learn(self, key: TraceKey, value: Tree) -> None:
+        if len(self.traces) >= MOST_TRACES:
             known = next(reversed(self._numbers))
             pairs = zip((known[0], *known[1], *known[2]), (key[0], *key[1], *key[2]), strict=False)
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_PATHS, one=one, other=other))
+            raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
         with unchanged(self.model):
             found = record(self.parts, arguments(self.model, value))
-        segments = list(self.segments.items())
-        units, raw = layers_of_path(found.path)
-        if len(units) != len(segments):
+        layers = list(self.layers.items())
+        units, raw = units_by_layer(found.trace)
+        if len(units) != len(layers):
             raise CannotSplitError(
                 f"with these inputs, or in this mode, the {type(self.model).__name__} has {len(units)} layers, and "
-                f"{len(segments)} with the sample; make a pipe of its own for them"
+                f"{len(layers)} with the sample; make a pipe of its own for them"
             )
-        for at, (name, segment) in enumerate(segments):
-            new = [f"{one} runs" for one in units[at] if one not in segment.units]
-            new += [f"{one} is used" for one in raw[at] if one not in segment.raw]
+        for at, (name, part) in enumerate(layers):
+            new = [f"{one} runs" for one in units[at] if one not in part.units]
+            new += [f"{one} is used" for one in raw[at] if one not in part.raw]
             if new:
                 raise CannotSplitError(
                     OTHER_LAYER.format(what=new[0], layer=at, name=name, model=type(self.model).__name__)

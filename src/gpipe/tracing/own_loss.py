@@ -36,7 +36,7 @@ UNKNOWN = (
 
 
 @dataclass(frozen=True)
-class Counting:
+class LossAverage:
     """What the loss of a micro-batch is divided by.
 
     Attributes:
@@ -56,7 +56,7 @@ class Counting:
     finding: str | None = None
 
     @classmethod
-    def of(cls, calls: Sequence[LossCall], given: Mapping[str, Any], *, counts: bool) -> "Counting":
+    def of(cls, calls: Sequence[LossCall], given: Mapping[str, Any], *, counts: bool) -> "LossAverage":
         """Finds it in the losses that a forward called.
 
         Args:
@@ -123,50 +123,50 @@ NOT_TRIED = (
 )
 
 
-def tried(counting: Counting, model: nn.Module, sample: Tree, *, counts: bool) -> Counting:
+def tried(average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool) -> LossAverage:
     """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
 
     That is as was read in the forward, or by labels or rows where these fit instead; where nothing fits, with what is
     to be told of it. `counts` is whether the forward is told the labels of the mini-batch. Dropout is left out of it.
     """
     if lacks_values(model) or not isinstance(sample, Mapping):
-        return counting
+        return average
     try:
         halves = split(sample, count_rows(sample), TWO, "sample")
     except ValueError:  # it has no rows
-        return counting
+        return average
     try:
         with in_mode(model, training=False), torch.no_grad():
             losses = [_loss(model, part) for part in (sample, *halves)]
     except Exception as error:
         if lacks_memory(error):
             raise
-        return replace(counting, finding=counting.finding or NOT_TRIED.format(kind=type(error).__name__, error=error))
+        return replace(average, finding=average.finding or NOT_TRIED.format(kind=type(error).__name__, error=error))
     if None in losses:
-        return counting
+        return average
     whole, *of_halves = (loss for loss in losses if loss is not None)
     try:
         found = {
-            other: _together(other, halves, of_halves, counts=counts) for other in _others(counting, counts=counts)
+            other: _together(other, halves, of_halves, counts=counts) for other in _others(average, counts=counts)
         }
     except ValueError:  # no label of the sample counts
-        return counting
+        return average
     for other, together in found.items():
         if math.isclose(together, whole, rel_tol=NEARLY, abs_tol=NEARLY):
             return other
-    return replace(counting, finding=NOT_TOGETHER.format(together=found[counting], whole=whole))
+    return replace(average, finding=NOT_TOGETHER.format(together=found[average], whole=whole))
 
 
-def _others(counting: Counting, *, counts: bool) -> list[Counting]:
+def _others(average: LossAverage, *, counts: bool) -> list[LossAverage]:
     """What was read, and what else it may be: a sum that the forward divides by something itself."""
-    if counts or counting.by != "sum":
-        return [counting]
-    return [counting, replace(counting, by="labels"), replace(counting, by="rows")]
+    if counts or average.by != "sum":
+        return [average]
+    return [average, replace(average, by="labels"), replace(average, by="rows")]
 
 
-def _together(counting: Counting, halves: Sequence[Tree], losses: Sequence[float], *, counts: bool) -> float:
-    some = [counting.count(half) for half in halves]
-    shares = [1.0] * TWO if counts else counting.shares(some, sum(some))
+def _together(average: LossAverage, halves: Sequence[Tree], losses: Sequence[float], *, counts: bool) -> float:
+    some = [average.count(half) for half in halves]
+    shares = [1.0] * TWO if counts else average.shares(some, sum(some))
     return sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from gpipe.stages.buffers import Slot
 from gpipe.tracing.shallow_copy import Parts
-from gpipe.tracing.trace import Path
+from gpipe.tracing.trace import Trace
 
 Places: TypeAlias = Mapping[str, Sequence[Slot]]
 """Where each parameter of a model stands, by its first name: in several modules if it is tied."""
@@ -30,17 +30,17 @@ def places_of(model: nn.Module) -> Places:
     return found
 
 
-class Segment(nn.Module):
-    """A layer of a model that is replayed.
+class ModelPart(nn.Module):
+    """A layer of a model that is interpreted.
 
-    It holds units and parameters under their own names in the model, and is not called by itself: a stage replays
+    It holds units and parameters under their own names in the model, and is not called by itself: a stage interprets
     all of its layers at once.
 
     Attributes:
         stands_for: The module that it is, in words.
         model: The whole model; no part of the layer.
         units: The names of the modules that run in it.
-        raw: Where the parameters stand that its events are given as they are: in the layer, and in the model.
+        raw: Where the parameters stand that its operations are given as they are: in the layer, and in the model.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Segment(nn.Module):
 
 def modules_run(layer: nn.Module) -> list[nn.Module]:
     """The modules that are called where a layer runs: itself, or the units of a model's layer."""
-    return [layer.get_submodule(name) for name in layer.units] if isinstance(layer, Segment) else [layer]
+    return [layer.get_submodule(name) for name in layer.units] if isinstance(layer, ModelPart) else [layer]
 
 
 def _holder(root: nn.Module, path: str) -> nn.Module:
@@ -100,25 +100,25 @@ def _holder(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def layers_of_path(path: Path) -> tuple[list[list[str]], list[list[str]]]:
+def units_by_layer(path: Trace) -> tuple[list[list[str]], list[list[str]]]:
     """The units of each layer, and the parameters that are used as they are."""
     units: list[dict[str, None]] = [{} for _ in path.starts]
     raw: list[dict[str, None]] = [{} for _ in path.starts]
-    for at, event in enumerate(path.events):
+    for at, op in enumerate(path.ops):
         layer = path.layer_of(at)
-        if event.is_unit:
-            units[layer] |= dict.fromkeys((*event.inner, event.name))  # named after the last
-        raw[layer] |= dict.fromkeys(event.raw)
+        if op.is_unit:
+            units[layer] |= dict.fromkeys((*op.inner, op.name))  # named after the last
+        raw[layer] |= dict.fromkeys(op.raw)
     return list(map(list, units)), list(map(list, raw))
 
 
-def segments_of(parts: Parts, path: Path) -> dict[str, Segment]:
-    """The layers by name; what no event uses goes with the last."""
+def parts_of(parts: Parts, path: Trace) -> dict[str, ModelPart]:
+    """The layers by name; what no operation uses goes with the last."""
     places = places_of(parts.model)
-    units, raw = layers_of_path(path)
+    units, raw = units_by_layer(path)
     called = [list(some) for some in units]
     _add_unused(parts, places, units, raw)
-    named: dict[str, Segment] = {}
+    named: dict[str, ModelPart] = {}
     blocks = set(parts.blocks)
     for at, (some, parameters) in enumerate(zip(units, raw, strict=True)):
         runs = called[at]
@@ -126,14 +126,14 @@ def segments_of(parts: Parts, path: Path) -> dict[str, Segment]:
         label = type(parts.model.get_submodule(main)).__name__ if main else type(parts.model).__name__
         name = main or (parameters[0] if parameters else f"operations_{at}")
         count = sum(other.partition("#")[0] == name for other in named)
-        segment = Segment(parts.model, label, some, parameters, places)
-        named[f"{name}#{count + 1}" if count else name] = segment
+        part = ModelPart(parts.model, label, some, parameters, places)
+        named[f"{name}#{count + 1}" if count else name] = part
     return named
 
 
 def _add_unused(parts: Parts, places: Places, units: list[list[str]], raw: list[list[str]]) -> None:
-    """Adds what no event uses: to the first layer that uses the same parameters, if tied, else to the last."""
-    known = parts.skeleton().units
+    """Adds what no operation uses: to the first layer that uses the same parameters, if tied, else to the last."""
+    known = parts.shallow_copy().units
     unit_of = {module: name for name, unit in known.items() for module in unit.modules()}
     first: dict[str, int] = {}
     for layer in reversed(range(len(units))):
@@ -158,7 +158,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Slot]]:
 
 def names_of_all(parts: Parts) -> list[str]:
     """The buffers that every layer reads: those outside of units."""
-    inside = {part for unit in parts.skeleton().units.values() for part in unit.modules()}
+    inside = {part for unit in parts.shallow_copy().units.values() for part in unit.modules()}
     return [
         name
         for name, (module, leaf) in _places(parts.model)
@@ -171,17 +171,17 @@ class Names:
 
     Args:
         parts: The model.
-        segments: Its layers, by name.
+        layers: Its layers, by name.
     """
 
-    def __init__(self, parts: Parts, segments: dict[str, Segment]) -> None:
-        self._parts, self._segments = parts, segments
+    def __init__(self, parts: Parts, layers: dict[str, ModelPart]) -> None:
+        self._parts, self._segments = parts, layers
 
     def in_layer(self, layer: str) -> list[str]:
         """What a layer has."""
-        segment = self._segments[layer]
-        modules = set(segment.modules())
-        slots = {slot for _, slots in segment.raw.values() for slot in slots}
+        part = self._segments[layer]
+        modules = set(part.modules())
+        slots = {slot for _, slots in part.raw.values() for slot in slots}
         return [name for name, slot in _places(self._parts.model) if slot[0] in modules or slot in slots]
 
     def of_others(self, own: Collection[str]) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Records a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
+"""Traces a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
 
 import time
 from functools import partial
@@ -12,40 +12,40 @@ from gpipe.stages.digest import differ, digest
 from gpipe.stages.loss_calls import LossCall
 from gpipe.stages.stage import Layer, LayerProgress
 from gpipe.tracing.checks import is_of_code, refuse_failing_apart, refusing_leftovers
-from gpipe.tracing.interpreter import Enough, Replay
+from gpipe.tracing.interpreter import Enough, StageInterpreter
 from gpipe.tracing.meta_model import Dry, lacks_values
-from gpipe.tracing.runs import Given, copied, watched
+from gpipe.tracing.runs import ForwardArguments, copied, watched
 from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.stage import rng_scopes
-from gpipe.tracing.trace import Call, Path
-from gpipe.tracing.tracer import KEY, Traced, trace
-from gpipe.tracing.values import CannotSplitError, Leaves, Structure, Tag, describe, is_carried, take_apart
+from gpipe.tracing.trace import OpCall, Trace
+from gpipe.tracing.tracer import SAMPLE_KEY, TracerRun, trace_forward
+from gpipe.tracing.values import CannotSplitError, Leaves, Structure, ValueId, describe, is_carried, take_apart
 
 OTHER_STRUCTURE = (
-    "replayed in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
+    "interpreted in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
     "on the way from inside of blocks (output_hidden_states, output_attentions, output_router_logits, caches by "
-    "use_cache) is not seen by a replay; turn it off, in model.config or in what the model is given"
+    "use_cache) is not seen in layers; turn it off, in model.config or in what the model is given"
 )
 OTHER_BITS = (
-    "replayed in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
+    "interpreted in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
     "on what is not seen there (a cache, a value that one block leaves for another, a random number): let it be part "
     "of what blocks are given and return, or name other blocks: blocks=[...]. Or a block keeps a tensor from call to "
     "call as an attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
 )
 
 
-class Recorded(NamedTuple):
+class ProvenTrace(NamedTuple):
     """What was learnt of a model; `reads` is as of what one run has shown."""
 
     parts: Parts
-    path: Path
+    trace: Trace
     seconds: list[float]
     losses: list[LossCall]
     reads: str = ""
 
 
-def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded:
-    """Records the path of a model's forward, in the mode that it is in, and proves it.
+def record(parts: Parts, given: ForwardArguments, traced: TracerRun | None = None) -> ProvenTrace:
+    """Traces the trace of a model's forward, in the mode that it is in, and proves it.
 
     Args:
         parts: The model.
@@ -53,49 +53,49 @@ def record(parts: Parts, given: Given, traced: Traced | None = None) -> Recorded
         traced: What a run of it with the same has shown.
 
     Raises:
-        CannotSplitError: It cannot be replayed to the same bits.
+        CannotSplitError: It cannot be interpreted to the same bits.
     """
-    found = trace(parts, given) if traced is None else traced
-    path, parts, losses = found.path, found.parts, found.losses
+    found = trace_forward(parts, given) if traced is None else traced
+    trace, parts, losses = found.trace, found.parts, found.losses
     if lacks_values(parts.model):
         return _proven_without_values(parts, given, found)
-    own, expected = watched(parts.model, lambda: _called(parts, path, given))
+    own, expected = watched(parts.model, lambda: _called(parts, trace, given))
     (leaves, structure, seconds), buffers = watched(
-        parts.model, lambda: _replayed(parts, path, given, writes=bool(expected))
+        parts.model, lambda: _interpreted(parts, trace, given, writes=bool(expected))
     )
     _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
-    return Recorded(parts, path, seconds, losses, found.reads)
+    return ProvenTrace(parts, trace, seconds, losses, found.reads)
 
 
-def _proven_without_values(parts: Parts, given: Given, found: Traced) -> Recorded:
-    """Compares what can be without values: the layouts of what the replayed layers give."""
+def _proven_without_values(parts: Parts, given: ForwardArguments, found: TracerRun) -> ProvenTrace:
+    """Compares what can be without values: the layouts of what the interpreted layers give."""
     dry = Dry()
     with dry.faking(parts.model):
-        leaves, structure, seconds = _replayed(found.parts, found.path, given, dry)
+        leaves, structure, seconds = _interpreted(found.parts, found.trace, given, dry)
     expected, own = take_apart(found.output)
     if structure != own or describe(leaves) != describe(expected):
         raise CannotSplitError(
             OTHER_STRUCTURE.format(model=type(parts.model).__name__, parts=_in_words(own, structure))
         )
-    return Recorded(found.parts, found.path, seconds, found.losses, found.reads)
+    return ProvenTrace(found.parts, found.trace, seconds, found.losses, found.reads)
 
 
-def _called(parts: Parts, path: Path, given: Given) -> Any:
+def _called(parts: Parts, trace: Trace, given: ForwardArguments) -> Any:
     """What the model itself gives."""
 
     def call() -> Any:
-        with rng_scopes(parts, path, KEY):
+        with rng_scopes(parts, trace, SAMPLE_KEY):
             return parts.model(*copied(given.args), **copied(given.kwargs))
 
     def again() -> None:
         watched(parts.model, call)
 
-    walked = parts.skeleton().walked
-    return refusing_leftovers(walked, set(parts.opened), type(parts.model).__name__, call, again)
+    copied_modules = parts.shallow_copy().copied_modules
+    return refusing_leftovers(copied_modules, set(parts.opened), type(parts.model).__name__, call, again)
 
 
-class _Echoing(Replay):
-    """A walk that has each unit run once more behind its event, on other inputs, and forgets what comes of it.
+class _EchoingInterpreter(StageInterpreter):
+    """Has each unit run once more behind its operation, on other inputs, and forgets what comes of it.
 
     So does a pipeline, whose micro-batches follow one another: what a block leaves somewhere for a later one is of
     another by the time it is read.
@@ -105,18 +105,18 @@ class _Echoing(Replay):
     """Whether the forward writes buffers, which an echo must not."""
     seconds_of_echoes = 0.0
 
-    def event(self, call: Call) -> Any:
-        """Does an event, and its echo; behind the last event the walk stops by an exception."""
+    def op(self, call: OpCall) -> Any:
+        """Does an operation, and its echo; behind the last operation the interpreter stops by an exception."""
         is_own = self.begin <= self.at < self.end and call.unit is not None and self.dry is None
         try:
-            made = super().event(call)
+            made = super().op(call)
         except Enough:
             self._echo(call, is_own=is_own)
             raise
         self._echo(call, is_own=is_own)
         return made
 
-    def _echo(self, call: Call, *, is_own: bool) -> None:
+    def _echo(self, call: OpCall, *, is_own: bool) -> None:
         if not is_own:
             return
         start = time.perf_counter()
@@ -150,38 +150,46 @@ def _other(tensor: Tensor) -> Tensor:
     return other.requires_grad_(tensor.requires_grad)
 
 
-def _replayed(
-    parts: Parts, path: Path, given: Given, dry: Dry | None = None, *, writes: bool = False, again: bool = False
+def _interpreted(
+    parts: Parts,
+    trace: Trace,
+    given: ForwardArguments,
+    dry: Dry | None = None,
+    *,
+    writes: bool = False,
+    again: bool = False,
 ) -> tuple[Leaves, Structure, list[float]]:
-    """What the model gives when each layer is replayed by itself, and the seconds that each takes.
+    """What the model gives when each layer is interpreted by itself, and the seconds that each takes.
 
     `writes` is whether its forward writes buffers, `again` whether an error is to be left as it is.
     """
     leaves, _ = take_apart(copied((given.args, given.kwargs)))
-    values: dict[Tag, Tensor | None] = {tag: leaves[tag.leaf] for tag in path.carried}
-    inputs = [None if Tag(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
+    values: dict[ValueId, Tensor | None] = {value_id: leaves[value_id.leaf] for value_id in trace.carried}
+    inputs = [None if ValueId(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
     log = [describe(leaves)]
-    skeleton = parts.skeleton()
+    shallow_copy = parts.shallow_copy()
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     seconds, output = [], None
-    for index in range(len(path.starts)):
+    for index in range(len(trace.starts)):
         start = time.perf_counter()
-        arrived = {tag: values[tag] for tag in path.live_before(index)} if index else values
-        wanted = frozenset(hop.tag for hop in path.hops if hop.source <= index < hop.target)
+        arrived = {value_id: values[value_id] for value_id in trace.live_before(index)} if index else values
+        wanted = frozenset(edge.value_id for edge in trace.edges if edge.source <= index < edge.target)
         layer = Layer(index, str(index), parts.model)
-        skeleton.refresh()
-        walk = _Echoing(skeleton, path, [layer], arrived, log, wanted, device, KEY, LayerProgress(), dry)
-        walk.writes = writes
+        shallow_copy.refresh()
+        interpreter = _EchoingInterpreter(
+            shallow_copy, trace, [layer], arrived, log, wanted, device, SAMPLE_KEY, LayerProgress(), dry
+        )
+        interpreter.writes = writes
         try:
-            output = walk.go(inputs)
+            output = interpreter.go(inputs)
         except Exception as error:
             if not again:
-                run_apart = partial(_replayed, parts, path, given, dry, writes=writes, again=True)
+                run_apart = partial(_interpreted, parts, trace, given, dry, writes=writes, again=True)
                 refuse_failing_apart(parts.model, given, error, run_apart)
             raise
-        values = dict(walk.made)
+        values = dict(interpreter.made)
         values |= dict.fromkeys(wanted - values.keys())
-        seconds.append(time.perf_counter() - start - walk.seconds_of_echoes)
+        seconds.append(time.perf_counter() - start - interpreter.seconds_of_echoes)
     return *take_apart(output), seconds
 
 
@@ -198,17 +206,17 @@ def _compare(
         raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=_in_words(own[1], found[1])))
     for at, (one, other) in enumerate(zip(own[0], found[0], strict=True)):
         if bool(differ(digest([one]), digest([other]))):
-            what = f"output{_path_of(own[1], at)} {difference(one, other)}"
+            what = f"output{_place_of(own[1], at)} {difference(one, other)}"
             raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
     for buffer in {*buffers, *changed}:
         if bool(differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)]))):
             raise CannotSplitError(OTHER_BITS.format(model=name, what=f"the buffer {buffer}"))
 
 
-def _path_of(structure: Structure, at: int) -> str:
+def _place_of(structure: Structure, at: int) -> str:
     """Where a leaf stands; its number, where plain dataclasses hold some."""
-    paths = tree_flatten_with_path(structure.filled(range(structure.count)))[0]
-    return keystr(paths[at][0]) if len(paths) == structure.count else f", leaf {at},"
+    traces = tree_flatten_with_path(structure.filled(range(structure.count)))[0]
+    return keystr(traces[at][0]) if len(traces) == structure.count else f", leaf {at},"
 
 
 def difference(one: Any, other: Any) -> str:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what recordings inside change: modules, their state, torch's generator. Inside there is a graph.
+    """Puts back what traces inside change: modules, their state, torch's generator. Inside there is a graph.
 
     It shows what torch does not: functions of autograd.
     """
@@ -99,7 +99,7 @@ def kind_of(leaf: Any) -> object:
     return type(leaf), settings_of(getattr(leaf, "__dict__", {}))
 
 
-def call(model: nn.Module, given: "Given") -> Any:
+def call(model: nn.Module, given: "ForwardArguments") -> Any:
     """What a model by itself gives; it stays as it was."""
     return watched(model, lambda: model(*copied(given.args), **copied(given.kwargs)))[0]
 
@@ -110,28 +110,28 @@ ON_SAMPLE = (
 )
 
 
-class Given(NamedTuple):
+class ForwardArguments(NamedTuple):
     """The arguments of a forward."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def arguments(model: nn.Module, value: Tree) -> Given:
+def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
     """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument.
 
     >>> class Net(nn.Module):
     ...     def forward(self, x, mask=None): return x
     >>> arguments(Net(), {"x": 1}), arguments(Net(), {"y": 1})
-    (Given(args=(), kwargs={'x': 1}), Given(args=({'y': 1},), kwargs={}))
+    (ForwardArguments(args=(), kwargs={'x': 1}), ForwardArguments(args=({'y': 1},), kwargs={}))
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         try:
             inspect.signature(model.forward).bind(**value)
         except TypeError:
-            return Given((dict(value),), {})
-        return Given((), dict(value))
-    return Given((value,), {})
+            return ForwardArguments((dict(value),), {})
+        return ForwardArguments((), dict(value))
+    return ForwardArguments((value,), {})
 
 
 def without_cache(model: nn.Module, value: Tree) -> Tree:

@@ -1,8 +1,9 @@
-"""A model's own modules, to be walked through without being touched.
+"""A model's own modules, to be interpreted without being touched.
 
 Open modules, those that blocks stand in, and those without parameters are shallow copies, whose code runs as it is.
 Units, closed modules that have parameters or keep state, are stubs of classes derived from their own: they share all
-attributes with the unit, and a call of one is told to the walk that is under way. The user's modules see none of it.
+attributes with the unit, and a call of one goes to the interpreter that is under way. The user's modules see none of
+it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -27,13 +28,13 @@ HOOKED = (
 )
 COLLECTS = (
     "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, output_router_logits "
-    "and the like), by hooks inside of them that a replay does not see: leave it out of what the model is given, and "
+    "and the like), by hooks inside of them that layers do not see: leave it out of what the model is given, and "
     "of model.config. What the model's own forward asks for it, as a vision tower or a backbone, may be one block: "
     "blocks=['model.vision_tower', ...]"
 )
 OTHER_FORWARD = (
     "{name} has a forward that was set on it and is not its own method, as accelerate sets one for its hooks "
-    "(device_map=, prepare), and blocks stand in it: it calls the model's modules where no walk sees them. Take it "
+    "(device_map=, prepare), and blocks stand in it: it calls the model's modules where nothing sees them. Take it "
     "off (accelerate.hooks.remove_hook_from_submodules(model)), or set it on blocks"
 )
 COLLECTOR = "_output_capturing_hooks_installed"
@@ -67,12 +68,12 @@ class Parts:
     opened: frozenset[str]
     stateful: frozenset[str] = frozenset()
 
-    def skeleton(self) -> "Skeleton":
-        """A walkable copy."""
-        return Skeleton(self.model, self.opened, self.stateful)
+    def shallow_copy(self) -> "ShallowCopy":
+        """A copy that can be interpreted."""
+        return ShallowCopy(self.model, self.opened, self.stateful)
 
 
-class Skeleton:
+class ShallowCopy:
     """A walkable copy of a model.
 
     Args:
@@ -90,12 +91,12 @@ class Skeleton:
         self.on_call: UnitCall | None = None
         self.units: dict[str, nn.Module] = {}
         self._opened, self._stateful = opened, stateful
-        self._copies: list[_Copy] = []
+        self._copies: list[_ModuleCopy] = []
         self._known: dict[int, nn.Module] = {}
         self.root = self._mirror("", model)
 
     @property
-    def walked(self) -> dict[str, nn.Module]:
+    def copied_modules(self) -> dict[str, nn.Module]:
         """The user's modules of which there are copies, by name."""
         return {copy.path: copy.module for copy in self._copies}
 
@@ -131,7 +132,7 @@ class Skeleton:
             key: None if part is None else self._mirror(f"{name}.{key}" if name else key, part)
             for key, part in module._modules.items()
         }
-        copy = _Copy(name, module, parts, is_open=name in self._opened)
+        copy = _ModuleCopy(name, module, parts, is_open=name in self._opened)
         self._copies.append(copy)
         return copy.made
 
@@ -145,7 +146,7 @@ class Skeleton:
             copy.refresh()
 
     def refuse_changed_buffers(self) -> None:
-        """Refuses what a walk did to buffers that every layer reads; the next run begins without it.
+        """Refuses what an interpreter did to buffers that every layer reads; the next run begins without it.
 
         Raises:
             CannotSplitError: One was written, or another of its shape was put in its place. A larger one is taken
@@ -172,7 +173,7 @@ class _Refusal:
         raise CannotSplitError(self._text)
 
 
-class _Copy:
+class _ModuleCopy:
     """A shallow copy of a module, with other parts."""
 
     def __init__(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module | None], *, is_open: bool) -> None:

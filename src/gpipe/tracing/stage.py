@@ -1,4 +1,4 @@
-"""A stage of a model that is replayed: one walk through the model does all of its layers.
+"""A stage of a model that is interpreted: one interpret the model does all of its layers.
 
 Layers of a model that run one by one, everything that lives handed on: to measure what each costs.
 
@@ -17,17 +17,17 @@ from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Pop, Stashed
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
-from gpipe.tracing.interpreter import Replay
-from gpipe.tracing.parts import Segment
-from gpipe.tracing.shallow_copy import Parts, Skeleton
-from gpipe.tracing.trace import Path
-from gpipe.tracing.values import Leaves, Tag, describe, is_carried, read, written
+from gpipe.tracing.interpreter import StageInterpreter
+from gpipe.tracing.parts import ModelPart
+from gpipe.tracing.shallow_copy import Parts, ShallowCopy
+from gpipe.tracing.trace import Trace
+from gpipe.tracing.values import Leaves, ValueId, describe, is_carried, read, written
 
 
 def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
-    """What the main line brings to the first stage: inputs, of which a log says what they are, and the path's number.
+    """What the main line brings to the first stage: inputs, a log of what they are, and the trace's number.
 
-    Between stages it brings what later events returned, too.
+    Between stages it brings what later operations returned, too.
     """
     return {
         "path": number,
@@ -37,14 +37,14 @@ def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
     }
 
 
-def pops_between(path: Path, stage_of: Sequence[int]) -> list[Pop]:
+def pops_between(trace: Trace, stage_of: Sequence[int]) -> list[Pop]:
     """The uses of tensors that have routes of their own: between neighbours the main line brings all."""
-    return [hop.pop for hop in path.hops if stage_of[hop.source] + 1 < stage_of[hop.target]]
+    return [edge.pop for edge in trace.edges if stage_of[edge.source] + 1 < stage_of[edge.target]]
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What crosses into a stage and out of it, on one path.
+class Crossings:
+    """What crosses into a stage and out of it, on one trace.
 
     Attributes:
         enters: What the main line brings, in order.
@@ -53,37 +53,37 @@ class Ways:
         departs: What skip routes take on, by the names of stashes.
     """
 
-    enters: tuple[Tag, ...]
-    arrives: Mapping[str, Tag]
-    leaves: tuple[Tag, ...]
-    departs: Mapping[str, Tag]
+    enters: tuple[ValueId, ...]
+    arrives: Mapping[str, ValueId]
+    leaves: tuple[ValueId, ...]
+    departs: Mapping[str, ValueId]
 
     @classmethod
-    def of(cls, path: Path, stage: int, stage_of: Sequence[int]) -> "Ways":
+    def of(cls, trace: Trace, stage: int, stage_of: Sequence[int]) -> "Crossings":
         """Looks them up."""
-        ends = [(hop, stage_of[hop.source], stage_of[hop.target]) for hop in path.hops]
+        ends = [(edge, stage_of[edge.source], stage_of[edge.target]) for edge in trace.edges]
         return cls(
-            path.carried if stage == 0 else tuple(hop.tag for hop, a, b in ends if a + 1 == b == stage),
-            {hop.pop.route_name: hop.tag for hop, a, b in ends if a + 1 < b == stage},
-            tuple(hop.tag for hop, a, b in ends if stage == a == b - 1),
-            {hop.pop.name: hop.tag for hop, a, b in ends if stage == a < b - 1},
+            trace.carried if stage == 0 else tuple(edge.value_id for edge, a, b in ends if a + 1 == b == stage),
+            {edge.pop.route_name: edge.value_id for edge, a, b in ends if a + 1 < b == stage},
+            tuple(edge.value_id for edge, a, b in ends if stage == a == b - 1),
+            {edge.pop.name: edge.value_id for edge, a, b in ends if stage == a < b - 1},
         )
 
     @property
-    def wanted(self) -> frozenset[Tag]:
+    def wanted(self) -> frozenset[ValueId]:
         """All that leaves."""
         return frozenset((*self.leaves, *self.departs.values()))
 
 
-class ReplayedStage(Stage):
-    """Consecutive layers of a model, replayed at once.
+class TracedStage(Stage):
+    """Consecutive layers of a model, interpreted at once.
 
     Args:
         index: Its number.
         layers: Its layers.
         device: Where they are.
         parts: The model.
-        paths: Those that it is known to take; there may be more later on.
+        traces: Those that it is known to take; there may be more later on.
         stage_of: The stage of each of its layers.
     """
 
@@ -93,35 +93,35 @@ class ReplayedStage(Stage):
         layers: Sequence[Layer],
         device: torch.device,
         parts: Parts,
-        paths: Sequence[Path],
+        traces: Sequence[Trace],
         stage_of: Sequence[int],
     ) -> None:
-        self._parts, self._paths, self._stage_of = parts, paths, stage_of
-        self._skeleton: Skeleton | None = None
-        self._ways: dict[int, Ways] = {}
+        self._parts, self._traces, self._stage_of = parts, traces, stage_of
+        self._shallow_copy: ShallowCopy | None = None
+        self._crossings: dict[int, Crossings] = {}
         super().__init__(index, layers, device)
         self.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves what can be made again behind."""
-        return {**vars(self), "_skeleton": None}
+        return {**vars(self), "_shallow_copy": None}
 
     def begin(self) -> None:
         """Begins a run: follows what was changed in the model."""
         super().begin()
         for layer in self.layers:
-            if isinstance(layer.module, Segment):
+            if isinstance(layer.module, ModelPart):
                 layer.module.follow()
-        self._walkable().refresh()
+        self._copy_of_model().refresh()
 
-    def _walkable(self) -> Skeleton:
-        if self._skeleton is None:
-            self._skeleton = self._parts.skeleton()
-            self._skeleton.put_on(self.device)
-        return self._skeleton
+    def _copy_of_model(self) -> ShallowCopy:
+        if self._shallow_copy is None:
+            self._shallow_copy = self._parts.shallow_copy()
+            self._shallow_copy.put_on(self.device)
+        return self._shallow_copy
 
-    def _ways_on(self, path: Path) -> Ways:
-        return Ways.of(path, self.index, self._stage_of)
+    def _crossings_on(self, trace: Trace) -> Crossings:
+        return Crossings.of(trace, self.index, self._stage_of)
 
     def _run(
         self,
@@ -133,57 +133,59 @@ class ReplayedStage(Stage):
     ) -> Tree:
         assert isinstance(value, dict)
         number = value["path"]
-        path = self._paths[number]
-        if number not in self._ways:
-            self._ways[number] = self._ways_on(path)
-        ways = self._ways[number]
-        values = dict(zip(ways.enters, value["live"], strict=True))
-        values |= {tag: arrived[route] for route, tag in ways.arrives.items()}
+        trace = self._traces[number]
+        if number not in self._crossings:
+            self._crossings[number] = self._crossings_on(trace)
+        crossings = self._crossings[number]
+        values = dict(zip(crossings.enters, value["live"], strict=True))
+        values |= {value_id: arrived[route] for route, value_id in crossings.arrives.items()}
         log = read(value["log"])
-        walk = Replay(self._walkable(), path, self.layers, values, log, ways.wanted, self.device, rng_key, progress)
-        output = walk.go(value["inputs"])
-        if walk.is_last:
+        interpreter = StageInterpreter(
+            self._copy_of_model(), trace, self.layers, values, log, crossings.wanted, self.device, rng_key, progress
+        )
+        output = interpreter.go(value["inputs"])
+        if interpreter.is_last:
             return output
-        held |= {name: Stashed.of(walk.made.get(tag)) for name, tag in ways.departs.items()}
-        live = [walk.made.get(tag) for tag in ways.leaves]
+        held |= {name: Stashed.of(interpreter.made.get(value_id)) for name, value_id in crossings.departs.items()}
+        live = [interpreter.made.get(value_id) for value_id in crossings.leaves]
         return {"path": number, "inputs": value["inputs"], "log": written(log), "live": live}
 
     def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
-        """None: a walk does all layers at once."""
+        """None: an interpreter does all layers at once."""
         return None
 
 
-class AloneLayer(nn.Module):
+class SingleLayer(nn.Module):
     """One layer, which takes what the layers before handed on and hands on what the later ones need."""
 
-    def __init__(self, at: int, segment: Segment, parts: Parts, paths: Sequence[Path]) -> None:
+    def __init__(self, at: int, part: ModelPart, parts: Parts, traces: Sequence[Trace]) -> None:
         super().__init__()
-        self.segment = segment
-        self.__dict__["stage"] = _AloneStage(
-            at, [Layer(at, segment.stands_for, segment)], torch.device("cpu"), parts, paths, ()
+        self.part = part
+        self.__dict__["stage"] = _SingleStage(
+            at, [Layer(at, part.stands_for, part)], torch.device("cpu"), parts, traces, ()
         )
 
     def forward(self, state: Tree) -> Tree:
-        """Replays the layer."""
-        stage: _AloneStage = self.__dict__["stage"]
+        """Interprets the layer."""
+        stage: _SingleStage = self.__dict__["stage"]
         stage.device = next((tensor.device for tensor in tensors_in(state)), stage.device)
         return stage._run(state, {}, {}, RngKey(0, 0, 0), LayerProgress())
 
 
-class _AloneStage(ReplayedStage):
-    def _ways_on(self, path: Path) -> Ways:
-        entering = path.carried if self.index == 0 else tuple(path.live_before(self.index))
-        return Ways(entering, {}, tuple(path.live_before(self.index + 1)), {})
+class _SingleStage(TracedStage):
+    def _crossings_on(self, trace: Trace) -> Crossings:
+        entering = trace.carried if self.index == 0 else tuple(trace.live_before(self.index))
+        return Crossings(entering, {}, tuple(trace.live_before(self.index + 1)), {})
 
 
 @contextmanager
-def rng_scopes(parts: Parts, path: Path, key: RngKey) -> Iterator[None]:
+def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
     """Around one forward of the model itself, enters the rng_scope of each layer in turn.
 
     A layer ends where a block returns; the first also where the first block is called.
     """
-    layers = Layers(key)
-    first_is_block = path.events[0].name in parts.blocks
+    layers = _LayerScopes(key)
+    first_is_block = trace.ops[0].name in parts.blocks
     calls = 0
 
     def before(module: nn.Module, args: Any) -> None:
@@ -206,7 +208,7 @@ def rng_scopes(parts: Parts, path: Path, key: RngKey) -> Iterator[None]:
             hook.remove()
 
 
-class Layers:
+class _LayerScopes:
     """The scopes of the layers, one after another."""
 
     def __init__(self, key: RngKey) -> None:

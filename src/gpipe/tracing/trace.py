@@ -1,11 +1,11 @@
-"""The path that a model's forward takes: its events, which layer does which, and what crosses between layers.
+"""The trace that a model's forward takes: its operations, which layer does which, and what crosses between layers.
 
-An event is a call of a unit, or an operation between units on what depends on parameters, on values of the inputs
+An operation is a call of a unit, or an operation between units on what depends on parameters, on values of the inputs
 that are no whole numbers, or on chance. Whatever else the forward does - masks, positions, rotary tables - is done
 by every layer for itself.
 
     forward      embed  mask  block  block  add  norm  head  loss
-    event          0      -     1      2     3    4     5    6..9
+    operation          0      -     1      2     3    4     5    6..9
     layer          0     all    1      2    -------- 3 ---------
 
 Note "Relay". A value that several later layers use goes from the layer that made it to the first of these, from there
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from gpipe._torch.trees import tree_map_only
 from gpipe.stages.skips import Pop
-from gpipe.tracing.values import Again, Structure, Tag
+from gpipe.tracing.values import Again, Structure, ValueId
 
 
 @dataclass(frozen=True)
-class Event:
-    """One event of a forward.
+class Op:
+    """One operation of a forward.
 
     Attributes:
         name: The unit's, or the function's.
@@ -43,91 +43,91 @@ class Event:
 
     name: str
     is_unit: bool
-    uses: frozenset[Tag]
+    uses: frozenset[ValueId]
     raw: tuple[str, ...]
     returns: Structure
     again: Again = ()
     inner: tuple[str, ...] = ()
 
 
-class Hop(NamedTuple):
+class Edge(NamedTuple):
     """The way of a tensor from a layer that has it to the next that uses it (note "Relay")."""
 
-    tag: Tag
+    value_id: ValueId
     source: int
     target: int
 
     @property
     def pop(self) -> Pop:
         """The same as the use of a stash."""
-        return Pop(f"{self.tag}.{self.source}", self.source, self.target)
+        return Pop(f"{self.value_id}.{self.source}", self.source, self.target)
 
 
 Bounds: TypeAlias = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Path:
+class Trace:
     """What the forward did with inputs of one structure.
 
     Attributes:
         inputs: How the inputs are put together.
         carried: Those inputs that go to the layers that use them; all others go to every layer.
-        events: All, in order.
-        starts: The first event of each layer.
-        results: The tensors of the output that events or inputs brought.
+        operations: All, in order.
+        starts: The first operation of each layer.
+        results: The tensors of the output that operations or inputs brought.
         output: How the output is put together.
         buffers: The buffers that are read between units.
         taken: The leaves of the inputs that any operation was given.
-        layouts: The shape and type of every tensor that events or inputs brought.
+        layouts: The shape and type of every tensor that operations or inputs brought.
     """
 
     inputs: Structure
-    carried: tuple[Tag, ...]
-    events: tuple[Event, ...]
+    carried: tuple[ValueId, ...]
+    ops: tuple[Op, ...]
     starts: tuple[int, ...]
-    results: frozenset[Tag]
+    results: frozenset[ValueId]
     output: Structure
     buffers: frozenset[str]
     taken: frozenset[int]
-    layouts: Mapping[Tag, tuple[tuple[int, ...], torch.dtype]]
+    layouts: Mapping[ValueId, tuple[tuple[int, ...], torch.dtype]]
 
-    def layer_of(self, event: int) -> int:
-        """The layer that does an event; the inputs are with the first."""
-        return max(bisect_right(self.starts, event) - 1, 0)
+    def layer_of(self, op: int) -> int:
+        """The layer that does an operation; the inputs are with the first."""
+        return max(bisect_right(self.starts, op) - 1, 0)
 
-    def events_of(self, first: int, last: int) -> tuple[int, int]:
-        """The first event of a layer, and the first one behind another."""
-        return self.starts[first], self.starts[last + 1] if last + 1 < len(self.starts) else len(self.events)
+    def ops_of(self, first: int, last: int) -> tuple[int, int]:
+        """The first operation of a layer, and the first one behind another."""
+        return self.starts[first], self.starts[last + 1] if last + 1 < len(self.starts) else len(self.ops)
 
     @cached_property
-    def hops(self) -> tuple[Hop, ...]:
+    def edges(self) -> tuple[Edge, ...]:
         """The ways of all tensors that cross from layer to layer."""
-        users: dict[Tag, set[int]] = {}
-        for at, event in enumerate(self.events):
-            for tag in event.uses:
-                users.setdefault(tag, set()).add(self.layer_of(at))
-        for tag in self.results:
-            users.setdefault(tag, set()).add(len(self.starts) - 1)
+        users: dict[ValueId, set[int]] = {}
+        for at, op in enumerate(self.ops):
+            for value_id in op.uses:
+                users.setdefault(value_id, set()).add(self.layer_of(at))
+        for value_id in self.results:
+            users.setdefault(value_id, set()).add(len(self.starts) - 1)
         found = []
-        for tag, layers in sorted(users.items()):
-            here = self.layer_of(tag.event)
+        for value_id, layers in sorted(users.items()):
+            here = self.layer_of(value_id.op)
             for layer in sorted(layers):
                 if layer > here:
-                    found.append(Hop(tag, here, layer))
+                    found.append(Edge(value_id, here, layer))
                     here = layer
         return tuple(found)
 
-    def live_before(self, layer: int) -> list[Tag]:
+    def live_before(self, layer: int) -> list[ValueId]:
         """What crosses a cut before a layer."""
-        return [hop.tag for hop in self.hops if hop.source < layer <= hop.target]
+        return [edge.value_id for edge in self.edges if edge.source < layer <= edge.target]
 
 
-PLAIN = frozenset({int, float, bool, str, type(None)})
+WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})
 """What most arguments are that hold no tensor."""
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of a unit, or of a function of torch between units.
 
     Attributes:
@@ -145,7 +145,7 @@ class Call(NamedTuple):
     tensors: Sequence[Tensor]
 
     @classmethod
-    def of(cls, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
+    def of(cls, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OpCall":
         """The call, with its tensors found."""
         tensors: list[Tensor] = []
         _collect(args, tensors)
@@ -162,15 +162,15 @@ class Call(NamedTuple):
         """What it returns."""
         return self.func(*self.args, **self.kwargs)
 
-    def given(self, change: Callable[[Tensor], Tensor]) -> "Call":
+    def given(self, change: Callable[[Tensor], Tensor]) -> "OpCall":
         """The same with other tensors."""
         args, kwargs = tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
-        return Call.of(self.name, self.func, args, kwargs)
+        return OpCall.of(self.name, self.func, args, kwargs)
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for value in values:
-        if type(value) in PLAIN:
+        if type(value) in WITHOUT_TENSORS:
             continue
         if isinstance(value, Tensor):
             found.append(value)

@@ -1,4 +1,4 @@
-"""Records the path that a model's forward takes: it runs once, whole, and every event is written down.
+"""Traces the trace that a model's forward takes: it runs once, whole, and every operation is written down.
 
 Traces a forward: it runs once, whole, and its path, its losses and what it leaves behind are noted.
 """
@@ -33,12 +33,12 @@ from gpipe.tracing.checks import (
     refuse_failing_apart,
     refuse_kept,
 )
-from gpipe.tracing.interpreter import RANDOM, Walk
+from gpipe.tracing.interpreter import RANDOM, Interpreter
 from gpipe.tracing.meta_model import Dry, lacks_values
-from gpipe.tracing.runs import Given, names_taken, watched
-from gpipe.tracing.shallow_copy import Parts, Skeleton
-from gpipe.tracing.trace import Call, Event, Path
-from gpipe.tracing.values import Again, CannotSplitError, Leaves, Structure, Tag, again_in, is_carried, take_apart
+from gpipe.tracing.runs import ForwardArguments, names_taken, watched
+from gpipe.tracing.shallow_copy import Parts, ShallowCopy
+from gpipe.tracing.trace import Op, OpCall, Trace
+from gpipe.tracing.values import Again, CannotSplitError, Leaves, Structure, ValueId, again_in, is_carried, take_apart
 
 UNSEEN = (
     "{name} is given a tensor that was computed between blocks by what torch does not show (a "
@@ -68,31 +68,31 @@ SHAPED_BY_VALUES = frozenset(
 """Functions of torch that give a tensor whose shape depends on values."""
 
 
-class Recorder(Walk):
-    """A walk that does every event and writes it down.
+class Tracer(Interpreter):
+    """An interpreter that does every operation and writes it down.
 
     Args:
-        skeleton: What is walked through.
+        shallow copy: What is interpreted.
         model: The model that it was made of.
         blocks: The names of its blocks.
-        around: What is entered around the events of a layer, by its number.
-        dry: Does the events of a model without values.
+        around: What is entered around the operations of a layer, by its number.
+        dry: Does the operations of a model without values.
     """
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        shallow_copy: ShallowCopy,
         model: nn.Module,
         blocks: Sequence[str],
         around: Callable[[int], AbstractContextManager[object]] = lambda layer: nullcontext(),
         dry: Dry | None = None,
     ) -> None:
-        super().__init__(skeleton, dry)
-        self.events: list[Event] = []
+        super().__init__(shallow_copy, dry)
+        self.ops: list[Op] = []
         self.starts: list[int] = []
         self.losses: list[LossCall] = []
         self.reads = ""
-        self.layouts: dict[Tag, tuple[tuple[int, ...], Any]] = {}
+        self.layouts: dict[ValueId, tuple[tuple[int, ...], Any]] = {}
         self._around = around
         self._blocks = frozenset(blocks)
         self._opened = open_names(blocks)
@@ -105,12 +105,12 @@ class Recorder(Walk):
         self._inputs: dict[int, int] = {}
         self._hooks = saved_tensor_hooks()
         self._inner: list[str] = []  # units that the unit that runs has called, or uses parameters of
-        self._owners = Owners(model, skeleton.units)
-        self._chance = Chance(model, skeleton.walked)
-        self._makers, self._shared, self._filled = Makers(), SharedMemory(), Fillings(self.tag_of)
+        self._owners = Owners(model, shallow_copy.units)
+        self._chance = Chance(model, shallow_copy.copied_modules)
+        self._makers, self._shared, self._filled = Makers(), SharedMemory(), Fillings(self.value_id_of)
 
-    def record(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Path]:
-        """Runs the forward; gives its output, and the path that it took.
+    def record(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Trace]:
+        """Runs the forward; gives its output, and the trace that it took.
 
         Raises:
             CannotSplitError: It does what cannot be done in parts.
@@ -121,25 +121,25 @@ class Recorder(Walk):
             if isinstance(leaf, Tensor):
                 self._inputs[id(leaf)] = at
                 if is_carried(leaf):
-                    self._note(leaf, Tag(-1, at))
+                    self._note(leaf, ValueId(-1, at))
         again, named = inputs.filled(leaves)
         versions = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         output = self.run(again, named)
         self._refuse_changed_inputs(leaves, versions)
         if not self._blocks_seen:
             some = ", ".join(sorted(self._blocks)[:3])
-            raise CannotSplitError(NOT_CALLED.format(blocks=some, model=type(self.skeleton.root).__name__))
+            raise CannotSplitError(NOT_CALLED.format(blocks=some, model=type(self.shallow_copy.root).__name__))
         flat, structure = take_apart(output)
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         self._filled.refuse_elsewhere(tensors, "the output", self._layer)
         self._look(tensors, "the output")
         results = frozenset(
-            tag for leaf in flat if isinstance(leaf, Tensor) and (tag := self.tag_of(leaf)) is not None
+            value_id for leaf in flat if isinstance(leaf, Tensor) and (value_id := self.value_id_of(leaf)) is not None
         )
-        path = Path(
+        trace = Trace(
             inputs,
-            tuple(Tag(-1, at) for at, leaf in enumerate(leaves) if is_carried(leaf)),
-            tuple(self.events),
+            tuple(ValueId(-1, at) for at, leaf in enumerate(leaves) if is_carried(leaf)),
+            tuple(self.ops),
             tuple(self.starts),
             results,
             structure,
@@ -147,8 +147,8 @@ class Recorder(Walk):
             frozenset(self._taken),
             self.layouts,
         )
-        self._shared.refuse_parted(path)
-        return output, path
+        self._shared.refuse_parted(trace)
+        return output, trace
 
     @property
     def _layer(self) -> int:
@@ -159,7 +159,7 @@ class Recorder(Walk):
             self._inner.append(name)
         return super()._unit(name, args, kwargs)
 
-    def free(self, call: Call) -> Any:
+    def free(self, call: OpCall) -> Any:
         """Does an operation that every layer does for itself."""
         self._look(call.tensors, call.name)
         made = call.do()
@@ -171,7 +171,7 @@ class Recorder(Walk):
         return made
 
     def _look(self, tensors: Sequence[Tensor], name: str, *, is_unit: bool = False) -> None:
-        """Notes which buffers and inputs are used, and refuses what was made where no walk sees it.
+        """Notes which buffers and inputs are used, and refuses what was made where no tracer sees it.
 
         A unit may only hand on what it is given.
         """
@@ -182,51 +182,51 @@ class Recorder(Walk):
             raise CannotSplitError(UNSEEN.format(name=name))
 
     def left_behind(self) -> list[str]:
-        """The attributes of copies in which the forward left what events made."""
+        """The attributes of copies in which the forward left what operations made."""
         return [
             f"{type(copy).__name__}.{key}"
-            for name, copy in self.skeleton.copies.items()
+            for name, copy in self.shallow_copy.copies.items()
             for key, value in vars(copy).items()
             if not (key == "_buffers" and name in self._opened)  # which the model itself shows
-            and any(isinstance(leaf, Tensor) and self.tag_of(leaf) is not None for leaf in tree_leaves(value))
+            and any(isinstance(leaf, Tensor) and self.value_id_of(leaf) is not None for leaf in tree_leaves(value))
         ]
 
-    def event(self, call: Call) -> Any:
-        """Does an event and writes it down."""
+    def op(self, call: OpCall) -> Any:
+        """Does an operation and writes it down."""
         self._refuse_surroundings(call)
         self._begin_layer(call)
         self._filled.refuse_elsewhere(call.tensors, call.name, self._layer)
         self._look(call.tensors, call.name, is_unit=call.unit is not None)
-        uses = frozenset(tag for tensor in call.tensors if (tag := self.tag_of(tensor)) is not None)
+        uses = frozenset(value_id for tensor in call.tensors if (value_id := self.value_id_of(tensor)) is not None)
         raw = tuple(dict.fromkeys(self._raw[id(t)] for t in call.tensors if id(t) in self._raw))
         leaves, returns, again = self._named(call, self._done(call))
         if call.unit is None:
-            made = {Tag(self.at, at): leaf for at, leaf in enumerate(leaves)}
+            made = {ValueId(self.at, at): leaf for at, leaf in enumerate(leaves)}
             self._chance.see(call.name, call.args, uses, made, draws=call.name in RANDOM)
             self._note_read(call, leaves)
         inner, self._inner = tuple(dict.fromkeys(self._inner)), []
-        self.events.append(Event(call.name, call.unit is not None, uses, raw, returns, again, inner))
+        self.ops.append(Op(call.name, call.unit is not None, uses, raw, returns, again, inner))
         self.at += 1
         return returns.filled(leaves)
 
-    def _note_read(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Notes an operation of whose values plain values or shapes are made, so that the path may depend on them."""
+    def _note_read(self, call: OpCall, leaves: Sequence[Any]) -> None:
+        """Notes an operation of whose values plain values or shapes are made: the trace may depend on them."""
         index = call.args[1:2] if call.name == "__getitem__" else ()
         by_mask = any(getattr(one, "dtype", None) is torch.bool for one in take_apart(index)[0])
         shapes = call.name in SHAPED_BY_VALUES or (call.name == "where" and len(call.args) == 1) or by_mask
         if shapes or any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
             self.reads = call.name
 
-    def _refuse_surroundings(self, call: Call) -> None:
+    def _refuse_surroundings(self, call: OpCall) -> None:
         if is_vmapped():
             raise CannotSplitError(UNSEEN.format(name=call.name))
         if saved_tensor_hooks() != self._hooks:
             raise CannotSplitError(HOOKED.format(name=call.name))
 
-    def _is_block(self, call: Call) -> bool:
+    def _is_block(self, call: OpCall) -> bool:
         return call.unit is not None and call.name in self._blocks
 
-    def _begin_layer(self, call: Call) -> None:
+    def _begin_layer(self, call: OpCall) -> None:
         """Begins a layer behind each block, and with the first."""
         is_block = self._is_block(call)
         if self._begins_layer or (is_block and not self._blocks_seen):
@@ -234,8 +234,8 @@ class Recorder(Walk):
         self._begins_layer = is_block
         self._blocks_seen = self._blocks_seen or is_block
 
-    def _done(self, call: Call) -> Any:
-        """What the event makes; notes the losses that it calls and the tensors that it changes in place."""
+    def _done(self, call: OpCall) -> Any:
+        """What the operation makes; notes the losses that it calls and the tensors that it changes in place."""
         if call.unit is None and (loss := read_loss_call(call.name, call.args, call.kwargs)) is not None:
             self.losses.append(loss)
         has_head = call.unit is not None and not self._is_block(call)  # which may have the loss
@@ -250,17 +250,17 @@ class Recorder(Walk):
         return made
 
     def _note_given(self, tensor: Tensor, name: str, *, is_changed: bool) -> None:
-        """Notes that an event was given a tensor, and perhaps changed it in place."""
-        tag = self.tag_of(tensor)
-        if tag is not None:
-            self._makers.note(tag, tensor)
+        """Notes that an operation was given a tensor, and perhaps changed it in place."""
+        value_id = self.value_id_of(tensor)
+        if value_id is not None:
+            self._makers.note(value_id, tensor)
             if is_changed:
-                self._shared.note_change(self.at, tag)
+                self._shared.note_change(self.at, value_id)
         elif is_changed and id(tensor) not in self._inputs and id(tensor) not in self._held:
             self._filled.note(tensor, name, self._layer)
 
-    def _named(self, call: Call, made: Any) -> tuple[Leaves, Structure, Again]:
-        """What an event made, apart, each tensor known by its tag; and which leaves are others again."""
+    def _named(self, call: OpCall, made: Any) -> tuple[Leaves, Structure, Again]:
+        """What an operation made, apart, each tensor known by its value id; and which leaves are others again."""
         leaves, returns = take_apart(made)
         given = set(map(id, call.tensors))
         again = again_in(leaves)
@@ -269,22 +269,22 @@ class Recorder(Walk):
             leaves[at] = leaves[first]
         for at, leaf in reversed([*enumerate(leaves)]):  # what stands there again is known by its first place
             if isinstance(leaf, Tensor):
-                self._note(leaf, Tag(self.at, at))
+                self._note(leaf, ValueId(self.at, at))
         return leaves, returns, again
 
     def _is_unseen(self, tensor: Tensor) -> bool:
-        """Whether behind a tensor in autograd's graph stands what no event put there."""
-        tag = self.tag_of(tensor)
-        if tag is None:
+        """Whether behind a tensor in autograd's graph stands what no operation put there."""
+        value_id = self.value_id_of(tensor)
+        if value_id is None:
             return tensor.requires_grad and id(tensor) not in self._raw
-        return self._makers.differ(tag, tensor)
+        return self._makers.differ(value_id, tensor)
 
     def _known_apart(self, leaf: Any, given: Collection[int]) -> Any:
         """A tensor that has no name yet: what comes back as it was given need not be that with other inputs."""
         if not isinstance(leaf, Tensor):
             return leaf
         is_known = id(leaf) in given or id(leaf) in self._held or id(leaf) in self._raw
-        return leaf.expand_as(leaf) if is_known or self.tag_of(leaf) is not None else leaf
+        return leaf.expand_as(leaf) if is_known or self.value_id_of(leaf) is not None else leaf
 
     def _refuse_changed_inputs(self, leaves: Leaves, versions: Sequence[int]) -> None:
         """Refuses changes in place of what every layer is given."""
@@ -292,14 +292,14 @@ class Recorder(Walk):
             if isinstance(leaf, Tensor) and not is_carried(leaf) and version(leaf) != before:
                 raise CannotSplitError(CHANGES_INPUT.format(shape=tuple(leaf.shape), dtype=leaf.dtype))
 
-    def _note(self, tensor: Tensor, tag: Tag) -> None:
-        self.name_as(tensor, tag)
-        self._makers.note(tag, tensor)
-        self._shared.note(tag, tensor)
-        self.layouts[tag] = tuple(tensor.shape), tensor.dtype
+    def _note(self, tensor: Tensor, value_id: ValueId) -> None:
+        self.name_as(tensor, value_id)
+        self._makers.note(value_id, tensor)
+        self._shared.note(value_id, tensor)
+        self.layouts[value_id] = tuple(tensor.shape), tensor.dtype
 
 
-KEY = RngKey(0, 0, 0)
+SAMPLE_KEY = RngKey(0, 0, 0)
 """When a sample is, for its random numbers."""
 DRAWS = (
     "the forward of the {model} draws from {whose} generator between blocks, and every layer would draw anew. Layers "
@@ -318,41 +318,43 @@ WRITES_BUFFER = (
 )
 
 
-class Traced(NamedTuple):
+class TracerRun(NamedTuple):
     """What one run of a forward has shown; `reads` is an operation between blocks on which its path may depend."""
 
     output: Any
-    path: Path
+    trace: Trace
     parts: Parts
     losses: list[LossCall]
     reads: str
 
 
-def trace(parts: Parts, given: Given) -> Traced:
-    """The path, the parts with modules known that keep state without parameters, and the losses that were called."""
-    hooked = {name for name, module in parts.skeleton().walked.items() if hooks_of(module)} - parts.opened
+def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
+    """The trace, the parts with modules known that keep state without parameters, and the losses that were called."""
+    hooked = {name for name, module in parts.shallow_copy().copied_modules.items() if hooks_of(module)} - parts.opened
     parts = replace(parts, stateful=parts.stateful | hooked)
     dry = Dry() if lacks_values(parts.model) else None
     faking = nullcontext() if dry is None else dry.faking(parts.model)
     with faking:
         found, stateful = _traced(parts, given, dry)
-    return trace(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
+    return trace_forward(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
 
 
-def _traced(parts: Parts, given: Given, dry: Dry | None, *, again: bool = False) -> tuple[Traced, set[str]]:
+def _traced(
+    parts: Parts, given: ForwardArguments, dry: Dry | None, *, again: bool = False
+) -> tuple[TracerRun, set[str]]:
     scopes: dict[int, rng_scope] = {}
 
     def around(layer: int) -> rng_scope:
         if layer not in scopes:
-            scopes[layer] = rng_scope(KEY.seed, KEY.step, layer, KEY.micro_batch)
+            scopes[layer] = rng_scope(SAMPLE_KEY.seed, SAMPLE_KEY.step, layer, SAMPLE_KEY.micro_batch)
         return scopes[layer]
 
-    skeleton = parts.skeleton()
-    skeleton.refresh()
-    recorder = Recorder(skeleton, parts.model, parts.blocks, around, dry)
+    shallow_copy = parts.shallow_copy()
+    shallow_copy.refresh()
+    recorder = Tracer(shallow_copy, parts.model, parts.blocks, around, dry)
     before = _generators()
     try:
-        (output, path), changed = watched(parts.model, lambda: recorder.record(*given))
+        (output, trace), changed = watched(parts.model, lambda: recorder.record(*given))
     except Exception as error:
         if dry is None and not again:
             run_apart = partial(_traced, parts, given, dry, again=True)
@@ -366,7 +368,7 @@ def _traced(parts: Parts, given: Given, dry: Dry | None, *, again: bool = False)
     for whose, state in _generators().items():
         if not _same(before[whose], state):
             raise CannotSplitError(DRAWS.format(model=type(parts.model).__name__, whose=whose))
-    apart = {part for unit in skeleton.units.values() for part in unit.modules()}
+    apart = {part for unit in shallow_copy.units.values() for part in unit.modules()}
     stateful = set()
     for name, module in parts.model.named_modules():
         for leaf in module._buffers if module not in apart else ():
@@ -375,7 +377,7 @@ def _traced(parts: Parts, given: Given, dry: Dry | None, *, again: bool = False)
                 if name in parts.opened:
                     raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
                 stateful.add(name)
-    return Traced(output, path, parts, recorder.losses, recorder.reads), stateful
+    return TracerRun(output, trace, parts, recorder.losses, recorder.reads), stateful
 
 
 def _generators() -> dict[str, Any]:

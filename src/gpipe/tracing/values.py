@@ -49,7 +49,7 @@ def attribute_of(getter: Callable[..., Any]) -> str:
     return getattr(getattr(getter, "__self__", None), "__name__", "")
 
 
-class Absent(Tensor):
+class Placeholder(Tensor):
     """A tensor without values: whoever asks for its layout gets it, whoever computes with it is refused.
 
     It lies on the meta device, so that nothing can compute with it unseen, and says where its values would be.
@@ -59,10 +59,12 @@ class Absent(Tensor):
     wants_gradient: bool
 
     @classmethod
-    def like(cls, shape: Sequence[int], dtype: torch.dtype, home: torch.device, *, wants_gradient: bool) -> "Absent":
+    def like(
+        cls, shape: Sequence[int], dtype: torch.dtype, home: torch.device, *, wants_gradient: bool
+    ) -> "Placeholder":
         """Stands for a tensor of this layout.
 
-        >>> there = Absent.like((2, 3), torch.float32, torch.device("cpu"), wants_gradient=True)
+        >>> there = Placeholder.like((2, 3), torch.float32, torch.device("cpu"), wants_gradient=True)
         >>> there.shape, there.dtype, there.device, there.requires_grad
         (torch.Size([2, 3]), torch.float32, device(type='cpu'), True)
         """
@@ -199,17 +201,17 @@ def again_in(leaves: Sequence[Any]) -> Again:
     )
 
 
-class Tag(NamedTuple):
-    """Names a tensor in every replay: the event that made it, and its place among what that returned.
+class ValueId(NamedTuple):
+    """Names a tensor in every interpreter: the operation that made it, and its place among what that returned.
 
-    Inputs are what event -1 made.
+    Inputs are what operation -1 made.
     """
 
-    event: int
+    op: int
     leaf: int
 
     def __str__(self) -> str:
-        return f"{self.event}.{self.leaf}"
+        return f"{self.op}.{self.leaf}"
 
 
 def is_carried(leaf: object) -> bool:
@@ -217,7 +219,7 @@ def is_carried(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-PLAIN_KINDS = (bool, int, float, str, type(None))
+CARRIED_AS_THEY_ARE = (bool, int, float, str, type(None))
 
 
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -233,7 +235,7 @@ OPAQUE = (
 _OPAQUE: list[Any] = []
 
 
-class Unknown:
+class OpaquePlaceholder:
     """Stands for a value of a kind that does not cross cuts: whoever looks into it is refused."""
 
     def __getattr__(self, name: str) -> Never:
@@ -244,7 +246,7 @@ class Unknown:
 
 
 def describe(leaves: Sequence[Any]) -> list[Any]:
-    """What is written down of what an event returned.
+    """What is written down of what an operation returned.
 
     >>> describe([torch.ones(2, 3), 7, object()])
     [['torch.float32', [2, 3], False], [7], []]
@@ -252,24 +254,26 @@ def describe(leaves: Sequence[Any]) -> list[Any]:
     return [
         [str(leaf.dtype), list(leaf.shape), leaf.requires_grad]
         if isinstance(leaf, Tensor)
-        else ([leaf] if isinstance(leaf, PLAIN_KINDS) else _OPAQUE)
+        else ([leaf] if isinstance(leaf, CARRIED_AS_THEY_ARE) else _OPAQUE)
         for leaf in leaves
     ]
 
 
-def stand_in(described: Sequence[Any], tag: Tag, device: torch.device) -> Any:
+def stand_in(described: Sequence[Any], value_id: ValueId, device: torch.device) -> Any:
     """What stands for a leaf that did not cross: a plain value itself."""
     match described:
         case [dtype, shape, wants_gradient]:
-            return _absent(tag, dtype, tuple(shape), device, wants_gradient)
+            return _placeholder(value_id, dtype, tuple(shape), device, wants_gradient)
         case [value]:
             return value
-    return Unknown()
+    return OpaquePlaceholder()
 
 
-@lru_cache(maxsize=1024)  # each micro-batch asks for the same; one for each tag, since walks tell tensors apart
-def _absent(tag: Tag, dtype: str, shape: tuple[int, ...], device: torch.device, wants_gradient: bool) -> Absent:
-    return Absent.like(shape, DTYPES[dtype], device, wants_gradient=wants_gradient)
+@lru_cache(maxsize=1024)  # each micro-batch asks for the same; one for each id, since interpreters tell tensors apart
+def _placeholder(
+    value_id: ValueId, dtype: str, shape: tuple[int, ...], device: torch.device, wants_gradient: bool
+) -> Placeholder:
+    return Placeholder.like(shape, DTYPES[dtype], device, wants_gradient=wants_gradient)
 
 
 def written(log: Sequence[Sequence[Any]]) -> str:
