@@ -5,7 +5,6 @@ And so does a machine that loses power: what has a name was synced before it got
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,26 +13,27 @@ from typing import Any
 import pytest
 
 import gpipe
+from tests.support import progress
 from tests.support.checkpointed import trained
 from tests.support.killed import CASES, OPERATIONS
+from tests.support.processes.fork_server import ROOT
 
 pytestmark = pytest.mark.slow
 
 
-def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.killed", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(case: str, tmp_path: Path) -> None:
+    done = progress.run([sys.executable, "-m", "tests.support.killed", str(tmp_path), case], cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == CASES.keys()
-    for case, (before, _) in CASES.items():
-        steps, previous, new = found[case]["steps"], before or None, before + 1
-        assert found[case]["wrong"] == [], case
-        assert set(steps) == {previous, new}, case
-        if "background" not in case:  # there one waits for the other, by as many operations as that takes
-            assert steps == sorted(steps, key=lambda step: step == new), case  # once it is the new one it stays
-        assert steps.count(previous) > 40, case
-        assert steps.count(new) > 4, case
+    before, _ = CASES[case]
+    steps, previous, new = found["steps"], before or None, before + 1
+    assert found["wrong"] == []
+    assert set(steps) == {previous, new}
+    if "background" not in case:  # there one waits for the other, by as many operations as that takes
+        assert steps == sorted(steps, key=lambda step: step == new)  # once it is the new one it stays
+    assert steps.count(previous) > 40
+    assert steps.count(new) > 4
 
 
 Log = list[tuple[str, str]]

@@ -10,18 +10,23 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import settings
 
 FILE = Path(__file__).parents[1] / "durations.json"
+LEAST_EXAMPLES = 4
 LEAST_SECONDS = 0.05  # of a case, to be noted
 QUICK_SECONDS = 0.01  # of a case of which nothing is noted
 APART_SECONDS = 5.0  # a test that takes longer need not be where its module is
 
 
 class Tier(NamedTuple):
-    """What is run of each test: as many cases as take so many seconds, at least one, unless it takes too long."""
+    """What is run of each test: as many cases as take so many seconds, at least one, unless it takes too long.
+
+    Of a test that draws examples all cases are run, on as many examples as take so many seconds.
+    """
 
     together: float
     alone: float
@@ -29,7 +34,7 @@ class Tier(NamedTuple):
 
 TIERS = {
     "quick": Tier(0.15, 0.15),
-    "test": Tier(1.5, 10.0),
+    "test": Tier(1.5, 15.0),
     "ci": Tier(3.0, math.inf),
     "whole": Tier(math.inf, math.inf),
 }
@@ -65,9 +70,26 @@ def choose(items: Sequence[pytest.Item], tier: str, known: Mapping[str, float]) 
     kept = set()
     for test, cases in tests.items():
         seconds = known.get(test, QUICK_SECONDS)
-        if seconds <= alone:
+        if tier != "quick" and all(is_drawn(item) for item in cases):
+            draw_fewer(cases[0], together / (seconds * len(cases)))
+            kept |= set(cases)
+        elif seconds <= alone:
             kept |= set(draw(cases, max(1, int(min(together / seconds, len(cases)))), test))
     return kept
+
+
+def is_drawn(item: pytest.Item) -> bool:
+    """Whether hypothesis draws the examples of a test."""
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+
+
+def draw_fewer(item: pytest.Item, share: float) -> None:
+    """Has a test draw a share of the examples that it would draw, and some at least."""
+    test: Any = item.obj  # type: ignore[attr-defined]
+    whole = test._hypothesis_internal_use_settings  # which has no public name
+    if share < 1:
+        few = min(whole.max_examples, max(LEAST_EXAMPLES, int(share * whole.max_examples)))
+        test._hypothesis_internal_use_settings = settings(whole, max_examples=few)
 
 
 def draw(cases: Sequence[pytest.Item], count: int, name: str) -> list[pytest.Item]:
