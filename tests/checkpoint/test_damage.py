@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -243,6 +244,7 @@ def test_a_forged_manifest_leads_nowhere(name: str, run: Path, victim: Victim) -
         {"step_number": True},
         {"optimizer": {"type": "AdamW", "groups": [], "state": []}},
         {"ties": None},
+        {"files": {"stage_0.safetensors": {"bytes": "9", "sha256": ""}}},
     ],
 )
 def test_a_manifest_of_other_shape_is_refused(change: dict[str, Any], run: Path, victim: Victim) -> None:
@@ -380,3 +382,31 @@ def test_all_ranks_refuse_what_does_not_fit_one_of_them(run: Path, victim: Victi
         "- the model has more, which the checkpoint lacks; load into the model it is of"
     }
     assert [differences(snapshot(own, None), was) for own, was in zip(pipes, before, strict=True)] == [[], []]
+
+
+def test_a_manifest_that_contradicts_itself_is_refused(run: Path, victim: Victim) -> None:
+    def of(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return lambda fields: {key: change(fields[key]) for key, change in changes.items()}
+
+    def doubled(optimizer: dict[str, Any]) -> dict[str, Any]:
+        return {**optimizer, "groups": [*optimizer["groups"], *optimizer["groups"]]}
+
+    path = run / "step_2"
+    original = (path / "manifest.json").read_bytes()
+    for change, said in (
+        (of(ties=lambda _: {"a": "b", "b": "a"}), "a, b are tied to no tensor"),
+        (of(ties=lambda _: {"0.bias": "0.weight"}), "0.bias is tied to no tensor"),
+        (of(names=lambda names: [*names, names[0]]), "0.weight is named twice"),
+        (of(names=lambda names: names[1:]), "0.weight is trained, and no tensor"),
+        (of(names=lambda names: [*names, "odd"]), "odd stand in the manifest alone"),
+        (of(optimizer=doubled), "are trained twice"),
+        (of(seed=lambda _: 2**64), "seed is not of 64 bits"),
+        (of(world=lambda _: 0, layers_per_partition=lambda _: [0, 9]), "world, layers_per_partition are too small"),
+        (
+            of(optimizer=lambda one: json.loads(re.sub(r'"lr": [0-9.e-]+', '"lr": "much"', json.dumps(one)))),
+            "has lr 'much', which is no number",
+        ),
+    ):
+        (path / "manifest.json").write_bytes(original)
+        forge(path, change)
+        assert said in "; ".join(refused(run, victim))

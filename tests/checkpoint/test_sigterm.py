@@ -96,3 +96,8 @@ def test_another_thread_is_told_that_it_hears_no_signals() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(raised[0])
+
+
+def test_what_is_no_pipe_is_refused() -> None:
+    with pytest.raises(TypeError, match="pipe is a int; give the gpipe"), gpipe.catch_sigterm(3):  # type: ignore[arg-type]
+        pass

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +282,57 @@ def test_names_that_transformers_saves_otherwise_are_told_with_the_way_round(tmp
     gpipe.save_weights(tmp_path / "own", reader.from_pretrained(tmp_path))
     gpipe.load_weights(tmp_path / "own", model)
     assert differences(weights(model), weights(saved)) == []
+
+
+class Ended(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize(("before", "after"), [(10**9, 10**9), (10**9, 150), (150, 10**9), (150, 400), (150, 150)])
+def test_an_end_at_any_step_leaves_the_old_weights_or_the_new_ones(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = make(build(2)), make(build(3))
+    done, steps = False, 0
+    while not done:
+        folder, steps = tmp_path / str(steps), steps + 1
+        gpipe.save_weights(folder, old, max_shard_bytes=before)
+        with monkeypatch.context() as patched:
+            left = iter(range(steps - 1))
+            for name in ("replace", "unlink"):
+                original = getattr(os, name)
+
+                def ending(*paths: Any, original: Any = original, left: Any = left) -> None:
+                    if next(left, None) is None:
+                        raise Ended
+                    original(*paths)
+
+                patched.setattr(os, name, ending)
+            try:
+                gpipe.save_weights(folder, new, max_shard_bytes=after)
+                done = True
+            except Ended:
+                pass
+        again = make(build(4))
+        try:
+            gpipe.load_weights(folder, again)
+            assert any(differences(weights(again), weights(one)) == [] for one in (old, new))
+        except gpipe.CheckpointError:  # never a mixture
+            if (before, after) != (150, 150):
+                raise
+    assert steps > 1
+    assert differences(weights(again), weights(new)) == []
+
+
+def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
+    gpipe.save_weights(tmp_path, make(build(2)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            gpipe.save_weights(tmp_path, make(build(3)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert names(tmp_path) == ["model.safetensors"]

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from gpipe._torch.trees import tree_map_only
 from gpipe.checkpoint.gather import first_names, names_of_parameters, why_not_by_name
-from gpipe.checkpoint.manifest import Json, Manifest, decode, tensor_names
+from gpipe.checkpoint.manifest import SOME, Json, Manifest, decode, tensor_names
 from gpipe.checkpoint.tensors import Shelf, why_not_storable
 from gpipe.stages.layout import spread_like
-
-SOME = 5  # names that a message lists
 
 
 @dataclass
@@ -134,7 +132,7 @@ def decoded(value: Json, shelf: Shelf, where: str, ready: Ready) -> Any:
         if not lost:
             return decode(value, shelf.read)
         ready.findings.append(f"{where} needs {listed(lost)}, which no file holds")
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # RecursionError too
         ready.findings.append(f"{where} cannot be read: {error}")
     return None
 
@@ -160,7 +158,13 @@ def read_optimizer(
         ready.findings += _find_strange(at, group["params"], here, options)
         ready.trained |= set(here.values())
         own = [options[name] for name in here.values() if name in options]
-        ready.options.append(decoded(own[0], shelf, f"the options of group {at}", ready) if own else {})
+        kept = decoded(own[0], shelf, f"the options of group {at}", ready) if own else {}
+        ready.findings += [
+            f"group {at} of the optimizer has {key} {kept[key]!r}, which is no number; do not trust it"
+            for key, now in group.items()
+            if kept and key in kept and isinstance(now, float) and not isinstance(kept[key], (int, float, Tensor))
+        ]
+        ready.options.append(kept)
         for parameter, name in here.items():
             remembered = decoded(saved["state"].get(name, {}), shelf, f"the optimizer's {name}", ready)
             if remembered:

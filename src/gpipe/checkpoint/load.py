@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, put, read_optimizer, read_state
+from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, listed, put, read_optimizer, read_state
 from gpipe.checkpoint.folder import LATEST, Found, find, find_damage, others, read_manifest
 from gpipe.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 from gpipe.checkpoint.save import check_order, settle
@@ -203,6 +203,8 @@ def _read(
 ) -> None:
     weights, values, states = (_shelf(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
     ready.findings += [*weights.findings, *values.findings, *states.findings]
+    if odd := sorted(weights.home.keys() ^ set(manifest.names)):
+        ready.findings.append(f"{listed(odd)} stand in the manifest alone, or in the files alone; do not trust it")
     if not ready.findings:
         read_state(pipe, manifest, weights, values, ready)
         if optimizer is not None:

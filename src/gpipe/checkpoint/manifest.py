@@ -26,6 +26,7 @@ FORMAT = "gpipe checkpoint"
 VERSION = 1
 LARGEST = 2**28  # bytes of the file: a million tensors and their optimizer
 
+SOME = 5  # names that a message lists
 NO_HASH = "0" * 64
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -143,13 +144,41 @@ def from_bytes(data: bytes) -> Manifest:
     wrong = [name for name, kind in KINDS.items() if not is_kind(fields.get(name, ...), kind)]
     if wrong:
         raise ValueError(f"its {', '.join(wrong)} cannot be understood; it was not written by gpipe.save")
+    if odd := _contradictions(fields):
+        raise ValueError(f"it contradicts itself: {'; '.join(odd)}; it was not written by gpipe.save")
     files = {name: File(**{key: file[key] for key in ("bytes", "sha256")}) for name, file in fields["files"].items()}
     return Manifest(**{name: fields[name] for name in KINDS} | {"files": files})
+
+
+def _contradictions(fields: Mapping[str, Any]) -> list[str]:
+    """What is of the right types and yet cannot be, in a manifest that somebody else made."""
+    names, ties, values = fields["names"], fields["ties"], fields["values"]
+    groups = fields["optimizer"]["groups"] if fields["optimizer"] else []
+    state = fields["optimizer"]["state"] if fields["optimizer"] else {}
+    trained = [name for group in groups for name in group["parameters"]]
+    small = [name for name in ("world", "micro_batches") if fields[name] < 1]
+    small += ["step_number"] * (fields["step_number"] < 0)
+    small += ["layers_per_partition"] * (min(fields["layers_per_partition"], default=0) < 1)
+    small += [f"the bytes of {name}" for name, file in fields["files"].items() if file["bytes"] < 0]
+    found = {
+        "too small": small,
+        "not of 64 bits": ["seed"] * (not -(2**63) <= fields["seed"] < 2**63),
+        "named twice": [name for name, times in Counter(names).items() if times > 1],
+        "tensor and value": [name for name in values if name in set(names)],
+        "tied to no tensor": [name for name, first in ties.items() if first not in set(names) or name in set(names)],
+        "trained twice": [name for name, times in Counter(trained).items() if times > 1],
+        "trained, and no tensor": [name for name in trained if name not in set(names)],
+        "remembered, and not trained": [name for name in state if name not in set(trained)],
+    }
+    return [
+        f"{', '.join(odd[:SOME])} {'is' if len(odd) == 1 else 'are'} {what}" for what, odd in found.items() if odd
+    ]
 
 
 Keep: TypeAlias = Callable[[str, Tensor], str]
 """Is handed a tensor, and where it was found, and gives the name under which it keeps it."""
 
+LONGEST_INTEGER = 14_000  # bits; Python reads no text of more than 4,300 digits as a number
 ADVICE = "only tensors, numbers, text, None, and lists, tuples and dicts of them can be stored; convert it"
 
 
@@ -162,30 +191,45 @@ class Encoder:
 
     def __call__(self, value: object, where: str) -> Json:
         """The JSON of a value; `where` is what messages call it."""
+        try:
+            return self._encoded(value, where)
+        except RecursionError:
+            self.mistakes.append(f"{where} contains itself, or is nested too deeply; flatten it")
+            return None
+
+    def _encoded(self, value: object, where: str) -> Json:
         match value:
             case None | bool() | str():
                 return value
-            case int():
+            case int() if value.bit_length() <= LONGEST_INTEGER:
                 return int(value)
+            case int():
+                self.mistakes.append(
+                    f"{where} is a whole number of {value.bit_length()} bits; store it as a tensor or text"
+                )
+                return None
             case float():
                 return float(value) if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
             case Tensor():
                 return self._tensor(value, where)
             case list():
-                return [self(item, f"{where}[{at}]") for at, item in enumerate(value)]
+                return [self._encoded(item, f"{where}[{at}]") for at, item in enumerate(value)]
             case tuple() if type(value) is tuple:
-                return {"$tuple": [self(item, f"{where}[{at}]") for at, item in enumerate(value)]}
+                return {"$tuple": [self._encoded(item, f"{where}[{at}]") for at, item in enumerate(value)]}
             case Counter():
                 return {"$counter": self._pairs(value, where)}
             case dict():
                 if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                    return {key: self(item, f"{where}[{key!r}]") for key, item in value.items()}
+                    return {key: self._encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
                 return {"$dict": self._pairs(value, where)}
         self.mistakes.append(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
         return None
 
     def _pairs(self, value: Mapping[Any, object], where: str) -> Json:
-        return [[self(key, f"{where}: a key"), self(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return [
+            [self._encoded(key, f"{where}: a key"), self._encoded(item, f"{where}[{key!r}]")]
+            for key, item in value.items()
+        ]
 
     def _tensor(self, tensor: Tensor, where: str) -> Json:
         wrong = why_not_storable(tensor)

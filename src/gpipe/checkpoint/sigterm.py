@@ -43,6 +43,7 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Terminat
             and 0 where there was none.
 
     Raises:
+        TypeError: It is no pipe.
         ValueError: This is not the main thread, which alone hears signals.
 
     Example:
@@ -55,6 +56,8 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Terminat
         ...             gpipe.save("run", pipe).wait()
         ...             raise SystemExit(143)
     """
+    if not isinstance(pipe, nn.Module):
+        raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.catch_sigterm(pipe)")
     termination = Termination(pipe)
     caught = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
     before = {number: signal.signal(number, termination._ask) for number in caught}

@@ -145,7 +145,8 @@ def save_weights(
 ) -> None:
     """Saves parameters and buffers in the layout of the Hugging Face Hub, in place of what was saved so before.
 
-    While they are replaced there is no index, so that old and new are never mixed.
+    A process that is killed meanwhile leaves the old weights or the new ones. One exception: as many shards as before
+    have the same names; while those are replaced there is no index, so that old and new are never mixed.
 
     Args:
         folder: Gets `model.safetensors`, or shards and `model.safetensors.index.json`.
@@ -170,23 +171,29 @@ def save_weights(
     team, path = communicator_of(pipe), Path(os.path.abspath(folder))
     shards, failed = list[dict[str, Tensor]](), FirstError()
     with failed:
-        own = _own(pipe, rename)
+        tensors = _own(pipe, rename)
         if team.rank < getattr(pipe, "partitions", 1):
-            shards = _shards(own, max_shard_bytes)
+            shards = _shards(tensors, max_shard_bytes)
         if team.rank == 0:
             make_folder(path)
     token = secrets.token_hex(4)
     told = agree(team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error)
     token, files = told[0][0], _files([names for _, lists in told for names in lists])
     first = sum(len(lists) for _, lists in told[: team.rank])
-    with failed:
-        for name, shard in zip(list(files)[first:], shards, strict=False):
-            write_file(path / f"{name}.tmp-{token}", encoded(shard))
-    sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error)
-    with failed:
-        if team.rank == 0:
-            _put_in_place(path, files, token, sum(sizes))
-    agree(team, error=failed.error)
+    temporary = {name: path / f"{name}.tmp-{token}" for name in files}
+    own = list(files)[first : first + len(shards)]
+    try:
+        with failed:
+            for name, shard in zip(own, shards, strict=True):
+                write_file(temporary[name], encoded(shard))
+        sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error)
+        with failed:
+            if team.rank == 0:
+                _put_in_place(path, files, temporary, sum(sizes))
+        agree(team, error=failed.error)
+    finally:
+        for name in own:
+            temporary[name].unlink(missing_ok=True)
 
 
 def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
@@ -232,16 +239,19 @@ def _files(shards: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
     return {f"model-{at:05}-of-{count:05}.safetensors": names for at, names in enumerate(shards, 1)}
 
 
-def _put_in_place(folder: Path, files: Mapping[str, Sequence[str]], token: str, size: int) -> None:
-    """Gives the files their names, with none of another saving among them."""
-    for name in [INDEX, *sorted(entry.name for entry in folder.iterdir())]:
-        if OURS.fullmatch(name) and (folder / name).exists():
-            os.unlink(folder / name)
+def _put_in_place(folder: Path, files: Mapping[str, Sequence[str]], temporary: Mapping[str, Path], size: int) -> None:
+    """Gives the files their names, then removes those of another saving; at each step all that is read is of one."""
+    older = {entry.name for entry in folder.iterdir() if OURS.fullmatch(entry.name)}
+    if SINGLE not in files and older & files.keys():
+        (folder / INDEX).unlink(missing_ok=True)  # it would lead to old and new shards
     for name in files:
-        os.rename(folder / f"{name}.tmp-{token}", folder / name)
+        os.replace(temporary[name], folder / name)
     sync_folder(folder)
     if SINGLE not in files:
         where = {tensor: file for file, names in files.items() for tensor in names}
         index = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2)
-        put_file(folder / INDEX, folder / f"{INDEX}.tmp-{token}", index.encode())
+        put_file(folder / INDEX, folder / f"{INDEX}.tmp", index.encode())
         sync_folder(folder)
+    for name in sorted(older - files.keys() - ({INDEX} if SINGLE not in files else set())):
+        os.unlink(folder / name)
+    sync_folder(folder)
