@@ -100,7 +100,7 @@ def test_a_plan_that_was_measured_prints_the_losses_of_the_paper(tmp_path: Path)
     paper = train(replace(OPTIONS, paper=True, out=tmp_path / "paper"))[1]
     planned = prepare(DigitsRecipe(replace(OPTIONS, plan="auto", out=tmp_path / "auto").settled()))
     run(planned)
-    assert [epoch.loss for epoch in planned.progress.epochs] == [float(line.split()[3]) for line in shown(paper)]
+    assert [f"{epoch.loss:.6g}" for epoch in planned.progress.epochs] == [line.split()[3] for line in shown(paper)]
     assert planned.name.endswith("planned for this machine")
 
 
@@ -185,3 +185,14 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 def test_a_checkpoint_is_saved_after_every_so_many_epochs_and_two_stay(tmp_path: Path) -> None:
     train(replace(OPTIONS, out=tmp_path, epochs=3, checkpoint_every=2))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_4", "step_6"]
+
+
+def test_a_folder_is_for_one_training_at_a_time(tmp_path: Path) -> None:
+    options = replace(OPTIONS, out=tmp_path)
+    first = prepared(options)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match="into which another training writes"):
+        prepared(options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    run(first)
+    prepared(options).pipe.close()

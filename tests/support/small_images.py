@@ -59,7 +59,7 @@ def train(
 
 
 def shown(text: str) -> list[str]:
-    """The lines of the epochs: the loss to its last digit."""
+    """The lines of the epochs."""
     return [line for line in text.splitlines() if line.startswith("epoch")]
 
 

@@ -11,7 +11,9 @@ PATIENCE = 5.0  # seconds in which the first process says what is wrong
 
 
 @contextmanager
-def ending_by_mistakes() -> Iterator[None]:
+def ending_by_mistakes(
+    kinds: type[Exception] | tuple[type[Exception], ...] = (ValueError, ImportError, OSError),
+) -> Iterator[None]:
     """Ends the command with what its user did wrong and what to do, and status 2.
 
     Most mistakes are those of all processes, and torchrun ends the others when the first has said it.
@@ -20,7 +22,7 @@ def ending_by_mistakes() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (ValueError, ImportError, OSError) as mistake:
+    except kinds as mistake:
         if not _talks():
             time.sleep(PATIENCE)
         _say(str(mistake))

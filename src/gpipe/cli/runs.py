@@ -44,9 +44,7 @@ def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> Non
     with ending_by_mistakes():
         if not options.runs:
             raise ValueError("give the folder of a run, such as out/digits; `gpipe train` writes it")
-        for name in ("beam", "sentences"):
-            if (value := getattr(options, name)) is not None and value < 1:
-                raise ValueError(f"--{name} is {value}: choose 1 or more")
+        _check_positive(options, "partitions", "beam", "sentences")
         changes = {"beam": options.beam, "sentences": options.sentences}
         from gpipe.recipes.options.files import recipe_of
         from gpipe.recipes.trained import evaluate_run, spread
@@ -84,9 +82,7 @@ class RecordOptions:
 def record(options: Annotated[RecordOptions, tyro.conf.arg(name="")]) -> None:
     """Writes each message between the processes of torchrun as a line of JSON, to RUN/messages.jsonl."""
     with ending_by_mistakes():
-        for name in ("steps", "partitions"):
-            if (value := getattr(options, name)) is not None and value < 1:
-                raise ValueError(f"--{name} is {value}: choose 1 or more")
+        _check_positive(options, "steps", "partitions")
         from gpipe.recipes.world import find_world, joined
 
         world = find_world(os.environ)
@@ -100,6 +96,15 @@ def record(options: Annotated[RecordOptions, tyro.conf.arg(name="")]) -> None:
         said = record_run(options.run, options.steps, options.partitions, world)
     if not world.rank:
         print(said)
+
+
+def _check_positive(options: object, *names: str) -> None:
+    values = {name: getattr(options, name) for name in names}
+    odd = [
+        f"--{name} is {value}: choose 1 or more" for name, value in values.items() if value is not None and value < 1
+    ]
+    if odd:
+        raise ValueError("\n".join(odd))
 
 
 AT_ONCE = 64
@@ -124,8 +129,7 @@ def translate(options: Annotated[TranslateOptions, tyro.conf.arg(name="")]) -> N
     """Translates each line of stdin to English, a line of stdout each."""
     with ExitStack() as stack:
         with ending_by_mistakes():
-            if options.beam < 1:
-                raise ValueError(f"--beam is {options.beam}: choose 1 or more")
+            _check_positive(options, "beam", "partitions")
             from gpipe.recipes.files import WEIGHTS
             from gpipe.recipes.translation.lines import opened_translator
 

@@ -48,6 +48,7 @@ def _train(name: str, options: TrainOptions) -> None:
     with ending_by_mistakes():
         options.check()
     from gpipe.recipes.by_name import make_recipe  # torch loads here, so that --help and mistakes stay quick
+    from gpipe.recipes.data import UnreadableImage
     from gpipe.recipes.prepare import prepare
     from gpipe.recipes.training import run
     from gpipe.recipes.world import find_world, joined
@@ -58,4 +59,5 @@ def _train(name: str, options: TrainOptions) -> None:
     with joined(world), ending_by_failures_elsewhere():
         with ending_by_mistakes():
             job = prepare(recipe, world=world)
-        run(job)
+        with ending_by_mistakes(UnreadableImage):
+            run(job)

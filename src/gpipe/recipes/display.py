@@ -81,7 +81,7 @@ class Display:
         """Writes the epoch's line; nothing in it depends on the number of partitions."""
         width = len(str(self._epochs))
         measured = ", ".join(f"{name} {_amount(name, value)}" for name, value in epoch.measured.items())
-        self.say(f"epoch {epoch.epoch:{width}}/{self._epochs}  loss {epoch.loss!r:<22}  held-out {measured}")
+        self.say(f"epoch {epoch.epoch:{width}}/{self._epochs}  loss {epoch.loss:<10.6g}  held-out {measured}")
 
     def report(self, recorded: Recorded, plain_seconds: float | None, out: Path) -> None:
         """Says where the time of the recorded steps went, how the plain loop compares, and what to change."""

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gpipe
 from gpipe.recipes.files import EVALUATION, WEIGHTS
-from gpipe.recipes.job import CHECKPOINTS, Job, Progress, from_extra, parts_of, replicas_of
+from gpipe.recipes.job import CHECKPOINTS, FolderLock, Job, Progress, from_extra, parts_of, replicas_of
 from gpipe.recipes.learning import Averages
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.training import TrainOptions
@@ -31,7 +32,8 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
         world: The processes that train together; by default this one alone.
 
     Raises:
-        ValueError: The options cannot be, or the checkpoint does not fit them: what to do, a line for each.
+        ValueError: The options cannot be, or the checkpoint does not fit them: what to do, a line for each. Or
+            another training writes into the folder.
         OSError: The folder cannot be made.
     """
     if world is None and find_world(os.environ).launched:
@@ -52,11 +54,17 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
     pipe, how = make_pipe(recipe, layers, costs, world)
     _make_folder(options.out)
     optimizer = recipe.optimizer(pipe.parameters())
-    job = Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), Progress(), world, how)
-    job = replace(job, progress=_begin(job))
-    if not world.rank:
-        write_config(options.out, recipe.name, options)
-        recipe.write(options.out)
+    lock = None if world.rank else FolderLock(options.out)
+    try:
+        job = Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), Progress(), world, how, lock)
+        job = replace(job, progress=_begin(job))
+        if not world.rank:
+            write_config(options.out, recipe.name, options)
+            recipe.write(options.out)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
     return job
 
 
@@ -74,7 +82,10 @@ def read_weights(run: Path) -> Mapping[str, Any]:
         ValueError: It has neither.
     """
     if (run / WEIGHTS).is_file():
-        return load_file(run / WEIGHTS)
+        try:
+            return load_file(run / WEIGHTS)
+        except SafetensorError as error:
+            raise ValueError(f"{run / WEIGHTS} cannot be read: {error}; train again, or bring it back") from None
     if gpipe.find_checkpoint(run / CHECKPOINTS) is None:
         raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint: give the folder of a run that was trained")
     return gpipe.load(run / CHECKPOINTS).state_dict()

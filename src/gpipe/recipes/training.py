@@ -26,7 +26,14 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
     Raises:
         SystemExit: After Ctrl-C or SIGTERM, with status 130 or 143; what was done is saved.
     """
-    display = Display(console or Console(quiet=job.world.rank > 0), job.epochs, job.steps)
+    try:
+        return _run(job, Display(console or Console(quiet=job.world.rank > 0), job.epochs, job.steps))
+    finally:
+        if job.lock is not None:
+            job.lock.close()
+
+
+def _run(job: Job, display: Display) -> list[Epoch]:
     with job.pipe, one_thread():
         with gpipe.catch_sigterm(job.pipe, ctrl_c=True) as is_to_end:
             recorded = _train(job, display, is_to_end)

@@ -1,6 +1,7 @@
 """`gpipe train images` on a folder of one's own, and `gpipe evaluate` of what it has left."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,29 @@ def test_more_classes_than_can_be_read_have_no_table() -> None:
     names = [str(number) for number in range(26)]
     text = to_evaluation(count([(torch.eye(26), torch.arange(26))], 26), names).text
     assert text == "26 held-out images, each as a whole:\ntop-1 100.00%, top-5 100.00%"
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_image_that_turns_out_damaged_in_training_is_named(
+    workers: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "images")
+    bad = tmp_path / "images" / "ant" / "0.png"
+    bad.write_bytes(bad.read_bytes()[:-40])
+    with pytest.raises(SystemExit) as ended:
+        trained(tmp_path / "images", tmp_path / "out", "--steps", "4", workers=workers)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"gpipe: {bad} cannot be read as an image: ")
+    assert "Traceback" not in said
+
+
+def test_damaged_weights_end_an_evaluation_with_their_name(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run[0], tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(tmp_path / "run")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"gpipe: {tmp_path / 'run' / 'model.safetensors'} cannot be read: ")

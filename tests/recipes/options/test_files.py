@@ -133,6 +133,12 @@ def test_a_file_comes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch: p
     assert told("digits", "--config", "paper").image_size == 99  # type: ignore[attr-defined]
 
 
+def test_a_folder_does_not_stand_in_the_way_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("paper").mkdir()
+    assert told("digits", "--config", "paper").image_size == 72  # type: ignore[attr-defined]
+
+
 def test_resume_takes_the_options_of_the_run(tmp_path: Path) -> None:
     run = DigitsOptions(out=tmp_path, filters=48, micro_batches=2, from_=tmp_path / "first", classes=("3", "4"))
     write_config(tmp_path, "digits", run)
@@ -232,3 +238,28 @@ def test_what_is_no_file_no_toml_and_no_run_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty has no config.toml: give the folder of a run"):
         told("digits", "--from", str(tmp_path / "empty"))
+
+
+def test_all_flags_that_cannot_be_read_are_told_at_once() -> None:
+    given = [
+        "--partitions",
+        "x",
+        "--epochs=1.5",
+        "--remat",
+        "perhaps",
+        "--warm-up",
+        "much",
+        "--layers",
+        "3",
+        "--plan=no",
+    ]
+    with pytest.raises(ValueError, match="--partitions is x") as refusal:
+        told("digits", *given)
+    assert str(refusal.value).splitlines() == [
+        "--partitions is x: give a whole number",
+        "--epochs is 1.5: give a whole number",
+        "--remat is perhaps: give 'always' or 'except_last' or 'never'",
+        "--warm-up is much: give a number",
+        "--plan is no: give 'auto'",
+    ]
+    assert told("digits", "--partitions", "None", "--learning-rate", "-1").partitions is None

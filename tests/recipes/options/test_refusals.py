@@ -25,8 +25,8 @@ def test_all_options_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
             partitions=10, micro_batches=0, layers=3, filters=8, epochs=-1, seed=-2, out=file, batch_size=0, ema=1
         ).check()
     assert str(refusal.value).splitlines() == [
-        "--filters is 8: choose 16 or more",
         "--batch-size is 0: choose 1 or more",
+        "--filters is 8: choose 16 or more; cells have as few as a sixteenth of them",
         "--micro-batches is 0: choose 1 or more",
         "--epochs is -1: choose 1 or more",
         "--seed is -2: choose 0 or more",
@@ -51,6 +51,7 @@ def test_all_options_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
         ({"label_smoothing": 1.0}, "--label-smoothing is 1.0: choose 0 to less than 1"),
         ({"learning_rate": float("inf")}, "--learning-rate is inf: choose more than 0"),
         ({"weight_decay": float("nan")}, "--weight-decay is nan: choose 0 or more"),
+        ({"seed": 2**70}, f"--seed is {2**70}: choose less than 2^63"),
         ({"per_class": 0}, "--per-class is 0: choose 1 or more"),
         ({"bf16": True, "image_size": 18}, "--bf16 needs images of 19 pixels or more, and --image-size is 18"),
         ({"image_size": 15}, "--image-size is 15: choose 16 or more"),

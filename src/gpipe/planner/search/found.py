@@ -131,7 +131,12 @@ class Plan:
 
     def _chosen(self) -> Iterator[str]:
         yield f"{self.shape}: {self.seconds:.4g} s for {self.global_batch} rows, {self.rows_per_second:.4g} rows/s"
-        yield f"bubble {self.bubble:.1%}; the busiest link carries messages for {self.communication:.3g} s"
+        link = f"carries messages for {self.communication:.3g} s" if self.communication else "carries none"
+        yield (
+            f"bubble {self.bubble:.1%}; the busiest link {link}"
+            if len(self.devices) > 1
+            else f"bubble {self.bubble:.1%}"
+        )
 
     def _ranks(self) -> Iterator[str]:
         stages = zip(bounds(self.layers_per_partition), self.remat, strict=True)

@@ -2,7 +2,7 @@
 
 from gpipe.recipes.data.augment import Augmentation, cutout, flip, jitter
 from gpipe.recipes.data.digits import Digits, Images, load_digits
-from gpipe.recipes.data.folder import ImageFolder, Reader, SplitFolder, load_folder, read_batches
+from gpipe.recipes.data.folder import ImageFolder, Reader, SplitFolder, UnreadableImage, load_folder, read_batches
 from gpipe.recipes.data.pairs import Pair, Split, read_catalogues, read_tsv, split_by_english
 from gpipe.recipes.data.sampling import batches, draw, language_probabilities
 from gpipe.recipes.data.token_batches import collate, short_enough, steps_per_epoch, token_batches
@@ -20,6 +20,7 @@ __all__ = [
     "Reader",
     "Split",
     "SplitFolder",
+    "UnreadableImage",
     "Vocabulary",
     "batches",
     "collate",

@@ -126,12 +126,16 @@ def _some_of(names: Sequence[str], count: int, key: tuple[int, int]) -> list[str
     return [names[place] for place in sorted(order[:count])]
 
 
+class UnreadableImage(ValueError):  # noqa: N818 a worker process hands it over by its name
+    """A file that is no image, or none that can be learnt from."""
+
+
 def read_image(file: Path) -> "Image":
     """Reads an image: RGB, turned as its EXIF data say.
 
     Raises:
         ImportError: Pillow is not installed.
-        ValueError: The file cannot be decoded, or has more than 8 bits a channel; the message has its path.
+        UnreadableImage: The file cannot be decoded, or has more than 8 bits a channel; the message has its path.
     """
     _require_pillow()
     from PIL import Image, ImageOps
@@ -141,9 +145,9 @@ def read_image(file: Path) -> "Image":
             image = ImageOps.exif_transpose(opened)
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file} cannot be read as an image: {error}; replace or remove it") from error
+        raise UnreadableImage(f"{file} cannot be read as an image: {error}; replace or remove it") from error
     if image.mode.startswith(("I", "F")):
-        raise ValueError(f"{file} has pixels of mode {image.mode!r}; convert it to 8 bits a channel")
+        raise UnreadableImage(f"{file} has pixels of mode {image.mode!r}; convert it to 8 bits a channel")
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
 
 
@@ -250,15 +254,18 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Source(Dataset[Images]):
+class Source(Dataset[Images | UnreadableImage]):
     """Reads whole batches: a function of the order, the same in every process."""
 
     folder: ImageFolder
     augmentation: Augmentation
     seed: int
 
-    def __getitem__(self, order: Order) -> Images:
-        pixels = torch.from_numpy(np.stack([self._pixels(row, order.epoch) for row in order.rows]))
+    def __getitem__(self, order: Order) -> Images | UnreadableImage:
+        try:
+            pixels = torch.from_numpy(np.stack([self._pixels(row, order.epoch) for row in order.rows]))
+        except UnreadableImage as error:
+            return error  # raised where it is read: a DataLoader would put a traceback into its text
         images = (pixels.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1).contiguous()
         classes = torch.tensor([self.folder.labels[row] for row in order.rows])
         if order.epoch is not None:
@@ -304,11 +311,13 @@ class Reader:
 
         Raises:
             RuntimeError: Another reading has begun since this one did; a reader does one at a time.
-            ValueError: A file cannot be decoded; the message has its path.
+            UnreadableImage: A file cannot be decoded; the message has its path.
         """
         self._reading = reading = object()
         self._orders[:] = [Order(tuple(rows.tolist()), epoch if train else None) for rows in batches]
         for images in self._loader or map(self._source.__getitem__, tuple(self._orders)):
+            if isinstance(images, UnreadableImage):
+                raise images
             yield images
             if self._reading is not reading:
                 raise RuntimeError(
@@ -346,7 +355,7 @@ def read_batches(
         yield from reader.read(batches, epoch=epoch, train=train)
 
 
-def _load(source: Source, orders: list[Order], workers: int) -> "DataLoader[Images]":
+def _load(source: Source, orders: list[Order], workers: int) -> "DataLoader[Images | UnreadableImage]":
     return DataLoader(
         source,
         batch_size=None,  # an order is a batch

@@ -135,11 +135,11 @@ def find_preset(name: Path, recipe: str) -> Path:
     'paper.toml'
     """
     presets = {file.stem: file for file in sorted((PRESETS / recipe).glob("*.toml"))}
-    if name.exists():
-        return name
-    if str(name) not in presets:
+    if str(name) in presets and not name.is_file():  # a folder of that name does not stand in its way
+        return presets[str(name)]
+    if not name.exists():
         raise ValueError(f"--config is {name}, neither a file nor a preset: of those there are {', '.join(presets)}")
-    return presets[str(name)]
+    return name
 
 
 def expanded(recipe: str, options: type[TrainOptions], given: Sequence[str]) -> list[str]:
@@ -148,6 +148,8 @@ def expanded(recipe: str, options: type[TrainOptions], given: Sequence[str]) -> 
     Raises:
         ValueError: A file says what cannot be: a line for each mistake.
     """
+    if problems := list(_unreadable(given, get_type_hints(options))):
+        raise ValueError("\n".join(problems))
     config, out, start = (_value(given, name) for name in ("--config", "--out", "--from"))
     before: list[str] = []
     folder = Path(out) if out is not None else Path(str(options.out))
@@ -162,6 +164,34 @@ def expanded(recipe: str, options: type[TrainOptions], given: Sequence[str]) -> 
     if start is not None:
         before = _network(Path(start), recipe, options) + before
     return [*before, *given]
+
+
+def _unreadable(given: Sequence[str], kinds: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each flag whose value is none of its option; the parser of the command names the first alone."""
+    by_flag = {flag(name): kind for name, kind in kinds.items()}
+    for i, word in enumerate(given):
+        name, equals, value = word.partition("=")
+        kind = by_flag.get(name)
+        if not equals:
+            value = given[i + 1] if i + 1 < len(given) else "--"
+        if kind in (None, bool) or get_origin(kind) is tuple or (value.startswith("--") and not equals):
+            continue  # no option, a list, or without a value: the parser says so
+        if not any(
+            _reads(value, one) for one in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))
+        ):
+            yield f"{name} is {value}: give {in_words(kind)}"
+
+
+def _reads(text: str, kind: Any) -> bool:
+    """Whether a text can be read as a type."""
+    if get_origin(kind) is Literal:
+        return text in map(str, get_args(kind))
+    if kind in (int, float):
+        try:
+            kind(text)
+        except ValueError:
+            return False
+    return kind is not NoneType or text == "None"
 
 
 def _network(run: Path, recipe: str, options: type[TrainOptions]) -> list[str]:

@@ -17,7 +17,7 @@ class ImagesOptions(TrainOptions):
 
     >>> ImagesOptions(filters=8, classes=(1, 1)).check()
     Traceback (most recent call last):
-    ValueError: --filters is 8: choose 16 or more
+    ValueError: --filters is 8: choose 16 or more; cells have as few as a sixteenth of them
     --classes is 1 1: choose two or more, each once
     """
 
@@ -122,9 +122,9 @@ class ImagesOptions(TrainOptions):
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
-        yield from self.too_small(
-            {"layers": 3, "filters": 16, "image_size": 16, "workers": 0, "per_class": 1, "batch_size": 1}
-        )
+        yield from self.too_small({"layers": 3, "image_size": 16, "workers": 0, "per_class": 1, "batch_size": 1})
+        if self.filters < 16:
+            yield f"--filters is {self.filters}: choose 16 or more; cells have as few as a sixteenth of them"
         yield from super().problems()
         yield from self._shares()
         for name in ("learning_rate", "decay_rate", "decay_epochs"):

@@ -119,6 +119,8 @@ class TrainOptions:
         """A line for each option that cannot be, with what to do."""
         least = {"partitions": 1, "micro_batches": 1, "epochs": 1, "steps": 1, "seed": 0, "checkpoint_every": 1}
         yield from self.too_small(least)
+        if self.seed >= 2**63:
+            yield f"--seed is {self.seed}: choose less than 2^63"
         each = SCHEDULES[self.schedule].stages_per_rank
         if self.depth is not None and (self.partitions or 1) * each > self.depth:
             stages = f" of {each} stages each" if each > 1 else ""
