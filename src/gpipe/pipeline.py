@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from gpipe._torch.modes import untraced
 from gpipe.config.arguments import Arguments, Costs
 from gpipe.config.assemble import assemble
-from gpipe.config.findings import Before, Examination, examine_settings
-from gpipe.config.summary import summary
+from gpipe.config.findings import Before, Examination, examine_settings, summary
 from gpipe.config.unknown_arguments import (
     TOO_MANY_FOR_CALLS,
     TOO_MANY_FOR_PIPES,

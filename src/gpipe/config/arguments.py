@@ -235,8 +235,26 @@ def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> 
         )
 
 
+AUTO = "auto"
+NEEDS_SAMPLE = "remat='auto' needs sample=, an example mini-batch, to count what layers keep"
+FOR_AUTO = "memory= is for remat='auto'; leave it out, or give remat='auto'"
 UNSAID = {"partitions": None, "micro_batches": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
 """The arguments that a plan gives, as they are where the user says nothing."""
+
+
+def check_auto(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
+    """Notes what `remat="auto"` lacks, and memory that is none or for nothing."""
+    is_auto = asked.remat == AUTO
+    mistakes.check(not is_auto or asked.sample is not None, NEEDS_SAMPLE)
+    if asked.memory is None:
+        return
+    mistakes.check(is_auto, FOR_AUTO)
+    each = list(asked.memory) if isinstance(asked.memory, Sequence) else [asked.memory]
+    good = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0 for one in each)
+    mistakes.check(
+        good and (not isinstance(asked.memory, Sequence) or not ranks or len(each) == ranks),
+        f"memory={asked.memory!r}; give bytes, more than 0, one number or one for each of {ranks} partitions",
+    )
 
 
 def follow_plan(asked: Arguments) -> Arguments:

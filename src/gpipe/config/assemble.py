@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.config.arguments import Arguments, Mistakes, draw_seed, follow_plan
-from gpipe.config.auto_remat import AUTO, memory_by_row
+from gpipe.config.arguments import AUTO, Arguments, Mistakes, draw_seed, follow_plan
 from gpipe.config.schedules import count_ranks, read_schedule
 from gpipe.config.settings import Settings, settle
+from gpipe.config.weigh import memory_by_row
 from gpipe.distributed.agree import agree
 from gpipe.distributed.frames import explaining_limits
 from gpipe.distributed.launcher import end_with_launcher

@@ -8,6 +8,7 @@ from torch import nn
 from gpipe.config.arguments import (
     Arguments,
     Mistakes,
+    check_auto,
     check_costs,
     check_layers,
     check_measurable,
@@ -16,7 +17,6 @@ from gpipe.config.arguments import (
     read_remat,
     read_seed,
 )
-from gpipe.config.auto_remat import check_auto
 from gpipe.config.schedules import read_placement, read_schedule
 from gpipe.distributed.mesh import Position
 from gpipe.schedule.lower import Remat

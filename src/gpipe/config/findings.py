@@ -1,33 +1,181 @@
-"""Tells before the first step what in the settings of a pipe will cost time, and what to do about it.
+"""What a user is told: of the settings before the first step, of what the first steps show, and the summary.
 
-Asks everything in this package of a pipe that trains, and tells the user each finding once.
-
-Tells what the first steps show: micro-batches too small for BatchNorm, parameters without a gradient.
+Each finding is told once, with what to do.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from gpipe._torch.modules import AnyBatchNorm
+from gpipe._torch.modules import AnyBatchNorm, hooks_of
 from gpipe.config.settings import Settings
-from gpipe.config.side_effects import (
-    RandomStates,
-    buffers_of,
-    find_buffer_readers,
-    find_grad_fn_readers,
-    find_own_generators,
-    find_side_effects,
-    find_thread_locals,
-    find_unkeyed_draws,
-    random_states,
-)
+from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
-from gpipe.schedule.simulate import equal_bubble
-from gpipe.stages.side_effects import Snapshot, TensorVersion, snapshot
+from gpipe.schedule.simulate import Prediction, equal_bubble
+from gpipe.stages.side_effects import (
+    Place,
+    Snapshot,
+    TensorVersion,
+    Value,
+    read_by_called,
+    read_by_function,
+    references,
+    snapshot,
+    values_differ,
+)
 from gpipe.stages.stage import Layer
+from gpipe.stages.tree import version
+
+
+def mentions_random(module: nn.Module) -> bool:
+    """Whether a module's forward reads Python's or numpy's random, or all of numpy."""
+    return any(value is one for _, value in read_by_function(type(module).forward) for one in (random, np, np.random))
+
+
+def in_words(places: list[Place]) -> str:
+    """The places of references, each once."""
+    return "; ".join(dict.fromkeys(f"{layer}, {where}" for layer, where in places))
+
+
+TENSORS = (
+    "{places}: a forward leaves tensors there. If that is a cache of the module's own, never mind. Whoever else "
+    "reads it, another layer, a hook or the loss, may see it of another micro-batch, since several are under way, or "
+    "of a recompute: have the layer stash it (stash = ('aux',), returning (out, {{'aux': tensor}})) and pop it where "
+    "it is used; a loss does so too, by loss_fn.pop = ('aux',) and an argument of that name"
+)
+COUNTS = (
+    "{places}: a forward changes it, and a recompute will again; keep what counts in a buffer (register_buffer), "
+    "which recomputes leave as they found it, or use remat='never'"
+)
+BUFFERS = (
+    "{places}, of which a forward changes buffers: since several micro-batches are under way, they may be those of "
+    "another one when they are read there. Have the layer stash what is needed of them (stash = ('aux',)), and pop "
+    "it where it is used; a loss does so too, by loss_fn.pop = ('aux',)"
+)
+THREAD_LOCALS = (
+    "{places}: a threading.local, and rank threads do not see what the caller's thread has set there. Use a "
+    "contextvars.ContextVar, which they do see, or driver='lockstep'"
+)
+
+
+def find_side_effects(before: Snapshot, after: Snapshot, seen: Sequence[str], *, recomputes: bool) -> list[str]:
+    """Tells of attributes, globals and closures that a step has changed, but for what was seen to in a backward."""
+    said = "\n".join(seen)
+    changed = {
+        place: now
+        for place, now in after.items()
+        if values_differ(before.get(place), now) and in_words([place]) not in said
+    }
+    tensors = [place for place, now in changed.items() if _has_tensors(now)]
+    counts = [place for place in changed if place in before and place not in tensors] if recomputes else []
+    return [text.format(places=in_words(places)) for text, places in ((TENSORS, tensors), (COUNTS, counts)) if places]
+
+
+def find_thread_locals(layers: Mapping[str, nn.Module]) -> list[str]:
+    """Tells of layers that read a threading.local."""
+    places = [place for place, value in references(layers) if isinstance(value, threading.local)]
+    return [THREAD_LOCALS.format(places=in_words(places))] if places else []
+
+
+def buffers_of(layers: Mapping[str, nn.Module]) -> dict[nn.Module, list[TensorVersion]]:
+    """The versions of the buffers of modules, to be compared with later."""
+    modules = {module: None for root in layers.values() for module in root.modules()}
+    return {m: [TensorVersion(b, version(b)) for b in m._buffers.values() if b is not None] for m in modules}
+
+
+def find_buffer_readers(
+    layers: Mapping[str, nn.Module], loss_fn: object, before: Mapping[nn.Module, list[TensorVersion]]
+) -> list[str]:
+    """Tells of functions, of the loss or of layers, that read modules whose buffers a step has changed."""
+    after = buffers_of(layers)
+    changed = {module for module, versions in after.items() if values_differ(before.get(module, []), versions)}
+    readers: list[tuple[str, object, set[nn.Module]]] = [("loss_fn", loss_fn, set())]
+    for words, root in layers.items():
+        own = set(root.modules())
+        readers += [
+            (words, function, own) for m in own for function in (type(m).forward, *vars(m).values(), *hooks_of(m))
+        ]
+    places = [
+        (words, f"which reads {name}")
+        for words, function, own in readers
+        for name, value in (read_by_called(function) if words == "loss_fn" else read_by_function(function))
+        if not changed.isdisjoint(_modules_in(value) - own)
+    ]
+    return [BUFFERS.format(places=in_words(places))] if places else []
+
+
+def _modules_in(value: object) -> set[nn.Module]:
+    """A module with its parts, or those in a container."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return {part for module in held if isinstance(module, nn.Module) for part in module.modules()}
+
+
+def _has_tensors(value: Value) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, TensorVersion)
+
+
+UNKEYED = (
+    "such draws are not keyed: they depend on what was drawn before, and the recompute of a forward draws others, so "
+    "that its gradients are wrong; draw by torch's functions, without a generator"
+)
+
+RandomStates: TypeAlias = Mapping[str, object]
+"""The states of the generators of Python and numpy, by the name of their module."""
+
+
+def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Tells of generators that modules have as attributes."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    for name, layer in layers.items():
+        for path, module in layer.named_modules(prefix=name):
+            for attribute, value in vars(module).items():
+                if isinstance(value, kinds):
+                    yield f"{path}.{attribute} is a random generator of its own: {UNKEYED}"
+
+
+def random_states(told: Collection[str] = ()) -> RandomStates:
+    """The states of Python's and numpy's generators, but for those of which all is told; compared behind a step."""
+    readers: dict[str, Callable[[], object]] = {
+        "random": random.getstate,
+        "numpy.random": lambda: _comparable(np.random.get_state(legacy=False)),
+    }
+    return {name: read() for name, read in readers.items() if name not in told}
+
+
+def _comparable(state: object) -> object:
+    """A state of numpy's as something that can be compared: an array cannot."""
+    if isinstance(state, Mapping):
+        return {name: _comparable(value) for name, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def find_unkeyed_draws(
+    layers: Mapping[str, nn.Module], before: RandomStates, after: RandomStates, step: int
+) -> dict[str, str]:
+    """Tells, by module, that somebody drew from Python's or numpy's generator in a step."""
+    drawn = [name for name, state in after.items() if state != before[name]]
+    if not drawn:
+        return {}
+    mention = [words for words, layer in layers.items() if any(map(mentions_random, layer.modules()))]
+    elsewhere = ", or in another thread" if _other_threads() else ""
+    where = f"perhaps in {', '.join(mention) or 'a layer or loss_fn'}{elsewhere}"
+    return {name: f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn}
+
+
+def _other_threads() -> bool:
+    """Whether there are threads that are neither this one nor a pipe's."""
+    threads = set(threading.enumerate()) - {threading.current_thread()}
+    return any(not thread.name.startswith("gpipe") for thread in threads)
+
 
 DWARFS = 1.5  # a stage this many times the mean sets the pace for all
 
@@ -192,7 +340,6 @@ class Examination:
             named = self._named()
             self.tell(find_side_effects(before.snapshot, snapshot(named), seen, recomputes=self._recomputes))
             self.tell(find_buffer_readers(named, loss_fn, before.buffers))
-            self.tell(find_grad_fn_readers(named))
             self.tell(find_thread_locals(named) if self._threaded else [])
         if before.random_states:
             drawn = find_unkeyed_draws(self._named(), before.random_states, random_states(self._drawn), before.step)
@@ -209,3 +356,61 @@ class Examination:
             if finding not in self.findings:
                 self.findings.append(finding)
                 logger.warning(finding)
+
+
+def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> str:
+    """Describes the stages of a pipe, what a step will take, and what was found."""
+    lines = [*_table(settings, plan), *_balance(settings), *_step(settings, plan)]
+    return "\n".join([*lines, *(f"finding: {text}" for text in findings)])
+
+
+def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
+    costs, shares = settings.partition.seconds, _weight_shares(settings, plan)
+    yield (
+        f"{'stage':>5} {'rank':>4}  {'layers':<16} {'device':<8} {'remat':<12} "
+        f"{'parameters':>12} {'MiB':>8} {'cost':>6} {'W':>5}"
+    )
+    for stage, (names, rank) in enumerate(zip(layers_of_stages(settings), settings.placement, strict=True)):
+        parameters = {
+            id(p): p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)
+        }.values()
+        share = costs[stage] / (sum(costs) or 1)
+        mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        yield (
+            f"{stage:>5} {rank:>4}  {span:<16} {settings.devices[rank]!s:<8} {settings.remat[stage]:<12} "
+            f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {share:>6.1%} {shares[stage]:>5}"
+        )
+
+
+def _weight_shares(settings: Settings, plan: Prediction) -> list[str]:
+    """The share of W in the backward of each stage that is split: as measured, or half, as the plan takes it."""
+    split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
+    costs = settings.stage_costs or [None] * plan.program.stages
+    shares = [None if cost is None else cost.weight_share for cost in costs]
+    words = ["half" if share is None else f"{share:.0%}" for share in shares]
+    return [word if stage in split else "-" for stage, word in enumerate(words)]
+
+
+def _balance(settings: Settings) -> Iterator[str]:
+    found = settings.partition
+    yield (
+        f"the slowest stage costs {found.imbalance:.1f}% more than the mean, {found.gap:.1f}% more than any cuts "
+        f"must cost"
+    )
+    if (layer := found.obstacle) is not None:
+        share = found.chain.costs[layer] / found.mean
+        yield f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean stage"
+
+
+def _step(settings: Settings, plan: Prediction) -> Iterator[str]:
+    k, m = plan.program.ranks, plan.program.micro_batches
+    paper = settings.schedule.name == "gpipe" and k == plan.program.stages
+    formula = " (K-1)/(M+K-1) =" if paper else ""
+    each = f" of {plan.program.stages // k} stages" if plan.program.stages > k else ""
+    yield (
+        f"K={k} partitions{each}, M={m} micro-batches, schedule {settings.schedule.name}: bubble{formula} "
+        f"{equal_bubble(plan.program):.1%} if the stages are equal"
+    )
+    takes = f"{plan.timeline.seconds:.4g} s, " if plan.unit == "seconds" else ""
+    yield f"predicted step: {takes}{plan.bubble:.1%} of it idle, if every partition has a device of its own"

@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from gpipe.config.arguments import Arguments, Costs, has_measured, planned_bytes, planned_costs
-from gpipe.config.auto_remat import AUTO, count_stages, find_remat
+from gpipe.config.arguments import AUTO, Arguments, Costs, has_measured, planned_bytes, planned_costs
 from gpipe.config.check import Checked
+from gpipe.distributed.mesh import Position
 from gpipe.planner.counts import count_flops, count_parameters
-from gpipe.planner.measure import as_in_training, measure_by, measure_seconds
+from gpipe.planner.measure import as_in_training, measure_by, measure_seconds, memory_of
+from gpipe.planner.profile import profile_layers
 from gpipe.planner.search.cuts import partition
+from gpipe.planner.search.fitting import fitting_remat
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
 from gpipe.schedule.lower import Remat, place_recompute, stages_left_whole
@@ -20,6 +23,8 @@ from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
+
+NO_FIT = "remat='auto': {why}; take more partitions, more micro-batches, other cuts, or more memory="
 
 
 @dataclass(frozen=True)
@@ -132,3 +137,55 @@ def _find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequ
             return count_parameters(layers)
         case _:
             return costs
+
+
+def count_stages(layers: Sequence[nn.Module], sample: Tree, cuts: Partition) -> tuple[StageCost, ...]:
+    """What the stages of layers that run one by one hold of such a micro-batch as the sample, in bytes."""
+    as_it_is = 1  # micro-batch, whatever its rows
+    profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers)).of_micro_batch(as_it_is)
+    return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
+
+
+def find_remat(
+    asked: Arguments, costs: Sequence[StageCost], program: Program, devices: Sequence[torch.device]
+) -> tuple[Remat, ...]:
+    """What each stage recomputes.
+
+    Args:
+        asked: What the user gave.
+        costs: What the stages hold.
+        program: The table of forwards and backwards.
+        devices: Of the partitions.
+
+    Raises:
+        ValueError: They do not fit though everything is recomputed.
+    """
+    try:
+        return fitting_remat(program, costs, _limits(asked, devices))
+    except ValueError as error:
+        raise ValueError(NO_FIT.format(why=error)) from None
+
+
+def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[float]) -> list[float]:
+    """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's.
+
+    Args:
+        position: Of this process.
+        hosts: Of each process of the world.
+        memory: Of the device of each.
+    """
+    shared = position.device.type == "cpu"
+    each = [own / (hosts.count(host) if shared else 1) for own, host in zip(memory, hosts, strict=True)]
+    replicas = range(position.replicas)
+    return [
+        min(each[position.members[position.rank_of(row, replica)]] for replica in replicas)
+        for row in range(position.rows)
+    ]
+
+
+def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:
+    if isinstance(asked.memory, Sequence):
+        return list(asked.memory)
+    if isinstance(asked.memory, (int, float)):
+        return [asked.memory] * len(devices)
+    return [memory_of(device) / list(devices).count(device) for device in devices]
