@@ -58,10 +58,10 @@ def add_over_stages(
 def add_over_replicas(net: Endpoint, position: Position, stage: int, parameters: Sequence[Tensor]) -> None:
     """Adds up `.grad` over the replicas of a stage, in the order of the replicas.
 
-    Each replica adds up some of the buckets and tells the others the sums, so that all send and receive about as
+    Each replica adds up some of the buckets and sends the others the sums, so that all send and receive about as
     much. A parameter that one of them has a gradient of has one everywhere afterwards.
 
-    Note "Ahead". A replica tells one round of buckets before it ends the one before: so all have work while messages
+    Note "Ahead". A replica sends one round of buckets before it ends the one before: so all have work while messages
     are under way, and never more than four are to one that takes none, for which a link has room (see `Endpoint`).
     """
     peers = position.ranks_of_row
@@ -74,16 +74,19 @@ def add_over_replicas(net: Endpoint, position: Position, stage: int, parameters:
     for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
         for at, owner in zip(ahead, peers, strict=False):
             flat[at] = _flat(buckets[at])
-            _tell(net, [owner], Control.GRADIENTS, first + at, flat[at])
+            _send(net, [owner], Control.GRADIENTS, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             if owner == net.rank:
                 _add(
-                    flat[at], [None if p == net.rank else _hear(net, p, Control.GRADIENTS, first + at) for p in peers]
+                    flat[at],
+                    [None if p == net.rank else _receive_one(net, p, Control.GRADIENTS, first + at) for p in peers],
                 )
-                _tell(net, peers, Control.SUMMED_GRADIENTS, first + at, flat[at])
+                _send(net, peers, Control.SUMMED_GRADIENTS, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             here = owner == net.rank
-            _put_back(buckets[at], flat.pop(at) if here else _hear(net, owner, Control.SUMMED_GRADIENTS, first + at))
+            _put_back(
+                buckets[at], flat.pop(at) if here else _receive_one(net, owner, Control.SUMMED_GRADIENTS, first + at)
+            )
     for gradient, total in zip(gradients, staged, strict=True):
         if total is not gradient:
             gradient.copy_(total)
@@ -111,27 +114,27 @@ def _add(own: Tensor, parts: Sequence[Tensor | None]) -> None:
         own.copy_(total)
 
 
-def _tell(net: Endpoint, peers: Sequence[int], control: Control, at: int, told: Tensor) -> None:
+def _send(net: Endpoint, peers: Sequence[int], control: Control, at: int, gradient: Tensor) -> None:
     for peer in peers:
         if peer != net.rank:
-            net.send(peer, Label(control, at, gradient=True), [told])
+            net.send(peer, Label(control, at, gradient=True), [gradient])
 
 
-def _hear(net: Endpoint, peer: int, control: Control, at: int) -> Tensor:
-    (found,) = _receive(net, peer, Label(control, at, gradient=True))
-    if found is None:
+def _receive_one(net: Endpoint, peer: int, control: Control, at: int) -> Tensor:
+    (gradient,) = _receive(net, peer, Label(control, at, gradient=True))
+    if gradient is None:
         raise damaged(peer, "no gradient")
-    return found
+    return gradient
 
 
 def _all_gradients(net: Endpoint, peers: Sequence[int], at: int, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
-    _tell(net, peers, Control.GRADIENTS, at, own)
+    _send(net, peers, Control.GRADIENTS, at, own)
     present = own.clone()
     for peer in peers:
         if peer != net.rank:
-            present |= _hear(net, peer, Control.GRADIENTS, at)
+            present |= _receive_one(net, peer, Control.GRADIENTS, at)
     for parameter, wanted in zip(parameters, present.tolist(), strict=True):
         if wanted:
             if parameter.grad is None:
@@ -174,13 +177,15 @@ def check_lockstep(net: Endpoint, position: Position, micro_batches: int, why: s
         )
 
 
-def gather_replicas(net: Endpoint, position: Position, control: Control, told: Tree, *, number: int = 0) -> list[Any]:
-    """Tells the other replicas something, once a run for each number; gives what each told, by replica."""
+def gather_replicas(
+    net: Endpoint, position: Position, control: Control, value: Tree, *, number: int = 0
+) -> list[Any]:
+    """Gathers a value from each replica, by replica; once a run for each number."""
     peers, label = position.ranks_of_row, Label(control, number, gradient=False)
     for peer in peers:
         if peer != net.rank:
-            net.send_value(peer, label, told)
-    return [told if peer == net.rank else net.receive_value(peer, label) for peer in peers]
+            net.send_value(peer, label, value)
+    return [value if peer == net.rank else net.receive_value(peer, label) for peer in peers]
 
 
 def reduces_itself(parameter: Tensor) -> bool:

@@ -30,7 +30,7 @@ class Synced:
     """The BatchNorms of one stage in one run.
 
     Attributes:
-        kept: What the replicas told in a forward, for its recompute.
+        kept: What the replicas sent in a forward, for its recompute.
     """
 
     def __init__(self, net: Endpoint, position: Position, micro_batches: int) -> None:
@@ -63,31 +63,31 @@ class Synced:
         wide = input.float() if input.dtype.itemsize < 4 else input
         variance, mean = torch.var_mean(wide, [at for at in range(input.dim()) if at != 1], correction=0)
         own = torch.stack([torch.full_like(mean, input.numel() / input.shape[1]), mean, variance]).double()
-        every = _Exchange.apply(self, label, own, action.kind is Kind.RECOMPUTE)  # type: ignore[no-untyped-call]  # untyped in torch
-        batch = _merge(every, input)
+        gathered = _Exchange.apply(self, label, own, action.kind is Kind.RECOMPUTE)  # type: ignore[no-untyped-call]  # untyped in torch
+        batch = _merge(gathered, input)
         if action.kind is not Kind.RECOMPUTE and norm.running_mean is not None:
             update_running_statistics(norm, Statistics(batch.count, batch.mean.detach(), batch.squares.detach()))
         return _normalize(norm, wide, batch).to(input.dtype)
 
     def exchange(self, label: Label, own: Tensor, again: bool) -> Tensor:
-        """What each replica told, by replica."""
+        """The statistics of each replica, by replica."""
         if again:
             return self.kept.pop(label)
-        found = torch.stack(self._tell(label, dict.fromkeys(self.peers, own)))
-        self.kept[label] = found
-        return found
+        gathered = torch.stack(self._gather(label, dict.fromkeys(self.peers, own)))
+        self.kept[label] = gathered
+        return gathered
 
     def sum_back(self, label: Label, gradients: Tensor) -> Tensor:
-        """The gradient of what this replica told, from those that all replicas have of what all told."""
+        """The gradient of the statistics of this replica, from those that all replicas have of all statistics."""
         back = Label(label.route, label.micro_batch, gradient=True)
-        first, *others = self._tell(back, dict(zip(self.peers, gradients, strict=True)))
+        first, *others = self._gather(back, dict(zip(self.peers, gradients, strict=True)))
         return sum(others, start=first)
 
-    def _tell(self, label: Label, told: dict[int, Tensor]) -> list[Tensor]:
-        for peer, tensor in told.items():
+    def _gather(self, label: Label, values: dict[int, Tensor]) -> list[Tensor]:
+        for peer, tensor in values.items():
             if peer != self.net.rank:
                 self.net.send_value(peer, label, tensor.contiguous())
-        return [told[peer] if peer == self.net.rank else self.net.receive_value(peer, label) for peer in self.peers]
+        return [values[peer] if peer == self.net.rank else self.net.receive_value(peer, label) for peer in self.peers]
 
 
 def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
@@ -102,9 +102,9 @@ def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
     return norms
 
 
-def _merge(every: Tensor, given: Tensor) -> Statistics:
-    """The statistics of all replicas together; `every` is [replicas, (count, mean, variance), channels]."""
-    counts, means, variances = every.unbind(1)
+def _merge(gathered: Tensor, given: Tensor) -> Statistics:
+    """The statistics of all replicas together; `gathered` is [replicas, (count, mean, variance), channels]."""
+    counts, means, variances = gathered.unbind(1)
     count = counts.sum(0)
     if count[0] <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {given.size()}")

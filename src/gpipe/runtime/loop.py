@@ -18,7 +18,7 @@ from gpipe.runtime.steps import CompiledRows, Step
 from gpipe.stages.messages import Cancelled
 
 
-def walk(run: Run, rank: Rank, rows: CompiledRows) -> None:
+def run_rank(run: Run, rank: Rank, rows: CompiledRows) -> None:
     """Does the actions of one rank, in its own thread or process."""
     context, at = run.context, 0
     try:

@@ -11,7 +11,7 @@ import torch
 
 from gpipe._torch.intra_op import intra_op_threads
 from gpipe._torch.modes import casts_apart
-from gpipe.runtime.loop import lockstep, walk
+from gpipe.runtime.loop import lockstep, run_rank
 from gpipe.runtime.run import Run
 from gpipe.runtime.steps import CompiledRows
 from gpipe.runtime.thread_state import ThreadState
@@ -135,7 +135,9 @@ def _drive(run: Run, rows: CompiledRows, threads: RankThreads | None) -> None:
     with intra_op_threads(run.engine.intra_op_threads), context.running(rows, run.aliases):
         if threads is not None:
             variables = [copy_context() for _ in run.ranks]
-            jobs = [partial(own.run, walk, run, rank, rows) for own, rank in zip(variables, run.ranks, strict=True)]
+            jobs = [
+                partial(own.run, run_rank, run, rank, rows) for own, rank in zip(variables, run.ranks, strict=True)
+            ]
             with casts_apart():
                 threads.run(jobs, context.cancel)
             if run.examines:
@@ -145,7 +147,7 @@ def _drive(run: Run, rows: CompiledRows, threads: RankThreads | None) -> None:
                 lockstep(run, rows)
         else:
             for rank in run.ranks:
-                walk(run, rank, rows)
+                run_rank(run, rank, rows)
     for rank in run.ranks:
         with rank.stream.enter():
             context.share({stage: rank.deferred[stage] for stage in sorted(rank.commits)})

@@ -100,23 +100,25 @@ class Recorder:
             WORK[step.action.kind](run, rank, step)
         self._stamps.append((step.rank, step.action, start, rank.stream.stamp()))
 
-    def join(self, own: int, every: Sequence[RemoteRecord]) -> None:
-        """Makes one of the last timelines of all processes, by the clock of this one, which has the rank `own`.
+    def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
+        """Makes one timeline of the last of all processes, by the clock of this one.
 
         Args:
-            own: This process among them.
-            every: What each has recorded, by rank.
+            rank: Of this process among them.
+            records: What each has recorded, by rank.
         """
-        ahead = offsets([told.host for told in every], [_moved(told.timeline, told.began) for told in every])
-        starts = [told.began + more - ahead[own] for told, more in zip(every, ahead, strict=True)]
+        ahead = offsets(
+            [record.host for record in records], [_moved(record.timeline, record.began) for record in records]
+        )
+        starts = [record.began + more - ahead[rank] for record, more in zip(records, ahead, strict=True)]
         first = min(starts)
-        moved = [_moved(told.timeline, start - first) for told, start in zip(every, starts, strict=True)]
+        moved = [_moved(record.timeline, start - first) for record, start in zip(records, starts, strict=True)]
         spans = sorted(chain(*(timeline.spans for timeline in moved)), key=lambda span: (span.start, span.rank))
         seconds = max(start - first + timeline.seconds for start, timeline in zip(starts, moved, strict=True))
-        traffic = tuple(told.traffic.moved(start) for told, start in zip(every, starts, strict=True))
+        traffic = tuple(record.traffic.moved(start) for record, start in zip(records, starts, strict=True))
         last = self.runs.pop()
         when = first, max(last.when[1], first + seconds)
-        self.runs.append(RecordedRun(Timeline(len(every), tuple(spans), seconds), when, traffic))
+        self.runs.append(RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic))
 
     def forget(self) -> None:
         """Forgets the last run: others were in it that do not record."""

@@ -8,8 +8,8 @@ input. All else is done in I: norms, embeddings, functions of the user's own, we
 The bits are those of a whole backward, because
 - nothing is computed by other formulas than torch's (`gpipe._torch.products`), nor on other values;
 - a leaf that waits has one use in a graph, so there is no sum within one whose order could change;
-- the sums over micro-batches are in their order: where a backward comes to a leaf for which an earlier one still
-  owes a gradient, what is owed is done first.
+- the sums over micro-batches are in their order: where a backward comes to a leaf for which the weights of an
+  earlier one are still pending, these are done first.
 
 Nothing is computed twice, and the graph is gone behind I: what is kept of a product is about as much as its forward
 kept.
@@ -96,7 +96,10 @@ class Outlook(NamedTuple):
 
 
 def backward_input(
-    roots: Sequence[Tensor], gradients: Gradients, boundary: Iterable[Tensor], owed: Collection[PendingWeights] = ()
+    roots: Sequence[Tensor],
+    gradients: Gradients,
+    boundary: Iterable[Tensor],
+    pending: Collection[PendingWeights] = (),
 ) -> PendingWeights:
     """Runs I: adds to `.grad` of all leaves, as `run_backward` does, but of those that can wait; gives what W needs.
 
@@ -104,11 +107,11 @@ def backward_input(
         roots: Where the backward starts.
         gradients: What came for each root, as for `run_backward`.
         boundary: The leaves that were cut from other stages' graphs, whose gradients are what I is for.
-        owed: What earlier micro-batches left, in their order.
+        pending: What earlier micro-batches left, in their order.
     """
     known, values = known_roots(roots, gradients)
     outlook = look_ahead(known, {id(leaf) for leaf in boundary})
-    _settle(outlook.others, owed)
+    _settle(outlook.others, pending)
     deferred = PendingWeights(leaves=outlook.leaves)
     if not outlook.waiting or outlook.others is None:
         if known:
@@ -133,17 +136,17 @@ def _apart(one: PendingProduct) -> PendingProduct:
     return one._replace(dy=dy, versions=(one.versions[0], version(dy)))
 
 
-def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, owed: Iterable[PendingWeights]) -> None:
+def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, pending: Iterable[PendingWeights]) -> None:
     """Runs a backward in one, behind what earlier micro-batches left."""
-    _settle(None, owed)
+    _settle(None, pending)
     run_backward(roots, gradients)
 
 
-def _settle(others: Collection[Node] | None, owed: Iterable[PendingWeights]) -> None:
+def _settle(others: Collection[Node] | None, pending: Iterable[PendingWeights]) -> None:
     """Does what earlier micro-batches left for leaves that are about to be reached."""
-    late = [at for at, one in enumerate(owed) if others is None or not one.leaves.isdisjoint(others)]
+    late = [at for at, one in enumerate(pending) if others is None or not one.leaves.isdisjoint(others)]
     if late:
-        for one in list(owed)[: late[-1] + 1]:
+        for one in list(pending)[: late[-1] + 1]:
             backward_weight(one)
 
 

@@ -2,7 +2,7 @@
 
 Note "Casts". Autocast keeps the casts of weights, for all threads together, and forgets them all when any thread
 leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
-up in another precision. So a row is run as if inside an autocast, and a run forgets before and after, lest a cast
+up in another precision. So a rank is run as if inside an autocast, and a run forgets before and after, lest a cast
 outlive its weight's value. Autocasts of the layers' own are kept apart by `gpipe._torch.modes`.
 """
 
@@ -54,7 +54,7 @@ class ThreadState:
 
     @contextmanager
     def rank_thread(self) -> Iterator[None]:
-        """For a whole row: grad and inference mode, and no autocast, which is for layers alone."""
+        """For all actions of a rank: grad and inference mode, and no autocast, which is for layers alone."""
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
             if self.autocasts:  # note "Casts"
                 torch.autocast_increment_nesting()
