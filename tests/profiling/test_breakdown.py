@@ -146,7 +146,6 @@ def test_a_step_breaks_down_as_drawn() -> None:
     rest = 32 - sum(parts.values())
     assert {name: found.shares[name] * 32 for name in parts} == pytest.approx(parts)
     assert (found.shares["bubble"] + found.shares["imbalance"]) * 32 == pytest.approx(rest)
-    assert found.waited_for == pytest.approx({0: 2 / 32, 1: 5 / 32})  # rank 1 for 0F0, rank 0 for 1B0
     assert found.stage_seconds == (5, 4)
     assert found.busy == (5 / 16, 5 / 16)
 

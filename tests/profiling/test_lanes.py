@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from gpipe.profiling.colors import is_bright, nth_stages, shade
 from gpipe.profiling.lanes import (
     find_ruler,
     fitted,
@@ -18,6 +17,7 @@ from gpipe.profiling.lanes import (
     panel,
     widest,
 )
+from gpipe.profiling.svg import is_bright, nth_stages, shade
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.schedules import SCHEDULES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.profiling import Report, read_report, report_html, report_json
+from gpipe.profiling import Report, read_report, report_html, report_json, trace_json
 from gpipe.schedule.action import CLOSING, Action, Kind, Route
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.reports import full
@@ -139,3 +139,26 @@ def put(whole: Any, path: tuple[Any, ...], value: Any) -> Any:
 def test_timelines_of_a_stored_report_are_those_of_the_run() -> None:
     timeline: Any = replace(pipelined(2, 3), other={"data": 0.1 + 0.2})
     assert read_report(report_json(Report("", timelines=(timeline,)))).timelines == (timeline,)
+
+
+def test_a_track_for_each_rank_and_a_slice_for_each_action() -> None:
+    timeline = pipelined(3, 4)
+    events = json.loads(trace_json([timeline]))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == len(timeline.spans) + 2 * 3  # and data, weight update on each rank
+    first = slices[0]
+    assert (first["name"], first["cat"], first["tid"]) == ("0F0", "forward", 0)
+    assert first["args"] == {"step": 0, "stage": 0, "micro-batch": 0}
+    assert first["dur"] == pytest.approx(timeline.spans[0].seconds * 1e6)
+
+
+def test_steps_in_a_trace_follow_one_another_without_overlap() -> None:
+    timelines = [pipelined(2, 4), pipelined(2, 2)]
+    slices = [e for e in json.loads(trace_json(timelines))["traceEvents"] if e["ph"] == "X"]
+    one = timelines[0].seconds + sum(timelines[0].other.values())
+    ends = [e["ts"] + e["dur"] for e in slices if e["args"]["step"] == 0]
+    starts = [e["ts"] for e in slices if e["args"]["step"] == 1]
+    assert max(ends) == pytest.approx(one * 1e6)
+    assert min(starts) == pytest.approx(one * 1e6)

@@ -1,14 +1,10 @@
-"""Recorded steps: where time and memory went, and what to change, as text, pictures and a page.
+"""Recorded steps: where time and memory went, and what to change, as text, pictures and a page."""
 
-What recorded steps show: where their time went, and what would make them faster.
-"""
-
-from gpipe.profiling.colors import breakdown_lines, percentages
+from gpipe.profiling.breakdown import breakdown_lines, percentages
 from gpipe.profiling.lanes import lanes_text
 from gpipe.profiling.page import report_html
-from gpipe.profiling.stored import Report, read_report, report_json
+from gpipe.profiling.stored import Report, read_report, report_json, trace_json
 from gpipe.profiling.svg import timeline_svg, timelines_svg, typical_svg, write_picture
-from gpipe.profiling.trace import trace_json
 
 __all__ = [
     "Report",

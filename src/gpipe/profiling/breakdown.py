@@ -19,18 +19,19 @@ window   |----------------------------------|---------------------|     a run, a
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import floor
 from statistics import fmean
 from textwrap import wrap
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from gpipe.profiling.colors import MEANING, breakdown_lines
-from gpipe.runtime.recorder import Interval, RecordedRun
 from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
 from gpipe.schedule.program import Program
-from gpipe.schedule.rules import needs
 from gpipe.schedule.simulate import equal_bubble, simulate
 from gpipe.schedule.timeline import Span, Timeline
+
+if TYPE_CHECKING:  # the table is printed without torch
+    from gpipe.runtime.recorder import Interval, RecordedRun
 
 T = TypeVar("T")
 WIDTH = 88
@@ -48,6 +49,21 @@ KINDS = {
     Kind.TIE: "reduction",
     Kind.COMMIT: "reduction",
 }
+MEANING = {
+    "forward": "the layers, the first time",
+    "recompute": "the layers again (rematerialization)",
+    "backward": "the gradients",
+    "bubble": "the table has ranks wait, were all stages alike",
+    "imbalance": "what some stages and micro-batches take longer",
+    "late starts": "hand-over between ranks: what was needed was there",
+    "communication": "messages on their way while their rank waited",
+    "reduction": "gradients of replicas and of shared weights put together",
+    "data": "making the next mini-batch ready",
+    "weight update": "the optimizer",
+    "host": "gpipe around the pipeline: splitting, checking, agreeing",
+    "between steps": "your own code outside of the pipe",
+}
+"""The parts, in their order, and what each is."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +92,6 @@ class Breakdown:
         theory: The idle share of the pipeline by the table alone, if all stages are equal; of fill-drain it is the
             paper's (K-1)/(M+K-1).
         busy: By rank, the share of the wall time in which it did what is in the table.
-        waited_for: By stage, the share of the wall time that ranks spent until it had done what they needed next, in
-            the mean over ranks. It may itself have waited for another.
         stage_seconds: By stage, what one micro-batch takes, recompute and backward included.
     """
 
@@ -87,7 +101,6 @@ class Breakdown:
     bubble: Mapping[str, float]
     theory: float
     busy: tuple[float, ...]
-    waited_for: Mapping[int, float]
     stage_seconds: tuple[float, ...]
 
     def __str__(self) -> str:
@@ -138,7 +151,6 @@ def _mean(each: Sequence[Breakdown]) -> Breakdown:
         shares=mean([one.shares for one in each]),
         bubble=mean([one.bubble for one in each]),
         theory=fmean(one.theory for one in each),
-        waited_for=mean([one.waited_for for one in each]),
         stage_seconds=tuple(map(fmean, zip(*(one.stage_seconds for one in each), strict=True))),
     )
 
@@ -203,7 +215,6 @@ def _of_replica(timeline: Timeline) -> Breakdown:
         _parts_of_bubble(equal, shares["bubble"]),
         equal_bubble(program),
         tuple(sum(s.seconds for s in timeline.spans if s.rank == rank) / wall for rank in range(ranks)),
-        {stage: waited / ranks / wall for stage, waited in _waited_for(timeline, program).items()},
         _stage_seconds(timeline, program),
     )
 
@@ -243,22 +254,6 @@ def _parts_of_bubble(equal: Timeline, share: float) -> dict[str, float]:
     return {name: share * part / whole if whole else 0.0 for name, part in parts.items()}
 
 
-def _waited_for(timeline: Timeline, program: Program) -> dict[int, float]:
-    """By stage, for how long ranks did nothing until it had done what they needed."""
-    by_action = {span.action: span for span in timeline.spans if span.action.kind not in TRANSFERS}
-    found: dict[int, float] = {}
-    for rank in {span.rank for span in by_action.values()}:
-        end = 0.0
-        for span in _of_rank(by_action.values(), rank):
-            needed = [by_action[need] for need in needs(span.action, program)]
-            last = max(needed, key=lambda need: need.end, default=None)
-            if last is not None and last.rank != rank and last.end > end:
-                stage = last.action.stage
-                found[stage] = found.get(stage, 0.0) + min(last.end, span.start) - end
-            end = span.end
-    return found
-
-
 def _stage_seconds(timeline: Timeline, program: Program) -> tuple[float, ...]:
     found = [0.0] * program.stages
     for span in timeline.spans:
@@ -268,10 +263,14 @@ def _stage_seconds(timeline: Timeline, program: Program) -> tuple[float, ...]:
 
 
 def windows(
-    runs: Sequence[RecordedRun], inside: Sequence[Interval], updates: Sequence[Interval], loads: Sequence[Interval]
+    runs: Sequence["RecordedRun"],
+    inside: Sequence["Interval"],
+    updates: Sequence["Interval"],
+    loads: Sequence["Interval"],
 ) -> list[Timeline]:
     """The timelines of runs, each with the seconds that went by outside of it until the next began, by part.
 
+    >>> from gpipe.runtime.recorder import RecordedRun
     >>> runs = [RecordedRun(Timeline(1, (), 3.0), (1.0, 4.0)), RecordedRun(Timeline(1, (), 3.0), (11.0, 14.0))]
     >>> first, second = windows(runs, [(0.0, 5.0), (10.0, 15.0)], updates=[(5.0, 6.0)], loads=[(6.0, 9.5)])
     >>> first.other
@@ -294,13 +293,13 @@ def windows(
     return found
 
 
-def _entry(run: RecordedRun, inside: Iterable[Interval]) -> float:
+def _entry(run: "RecordedRun", inside: Iterable["Interval"]) -> float:
     """When the call began that a run is of, or another process began it; a backward by autograd is of no call."""
     began = run.when[0]
     return min(began, next((start for start, end in inside if start <= run.when[1] <= end), began))
 
 
-def _apart(*each: Iterable[Interval]) -> list[list[Interval]]:
+def _apart(*each: Iterable["Interval"]) -> "list[list[Interval]]":
     """Marks of several kinds, each without what those before it cover: an optimizer may call the pipe, a loader both.
 
     >>> _apart([(1.0, 2.0)], [(0.0, 3.0)], [(2.5, 4.0)])
@@ -315,7 +314,7 @@ def _apart(*each: Iterable[Interval]) -> list[list[Interval]]:
     return found
 
 
-def _without(mark: Interval, covered: Iterable[Interval]) -> Iterator[Interval]:
+def _without(mark: "Interval", covered: Iterable["Interval"]) -> Iterator["Interval"]:
     start, end = mark
     for since, until in covered:
         if until <= start or since >= end:
@@ -327,5 +326,34 @@ def _without(mark: Interval, covered: Iterable[Interval]) -> Iterator[Interval]:
         yield start, end
 
 
-def _shared(marks: Iterable[Interval], part: Interval) -> float:
+def _shared(marks: Iterable["Interval"], part: "Interval") -> float:
     return sum(max(0.0, min(mark[1], part[1]) - max(mark[0], part[0])) for mark in marks)
+
+
+def percentages(shares: Mapping[str, float]) -> dict[str, float]:
+    """Rounds shares that sum to 1 to tenths of a percent that sum to 100 exactly, by largest remainder.
+
+    >>> percentages({"forward": 1 / 3, "backward": 1 / 3, "bubble": 1 / 3})
+    {'forward': 33.4, 'backward': 33.3, 'bubble': 33.3}
+    """
+    tenths = {name: floor(share * 1000) for name, share in shares.items()}
+    left = round(sum(shares.values()) * 1000) - sum(tenths.values())
+    for name in sorted(shares, key=lambda name: tenths[name] - shares[name] * 1000)[:left]:
+        tenths[name] += 1
+    return {name: tenth / 10 for name, tenth in tenths.items()}
+
+
+def breakdown_lines(shares: Mapping[str, float], seconds: float, steps: int) -> Iterator[str]:
+    r"""The table of shares that sum to 1, of steps that last so long in the mean: percent, milliseconds, meaning.
+
+    >>> print(*breakdown_lines({"forward": 0.75, "bubble": 0.25}, seconds=0.1, steps=8), sep="\n")
+    time went to       share        ms  which is
+    forward           75.0 %      75.0  the layers, the first time
+    bubble            25.0 %      25.0  the table has ranks wait, were all stages alike
+    a step           100.0 %     100.0  mean of 8
+    """
+    yield f"{'time went to':<16}{'share':>8}{'ms':>10}  which is"
+    rounded = percentages(shares)
+    for name, share in shares.items():
+        yield f"{name:<16}{rounded[name]:>6.1f} %{share * seconds * 1000:>10.1f}  {MEANING.get(name, '')}".rstrip()
+    yield f"{'a step':<16}{sum(rounded.values()):>6.1f} %{seconds * 1000:>10.1f}  mean of {steps}"

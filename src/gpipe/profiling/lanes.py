@@ -16,8 +16,7 @@ from typing import TypeAlias
 
 from rich.text import Text
 
-from gpipe.profiling.colors import is_bright, nth_stages, shade
-from gpipe.profiling.svg import Unit
+from gpipe.profiling.svg import Unit, is_bright, nth_stages, shade
 from gpipe.schedule.action import COMPUTE, NAMES, Kind
 from gpipe.schedule.cost import Costs
 from gpipe.schedule.program import Program

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from itertools import cycle
-from math import isfinite
+from math import floor, isfinite, log10
 
-from gpipe.profiling.colors import COLORS, MEANING, held, is_bright, lasts, nth_stages, percent, percentages, shade
+from gpipe.profiling.breakdown import MEANING, percentages
 from gpipe.profiling.stored import Report
+from gpipe.profiling.svg import COLORS, is_bright, kinds_in, nth_stages, shade
 from gpipe.schedule.action import NAMES, TRANSFERS, Action, Kind
 from gpipe.schedule.timeline import Timeline
 
@@ -114,16 +115,6 @@ def _encoded(timeline: Timeline, table: ActionTable) -> dict[str, object]:
     busy = [round(timeline.busy(rank) / timeline.seconds, 4) for rank in range(timeline.ranks)]
     ranks = [{"busy": share, "actions": lane} for share, lane in zip(busy, lanes, strict=True)]
     return {"seconds": timeline.seconds, "ranks": ranks}
-
-
-def kinds_in(timelines: Sequence[Timeline]) -> list[Kind]:
-    """The kinds that occur, in the order in which they are listed.
-
-    >>> kinds_in([Timeline(1, (), 1.0)])
-    []
-    """
-    found = {span.action.kind for timeline in timelines for span in timeline.spans}
-    return [kind for kind in NAMES if kind in found]
 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -394,3 +385,39 @@ def _script(report: Report) -> Iterator[str]:
 
 def _number(loss: float) -> str:
     return f"{loss:.4g}"
+
+
+def percent(share: float) -> str:
+    """A share in whole percent.
+
+    >>> percent(0.254)
+    '25 %'
+    """
+    return f"{100 * share:.0f} %"
+
+
+def lasts(seconds: float) -> str:
+    """A time, in three digits and the unit that suits it.
+
+    >>> lasts(0.01234), lasts(0.9996), lasts(2e-7), lasts(0.0)
+    ('12.3 ms', '1.00 s', '0.200 µs', '0 ms')
+    """
+    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+    return _in_units(seconds, units, "ms")
+
+
+def held(count: float) -> str:
+    """A number of bytes likewise.
+
+    >>> held(123), held(5 * 2**20)
+    ('123 B', '5.00 MiB')
+    """
+    return _in_units(count, {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}, "B")
+
+
+def _in_units(amount: float, units: Mapping[str, float], of_zero: str) -> str:
+    if not amount:
+        return f"0 {of_zero}"
+    name, size = next(((n, s) for n, s in units.items() if amount >= s * 0.9995), list(units.items())[-1])
+    value = amount / size
+    return f"{value:.{max(0, 2 - floor(log10(float(f'{value:.3g}'))))}f} {name}"

@@ -1,12 +1,12 @@
-"""What a run came to, to be read by a person: kept as JSON beside it, drawn without what made it."""
+"""What is kept of a run as JSON: its report, to be drawn without what made it, and its steps as trace events."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, TypeAlias
 
-from gpipe.schedule.action import parse_action
+from gpipe.schedule.action import NAMES, parse_action
 from gpipe.schedule.timeline import Span, Timeline, steps_among
 
 FORMAT = "gpipe report 1"
@@ -199,3 +199,51 @@ def _span(members: Sequence[Any], ranks: int, seconds: float) -> Span:
     if not -SLACK * seconds <= start <= end <= (1 + SLACK) * seconds:
         raise ValueError(f"a span lies from {start} to {end} seconds, outside of its step of {seconds}")
     return Span(int(rank), action, start, end)
+
+
+MICROSECONDS = 1e6  # the unit of trace events
+
+
+def trace_json(timelines: Iterable[Timeline]) -> str:
+    """Writes steps as Chrome trace events, for ui.perfetto.dev: a track for each rank, a slice for each action.
+
+    Slices have the names of the table (`2F0`). What a step spent outside the pipeline follows it on every track.
+
+    >>> trace_json([])
+    '{"traceEvents": [], "displayTimeUnit": "ms"}'
+    """
+    timelines = tuple(timelines)
+    ranks = max((timeline.ranks for timeline in timelines), default=0)
+    events: list[dict[str, object]] = [track for rank in range(ranks) for track in _track(rank)]
+    start = 0.0
+    for step, timeline in enumerate(timelines):
+        events += (_action(span, step, start) for span in timeline.spans)
+        start += timeline.seconds
+        for name, seconds in timeline.other.items():
+            events += (_slice(rank, name, name, start, seconds, step=step) for rank in range(timeline.ranks))
+            start += seconds
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _track(rank: int) -> Iterator[dict[str, object]]:
+    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _action(span: Span, step: int, start: float) -> dict[str, object]:
+    action = span.action
+    about = {"step": step, "stage": action.stage, "micro-batch": action.micro_batch}
+    return _slice(span.rank, str(action), NAMES[action.kind], start + span.start, span.seconds, **about)
+
+
+def _slice(rank: int, name: str, category: str, start: float, seconds: float, **about: object) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": rank,
+        "name": name,
+        "cat": category,
+        "ts": round(start * MICROSECONDS, 3),
+        "dur": round(seconds * MICROSECONDS, 3),
+        "args": about,
+    }

@@ -1,9 +1,7 @@
 """Timelines as pictures: an SVG with a lane for each rank, written by hand, readable on light and dark pages.
 
 A lane is as long as its step, and gray where its rank computes nothing; transfers are a thin line under the boxes.
-Where a rank holds several stages, the boxes of later ones are lighter.
-
-A picture in a file: an SVG as it is, or as points for where an SVG is not taken.
+Where a rank holds several stages, the boxes of later ones are lighter. A file takes the SVG, or points made of it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,16 +12,83 @@ from statistics import median
 from typing import Literal, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
-from gpipe.profiling.colors import COLORS, is_bright, nth_stages, shade
 from gpipe.profiling.stored import Report
 from gpipe.schedule.action import NAMES, TRANSFERS, Kind
 from gpipe.schedule.timeline import Span, Timeline
+
+COLORS = {
+    Kind.FORWARD: "#4477aa",
+    Kind.RECOMPUTE: "#ccbb44",
+    Kind.BACKWARD: "#228833",
+    Kind.BACKWARD_INPUT: "#7cae2e",
+    Kind.BACKWARD_WEIGHT: "#66ccee",
+    Kind.SEND: "#ee6677",
+    Kind.RECEIVE: "#aa3377",
+    Kind.REDUCE: "#ee7733",
+    Kind.TIE: "#cc3311",
+    Kind.COMMIT: "#009988",
+}
+LIGHTEST = 0.55
+"""The share of white in the colours of a rank's last stage, if it has several."""
+BRIGHT = 0.3
+"""The luminance from which on dark type is easier to read."""
+
+
+def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
+    """By rank and stage, which of the stages of its rank it is, from 0.
+
+    >>> from gpipe.schedule.simulate import figures
+    >>> from gpipe.schedule.schedules.by_name import program_of
+    >>> nth_stages(figures(program_of("zb_v", ranks=2, micro_batches=2)).timeline)
+    {(0, 0): 0, (0, 3): 1, (1, 1): 0, (1, 2): 1}
+    """
+    stages: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        stages.setdefault(span.rank, set()).add(span.action.stage)
+    return {(rank, stage): nth for rank in sorted(stages) for nth, stage in enumerate(sorted(stages[rank]))}
+
+
+def kinds_in(timelines: Iterable[Timeline]) -> list[Kind]:
+    """The kinds of action that occur, in the order in which they are listed.
+
+    >>> kinds_in([Timeline(1, (), 1.0)])
+    []
+    """
+    found = {span.action.kind for timeline in timelines for span in timeline.spans}
+    return [kind for kind in NAMES if kind in found]
+
+
+def shade(kind: Kind, nth: int, stages: int) -> str:
+    """The colour of a kind at the n-th of so many stages of a rank.
+
+    >>> [shade(Kind.FORWARD, nth, stages=3) for nth in range(3)]
+    ['#4477aa', '#779cc1', '#abc2d9']
+    """
+    white = LIGHTEST * nth / max(1, stages - 1)
+    parts = (int(COLORS[kind][at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def is_bright(color: str) -> bool:
+    """Whether type on this colour is to be dark.
+
+    >>> is_bright("#4477aa"), is_bright("#abc2d9")
+    (False, True)
+    """
+    red, green, blue = ((int(color[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
+    luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return luminance > BRIGHT
+
 
 WIDTH = 960
 LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
 PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
 BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
 DIGIT, LETTER = 7, 6.5  # rough widths of type
+SHARPNESS = 3
+"""Points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper."""
+PICTURES = (".svg", ".png")
+NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give a path that ends in .svg"
 
 Unit: TypeAlias = Literal["ms", ""]
 """What times are written in: milliseconds, or units that have no name, of which one is a second of the timeline."""
@@ -46,10 +111,12 @@ class Scale:
     """From seconds to the x of the picture, the same for all timelines in it."""
 
     seconds: float
+    width: float = WIDTH
+    unit: Unit = "ms"
 
     def __call__(self, seconds: float) -> float:
         """Returns the x of a time."""
-        return LEFT + (WIDTH - LEFT - RIGHT) * seconds / self.seconds
+        return LEFT + (self.width - LEFT - RIGHT) * seconds / self.seconds
 
     def ticks(self) -> list[float]:
         """Returns round times from 0 to the end, eleven at most.
@@ -60,6 +127,10 @@ class Scale:
         decade = 10.0 ** floor(log10(self.seconds / 10))
         step = next(n * decade for n in (1, 2, 5, 10) if n * decade * 10 >= self.seconds)
         return [round(n * step, 12) for n in range(floor(self.seconds / step) + 1)]
+
+    def shown(self, seconds: float) -> float:
+        """Returns a time in the unit of the picture."""
+        return seconds * 1000 if self.unit == "ms" else seconds
 
 
 def timeline_svg(timeline: Timeline, title: str = "") -> str:
@@ -72,7 +143,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
     return timelines_svg({title: timeline})
 
 
-def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms") -> str:
+def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms", width: int = WIDTH) -> str:
     """Draws several steps, by title, one above the other on a common time axis, each with its utilization.
 
     Of a table whose costs are in proportions alone, `unit=""` writes times as they are.
@@ -87,51 +158,46 @@ def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms") -> str:
     """
     if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
         raise ValueError("a picture needs at least one timeline, each longer than 0 seconds")
-    scale = Scale(max(timeline.seconds for timeline in timelines.values()))
-    panels: list[str] = []
-    y = float(PAD)
+    scale = Scale(max(timeline.seconds for timeline in timelines.values()), width, unit)
+    panels, y = list[str](), float(PAD)
     for title, timeline in timelines.items():
-        panels += _panel(title, timeline, scale, unit, y)
+        panels += _panel(title, timeline, scale, y)
         y += _height(timeline) + BETWEEN
     y -= BETWEEN
-    places, note = _legend_places(timelines.values()), _note(timelines.values())
+    legend, bottom = _legend(timelines.values(), width, y + AXIS)
+    said = "; ".join(f"{title}: {_utilization(timeline, scale)}" for title, timeline in timelines.items())
+    size = f'viewBox="0 0 {width} {ceil(bottom)}" width="{width}" height="{ceil(bottom)}"'
+    ticks = (
+        f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">'
+        f"{scale.shown(tick):g}{f' {unit}' if unit and tick == 0 else ''}</text>"
+        for tick in scale.ticks()
+    )
     return "\n".join(
         (
-            *_page(timelines, unit, height=ceil(y + AXIS + LEGEND * (places[-1][2] + 1))),
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(said)}>',
+            f"<style>{STYLE}</style>",
+            f'<rect class="page" width="{width}" height="{ceil(bottom)}" rx="6"/>',
             *panels,
-            *_axis(scale, unit, y),
-            *_legend(places, note, y + AXIS),
+            *ticks,
+            *legend,
             "</svg>\n",
         )
     )
-
-
-def _page(timelines: Mapping[str, Timeline], unit: Unit, height: int) -> Iterator[str]:
-    spoken = "; ".join(f"{title}: {_utilization(timeline, unit)}" for title, timeline in timelines.items())
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(spoken)}>'
-    yield f"<style>{STYLE}</style>"
-    yield f'<rect class="page" width="{WIDTH}" height="{height}" rx="6"/>'
 
 
 def _height(timeline: Timeline) -> int:
     return TITLE + timeline.ranks * (LANE + GAP)
 
 
-def _axis(scale: Scale, unit: Unit, y: float) -> Iterator[str]:
-    for tick in scale.ticks():
-        name = f" {unit}" if unit and tick == 0 else ""
-        yield f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">{_in(tick, unit):g}{name}</text>'
+def _utilization(timeline: Timeline, scale: Scale) -> str:
+    lasts = f"{timeline.seconds * 1000:.0f} ms" if scale.unit == "ms" else f"{timeline.seconds:g}"
+    return f"{lasts}, utilization {1 - timeline.idle_share():.0%}"
 
 
-def _in(seconds: float, unit: Unit) -> float:
-    return seconds * 1000 if unit == "ms" else seconds
-
-
-def _panel(title: str, timeline: Timeline, scale: Scale, unit: Unit, y: float) -> Iterator[str]:
+def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
     """A title, lines through the lanes at round times, and for each rank a lane with its boxes."""
     yield f'<text class="title" x="{PAD}" y="{y + 14:g}">{escape(title)}</text>'
-    yield f'<text class="right" x="{WIDTH - RIGHT}" y="{y + 14:g}">{_utilization(timeline, unit)}</text>'
+    yield f'<text class="right" x="{scale.width - RIGHT:g}" y="{y + 14:g}">{_utilization(timeline, scale)}</text>'
     for tick in scale.ticks():
         yield f'<path class="grid" d="M{scale(tick):.2f} {y + TITLE - GAP:g}V{y + _height(timeline):g}"/>'
     tops = [y + TITLE + rank * (LANE + GAP) for rank in range(timeline.ranks)]
@@ -145,7 +211,7 @@ def _panel(title: str, timeline: Timeline, scale: Scale, unit: Unit, y: float) -
     stages = 1 + max(nth.values(), default=0)
     for span in timeline.spans:
         color = shade(span.action.kind, nth[span.rank, span.action.stage], stages)
-        yield from _box(span, color, scale, unit, tops[span.rank], numbered)
+        yield from _box(span, color, scale, tops[span.rank], numbered)
 
 
 def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
@@ -155,16 +221,16 @@ def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
         if span.action.micro_batch is not None and span.action.kind not in TRANSFERS:
             widths.setdefault(span.action.kind, []).append(scale(span.end) - scale(span.start))
     longest = max((len(str(span.action.micro_batch)) for span in timeline.spans), default=0)
-    return frozenset(kind for kind, all_ in widths.items() if median(all_) >= DIGIT * longest + 2)
+    return frozenset(kind for kind, some in widths.items() if median(some) >= DIGIT * longest + 2)
 
 
-def _box(span: Span, color: str, scale: Scale, unit: Unit, top: float, numbered: frozenset[Kind]) -> Iterator[str]:
+def _box(span: Span, color: str, scale: Scale, top: float, numbered: frozenset[Kind]) -> Iterator[str]:
     kind, micro_batch = span.action.kind, span.action.micro_batch
     x, width = scale(span.start), scale(span.end) - scale(span.start)
     thin = kind in TRANSFERS
     y, height = (top + LANE - LINE, LINE) if thin else (top, BOX)
-    lasts = f"{_in(span.seconds, unit):.2f} {unit}".rstrip()
-    tip = f"{span.action}: {NAMES[kind]}, {lasts} from {_in(span.start, unit):.2f}"
+    lasts = f"{scale.shown(span.seconds):.2f} {scale.unit}".rstrip()
+    tip = f"{span.action}: {NAMES[kind]}, {lasts} from {scale.shown(span.start):.2f}"
     yield (
         f'<rect class="{"line" if thin else "box"}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height}" '
         f'fill="{color}"><title>{escape(tip)}</title></rect>'
@@ -174,50 +240,24 @@ def _box(span: Span, color: str, scale: Scale, unit: Unit, top: float, numbered:
         yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{y + 17:g}">{micro_batch}</text>'
 
 
-def _legend_places(timelines: Collection[Timeline]) -> list[tuple[Kind | None, float, int]]:
-    """Returns the kinds that occur, and None for idle time, each with its x and its line of the legend."""
-    kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
-    room = WIDTH - RIGHT - LETTER * len(_note(timelines))
-    x, line = float(LEFT), 0
-    places: list[tuple[Kind | None, float, int]] = []
-    for kind in [*(kind for kind in Kind if kind in kinds), None]:
-        width = 17 + LETTER * len(_word(kind)) + 22
-        if x + width > room:
-            x, line = float(LEFT), line + 1
-        places.append((kind, x, line))
-        x += width
-    return places
-
-
-def _note(timelines: Iterable[Timeline]) -> str:
-    """What numbers and shades mean, right of the legend."""
+def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[list[str], float]:
+    """A patch and a word for each kind that occurs, what numbers and shades mean, and where the legend ends."""
+    kinds = kinds_in(timelines)
     several = any(nth for timeline in timelines for nth in nth_stages(timeline).values())
-    return "numbers: micro-batch" + ("; lighter: later stage" if several else "")
-
-
-def _word(kind: Kind | None) -> str:
-    return "idle" if kind is None else NAMES[kind]
-
-
-def _legend(places: Iterable[tuple[Kind | None, float, int]], note: str, top: float) -> Iterator[str]:
-    """A patch and a word for each kind, and the note."""
-    for kind, x, line in places:
-        y = top + line * LEGEND
+    note = "numbers: micro-batch" + ("; lighter: later stage" if several else "")
+    room = width - RIGHT - LETTER * len(note)
+    lines, x, y = list[str](), float(LEFT), top
+    for kind in (*kinds, None):
+        word = "idle" if kind is None else NAMES[kind]
+        wide = 17 + LETTER * len(word) + 22
+        if x + wide > room and x > LEFT:
+            x, y = float(LEFT), y + LEGEND
         paint = 'class="idle"' if kind is None else f'fill="{COLORS[kind]}"'
-        yield f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>'
-        yield f'<text x="{x + 17:g}" y="{y + 10:g}">{_word(kind)}</text>'
-    yield f'<text class="right soft" x="{WIDTH - RIGHT}" y="{top + 10:g}">{note}</text>'
-
-
-def _utilization(timeline: Timeline, unit: Unit) -> str:
-    lasts = f"{timeline.seconds * 1000:.0f} ms" if unit == "ms" else f"{timeline.seconds:g}"
-    return f"{lasts}, utilization {1 - timeline.idle_share():.0%}"
-
-
-SHARPNESS = 3
-"""Points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper."""
-PICTURES = (".svg", ".png")
-NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give a path that ends in .svg"
+        lines.append(f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>')
+        lines.append(f'<text x="{x + 17:g}" y="{y + 10:g}">{word}</text>')
+        x += wide
+    lines.append(f'<text class="right soft" x="{width - RIGHT:g}" y="{top + 10:g}">{note}</text>')
+    return lines, y + LEGEND
 
 
 def typical_svg(report: Report) -> str:
@@ -248,14 +288,10 @@ def write_picture(path: Path, svg: str) -> None:
         case ".svg":
             path.write_text(svg, encoding="utf-8")
         case ".png":
-            path.write_bytes(_points(svg))
+            try:
+                from resvg_py import svg_to_bytes
+            except ImportError as error:
+                raise ImportError(NO_RENDERER) from error
+            path.write_bytes(bytes(svg_to_bytes(svg_string=svg, background="white", zoom=SHARPNESS)))
         case other:
             raise ValueError(f"{path} has the suffix {other!r}; a picture has {' or '.join(PICTURES)}")
-
-
-def _points(svg: str) -> bytes:
-    try:
-        from resvg_py import svg_to_bytes
-    except ImportError as error:
-        raise ImportError(NO_RENDERER) from error
-    return bytes(svg_to_bytes(svg_string=svg, background="white", zoom=SHARPNESS))
