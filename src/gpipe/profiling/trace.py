@@ -1,0 +1,1 @@
+"""Moved to `gpipe.profiling.stored`."""
