@@ -72,6 +72,8 @@ def test_seconds_are_those_of_this_machine_if_measured() -> None:
     layers = [nn.Linear(32, 32) for _ in range(3)]
     plan = gpipe.find_plan(layers, torch.ones(4, 32), 2, measure=True, partitions=2, schedule="gpipe")
     assert plan.seconds > 0
+    assert plan.plain_seconds is not None  # on a CPU, beside plain torch with as many cores
+    assert "plain torch with all these cores takes" in plan.explain()
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
 
@@ -84,7 +86,7 @@ def test_a_pipe_foretells_what_its_measured_plan_does() -> None:
     rows: list[int] = []
     layers, sample = [Counted(8, 8) for _ in range(3)], torch.ones(12, 8)
     plan = gpipe.find_plan(layers, sample, 2, measure=True, partitions=2, micro_batches=4, schedule="1f1b")
-    assert set(rows) == {3}  # those of its micro-batches
+    assert set(rows) == {3, 12}  # those of its micro-batches, and all for plain torch
     rows.clear()
     pipe = gpipe.GPipe(layers, plan=plan, sample=sample)
     assert rows == []
@@ -199,4 +201,5 @@ def test_a_rank_holds_as_much_more_than_foretold_as_the_docs_say(schedule: str, 
                 adam.step()
                 adam.zero_grad()
     held = [rank.total for rank in watched.memory().values()]
-    assert max(held) <= times * max(plan.peak_bytes)
+    few_numbers = 4096  # of a run itself: losses, weights of micro-batches
+    assert max(held) <= times * max(plan.peak_bytes) + few_numbers

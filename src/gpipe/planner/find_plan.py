@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.errors import int_remedy, is_count
-from gpipe.planner.measure import as_in_training, memory_of
+from gpipe.planner.measure import as_in_training, measure_seconds, memory_of
 from gpipe.planner.profile import ADAM, profile_layers
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
@@ -184,8 +184,13 @@ def find_plan(
     if measure:
         check_measurable(model, sample)
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
-    layers, names, parts = _read(model, plain(sample), _sizes(rows, batch, micro_batches, measure), blocks, measure)
-    profiled = partial(profile_layers, layers, parts, names, optimizer_numbers=optimizer_numbers)
+    sizes = _sizes(rows, batch, micro_batches, measure)
+    on_cores = measure and isinstance(devices, int) and not torch.cuda.is_available()
+    layers, names, samples = _read(model, plain(sample), {*sizes, rows} if on_cores else sizes, blocks, measure)
+    every_row = samples[rows] if on_cores else None
+    if on_cores and rows not in sizes and len(samples) > 1:
+        del samples[rows]
+    profiled = partial(profile_layers, layers, samples, names, optimizer_numbers=optimizer_numbers)
     choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
         return search(profiled(), here, batch, choices)
@@ -193,7 +198,12 @@ def find_plan(
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
         profile = profiled(measured_on=device, at_once=at_once, parts=_splits(schedule))
-    return search(profile, here, batch, choices)
+    plan = search(profile, here, batch, choices)
+    if not on_cores:
+        return plan
+    with as_in_training(device, at_once * intra_op_threads):
+        took = measure_seconds(layers, every_row, device)
+    return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in took))
 
 
 def _only(settled: T | None) -> tuple[T, ...] | None:

@@ -1,5 +1,6 @@
 """The plan that is found fits, is what the simulator says, and no other is faster."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 from typing import Literal
@@ -217,6 +218,19 @@ def test_of_those_that_a_measurement_cannot_tell_apart_the_fewest_stages_are_tak
     assert counted.seconds < measured.seconds <= ALIKE * counted.seconds
     assert counted.shape in [other.shape for other in measured.alternatives]
     assert "less, with more stages" in measured.explain()
+
+
+def test_a_plan_says_where_costs_are_noise_and_where_plain_torch_is_faster() -> None:
+    layer = LayerProfile("layer", forward=Line(per_row=1e-6), backward=Line(per_row=2e-6))
+    plan = search(Profile((layer,) * 8, "seconds"), [Device()] * 2, 8, Choices([2]))
+    assert "differences between plans are noise here; train without a pipeline" in plan.explain()
+    slow = search(
+        Profile((replace(layer, forward=Line(per_row=1.0)),) * 8, "seconds"), [Device()] * 2, 8, Choices([2])
+    )
+    assert "noise" not in slow.explain()
+    assert "plain torch" not in slow.explain()
+    assert "takes 1 s, measured: it is faster here" in replace(slow, plain_seconds=1.0).explain()
+    assert "takes 1000 s, measured: the plan is faster" in replace(slow, plain_seconds=1e3).explain()
 
 
 @pytest.mark.parametrize("works", [(1.0,) * 4, (0.1, 0.2, 0.3, 0.7)])

@@ -18,6 +18,8 @@ from gpipe.schedule.simulate import Simulation, simulate
 Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
 
 
+NOISE_SECONDS = 1e-4
+"""About what a runtime adds to a micro-batch at a stage; costs below it say little of what a pipeline will take."""
 LEAST_TOLD = 5e-4
 """The least share of a plan's seconds that stands on what it explains."""
 
@@ -58,6 +60,7 @@ class Plan:
         names: Of the layers.
         work: Of the layers, seconds of forward and backward of a micro-batch on the first device.
         measured: Whether seconds were measured; else they follow from the devices' FLOP/s.
+        plain_seconds: Of the same mini-batch in plain torch with all these cores, where that was measured.
         alternatives: The next best, of other shapes.
         rejected: Why all others were not taken.
 
@@ -86,6 +89,7 @@ class Plan:
     names: tuple[str, ...] = field(repr=False)
     work: tuple[float, ...] = field(repr=False)
     measured: bool = False
+    plain_seconds: float | None = None
     alternatives: tuple["Plan", ...] = field(default=(), repr=False)
     rejected: tuple[Rejection, ...] = field(default=(), repr=False)
 
@@ -127,7 +131,7 @@ class Plan:
 
     def explain(self) -> str:
         """Says what is to be done, what it will take, what comes next, and why the others were rejected."""
-        return "\n".join([*self._chosen(), *self._ranks(), *self._others()])
+        return "\n".join([*self._chosen(), *self._doubts(), *self._ranks(), *self._others()])
 
     def _chosen(self) -> Iterator[str]:
         yield f"{self.shape}: {self.seconds:.4g} s for {self.global_batch} rows, {self.rows_per_second:.4g} rows/s"
@@ -137,6 +141,22 @@ class Plan:
             if len(self.devices) > 1
             else f"bubble {self.bubble:.1%}"
         )
+
+    def _doubts(self) -> Iterator[str]:
+        longest = max(cost.forward + cost.backward for cost in self.costs)
+        if self.partitions > 1 and longest < NOISE_SECONDS:
+            yield (
+                f"no stage takes more than {longest * 1e6:.3g} us a micro-batch, and handing it on takes as long: "
+                "differences between plans are noise here; train without a pipeline, or give larger micro-batches"
+            )
+        if self.plain_seconds is not None:
+            is_faster = self.plain_seconds <= self.seconds
+            which = (
+                "it is faster here; a pipeline pays where each rank has a device"
+                if is_faster
+                else "the plan is faster"
+            )
+            yield f"plain torch with all these cores takes {self.plain_seconds:.4g} s, measured: {which}"
 
     def _ranks(self) -> Iterator[str]:
         stages = zip(bounds(self.layers_per_partition), self.remat, strict=True)
