@@ -27,10 +27,10 @@ from gpipe.planner.measure import memory_of
 from gpipe.runtime.engine import Engine
 from gpipe.schedule.cost import StageCost
 from gpipe.stages.buffers import Slot
-from gpipe.stages.digest import digest
 from gpipe.stages.layout import local
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.outline import Outline, outline, realize, release
+from gpipe.stages.recompute_check import digest
 from gpipe.stages.sequence import cut_into_stages
 from gpipe.stages.shared_weights import find_ties, tie
 from gpipe.stages.stage import Layer, Stage

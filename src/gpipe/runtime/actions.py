@@ -13,8 +13,7 @@ from gpipe.runtime.split_backward import backward_input, backward_weight, run_wh
 from gpipe.runtime.steps import Connections, Step
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
-from gpipe.stages.boundary import BoundaryValue, Gradients, cut, enter, failed_node, set_apart
-from gpipe.stages.inplace import SHARED_IN_PLACE
+from gpipe.stages.boundary import SHARED_IN_PLACE, BoundaryValue, Gradients, cut, enter, failed_node, set_apart
 from gpipe.stages.isolation import HOOKED, tensors_left_on
 from gpipe.stages.losses import NO_GRADIENT, call_loss
 from gpipe.stages.messages import Message, ReadyEvent

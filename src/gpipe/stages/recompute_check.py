@@ -1,14 +1,81 @@
-"""Compares a recompute with its forward: the bits that a stage made, and the leaves that its backward would reach."""
+"""Compares a recompute with its forward: the bits that a stage made, and the leaves that its backward would reach.
+
+Bits are compared by digests, so that neither is kept. Of a large tensor a digest holds sums of its 64-bit words, by
+row and by column, in whole numbers: no bit of a word changes without its row, and words do not change places without
+their rows or columns. Small tensors it holds whole.
+"""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
+from gpipe._torch.trees import tree_leaves
 from gpipe.stages.boundary import BoundaryValue, leaves_of
-from gpipe.stages.digest import Digest, differ, digest
-from gpipe.stages.stage import Stage, StageOutput
-from gpipe.stages.tree import tensors_in
+from gpipe.stages.layout import PLAIN
+from gpipe.stages.tree import OPAQUE, Tree, tensors_in
+
+if TYPE_CHECKING:
+    from gpipe.stages.stage import Stage, StageOutput
+
+SMALL = 4096
+"""Bytes up to which a tensor is held whole."""
+COLUMNS = 512
+"""Words in a row."""
+
+
+class Digest(NamedTuple):
+    """A digest of a value: what is known of it at once, and words that its device may still be busy with."""
+
+    known: tuple[object, ...]
+    words: list[Tensor]
+
+
+def digest(values: Sequence[Tree]) -> Digest:
+    """The digest of values.
+
+    >>> one, other = torch.arange(6000.0), torch.arange(6000.0)
+    >>> differ(digest([one]), digest([other])), differ(digest([one]), digest([other.roll(1)]))
+    (False, True)
+    """
+    known: list[object] = []
+    words: list[Tensor] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            known.append((leaf.requires_grad, leaf.dtype, leaf.shape))
+            words += _words(leaf.detach())
+        else:
+            known.append(repr(leaf) if isinstance(leaf, OPAQUE) else type(leaf))
+    return Digest(tuple(known), words)
+
+
+def differ(one: Digest, other: Digest) -> "bool | Tensor":
+    """Whether two digests differ; for tensors on a GPU, a tensor there that will say it: to look would halt it."""
+    if one.known != other.known:
+        return True
+    pairs = list(zip(one.words, other.words, strict=True))
+    if any(not torch.equal(a, b) for a, b in pairs if a.is_cpu):
+        return True
+    doubts = [(a != b).any() for a, b in pairs if not a.is_cpu]
+    return torch.stack(doubts).any() if doubts else False
+
+
+def _words(tensor: Tensor) -> list[Tensor]:
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return []
+    memory = tensor.resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
+    if memory.data_ptr() % 8 and memory.nbytes > SMALL:
+        memory = memory.clone()
+    memory = memory.view(torch.uint8)
+    rows = len(memory) // (8 * COLUMNS)
+    if len(memory) <= SMALL:
+        return [memory.clone()]
+    table = memory[: rows * 8 * COLUMNS].view(torch.int64).view(rows, COLUMNS)
+    return [table.sum(0), table.sum(1), memory[rows * 8 * COLUMNS :].clone()]
+
 
 OTHERWISE = (
     "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
@@ -33,7 +100,7 @@ class Fingerprint(NamedTuple):
     reached: frozenset[int]
 
     @classmethod
-    def of(cls, made: StageOutput, stage: Stage, given: Sequence[BoundaryValue]) -> "Fingerprint":
+    def of(cls, made: "StageOutput", stage: "Stage", given: Sequence[BoundaryValue]) -> "Fingerprint":
         """The fingerprint of what a stage made of what it was given."""
         roots = [tensor for value in made.values for tensor in tensors_in(value)]
         own = stage.parameter_ids() | {id(leaf) for crossing in given for leaf in crossing.leaves}

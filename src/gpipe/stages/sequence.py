@@ -22,7 +22,7 @@ from gpipe.stages.shared_weights import find_shared
 from gpipe.stages.skips import Sequential, find_pops, skip_names
 from gpipe.stages.stage import Layer, Stage, stage_of_layers
 
-BUILDS = "a callable that builds one"
+BUILDS = "a callable without arguments that builds one"
 PIPE = ("gpipe.pipeline", "GPipe")  # by name: it stands on this module
 
 
@@ -37,45 +37,36 @@ def describe_invalid_layer(at: int, layer: object) -> str:
     >>> describe_invalid_layer(1, torch.relu)
     'layer 1 is the function relu; give a module: nn.ReLU()'
     """
-    start = f"layer {at} is "
+    kind = type(layer).__name__
     if isinstance(layer, type):
         needed = ", ".join(_needed(layer) or ["..."])
-        return f"{start}the class {layer.__name__}, which needs {needed}; give one of it: {_written(layer)}"
-    if isinstance(owner := getattr(layer, "__self__", None), nn.Module):
-        return f"{start}a method of a {type(owner).__name__}; give the module itself"
-    if callable(layer):
-        return f"{start}{_function(layer)}"
-    if isinstance(layer, (list, tuple)):
-        return f"{start}a {type(layer).__name__}; join its layers: nn.Sequential(*...), or *... for a layer each"
-    if layer is None:
-        return f"{start}a NoneType; leave it out, or give nn.Identity()"
-    return f"{start}a {type(layer).__name__}; give an nn.Module or {BUILDS}"
+        text = f"the class {layer.__name__}, which needs {needed}; give one of it: {_written(layer)}"
+    elif isinstance(owner := getattr(layer, "__self__", None), nn.Module):
+        text = f"a method of a {type(owner).__name__}; give the module itself"
+    elif callable(layer):
+        text = _describe_function(layer)
+    elif isinstance(layer, (list, tuple)):
+        text = f"a {kind}; join its layers: nn.Sequential(*...), or *... for a layer each"
+    else:
+        text = f"a {kind}; " + ("leave it out" if layer is None else f"give an nn.Module or {BUILDS}")
+    return f"layer {at} is {text}"
 
 
 def _function_of_torch(layer: object) -> str | None:
     """The name of a function of tensors, perhaps with some of its arguments, as torch has it."""
     while isinstance(layer, partial):
         layer = layer.func
-    if not isinstance(layer, type):
-        for home in (functional, torch):
-            for name, found in vars(home).items():
-                if found is layer:
-                    return name
-    return None
+    name = getattr(layer, "__name__", "")
+    return name if any(getattr(home, name, None) is layer for home in (functional, torch)) else None
 
 
-def _function(layer: Callable[..., object]) -> str:
+def _describe_function(layer: Callable[..., object]) -> str:
     name = _function_of_torch(layer) or str(getattr(layer, "__name__", ""))
-    modules = {key.lower(): found for key, found in vars(nn).items() if isinstance(found, type)}
-    module = modules.get(name.replace("_", ""))
-    if module is not None and issubclass(module, nn.Module):
+    module = {key.lower(): found for key, found in vars(nn).items()}.get(name.replace("_", ""))
+    if isinstance(module, type):
         return f"the function {name}; give a module: {_written(module)}"
-    arguments = ", ".join(_needed(layer) or ["..."])
     called = "a function" if name in ("", "<lambda>") else f"the function {name}"
-    return (
-        f"{called} of ({arguments}); give a module whose forward does it, or {BUILDS}, which is called without "
-        f"arguments"
-    )
+    return f"{called} of ({', '.join(_needed(layer) or ['...'])}); give a module whose forward does it, or {BUILDS}"
 
 
 def _written(module: type) -> str:
@@ -89,8 +80,8 @@ def _needed(layer: object) -> list[str] | None:
         parameters = inspect.signature(layer).parameters.values()  # type: ignore[arg-type]  # if it is callable
     except (ValueError, TypeError):
         return None
-    positional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in positional]
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in several]
 
 
 def describe_invalid_sequence(layers: object) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modules import hooks_before_forward, hooks_of
-from gpipe.stages.digest import Digest, differ, digest
+from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.stage import StageRun
 from gpipe.stages.tree import version
 

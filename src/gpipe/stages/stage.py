@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.autograd import next_node_number
-from gpipe.stages.boundary import BoundaryValue, cut, find_ancestors, leaves_of
+from gpipe.stages.boundary import BoundaryValue, InPlaceCheck, Modes, cut, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
-from gpipe.stages.digest import differ, digest
-from gpipe.stages.inplace import InPlaceCheck, Modes
 from gpipe.stages.layout import copy_of, is_sharded, storage_address
+from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.skips import Pop, Stashed, alias, unpack_stashes
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in, version

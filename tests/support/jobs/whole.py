@@ -60,7 +60,7 @@ def ignored(rank: int, world: int) -> Json:
     pipe = gpipe.GPipe(plain(), world, 2, seed=SEED, driver="process")
     x, y = data()
     for _ in range(2):
-        pipe.step(x, y - 100 * (y == 0), lambda output, target: F.cross_entropy(output, target))
+        pipe.step(x, y - 100 * (y == 0), lambda output, target: -output.log_softmax(1)[target >= 0].mean())
     return [finding for finding in pipe.findings if "-100" in finding]
 
 

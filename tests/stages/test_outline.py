@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from gpipe.stages.remote_parameter import RemoteParameter, RemoteTensor, stand_in
+from gpipe.stages.outline import RemoteParameter, stand_in
 
 TOLD = re.escape("this parameter is held by another process (layer 3); ")
 
@@ -112,11 +112,13 @@ def test_it_can_be_frozen_copied_and_moved() -> None:
     copied = copy.deepcopy(weight)
     assert (type(copied), copied.layer) == (RemoteParameter, 3)
     assert copied.requires_grad
-    for value in (weight.detach(), copy.deepcopy(weight.detach()), weight.contiguous()):
-        assert (type(value), value.is_meta) == (RemoteTensor, True)
-        with pytest.raises(RuntimeError, match=r"layer 3.*gpipe\.save_weights"):
-            value.cpu()
-    for plain in (weight.data, torch.empty_like(weight), weight.clone(), weight.to(torch.float16)):
+    for plain in (
+        weight.data,
+        weight.detach(),
+        torch.empty_like(weight),
+        weight.clone(),
+        weight.to(torch.float16),
+    ):
         assert type(plain) is Tensor
         assert plain.is_meta
     with torch.no_grad():
