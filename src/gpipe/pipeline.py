@@ -46,7 +46,7 @@ from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction
-from gpipe.stages.boundary import BoundaryValue, cut
+from gpipe.stages.boundary import BoundaryValue, detach_boundary
 from gpipe.stages.loss_calls import call_watched_loss
 from gpipe.stages.losses import own_loss
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
@@ -407,7 +407,7 @@ class GPipe(Partitioned):
             return []
         rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
         run.rows, run.ready_made = tuple(rows), isinstance(inputs, MicroBatches)
-        cuts = [cut(value) for value in self._choose_path(run, values, for_output=True)]
+        cuts = [detach_boundary(value) for value in self._choose_path(run, values, for_output=True)]
         run.inputs = [crossing for crossing, _ in cuts]
         return [roots for _, roots in cuts]
 

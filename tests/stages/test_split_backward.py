@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe.runtime.split_backward import PendingWeights, backward_input, backward_weight
-from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Gradients, enter, run_backward
+from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Gradients, attach_boundary, run_backward
 from tests.support.plain_loop import one_thread, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's
@@ -327,7 +327,7 @@ class Run:
     def of(cls, case: Case, network: nn.Module, x: Tensor, seed: int) -> "Run":
         leaf = x.detach().requires_grad_(case.wants)
         crossing = BoundaryValue(leaf, [leaf] if case.wants else [])
-        entered = enter(crossing)
+        entered = attach_boundary(crossing)
         with case.around():
             y = network(case.before(entered.value))  # type: ignore[arg-type]  # one tensor
         draw = torch.Generator().manual_seed(seed)
@@ -569,7 +569,7 @@ def test_what_is_changed_before_it_is_multiplied_is_told(changed: str) -> None:
 def test_leaves_of_the_boundary_never_wait() -> None:
     weight, x = torch.randn(6, 3), torch.randn(5, 6)
     leaf = weight.requires_grad_()
-    entered = enter(BoundaryValue(leaf, [leaf]))
+    entered = attach_boundary(BoundaryValue(leaf, [leaf]))
     deferred = backward_input([x @ entered.value], [torch.ones(5, 3)], [leaf])  # type: ignore[operator]  # a tensor
     assert not deferred.products
     assert isinstance(entered.gradients[0], Tensor)

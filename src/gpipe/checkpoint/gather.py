@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gpipe._torch.intra_op import intra_op_threads
 from gpipe.checkpoint.manifest import Encoder
 from gpipe.checkpoint.tensors import why_not_storable
-from gpipe.stages.layout import whole
+from gpipe.stages.layout import full_tensor
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -41,7 +41,7 @@ class Part:
         tensors = self.files.setdefault(file, {})
         while name in tensors:
             name += "'"
-        tensors[name] = whole(tensor.detach())
+        tensors[name] = full_tensor(tensor.detach())
         return name
 
 

@@ -20,7 +20,7 @@ from gpipe.checkpoint.manifest import LARGEST, CheckpointError
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.checkpoint.tensors import Shelf, encoded, why_not_storable
 from gpipe.distributed.agree import FirstError, agree, communicator_of
-from gpipe.stages.layout import whole
+from gpipe.stages.layout import full_tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -212,7 +212,7 @@ def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
         if wrong:
             mistakes.append(f"- {name} {wrong}")
         else:
-            tensors[there] = whole(value)
+            tensors[there] = full_tensor(value)
     if mistakes:
         raise ValueError("nothing was saved:\n" + "\n".join(mistakes))
     return tensors

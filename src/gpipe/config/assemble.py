@@ -101,7 +101,7 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
         settings.micro_batches,
         settings.schedule,
         settings.remat,
-        whole=settings.whole,
+        unsplit=settings.unsplit,
         traced=settings.replayed,
         tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
@@ -158,12 +158,12 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     if not position.rank:
         each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
         costs, measured = list(settings.costs), settings.in_seconds
-        whole = sorted(settings.whole)
-        agree(rendezvous, {"costs": costs, "stages": each, "in_seconds": measured, "whole": whole})
+        unsplit = sorted(settings.unsplit)
+        agree(rendezvous, {"costs": costs, "stages": each, "in_seconds": measured, "unsplit": unsplit})
     else:
         stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
         settings = replace(
-            settings, stage_costs=stages, in_seconds=told["in_seconds"], whole=frozenset(told["whole"])
+            settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=frozenset(told["unsplit"])
         )
     rendezvous.phase = BUILDING
     settings = _with_own_layers(settings, position, sketch, asked.ties)

@@ -30,7 +30,7 @@ class Settings:
     stage_costs: tuple[StageCost, ...] | None  # measured, or as the plan has them; None: told by the partition alone
     in_seconds: bool  # they were measured
     stage_bytes: tuple[StageCost, ...] | None  # what stages hold, where that was counted
-    whole: frozenset[int]  # the stages whose backwards are not split
+    unsplit: frozenset[int]  # the stages whose backwards are not split
     micro_batches: int
     remat: tuple[Remat, ...]
     devices: tuple[torch.device, ...]
@@ -88,7 +88,7 @@ def settle(
         stage_costs=weighed.seconds,
         in_seconds=weighed.in_seconds,
         stage_bytes=weighed.bytes,
-        whole=weighed.whole,
+        unsplit=weighed.unsplit,
         micro_batches=asked.micro_batches,
         remat=weighed.remat,
         devices=checked.devices,

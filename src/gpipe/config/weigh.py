@@ -37,7 +37,7 @@ class Weighed:
         in_seconds: Whether that was measured.
         bytes: What each stage holds, where that was counted, by a plan or for `remat="auto"`.
         remat: What each stage recomputes.
-        whole: The stages whose backwards are not split.
+        unsplit: The stages whose backwards are not split.
     """
 
     partition: Partition
@@ -45,7 +45,7 @@ class Weighed:
     in_seconds: bool
     bytes: tuple[StageCost, ...] | None
     remat: tuple[Remat, ...]
-    whole: frozenset[int]
+    unsplit: frozenset[int]
 
 
 def weigh(checked: Checked, replayed: TracedModel | None) -> Weighed:
@@ -69,7 +69,7 @@ def weigh(checked: Checked, replayed: TracedModel | None) -> Weighed:
         in_seconds=asked.in_seconds or has_measured(asked),
         bytes=held,
         remat=remat,
-        whole=_find_whole(checked.layers, cuts, place_recompute(program, remat), seconds),
+        unsplit=_find_unsplit(checked.layers, cuts, place_recompute(program, remat), seconds),
     )
 
 
@@ -117,7 +117,7 @@ def _to_weigh(schedule: Schedule, placement: Placement, micro_batches: int) -> P
     return _bare(schedule, placement, micro_batches if schedule.rows(placement, some) is None else some)
 
 
-def _find_whole(
+def _find_unsplit(
     layers: Mapping[str, nn.Module], cuts: Partition, program: Program, costs: Sequence[StageCost] | None
 ) -> frozenset[int]:
     """The stages whose backwards are not split: it would not pay, where that was measured, or nothing can wait."""

@@ -10,7 +10,7 @@ from gpipe.distributed.processes import OneProcess
 from gpipe.errors import innermost_code
 from gpipe.runtime.context import Request
 from gpipe.runtime.engine import Engine
-from gpipe.stages.layout import local, whole
+from gpipe.stages.layout import full_tensor, local
 
 NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
 
@@ -28,7 +28,7 @@ def clip_grad_norm_(
     The norms of parameters are put together in the order of the layers, or of `parameter_names`, on one device.
     """
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-    norms = [whole(torch.linalg.vector_norm(gradient, norm_type)).to(device) for _, gradient in named]
+    norms = [full_tensor(torch.linalg.vector_norm(gradient, norm_type)).to(device) for _, gradient in named]
     norms = _gathered(processes, [name for name, _ in named], norms, parameter_names)
     if not norms:
         return torch.zeros(())

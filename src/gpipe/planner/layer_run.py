@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpipe.stages.boundary import Gradients, cut, run_backward
+from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
 from gpipe.stages.buffers import untouched
 from gpipe.stages.layout import copy_of
 from gpipe.stages.rng import rng_scope
@@ -107,8 +107,8 @@ class LayerRun:
         """Runs the layer for the first time."""
         with self.rng_scope():
             output = self.forward(self.given())
-        stashed = {name: cut(tensor)[0].stashed for name, tensor in output[1].items()}
-        self._output = cut(output[0])[0].value, stashed
+        stashed = {name: detach_boundary(tensor)[0].stashed for name, tensor in output[1].items()}
+        self._output = detach_boundary(output[0])[0].value, stashed
         backward_of(output)()
 
     def output(self) -> LayerOutput:

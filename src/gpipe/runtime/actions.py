@@ -13,7 +13,15 @@ from gpipe.runtime.split_backward import backward_input, backward_weight, run_wh
 from gpipe.runtime.steps import Connections, Step
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
-from gpipe.stages.boundary import SHARED_IN_PLACE, BoundaryValue, Gradients, cut, enter, failed_node, set_apart
+from gpipe.stages.boundary import (
+    SHARED_IN_PLACE,
+    BoundaryValue,
+    Gradients,
+    attach_boundary,
+    detach_boundary,
+    failed_node,
+    set_apart,
+)
 from gpipe.stages.isolation import HOOKED, tensors_left_on
 from gpipe.stages.losses import NO_GRADIENT, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
@@ -69,7 +77,7 @@ def forward(run: Run, rank: Rank, step: Step) -> None:
         own.buffers.after(before)
         saved.snapshot = before
     if ends.outs:
-        crossings, saved.roots = own.cut(made.values)
+        crossings, saved.roots = own.detach_boundary(made.values)
         send(run, rank, step, crossings)
     else:
         if run.loss_fn is None:
@@ -99,7 +107,11 @@ def recompute(run: Run, rank: Rank, step: Step) -> None:
     if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it
         rank.doubts.append(differs)
     saved.snapshot = None
-    saved.roots = [cut(value)[1] for value in made.values] if ends.outs else [_last_roots(run, rank, saved, made, m)]
+    saved.roots = (
+        [detach_boundary(value)[1] for value in made.values]
+        if ends.outs
+        else [_last_roots(run, rank, saved, made, m)]
+    )
 
 
 def backward(run: Run, rank: Rank, step: Step) -> None:
@@ -197,7 +209,7 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
     saved.progress = run.context.new_progress()  # of this time, not of the one before
     for crossing in saved.given:
         crossing.check(stage)
-    entered = [enter(crossing) for crossing in saved.given]
+    entered = [attach_boundary(crossing) for crossing in saved.given]
     saved.gradients = [one.gradients for one in entered]
     arrived = {name: one.stashed for name, one in zip(ends.skips_in, entered, strict=False)}
     for_loss = () if ends.outs else run.loss_pops

@@ -55,7 +55,7 @@ class Engine:
         micro_batches: M, of each replica.
         schedule: In which order ranks do what they do.
         remat: Of each stage.
-        whole: The stages whose backwards are never split.
+        unsplit: The stages whose backwards are never split.
         traced: The paths of the model, if the stages are parts of one that is traced.
         tied: Parameters that are one though the modules do not show it.
         threaded: Whether each rank has a thread.
@@ -73,7 +73,7 @@ class Engine:
         schedule: Schedule,
         remat: Sequence[Remat],
         *,
-        whole: Collection[int] = (),
+        unsplit: Collection[int] = (),
         traced: Routes | None = None,
         tied: Tied = (),
         threaded: bool,
@@ -88,7 +88,7 @@ class Engine:
         self.micro_batches = micro_batches
         self.schedule = schedule
         self.remat = tuple(remat)
-        self.whole = frozenset(whole)
+        self.unsplit = frozenset(unsplit)
         self.traced = traced
         self.threaded = threaded
         self.intra_op_threads = intra_op_threads
@@ -161,7 +161,7 @@ class Engine:
         )
         skips = self._skip_routes(wanted.loss_pops, wanted.path)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips)
-        program = join_backwards(program, self.whole)
+        program = join_backwards(program, self.unsplit)
         program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))
         if self.deferred_batch_norm:
             program = place_commits(program, range(len(self.stages)))

@@ -80,7 +80,7 @@ class BoundaryValue:
         return None if self.value is None else self.tensor
 
 
-def cut(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
+def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
     """Detaches a value from its graph: what to send, and the tensors of the graph that its leaves stand for.
 
     A tensor that appears twice stays one tensor, so that the gradients of its uses are summed in the same order as
@@ -136,7 +136,7 @@ def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Entered:
+class BoundaryInput:
     """A value as one run of a stage is given it, the aliases of its leaves, and where their gradients will be."""
 
     value: Tree
@@ -154,7 +154,7 @@ class Entered:
         return {at for at, alias in enumerate(self.aliases) if alias.retains_grad or has_gradient_hooks(alias)}
 
 
-def enter(crossing: BoundaryValue) -> Entered:
+def attach_boundary(crossing: BoundaryValue) -> BoundaryInput:
     """Gives a value that crossed a boundary to one run of a stage.
 
     Each leaf has an alias with a node of its own: for the layers it is a tensor that others made, the hooks that they
@@ -163,10 +163,10 @@ def enter(crossing: BoundaryValue) -> Entered:
     """
     gradients: Gradients = [None] * len(crossing.leaves)
     if not gradients:
-        return Entered(crossing.value, [], gradients)
+        return BoundaryInput(crossing.value, [], gradients)
     aliases = {id(leaf): _alias(leaf, gradients, at) for at, leaf in enumerate(crossing.leaves)}
     value = replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor))
-    return Entered(value, list(aliases.values()), gradients)
+    return BoundaryInput(value, list(aliases.values()), gradients)
 
 
 def _alias(leaf: Tensor, gradients: Gradients, at: int) -> Tensor:

@@ -124,11 +124,11 @@ def _without_repeats(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it.
 
     >>> import torch
-    >>> whole(torch.ones(2))
+    >>> full_tensor(torch.ones(2))
     tensor([1., 1.])
     """
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

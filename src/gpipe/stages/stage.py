@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.autograd import next_node_number
-from gpipe.stages.boundary import BoundaryValue, InPlaceCheck, Modes, cut, find_ancestors, leaves_of
+from gpipe.stages.boundary import BoundaryValue, InPlaceCheck, Modes, detach_boundary, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.layout import copy_of, is_sharded, storage_address
 from gpipe.stages.recompute_check import differ, digest
@@ -252,13 +252,13 @@ class StageRun:
         self.buffers = Buffers([layer.module for layer in stage.layers])
         self._ancestors: dict[int, set[int]] = {}
 
-    def cut(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
+    def detach_boundary(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
         """Cuts what leaves the stage from its graph: what to send, and the tensors whose gradients come back.
 
         Buffers leave as copies, since a later forward may write them. What crosses is told which of its leaves others
         were made from that cross too, as in the first micro-batch of the run, and whether it shares memory with them.
         """
-        found = [cut(value) for value in values]
+        found = [detach_boundary(value) for value in values]
         crossings, roots = [crossing for crossing, _ in found], [some for _, some in found]
         flat = [root for some in roots for root in some]
         if len(flat) not in self._ancestors:
