@@ -53,8 +53,9 @@ from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
 from gpipe.stages.tree import Tree
-from gpipe.tracing.layers_of import ModelLayers, plain
+from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
+from gpipe.tracing.runs import plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

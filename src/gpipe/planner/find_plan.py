@@ -25,7 +25,8 @@ from gpipe.schedule.schedules.by_name import program_of
 from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch
 from gpipe.stages.sequence import Maker, build, build_layers, name_layers
 from gpipe.stages.tree import Tree, tensors_in
-from gpipe.tracing.layers_of import plain, read_model, why_not_layers
+from gpipe.tracing.layers_of import read_model, why_not_layers
+from gpipe.tracing.runs import plain
 
 DEVICES = "give gpipe.Device objects, or how many of this machine, at least 1"
 

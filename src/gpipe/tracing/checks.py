@@ -298,14 +298,14 @@ class SharedMemory:
         """Notes that an operation changed a tensor in place."""
         self._changed.append((op, value_id))
 
-    def refuse_parted(self, path: Trace) -> None:
-        """Refuses such changes, once the whole path is known."""
-        last_use = dict.fromkeys(path.results, len(path.ops))
-        for at, op in enumerate(path.ops):
+    def refuse_parted(self, trace: Trace) -> None:
+        """Refuses such changes, once the whole trace is known."""
+        last_use = dict.fromkeys(trace.results, len(trace.ops))
+        for at, op in enumerate(trace.ops):
             for value_id in op.uses:
                 last_use[value_id] = max(at, last_use.get(value_id, -1))
         for at, changed in self._changed:
-            layer, memory = path.layer_of(at), self._address[changed]
+            layer, memory = trace.layer_of(at), self._address[changed]
             for value_id, other in self._address.items():
                 shares = (
                     value_id != changed
@@ -313,8 +313,8 @@ class SharedMemory:
                     and other == memory
                     and value_id.op < at < last_use.get(value_id, -1)
                 )
-                if shares and min(path.layer_of(value_id.op), path.layer_of(changed.op)) < layer:
-                    raise CannotSplitError(PARTLY_CHANGED.format(name=path.ops[at].name))
+                if shares and min(trace.layer_of(value_id.op), trace.layer_of(changed.op)) < layer:
+                    raise CannotSplitError(PARTLY_CHANGED.format(name=trace.ops[at].name))
 
 
 REACHES = (

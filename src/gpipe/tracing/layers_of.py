@@ -3,7 +3,6 @@
 Tells a model from a sequence of layers, and records it.
 """
 
-from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from gpipe._torch.modes import is_compiled
-from gpipe.stages.microbatch import MicroBatches
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
@@ -182,13 +180,6 @@ def is_model(given: object) -> bool:
         return True
     own = (nn.Sequential.forward, Sequential.forward)
     return isinstance(given, nn.Module) and type(given).forward not in own and not isinstance(given, LISTS)
-
-
-def plain(value: Tree) -> Tree:
-    """A mapping of a class that torch's trees do not know, such as what a tokenizer gives, as a dict."""
-    if isinstance(value, MicroBatches):
-        return MicroBatches([plain(part) for part in value])
-    return dict(value) if isinstance(value, UserDict) else value
 
 
 def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> TracedModel | None:

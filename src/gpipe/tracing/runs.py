@@ -5,6 +5,7 @@ How a value that a pipe is given becomes the arguments of a model's forward.
 
 import enum
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import untouched
 from gpipe.stages.layout import copy_of
+from gpipe.stages.microbatch import MicroBatches
 from gpipe.stages.tree import Tree, replace_tensors, version
 from gpipe.tracing.values import CannotSplitError, is_carried
 
@@ -108,6 +110,13 @@ ON_SAMPLE = (
     "while the {model} was traced, whole and in layers: on the sample, or on the first mini-batch of another kind; "
     "give what model(...) takes: a dict for keywords, anything else for its one argument"
 )
+
+
+def plain(value: Tree) -> Tree:
+    """A mapping of a class that torch's trees do not know, such as what a tokenizer gives, as a dict."""
+    if isinstance(value, MicroBatches):
+        return MicroBatches([plain(part) for part in value])
+    return dict(value) if isinstance(value, UserDict) else value
 
 
 class ForwardArguments(NamedTuple):

@@ -5,9 +5,11 @@ Layers of a model that run one by one, everything that lives handed on: to measu
 Has a model draw random numbers as a pipe of it does: the reference, entered by forward hooks.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from gpipe.tracing.interpreter import StageInterpreter
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import Parts, ShallowCopy
 from gpipe.tracing.trace import Trace
-from gpipe.tracing.values import Leaves, ValueId, describe, is_carried, read, written
+from gpipe.tracing.values import Leaves, ValueId, describe, is_carried
 
 
 def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
@@ -32,7 +34,7 @@ def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
     return {
         "path": number,
         "inputs": [None if is_carried(leaf) else leaf for leaf in leaves],
-        "log": written([describe(leaves)]),
+        "log": json.dumps([describe(leaves)]),
         "live": [leaf for leaf in leaves if is_carried(leaf)],
     }
 
@@ -139,7 +141,7 @@ class TracedStage(Stage):
         crossings = self._crossings[number]
         values = dict(zip(crossings.enters, value["live"], strict=True))
         values |= {value_id: arrived[route] for route, value_id in crossings.arrives.items()}
-        log = read(value["log"])
+        log = json.loads(value["log"])
         interpreter = StageInterpreter(
             self._copy_of_model(), trace, self.layers, values, log, crossings.wanted, self.device, rng_key, progress
         )
@@ -148,7 +150,7 @@ class TracedStage(Stage):
             return output
         held |= {name: Stashed.of(interpreter.made.get(value_id)) for name, value_id in crossings.departs.items()}
         live = [interpreter.made.get(value_id) for value_id in crossings.leaves]
-        return {"path": number, "inputs": value["inputs"], "log": written(log), "live": live}
+        return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
 
     def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
         """None: an interpreter does all layers at once."""
@@ -184,47 +186,24 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
 
     A layer ends where a block returns; the first also where the first block is called.
     """
-    layers = _LayerScopes(key)
     first_is_block = trace.ops[0].name in parts.blocks
-    calls = 0
+    entered = count()
+    calls = count()
+
+    def enter_next() -> None:
+        scope.close()
+        scope.enter_context(rng_scope(key.seed, key.step, next(entered), key.micro_batch))
 
     def before(module: nn.Module, args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 1 and not first_is_block:
-            layers.next()
+        if not next(calls) and not first_is_block:
+            enter_next()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        layers.next()
+        enter_next()
 
-    blocks = [parts.model.get_submodule(name) for name in parts.blocks]
-    hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(before), b.register_forward_hook(after))]
-    layers.enter()
-    try:
+    with ExitStack() as hooks, ExitStack() as scope:
+        for block in map(parts.model.get_submodule, parts.blocks):
+            hooks.callback(block.register_forward_pre_hook(before).remove)
+            hooks.callback(block.register_forward_hook(after).remove)
+        enter_next()
         yield
-    finally:
-        layers.leave()
-        for hook in hooks:
-            hook.remove()
-
-
-class _LayerScopes:
-    """The scopes of the layers, one after another."""
-
-    def __init__(self, key: RngKey) -> None:
-        self._key, self._index = key, 0
-
-    def enter(self) -> None:
-        """Enters the scope of the layer."""
-        self._rng_scope = rng_scope(self._key.seed, self._key.step, self._index, self._key.micro_batch)
-        self._rng_scope.__enter__()
-
-    def leave(self) -> None:
-        """Leaves it."""
-        self._rng_scope.__exit__(None, None, None)
-
-    def next(self) -> None:
-        """Goes on to the next layer."""
-        self.leave()
-        self._index += 1
-        self.enter()

@@ -1,4 +1,4 @@
-"""Traces the trace that a model's forward takes: it runs once, whole, and every operation is written down.
+"""Traces a model's forward: it runs once, whole, and every operation is written down.
 
 Traces a forward: it runs once, whole, and its path, its losses and what it leaves behind are noted.
 """

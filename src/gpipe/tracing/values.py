@@ -1,6 +1,5 @@
 """The values of a forward: their names, what holds them, and what stands for those that are not there."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
@@ -274,14 +273,3 @@ def _placeholder(
     value_id: ValueId, dtype: str, shape: tuple[int, ...], device: torch.device, wants_gradient: bool
 ) -> Placeholder:
     return Placeholder.like(shape, DTYPES[dtype], device, wants_gradient=wants_gradient)
-
-
-def written(log: Sequence[Sequence[Any]]) -> str:
-    """The log as text."""
-    return json.dumps(log, separators=(",", ":"))
-
-
-def read(text: str) -> list[list[Any]]:
-    """The log of a text."""
-    found: list[list[Any]] = json.loads(text)
-    return found
