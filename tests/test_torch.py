@@ -41,7 +41,7 @@ from gpipe._torch import dispatcher as fakes
 from gpipe._torch import dispatcher as operations
 from gpipe._torch import modes as casts
 from gpipe._torch.checkpoint import CheckpointFrame
-from gpipe._torch.intra_op import intra_op_threads
+from gpipe._torch.modes import intra_op_threads
 
 SOURCE = Path(gpipe.__file__).parent
 PRIVATE = SOURCE / "_torch"

@@ -1,6 +1,7 @@
 """Nets: every program runs, however little may be under way, and what is not wanted does no harm."""
 
 import random
+import select
 import threading
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from gpipe.stages.messages import Label
 from tests.support.endpoints import (
     BIG,
     KINDS,
+    LIMIT,
     endpoints,
     label_of,
     receive,
@@ -165,7 +167,9 @@ def test_room_that_comes_just_before_the_wait_is_seen(
             monkeypatch.undo()
             for number in sent:
                 receive(second, 0, number, BIG)
-            time.sleep(0.1)  # until the thread that writes has said so
+            link = first.links[1]
+            handles = [link.fileno(), link.control.connection.fileno()]
+            assert select.select(handles, [], [], LIMIT)[0]  # it can be heard that all left
             wait(*given, **how)
             ended.set()
 

@@ -5,7 +5,7 @@ import os
 import select
 import socket
 import threading
-import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -122,15 +122,22 @@ def test_a_rank_that_says_why_and_ends_is_heard(kind: type[Connection]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_may_end_before_the_news_say_why(kind: type[Connection], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between hosts each takes its own way."""
+    """Between hosts each takes its own way: the report comes when the receiver has looked for it in vain."""
     with endpoints(2, kind) as (first, second):
+        looked, check = threading.Event(), first.detector.check
+
+        def look(needed: Collection[int]) -> list[int]:
+            gone = check(needed)
+            looked.set()
+            return gone
 
         def ends() -> None:
             wait_until(lambda: waits(first))
             second.links[0]._stream.shutdown(socket.SHUT_RDWR)
-            time.sleep(0.1)
+            assert looked.wait(LIMIT)
             second.fail(ValueError("why"))
 
+        monkeypatch.setattr(first.detector, "check", look)
         monkeypatch.setattr("gpipe.distributed.failures.REPORT_SECONDS", LIMIT)
         raised, _ = together(lambda: receive(first, 1, 0), ends)
         assert isinstance(raised, RemoteError)

@@ -1,4 +1,4 @@
-"""What is set in a thread beside grad mode and autocast, and whether a compiler is at work in it.
+"""What is set in a thread beside grad mode and autocast, how many CPU threads it uses, and if a compiler is there.
 
 Keeps rank threads apart in autocast's cache of casts, of which torch has one for all threads.
 
@@ -59,6 +59,22 @@ def paused(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         torch.overrides._push_mode(mode)
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Lets an operation use so many CPU threads inside.
+
+    >>> with intra_op_threads(1):
+    ...     torch.get_num_threads()
+    1
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.intra_op import intra_op_threads
+from gpipe._torch.modes import intra_op_threads
 from gpipe.checkpoint.manifest import Encoder
 from gpipe.checkpoint.tensors import why_not_storable
 from gpipe.stages.layout import full_tensor

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from gpipe._torch.intra_op import intra_op_threads
+from gpipe._torch.modes import intra_op_threads
 from gpipe.planner.layer_run import LayerRun, backward_of, measure_each, roots_of, warmed_up
 from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.schedule.cost import LayerSeconds

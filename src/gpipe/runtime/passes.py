@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 
-from gpipe._torch.intra_op import intra_op_threads
-from gpipe._torch.modes import casts_apart
+from gpipe._torch.modes import casts_apart, intra_op_threads
 from gpipe.runtime.loop import lockstep, run_rank
 from gpipe.runtime.run import Run
 from gpipe.runtime.steps import CompiledRows
