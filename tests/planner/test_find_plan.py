@@ -77,7 +77,7 @@ def test_seconds_are_those_of_this_machine_if_measured() -> None:
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
 
-def test_a_pipe_foretells_what_its_measured_plan_does() -> None:
+def test_a_pipe_predicts_what_its_measured_plan_does() -> None:
     class Counted(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             rows.append(len(input))
@@ -189,7 +189,7 @@ def test_what_is_on_the_meta_device_is_not_measured() -> None:
     ("schedule", "memory", "times"),
     [("gpipe", 2e7, 1.0), ("1f1b", 4e6, 1.0), ("zb_h1", 4.3e6, 1.25), ("interleaved", 3.2e6, 1.17)],
 )
-def test_a_rank_holds_as_much_more_than_foretold_as_the_docs_say(schedule: str, memory: float, times: float) -> None:
+def test_a_rank_holds_as_much_more_than_predicted_as_the_docs_say(schedule: str, memory: float, times: float) -> None:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
     x, devices = torch.randn(8192, 64), [gpipe.Device(memory, 1e9)] * 2
     plan = gpipe.find_plan(layers, x, devices, micro_batches=8, schedule=schedule, partitions=2)

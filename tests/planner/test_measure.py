@@ -212,7 +212,7 @@ def test_what_disturbs_now_one_layer_and_now_another_is_part_of_their_sum() -> N
     assert measure._typical(rounds) == [LayerSeconds(2, 0), LayerSeconds(2, 4)]  # 4 and 8 in a round, by medians 4
 
 
-def test_a_measured_pipe_foretells_its_schedule_by_forward_and_backward(clock: Clock) -> None:
+def test_a_measured_pipe_predicts_its_schedule_by_forward_and_backward(clock: Clock) -> None:
     layers = [Ticking(clock, seconds) for seconds in (1, 2, 3)]
     for schedule, remat in (("1f1b", "always"), ("gpipe", "except_last"), ("gpipe", "never")):
         pipe = gpipe.GPipe(layers, [1, 1, 1], 4, sample=SAMPLE, schedule=schedule, remat=remat)
@@ -370,7 +370,7 @@ def test_an_array_of_costs_is_refused_with_the_reason() -> None:
         gpipe.GPipe([nn.Identity(), nn.ReLU()], 2, 1, costs=torch.ones(2))  # type: ignore[arg-type]  # that is the point
 
 
-def test_the_plan_foretells_the_step() -> None:
+def test_the_plan_predicts_the_step() -> None:
     layers = [nn.Identity() for _ in range(4)]
     pipe = gpipe.GPipe(layers, 2, 4, costs=[3, 3, 3, 3], remat="never")  # forward 2 a stage, backward 4
     assert pipe.prediction.partition.layers == pipe.layers_per_partition

@@ -1,4 +1,4 @@
-"""What a plan foretells from the costs of layers alone."""
+"""What a plan predicts from the costs of layers alone."""
 
 import pytest
 from hypothesis import given as for_all
@@ -41,7 +41,7 @@ def test_a_recompute_hides_in_the_bubble() -> None:
     assert plan.bubble < bubble(4, 8)
 
 
-def test_bytes_are_foretold_where_they_were_counted() -> None:
+def test_bytes_are_predicted_where_they_were_counted() -> None:
     held = [StageCost(1.0, 2.0, boundary=2, inside=3, state=10)] * 2
     assert predict(given([2, 1], [1, 1, 1]), table(2, 4), held=held).peak_bytes == (10 + 4 * 5,) * 2
     assert predict(given([2, 1], [1, 1, 1]), table(2, 4)).peak_bytes is None

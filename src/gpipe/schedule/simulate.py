@@ -313,7 +313,7 @@ def _split(program: Program) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a pipeline will do, and what is foretold of one mini-batch by the costs of its layers.
+    """What a pipeline will do, and what is predicted of one mini-batch from the costs of its layers.
 
     Attributes:
         partition: The layers of each stage, and what they cost.

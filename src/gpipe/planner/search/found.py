@@ -42,7 +42,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a network is to be trained, and what is foretold of that; `gpipe.GPipe(model, plan=plan)` does it.
+    """How a network is to be trained, and what is predicted of that; `gpipe.GPipe(model, plan=plan)` does it.
 
     Attributes:
         partitions: K, how many ranks there are.
