@@ -317,10 +317,10 @@ def test_a_tie_that_another_stage_would_wait_for_in_vain_is_a_deadlock() -> None
     assert place_ties(program.only({Kind.FORWARD, Kind.BACKWARD}), [0, 1]).rows[0][-1] == parse_action("0TIE")
 
 
-def joined(text: str, rank_of: Sequence[int], whole: Sequence[int] = ()) -> list[str]:
+def joined(text: str, rank_of: Sequence[int], unsplit: Sequence[int] = ()) -> list[str]:
     rows = [list(map(parse_action, line.split())) for line in text.splitlines()]
     micro_batches = 1 + max(action.micro_batch or 0 for row in rows for action in row)
-    program = join_backwards(Program.of(rows, micro_batches, rank_of=rank_of), whole)
+    program = join_backwards(Program.of(rows, micro_batches, rank_of=rank_of), unsplit)
     check(program)
     return [" ".join(map(str, row)) for row in program.rows]
 
@@ -328,12 +328,12 @@ def joined(text: str, rank_of: Sequence[int], whole: Sequence[int] = ()) -> list
 def test_backwards_are_joined_where_nobody_waits_between_their_parts() -> None:
     text = "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1W0 1F1 1I1 1W1"
     assert joined(text, (0, 1)) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
-    assert joined(text, (0, 1), whole=[1]) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    assert joined(text, (0, 1), unsplit=[1]) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
 
 
 def test_backwards_whose_parts_stand_apart_are_joined_where_asked() -> None:
     assert joined("0F0 0F1 0I0 0I1 0W0 0W1", (0,)) == ["0F0 0F1 0I0 0I1 0W0 0W1"]
-    assert joined("0F0 0F1 0I0 0I1 0W0 0W1", (0,), whole=[0]) == ["0F0 0F1 0B0 0B1"]
+    assert joined("0F0 0F1 0I0 0I1 0W0 0W1", (0,), unsplit=[0]) == ["0F0 0F1 0B0 0B1"]
 
 
 def test_what_stays_on_a_rank_keeps_nobody_waiting() -> None:

@@ -16,7 +16,7 @@ from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.fitting import fitting_remat
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
-from gpipe.schedule.lower import Remat, place_recompute, stages_left_whole
+from gpipe.schedule.lower import Remat, place_recompute, unsplit_stages
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
@@ -122,7 +122,7 @@ def _find_unsplit(
 ) -> frozenset[int]:
     """The stages whose backwards are not split: it would not pay, where that was measured, or nothing can wait."""
     if costs is not None and all(cost.weight_share is not None for cost in costs):
-        return stages_left_whole(program, costs)
+        return unsplit_stages(program, costs)
     trains = [any(p.requires_grad for p in layer.parameters()) for layer in layers.values()]
     return frozenset(stage for stage, (first, end) in enumerate(cuts.bounds) if not any(trains[first:end]))
 

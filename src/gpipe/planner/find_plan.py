@@ -121,10 +121,10 @@ def check_measurable(model: Any, sample: Tree) -> None:
 
 
 T = TypeVar("T")
-ROWS, SHARES = (2, 4), (16, 4)
+COUNTED_ROWS, MEASURED_SHARES = (2, 4), (16, 4)
 """Rows of the micro-batches that are counted, if the sample has so many, and from which all others are told. Where
 seconds are measured and M is not settled, they are these shares of the sample, if those have more rows."""
-CPU_FLOPS, GPU_FLOPS = 5e10, 5e13
+CPU_FLOPS_PER_SECOND, GPU_FLOPS_PER_SECOND = 5e10, 5e13
 """What a CPU core and an accelerator here are taken to do in a second; whoever knows better gives `Device`s."""
 
 
@@ -229,10 +229,10 @@ def _splits(schedule: str | None) -> bool:
 def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> set[int]:
     """The rows of the micro-batches that are run: where seconds are measured about as many as there will be."""
     if not measure:
-        return set(ROWS)
+        return set(COUNTED_ROWS)
     if micro_batches is not None:
         return {batch // micro_batches}
-    return {max(least, rows // share) for least, share in zip(ROWS, SHARES, strict=True)}
+    return {max(least, rows // share) for least, share in zip(COUNTED_ROWS, MEASURED_SHARES, strict=True)}
 
 
 def _read(
@@ -267,11 +267,11 @@ def _devices_here(count: int) -> list[Device]:
     """So many devices of this machine."""
     there = torch.cuda.device_count()
     if not there:
-        return [Device(memory_of(torch.device("cpu")) / count, CPU_FLOPS, name="cpu")] * count
+        return [Device(memory_of(torch.device("cpu")) / count, CPU_FLOPS_PER_SECOND, name="cpu")] * count
     return [_accelerator(rank % there, len(range(rank % there, count, there))) for rank in range(count)]
 
 
 def _accelerator(index: int, ranks: int) -> Device:
     """One of this machine's, as far as it is there for each of the ranks that share it."""
     device = torch.device("cuda", index)
-    return Device(memory_of(device) / ranks, GPU_FLOPS / ranks, name=torch.cuda.get_device_name(device))
+    return Device(memory_of(device) / ranks, GPU_FLOPS_PER_SECOND / ranks, name=torch.cuda.get_device_name(device))

@@ -23,7 +23,7 @@ from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.layout import moved
 from gpipe.stages.tree import Tree, replace_tensors
 
-FEWEST, MOST, PATIENCE = 2, 15, 0.1
+FEWEST_ROUNDS, MOST_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
 """Rounds in which all layers are timed, behind one that warms up, and seconds for each layer after which no more are
 begun."""
 
@@ -79,7 +79,7 @@ class _Rounds:
 
     def __init__(self, groups: Sequence[Sequence[LayerRun]], once: Callable[[LayerRun], LayerSeconds]) -> None:
         self.groups, self.once = groups, once
-        self.found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST) for _ in groups]
+        self.found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST_ROUNDS) for _ in groups]
         self.enough = [False] * len(groups)
         self.stopped = threading.Event()
         self.failures: list[BaseException] = []
@@ -111,13 +111,13 @@ class _Rounds:
 
     def go(self, at: int) -> deque[list[LayerSeconds]]:
         """Times one group until all have been timed often enough: a round that ends later was not in company."""
-        found, end = self.found[at], time.perf_counter() + PATIENCE * len(self.groups[at])
+        found, end = self.found[at], time.perf_counter() + PATIENCE_SECONDS * len(self.groups[at])
         while not self.stopped.is_set():
             one = [self._timed(run) for run in self.groups[at]]
             if not self.stopped.is_set():
                 found.append(one)
             late = time.perf_counter() >= end
-            self.enough[at] = len(found) >= (FEWEST if late else MOST)
+            self.enough[at] = len(found) >= (FEWEST_ROUNDS if late else MOST_ROUNDS)
             if all(self.enough):
                 self.stopped.set()
         return found

@@ -179,14 +179,14 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
 _BEFORE_REDUCE = frozenset({*BACKWARDS, Kind.BACKWARD_WEIGHT, Kind.TIE})
 
 
-def join_backwards(program: Program, whole: Collection[int] = ()) -> Program:
-    """Makes one B of I and W at the stages that are to have it whole, and where nobody waits between the two.
+def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
+    """Makes one B of I and W at the stages that are not to have it split, and where nobody waits between the two.
 
     These are an I and its W that stand together, if what I gives goes to no other rank: it would be sent later.
 
     Args:
         program: Bare rows.
-        whole: The stages whose backwards are not to be split.
+        unsplit: The stages whose backwards are not to be split.
 
     >>> from gpipe.schedule.action import parse_action
     >>> row = [parse_action(text) for text in "0F0 0F1 0I0 0W0 0I1 0W1".split()]
@@ -202,10 +202,10 @@ def join_backwards(program: Program, whole: Collection[int] = ()) -> Program:
 
     def joined(row: Row) -> Iterator[Action]:
         for action in row:
-            whole_here = action.stage in whole or replace(action, kind=Kind.BACKWARD_INPUT) in pairs
-            if whole_here and action.kind is Kind.BACKWARD_INPUT:
+            is_joined = action.stage in unsplit or replace(action, kind=Kind.BACKWARD_INPUT) in pairs
+            if is_joined and action.kind is Kind.BACKWARD_INPUT:
                 yield replace(action, kind=Kind.BACKWARD)
-            elif not (whole_here and action.kind is Kind.BACKWARD_WEIGHT):
+            elif not (is_joined and action.kind is Kind.BACKWARD_WEIGHT):
                 yield action
 
     return program.with_rows(map(joined, program.rows))
@@ -239,37 +239,37 @@ def _is_ahead(action: Action) -> bool:
     return action.kind in {Kind.FORWARD, Kind.COMMIT}
 
 
-def stages_left_whole(program: Program, costs: Costs) -> frozenset[int]:
-    """The stages whose backwards had better not be split, by what they cost whole and in parts.
+def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
+    """The stages whose backwards had better not be split, by what they cost unsplit and in parts.
 
-    The program has no transfers. Stage after stage is left whole if the mini-batch then ends no later, from either
+    The program has no transfers. Stage after stage is left unsplit if the mini-batch then ends no later, from either
     end.
 
     >>> from gpipe.schedule.cost import StageCost
     >>> from gpipe.schedule.schedules import SCHEDULES
     >>> program = Program.of(SCHEDULES["zb_h1"].rows((0, 1), 8), micro_batches=8)
-    >>> sorted(stages_left_whole(program, [StageCost(1.0, 2.0, 1.05, 1.0)] * 2))
+    >>> sorted(unsplit_stages(program, [StageCost(1.0, 2.0, 1.05, 1.0)] * 2))
     [0]
-    >>> sorted(stages_left_whole(program, [StageCost(1.0, 2.0, 2.0, 2.0)] * 2))
+    >>> sorted(unsplit_stages(program, [StageCost(1.0, 2.0, 2.0, 2.0)] * 2))
     [0, 1]
     """
     stages = range(program.stages)
     return min(
-        (_left_whole(program, costs, order) for order in (stages, stages[::-1])),
-        key=lambda whole: _seconds(program, costs, whole),
+        (_unsplit(program, costs, order) for order in (stages, stages[::-1])),
+        key=lambda unsplit: _seconds(program, costs, unsplit),
     )
 
 
-def _left_whole(program: Program, costs: Costs, order: range) -> frozenset[int]:
-    whole: frozenset[int] = frozenset()
-    best = _seconds(program, costs, whole)
+def _unsplit(program: Program, costs: Costs, order: range) -> frozenset[int]:
+    unsplit: frozenset[int] = frozenset()
+    best = _seconds(program, costs, unsplit)
     for stage in order:
-        seconds = _seconds(program, costs, whole | {stage})
+        seconds = _seconds(program, costs, unsplit | {stage})
         if seconds <= best:
-            whole, best = whole | {stage}, seconds
+            unsplit, best = unsplit | {stage}, seconds
     everything = frozenset(order)
-    return everything if _seconds(program, costs, everything) <= best else whole
+    return everything if _seconds(program, costs, everything) <= best else unsplit
 
 
-def _seconds(program: Program, costs: Costs, whole: frozenset[int]) -> float:
-    return simulate(join_backwards(program, whole), costs).timeline.seconds
+def _seconds(program: Program, costs: Costs, unsplit: frozenset[int]) -> float:
+    return simulate(join_backwards(program, unsplit), costs).timeline.seconds

@@ -13,7 +13,7 @@ from gpipe.planner.search.cutting import Trial, every_cut
 from gpipe.planner.search.device import PRESETS, Device
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile, bounds
-from gpipe.planner.search.search import ALIKE, ROUNDING, search
+from gpipe.planner.search.search import ALIKE_FACTOR, ROUNDING_FACTOR, search
 from gpipe.planner.search.shapes import Choices, Shape, least_seconds, likely_seconds
 from gpipe.schedule.lower import place_recompute, place_transfers
 from gpipe.schedule.simulate import Simulator, simulate
@@ -69,9 +69,9 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices
         assert each.peak_bytes == simulation.peak_bytes
         assert all(peak <= device.memory for peak, device in zip(each.peak_bytes, each.devices, strict=True))
         assert each.seconds == pytest.approx(simulation.timeline.seconds)
-        assert each.communication <= each.seconds * ROUNDING
+        assert each.communication <= each.seconds * ROUNDING_FACTOR
         assert each.bubble == pytest.approx(simulation.timeline.idle_share())
-        assert each.seconds * ROUNDING >= plan.seconds
+        assert each.seconds * ROUNDING_FACTOR >= plan.seconds
         assert sum(each.layers_per_partition) == len(profile.layers)
     shapes = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
     assert sorted(map(str, shapes)) == sorted(
@@ -215,7 +215,7 @@ def test_of_those_that_a_measurement_cannot_tell_apart_the_fewest_stages_are_tak
     counted, measured = (search(Profile((layer,) * 16, unit), devices, 32, some) for unit in ("flops", "seconds"))
     assert counted.stages_per_rank > 1  # a smaller bubble, on paper
     assert measured.stages_per_rank == 1
-    assert counted.seconds < measured.seconds <= ALIKE * counted.seconds
+    assert counted.seconds < measured.seconds <= ALIKE_FACTOR * counted.seconds
     assert counted.shape in [other.shape for other in measured.alternatives]
     assert "less, with more stages" in measured.explain()
 
@@ -260,7 +260,7 @@ def test_of_alike_shapes_the_one_of_fewest_stages_is_taken() -> None:
 def test_more_devices_make_no_plan_slower(layers: int) -> None:
     profile = Profile((LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0)),) * layers)
     seconds = [search(profile, [Device(flops=1.0)] * many, 8, Choices(None, [4])).seconds for many in (8, 9, 16, 20)]
-    assert all(more <= fewer * ROUNDING for fewer, more in pairwise(seconds))
+    assert all(more <= fewer * ROUNDING_FACTOR for fewer, more in pairwise(seconds))
     most = max(shape.partitions for shape in Choices().shapes(1000, 8, layers))
     assert most == layers  # stages of no layers are none
 

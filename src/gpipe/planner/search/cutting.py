@@ -110,9 +110,9 @@ class Trial:
         return Settled(layers, costs, *self.fitting.fastest(costs))
 
 
-EVERY_CUT = 256
+MOST_CUTS_TRIED = 256
 """Up to so many cuts all are tried; beyond, the most even, and neighbours of the best."""
-MOST_STEPS = 300_000
+MOST_TIMED_ACTIONS = 300_000
 """Actions that are timed, at most, on the way from neighbour to neighbour."""
 
 Cuts: TypeAlias = tuple[int, ...]
@@ -149,7 +149,7 @@ class Cutter:
 
     def climb(self) -> None:
         """Goes on to neighbours of the best cuts, one layer moved at a time, while that pays."""
-        left = 0 if self.few else MOST_STEPS // len(self.trial.program.actions)
+        left = 0 if self.few else MOST_TIMED_ACTIONS // len(self.trial.program.actions)
         better = True
         while better and isinstance(self.best, Settled):
             tried = list(islice(_neighbours(self.best.layers), left))
@@ -197,7 +197,7 @@ def are_few(layers: int, stages: int) -> bool:
     >>> are_few(10, 4), are_few(100, 4)
     (True, False)
     """
-    return comb(layers - 1, stages - 1) <= EVERY_CUT
+    return comb(layers - 1, stages - 1) <= MOST_CUTS_TRIED
 
 
 def every_cut(layers: int, stages: int) -> Iterator[Cuts]:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 GIB = 2**30
-ATTAINED = 0.4
+ATTAINED_SHARE = 0.4
 """The share of its printed peak that a device is taken to attain in training, where a preset says no better."""
 
 
@@ -68,7 +68,7 @@ def bytes_text(number: float) -> str:
 
 
 def _preset(name: str, gibibytes: float, teraflops: float, gigabytes: float) -> Device:
-    return Device(gibibytes * GIB, ATTAINED * teraflops * 1e12, gigabytes * 1e9, name)
+    return Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name)
 
 
 PRESETS = {
@@ -87,7 +87,7 @@ PRESETS = {
         _preset("h200", 141, 989, 450),
     )
 }
-"""Devices by name: memory of one, `ATTAINED` of the peak of its matrix units, and its link one way."""
+"""Devices by name: memory of one, `ATTAINED_SHARE` of the peak of its matrix units, and its link one way."""
 
 
 def parse_devices(text: str) -> list[Device]:

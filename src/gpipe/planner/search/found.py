@@ -20,7 +20,7 @@ Reason = Literal["slower", "too big", "more stages than layers", "no table of th
 
 NOISE_SECONDS = 1e-4
 """About what a runtime adds to a micro-batch at a stage; costs below it say little of what a pipeline will take."""
-LEAST_TOLD = 5e-4
+LEAST_SHARE_TOLD = 5e-4
 """The least share of a plan's seconds that stands on what it explains."""
 
 
@@ -175,7 +175,7 @@ class Plan:
 
 
 def _longer(part: float) -> str:
-    return f"{-part:.1%} less, with more stages" if part <= -LEAST_TOLD else f"{max(part, 0):.1%} longer"
+    return f"{-part:.1%} less, with more stages" if part <= -LEAST_SHARE_TOLD else f"{max(part, 0):.1%} longer"
 
 
 def _span(names: Sequence[str], first: int, end: int) -> str:

@@ -23,9 +23,9 @@ ANYTHING = Choices()
 micro_batches = attrgetter("micro_batches")
 MOST_ACTIONS = 40_000
 """In all tables that fit and have many cuts."""
-ALIKE = 1.05
+ALIKE_FACTOR = 1.05
 """How much longer may take, where seconds are measured, what is taken for as fast."""
-ROUNDING = 1 + 1e-9
+ROUNDING_FACTOR = 1 + 1e-9
 """Likewise where they are counted: sums of the same seconds in another order."""
 
 
@@ -156,7 +156,7 @@ class _Search:
         if not self.fitting:
             raise ValueError(self._why_nothing())
         measured = self.profile.unit == "seconds"
-        self._prefer_fewer_stages(ALIKE if measured else ROUNDING)
+        self._prefer_fewer_stages(ALIKE_FACTOR if measured else ROUNDING_FACTOR)
         first, *others = (
             _plan(settled, cutter.trial, self.global_batch, measured=measured) for settled, cutter in self.fitting
         )

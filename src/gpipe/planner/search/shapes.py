@@ -14,11 +14,11 @@ from gpipe.schedule.simulate import figures
 
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
 """How many stages a rank is given, where a schedule leaves it open; of so many ranks and of one, only its default."""
-ALONE = ("gpipe", "1f1b")
+SCHEDULES_OF_ONE_RANK = ("gpipe", "1f1b")
 """The schedules of one rank, where none is settled: all forwards first, or with less memory one after the other."""
-EVERY_K = 16
+MOST_RANKS_TRIED = 16
 """Up to so many ranks every number is tried; beyond, those of `_rank_counts`."""
-ENOUGH = 32
+ENOUGH_MICRO_BATCHES_PER_RANK = 32
 """Micro-batches for each rank, beyond which at most 3 % of the time is still to be had: 1/33 idle with fill-drain."""
 FEW_RANKS = 4
 """On which the share of idle time is about that on more."""
@@ -101,8 +101,8 @@ class Choices:
         With `beyond` those of more micro-batches than are enough, for which only memory may ask.
         """
         for partitions in self.partitions or _rank_counts(min(devices, layers)):
-            for m in self._micro_batches(global_batch, ENOUGH * partitions, beyond=beyond):
-                for name in self.schedules or (SCHEDULES if partitions > 1 else ALONE):
+            for m in self._micro_batches(global_batch, ENOUGH_MICRO_BATCHES_PER_RANK * partitions, beyond=beyond):
+                for name in self.schedules or (SCHEDULES if partitions > 1 else SCHEDULES_OF_ONE_RANK):
                     every = 1 < partitions < MANY_RANKS
                     for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
                         if SCHEDULES[name].placement(partitions, each) and (each == 1 or name != "gpipe"):
@@ -116,13 +116,13 @@ class Choices:
 
 
 def _rank_counts(most: int) -> list[int]:
-    """Every number of ranks up to `EVERY_K`, powers of two, and the most that there can be and halves of it.
+    """Every number of ranks up to `MOST_RANKS_TRIED`, powers of two, and the most that there can be and halves of it.
 
     >>> _rank_counts(100)
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 25, 32, 50, 64, 100]
     """
     beyond = {number for times in range(most.bit_length()) for number in (1 << times, most >> times)}
-    return sorted({*range(1, min(EVERY_K, most) + 1), *beyond})
+    return sorted({*range(1, min(MOST_RANKS_TRIED, most) + 1), *beyond})
 
 
 def _divisors(number: int, enough: int) -> tuple[list[int], list[int]]:
