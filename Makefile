@@ -23,7 +23,7 @@ test-processors: $(VENV)/.ready  ## Same bits under processors of both makers, b
 	$(PYTHON) -m tests.processors
 
 soak: $(VENV)/.ready  ## All cases of all tests, then thousands of drawn networks beside a second loop: about an hour.
-	$(TESTS) --tier whole
+	$(TESTS) --tier whole -m "families or not families"
 	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out tests/soak/results/soak
 
 families: $(VENV)/.ready  ## Train every family of transformers through pipes, and write the table: about 15 minutes.

@@ -111,7 +111,6 @@ COMPILES = """
 """
 
 
-@pytest.mark.slow
 def test_a_pipe_loads_no_compiler_and_runs_as_it_is_in_a_compiled_function() -> None:
     """One interpreter for all of it: loading torch and its compiler takes seconds."""
     assert run_python(COMPILES).splitlines() == ["loads nothing", "the same bits", "traces none"]

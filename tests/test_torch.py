@@ -731,7 +731,6 @@ IN_COMPILED_CODE = """
 
 
 @pytest.mark.parametrize("eval_frame", ["as it is", "renamed"])
-@pytest.mark.slow
 def test_a_kernel_is_left_alone_by_compiled_code(eval_frame: str) -> None:
     with relied_on("untraced_kernel", "has random operations keyed in compiled code"):
         source = textwrap.dedent(IN_COMPILED_CODE)

@@ -87,7 +87,6 @@ def test_an_error_in_the_background_is_logged_and_raised_once_at_the_next_call(
     assert gpipe.load(tmp_path, pipe).step_number == 3
 
 
-@pytest.mark.slow
 def test_a_script_that_ends_lets_the_checkpoint_be_written(tmp_path: Path) -> None:
     source = """
         import sys, time, torch, gpipe

@@ -18,8 +18,6 @@ from tests.support.checkpointed import trained
 from tests.support.killed import CASES, OPERATIONS
 from tests.support.processes.fork_server import ROOT
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(case: str, tmp_path: Path) -> None:

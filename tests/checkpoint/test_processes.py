@@ -9,7 +9,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.checkpointed import M, X, Y, build_tied, differences, make, remembered, train, trained
-
-pytestmark = pytest.mark.slow
 
 LIMIT = 170  # seconds
 

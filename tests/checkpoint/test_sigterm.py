@@ -34,7 +34,6 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.slow
 def test_the_first_sigterm_saves_and_the_second_quits(times: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), str(times)]
     done = subprocess.run(command, timeout=170)

@@ -153,7 +153,6 @@ AS_NOBODY = """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-@pytest.mark.slow
 def test_a_folder_that_one_may_not_write_is_told() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as base:  # pytest's own is closed to others, further up
         tmp_path, there = Path(base), Path(base) / "there"

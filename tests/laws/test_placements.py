@@ -20,7 +20,6 @@ placements = st.sampled_from(sorted(PLACEMENTS))
 
 @settings(LAW, max_examples=60)
 @given(st.randoms(use_true_random=False), placements, st.integers(1, 3), st.integers(2, 3))
-@pytest.mark.slow
 def test_any_placement_gives_the_bits_of_the_plain_loop(draw: Random, name: str, ranks: int, each: int) -> None:
     task = generate_task(draw)
     way = generate_way(draw, task.model, ranks * each)

@@ -47,7 +47,6 @@ def added(found: Tensor) -> Tensor:
     return sum(others, start=first)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "how", [{}, {"schedule": "1f1b", "remat": "never"}, {"schedule": "zb_h1", "remat": "except_last"}]
 )

@@ -24,8 +24,6 @@ from tests.support.mixed_tasks import Way, check, generate_task, generate_way, r
 from tests.support.outcomes import differences
 from tests.support.plain_loop import copied
 
-pytestmark = pytest.mark.slow
-
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 draws = st.randoms(use_true_random=True)
 

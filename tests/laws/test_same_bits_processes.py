@@ -98,7 +98,6 @@ def test_models_run_in_any_way(world: int, various: list[Digests], pool: WorkerP
         assert not ranks or not wrong(ranks, plain), f"seed {seed}"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", STORIES)
 def test_one_script_gives_the_same_bits_however_many_processes_run_it(

@@ -32,7 +32,6 @@ each_driver = pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @each_schedule
 @settings(LAW, max_examples=12)
 @given(st.randoms(use_true_random=False), st.integers(1, 3))
-@pytest.mark.slow
 def test_any_schedule_gives_the_bits_of_the_plain_loop(name: str, draw: Random, ranks: int) -> None:
     task = generate_task(draw)
     task = replace(task, micro_batches=max(task.micro_batches, 2 * ranks if name == "dualpipe_v" else 1))

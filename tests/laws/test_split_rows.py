@@ -91,7 +91,6 @@ def test_backwards_in_two_parts_give_the_bits_of_the_plain_loop(name: str, drive
 
 @settings(LAW, max_examples=40)
 @given(st.randoms(use_true_random=False), st.sampled_from(sorted(SPLITS)), st.integers(1, 3), st.integers(1, 2))
-@pytest.mark.slow
 def test_any_model_gives_the_bits_of_the_plain_loop(draw: Random, name: str, ranks: int, each: int) -> None:
     task = generate_task(draw)
     way = generate_way(draw, task.model, ranks * each)

@@ -246,7 +246,6 @@ def test_compiled_layers_give_the_bits_of_the_plain_loop_over_them(
     check_compiled(lambda: compiled_network(compile_layer, backend, dropout), WAYS)
 
 
-@pytest.mark.slow
 @looks_at_grad
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

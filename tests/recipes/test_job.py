@@ -19,7 +19,6 @@ from gpipe.recipes.world import World
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
 
 
-@pytest.mark.slow
 def test_every_number_of_partitions_prints_the_same_losses(tmp_path: Path) -> None:
     options = replace(OPTIONS, epochs=2)
     texts = [train(replace(options, partitions=k, out=tmp_path / str(k)))[1] for k in (1, 2, 3)]
@@ -58,7 +57,6 @@ def test_a_log_has_no_control_characters_and_a_terminal_shows_the_time_left(tmp_
     assert "left" in terminal
 
 
-@pytest.mark.slow
 def test_the_seed_decides_and_torchs_own_randomness_does_not(tmp_path: Path) -> None:
     texts = []
     for seed, ambient in ((0, 1), (0, 2), (1, 1)):
@@ -95,7 +93,6 @@ def test_the_plain_loop_is_timed_on_layers_of_its_own(bf16: bool) -> None:
     assert (torch.get_num_threads(), torch.equal(torch.get_rng_state(), state)) == (threads, True)
 
 
-@pytest.mark.slow
 def test_a_plan_that_was_measured_prints_the_losses_of_the_paper(tmp_path: Path) -> None:
     paper = train(replace(OPTIONS, paper=True, out=tmp_path / "paper"))[1]
     planned = prepare(DigitsRecipe(replace(OPTIONS, plan="auto", out=tmp_path / "auto").settled()))

@@ -129,7 +129,6 @@ def settled(grown: tuple[int, float]) -> bool:
     return objects < 20 and size < KEPT / 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the size of the process from /proc")
 @pytest.mark.parametrize(("remat", "driver"), [("always", "threads"), ("never", "lockstep")])
 @pytest.mark.parametrize("way", WAYS)
@@ -146,7 +145,6 @@ def test_200_mini_batches_leave_memory_flat(way: Callable[[gpipe.GPipe], None], 
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize("way", [*WAYS, fail])
-@pytest.mark.slow
 def test_nothing_is_left_behind(way: Callable[[gpipe.GPipe], None], driver: str) -> None:
     with network(driver=driver) as pipe, no_collector() as made:
         way(pipe)
@@ -156,7 +154,6 @@ def test_nothing_is_left_behind(way: Callable[[gpipe.GPipe], None], driver: str)
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize(("remat", "kept"), [("never", 3 * M), ("except_last", 3), ("always", 0)])
-@pytest.mark.slow
 def test_a_forward_keeps_what_its_backward_needs_until_its_output_is_dropped(
     remat: str, kept: int, driver: str
 ) -> None:

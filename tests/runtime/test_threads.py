@@ -60,7 +60,6 @@ def _leaves_no_thread_behind() -> Iterator[None]:
     others.clear()
 
 
-@pytest.mark.slow
 def test_a_hundred_dropped_pipes_leave_no_thread_behind() -> None:
     for _ in range(100):
         make().step(X, Y, squares)

@@ -34,7 +34,7 @@ class Tier(NamedTuple):
 
 TIERS = {
     "quick": Tier(0.15, 0.15),
-    "test": Tier(1.5, 15.0),
+    "test": Tier(1.2, 15.0),
     "ci": Tier(3.0, math.inf),
     "whole": Tier(math.inf, math.inf),
 }

@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.jobs import too_big as jobs
 from tests.support.plain_loop import weights_of
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
-pytestmark = pytest.mark.slow
 WORLD = 4
 
 

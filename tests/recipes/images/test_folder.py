@@ -46,7 +46,6 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return out, trained(folder, out)
 
 
-@pytest.mark.slow
 def test_neither_workers_nor_partitions_change_bits(
     folder: Path, run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -127,7 +126,7 @@ def test_more_classes_than_can_be_read_have_no_table() -> None:
     assert text == "26 held-out images, each as a whole:\ntop-1 100.00%, top-5 100.00%"
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_an_image_that_turns_out_damaged_in_training_is_named(
     workers: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

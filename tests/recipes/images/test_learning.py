@@ -87,7 +87,7 @@ def test_weights_and_losses_are_those_of_a_loop_by_hand(one: tuple[str, Path]) -
     assert not same(left, network.state_dict())
 
 
-@pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [2, 3])
 def test_another_number_of_partitions_gives_the_same_bits(k: int, one: tuple[str, Path], tmp_path: Path) -> None:
     text = train(replace(STEPS, partitions=k, out=tmp_path))[1]
     assert shown(text) == shown(one[0])

@@ -116,7 +116,6 @@ def test_multiplications_of_a_forward(build: Build, filters: int, image: int, bi
     assert round(counter.get_total_flops() / 2e9, 3) == billions
 
 
-@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("filters", [32, 34])  # of 34, the second reduction has 17: an odd number to share out
 def test_every_parameter_learns(build: Build, filters: int) -> None:
@@ -153,7 +152,6 @@ def test_a_factorized_reduction_sees_every_pixel() -> None:
         assert torch.equal(seen, rows[:, None] == rows[None, :])
 
 
-@pytest.mark.slow
 def test_auxiliary_logits_come_in_training_only() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(*amoebanet_d(3, 16, 10, aux_head=True, image_size=96))
@@ -185,7 +183,6 @@ def test_too_small_an_image_for_the_auxiliary_head_is_refused() -> None:
             amoebanet_d(3, 16, aux_head=True, image_size=66)
 
 
-@pytest.mark.slow
 def test_a_small_network_learns() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(*amoebanet_d(3, 16, 10, dropout=0.0))
