@@ -22,7 +22,7 @@ from gpipe.tracing.layers_of import ModelLayers, layers_of
 from gpipe.tracing.values import CannotSplitError
 from tests.families.batches import IGNORED, batch
 from tests.families.family import Family, build
-from tests.support.plain_loop import one_thread, same_bits
+from tests.support.plain_loop import accumulated, one_thread, same_bits
 
 MICRO_BATCHES, CUTS, SEED = 4, (1, 2, 4), 7
 NEAR = 2e-6  # of what several layers use: the parts of a gradient are added up in another order
@@ -168,13 +168,16 @@ def reference(family: Family, model: nn.Module, given: Batch, micro_batches: int
     before = time.perf_counter()
     layers = layers_of(model, parts_of(sample_of(family))[0])
     recording = time.perf_counter() - before
-    total = torch.zeros(())
-    for m, (part, share) in enumerate(zip(parts, weighing.shares, strict=True)):
+
+    def loss_of_part(m: int, part: Batch) -> Tensor:
         with layers.rng_scope(SEED, 0, m):  # what is drawn at random is that of a pipe
-            loss = model(**part, **weighing.told).loss
-        loss.backward(torch.full_like(loss, share))
-        total = total + loss.detach().reshape(()) * share
-    return Reference(state_of(model, total), shared_names(model, layers), weighing, len(layers), recording)
+            loss: Tensor = model(**part, **weighing.told).loss
+            return loss
+
+    total = accumulated((loss_of_part(m, part) for m, part in enumerate(parts)), weighing.shares)
+    return Reference(
+        state_of(model, total.reshape(())), shared_names(model, layers), weighing, len(layers), recording
+    )
 
 
 def state_of(model: nn.Module, loss: Tensor) -> Trained:

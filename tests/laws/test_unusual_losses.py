@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import assert_same_bits, one_thread, plain_loop, same_bits
+from tests.support.plain_loop import accumulated, assert_same_bits, one_thread, plain_loop, same_bits
 from tests.support.two_steps import CUTS, DRIVERS, REMAT, M, X, Y, check, network
 
 
@@ -70,13 +70,15 @@ def test_a_loss_pops_what_a_layer_stashed(remat: str, driver: str, cut: list[int
         loss = pipe.step(X, Y, Balanced())
         with torch.no_grad():
             checked = pipe.step(X, Y, Balanced())
-    total = torch.zeros(())
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        value, held = reference[1](reference[0](x))
+        made: Tensor = Balanced()(reference[3](reference[2](value)), y, **held)
+        return made
+
+    parts = [*zip(X.tensor_split(M), Y.tensor_split(M), strict=True)]
     with one_thread():
-        for m, (x, y) in enumerate(zip(X.tensor_split(M), Y.tensor_split(M), strict=True)):
-            value, held = reference[1](reference[0](x))
-            part = Balanced()(reference[3](reference[2](value)), y, **held)
-            part.backward(torch.full_like(part, len(x) / len(X)))
-            total = total + part.detach() * (len(x) / len(X)) if m else part.detach() * (len(x) / len(X))
+        total = accumulated((loss_of(x, y) for x, y in parts), [len(x) / len(X) for x, _ in parts])
     assert same_bits(loss, total)
     assert same_bits(checked, total)
     assert_same_bits(pipe, reference)

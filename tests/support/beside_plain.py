@@ -12,7 +12,7 @@ import gpipe
 from gpipe.stages.losses import own_loss
 from gpipe.tracing.model import TracedModel
 from gpipe.tracing.runs import arguments
-from tests.support.plain_loop import Tree, one_thread, parts_of, same_bits, weights_of
+from tests.support.plain_loop import Tree, accumulated, one_thread, parts_of, same_bits, weights_of
 
 SEED = 11
 M = 4
@@ -71,24 +71,22 @@ class Case:
 def train_plainly(
     case: Case, model: nn.Module, inputs: Tree, targets: Tree, *, micro_batches: int = M, step: int = 0
 ) -> Tensor:
-    """What everybody writes: forward, loss and backward of each micro-batch in turn, of the model as it is."""
+    """The plain loop over the model as it is."""
     replayed = TracedModel(
         model, unwrapped(parts_of(case.inputs(5) if case.sample is None else case.sample, M)[0]), case.blocks
     )
     parts = parts_of(inputs, micro_batches)
     wanted = [None] * len(parts) if targets is None else parts_of(targets, micro_batches)
     rows = [count_rows(part) for part in parts]
-    losses = []
-    for m, (part, target) in enumerate(zip(parts, wanted, strict=True)):
+
+    def loss_of(m: int, part: Tree, target: Tree) -> Tensor:
         given = arguments(model, unwrapped(part))
         with replayed.rng_scope(SEED, step, m):
             output = model(*given.args, **given.kwargs)
-        losses.append(own_loss(output) if case.loss_fn is None else case.loss_fn(output, target))
-        if torch.is_grad_enabled():
-            losses[-1].backward(torch.full_like(losses[-1], rows[m] / sum(rows)))
-    total = sum(loss.detach() * (count / sum(rows)) for loss, count in zip(losses, rows, strict=True))
-    assert isinstance(total, Tensor)
-    return total
+        return own_loss(output) if case.loss_fn is None else case.loss_fn(output, target)
+
+    pairs = enumerate(zip(parts, wanted, strict=True))
+    return accumulated((loss_of(m, *pair) for m, pair in pairs), [count / sum(rows) for count in rows])
 
 
 def unwrapped(part: Tree) -> Tree:

@@ -58,6 +58,18 @@ def run_layers(layers: Sequence[nn.Module], value: Tree, *, seed: int, step: int
     return value
 
 
+def accumulated(losses: Iterable[Tensor], shares: Sequence[float], scale: float = 1.0) -> Tensor:
+    """The loop that everybody writes: forward and loss of each micro-batch as it is asked for, then its backward."""
+    total: Tensor | int = 0
+    for loss, share in zip(losses, shares, strict=True):
+        if share and torch.is_grad_enabled():
+            loss.backward(torch.full_like(loss, share * scale))
+        if share:
+            total = total + loss.detach() * share
+    assert isinstance(total, Tensor)
+    return total
+
+
 @one_thread()
 def plain_loop(
     layers: Sequence[nn.Module],
@@ -71,19 +83,16 @@ def plain_loop(
     reduction: Reduction = "mean",
     scale: float = 1.0,
 ) -> Tensor:
-    """What `pipe.step` does: the loop that everybody writes, forward, loss, backward of each micro-batch in turn."""
-    losses = []
-    shares = shares_of(reduction, parts_of(targets, micro_batches))
-    parts = zip(parts_of(inputs, micro_batches), parts_of(targets, micro_batches), shares, strict=True)
-    for m, (x, y, share) in enumerate(parts):
+    """What `pipe.step` does."""
+
+    def loss_of(m: int, x: Tree, y: Tree) -> Tensor:
         output = run_layers(layers, x, seed=seed, step=step, micro_batch=m)
         with gpipe.rng_scope(seed, step, len(layers), m):
-            losses.append(loss_fn(output, y))
-        if share and torch.is_grad_enabled():
-            losses[-1].backward(torch.full_like(losses[-1], share * scale))
-    total = sum(loss.detach() * share for loss, share in zip(losses, shares, strict=True) if share)
-    assert isinstance(total, Tensor)
-    return total
+            return loss_fn(output, y)
+
+    goals = parts_of(targets, micro_batches)
+    parts = enumerate(zip(parts_of(inputs, micro_batches), goals, strict=True))
+    return accumulated((loss_of(m, x, y) for m, (x, y) in parts), shares_of(reduction, goals), scale)
 
 
 @one_thread()
