@@ -8,7 +8,7 @@
     {reading-order}             modules, one a line, each with its length and its first line
 
 The first four take the options `ranks`, `stages-per-rank`, `micro-batches`, `remat`, `skip` (say, `early/3:0>2`) and
-the flags `transfers`, `commits`, `ties` and `reduces`, which place these actions.
+the flags `transfers`, `commits`, `ties` and `reduces`, which place these actions; `width` is that of a picture.
 """
 
 import re
@@ -25,8 +25,9 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from gpipe.profiling import timeline_svg, timelines_svg
+from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import words
+from gpipe.profiling.svg import WIDTH
 from gpipe.schedule.action import Route, parse_action
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.laws import check
@@ -59,6 +60,7 @@ class Table(SphinxDirective):
         "ties": directives.flag,
         "reduces": directives.flag,
         "title": str,
+        "width": directives.positive_int,
     }
 
     def program(self, schedule: str) -> Program:
@@ -94,16 +96,17 @@ class TimelinePicture(Table):
         program = self.program(self.arguments[0])
         costs = [StageCost(forward=FORWARD, backward=2 * FORWARD)] * program.stages
         title = self.options.get("title", "")
-        return [self.picture(timeline_svg(simulate(program, costs).timeline, title), title)]
+        timeline, width = simulate(program, costs).timeline, self.options.get("width", WIDTH)
+        return [self.picture(timelines_svg({title: timeline}, width=width), title, narrow=width < WIDTH)]
 
-    def picture(self, svg: str, title: str) -> nodes.Node:
+    def picture(self, svg: str, title: str, *, narrow: bool = False) -> nodes.Node:
         """Writes a picture, and shows it."""
         folder = Path(self.env.srcdir) / "_generated"
         folder.mkdir(exist_ok=True)
         file = folder / f"{sha256(svg.encode()).hexdigest()[:16]}.svg"
         file.write_text(svg, encoding="utf-8")
         image = nodes.image(uri=f"/_generated/{file.name}", alt=title)
-        return nodes.container("", image, classes=["picture"])
+        return nodes.container("", image, classes=["picture", *["narrow"] * narrow])
 
 
 class SchedulePicture(TimelinePicture):

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from gpipe.amp import GradScaler as GradScaler
     from gpipe.checkpoint.load import find_checkpoint as find_checkpoint
     from gpipe.checkpoint.load import load as load
@@ -61,8 +62,10 @@ def __getattr__(name: str) -> object:
         return getattr(import_module(_HOME[name]), name)
     if name == "models":
         return import_module("gpipe.models")
+    if name == "__version__":
+        return import_module("importlib.metadata").version("gpipe")
     raise AttributeError(f"module 'gpipe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "models"]
+    return [*__all__, "models", "__version__"]

@@ -2,10 +2,12 @@ import dataclasses
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import gpipe
 from gpipe.cli.main import main
 from gpipe.recipes import prepare, training
 from gpipe.recipes.options.files import OPTIONS
@@ -86,3 +88,8 @@ def test_the_module_is_the_command() -> None:
         [sys.executable, "-m", "gpipe", "train", "--help"], capture_output=True, text=True, check=True, timeout=170
     )
     assert "usage: gpipe train" in ended.stdout
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"gpipe {gpipe.__version__}\n" == f"gpipe {metadata.version('gpipe')}\n"

@@ -86,3 +86,12 @@ def test_nothing_to_draw_is_refused(nothing: dict[str, Timeline]) -> None:
 
 def test_the_picture_knows_dark_pages() -> None:
     assert "prefers-color-scheme: dark" in timeline_svg(pipelined(1, 1))
+
+
+@pytest.mark.parametrize("width", [400, 640])
+def test_a_narrow_picture_holds_all_that_is_in_it(width: int) -> None:
+    svg = ElementTree.fromstring(timelines_svg({"K=3": pipelined(3, 4)}, width=width))
+    height = float(svg.attrib["height"])
+    for patch in svg.iter(f"{SVG}rect"):
+        assert float(patch.get("x", 0)) + float(patch.attrib["width"]) <= width
+        assert float(patch.get("y", 0)) + float(patch.attrib["height"]) <= height

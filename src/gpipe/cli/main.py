@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tyro.extras import SubcommandApp
 
+import gpipe
 from gpipe.cli.ending import ending_by_interrupt
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
@@ -29,5 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     training, which is saved, with status 143, and Ctrl-C with status 130; in a training it is saved, too.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    if given == ["--version"]:
+        print(f"gpipe {gpipe.__version__}")
+        return
     with ending_by_interrupt():
         app.cli(prog="gpipe", args=with_files(given), description="Pipeline parallelism for PyTorch.")

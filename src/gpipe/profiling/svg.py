@@ -245,18 +245,23 @@ def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[
     kinds = kinds_in(timelines)
     several = any(nth for timeline in timelines for nth in nth_stages(timeline).values())
     note = "numbers: micro-batch" + ("; lighter: later stage" if several else "")
-    room = width - RIGHT - LETTER * len(note)
-    lines, x, y = list[str](), float(LEFT), top
+    is_wide = width >= WIDTH  # else the note has a line of its own
+    left = float(LEFT if is_wide else PAD)
+    room = width - RIGHT - (LETTER * len(note) if is_wide else 0)
+    lines, x, y = list[str](), left, top
     for kind in (*kinds, None):
         word = "idle" if kind is None else NAMES[kind]
-        wide = 17 + LETTER * len(word) + 22
-        if x + wide > room and x > LEFT:
-            x, y = float(LEFT), y + LEGEND
+        taken = 17 + LETTER * len(word) + 22
+        if x + taken > room and x > left:
+            x, y = left, y + LEGEND
         paint = 'class="idle"' if kind is None else f'fill="{COLORS[kind]}"'
         lines.append(f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>')
         lines.append(f'<text x="{x + 17:g}" y="{y + 10:g}">{word}</text>')
-        x += wide
-    lines.append(f'<text class="right soft" x="{width - RIGHT:g}" y="{top + 10:g}">{note}</text>')
+        x += taken
+    if not is_wide:
+        y += LEGEND
+    at = top if is_wide else y
+    lines.append(f'<text class="right soft" x="{width - RIGHT:g}" y="{at + 10:g}">{note}</text>')
     return lines, y + LEGEND
 
 

@@ -1,1 +1,0 @@
-"""Moved to `gpipe.profiling.stored`."""
