@@ -18,7 +18,7 @@ from gpipe.runtime.threads import RankThreads
 from gpipe.stages.isolation import SharedBufferCheck
 from gpipe.stages.layout import is_sharded
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
-from gpipe.stages.rng import CPU, unseeded
+from gpipe.stages.rng import unseeded
 from gpipe.stages.tree import version
 
 
@@ -75,9 +75,9 @@ def _find_versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
 def _finish(run: Run) -> None:
     if run.trains and not run.compiled.ties:
         run.aliases.add_up()
-    held = [rank.rank for rank in run.ranks if rank.saved or rank.handed]
-    if held:
-        raise AssertionError(f"the stores of ranks {held} are not empty after the step; this is a bug in gpipe")
+    for rank in run.ranks:
+        if rank.saved or rank.handed:
+            raise AssertionError(f"the store of rank {rank.rank} is not empty after the step; this is a bug in gpipe")
 
 
 def _clear(run: Run) -> None:
@@ -88,18 +88,17 @@ def _clear(run: Run) -> None:
 
 def _go(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
     """Runs the table, or half of it."""
-    streams = {rank.rank: rank.stream for rank in run.ranks}
-    on_cuda = any(stream.device.type == "cuda" for stream in streams.values())
-    threads = run.engine.threads if run.engine.threaded and not (backward and on_cuda) else None
+    engine = run.engine
+    here = not engine.threaded or (backward and any(device.type == "cuda" for device in engine.devices))
+    threads = None if here else engine.threads
     _begin_pass(run, backward)
     if run.recorder is not None:
-        run.recorder.begin(streams)
+        run.recorder.begin(engine.streams)
     if threads is not None:
         ThreadState.here().refuse_unsupported()  # of a backward, too
-    devices = {stream.device for stream in streams.values()} | {CPU}
-    buffers = SharedBufferCheck(run.engine.shared_buffers)
+    buffers = SharedBufferCheck(engine.shared_buffers)
     try:
-        with run.thread_state.fresh_casts(), run.aliases.in_place(), unseeded(devices):
+        with run.thread_state.fresh_casts(), run.aliases.in_place(), unseeded(engine.devices):
             _drive(run, rows, threads)
         buffers.check()
     except RecomputeError:
@@ -110,8 +109,8 @@ def _go(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
         _clear(run)
         raise
     _check_recomputes(run)
-    for stream in streams.values():
-        stream.end()
+    for rank in run.ranks:
+        rank.stream.end()
     if run.recorder is not None:
         run.recorder.end()
 
@@ -125,6 +124,8 @@ def _begin_pass(run: Run, backward: bool) -> None:
                 stage.stage.begin()
             if recomputed or run.examines:
                 stage.buffers.find()
+        for check in rank.checks.values():
+            check.begin()
         rank.stream.begin()
 
 
@@ -148,8 +149,9 @@ def _drive(run: Run, rows: CompiledRows, threads: RankThreads | None) -> None:
             for rank in run.ranks:
                 run_rank(run, rank, rows)
     for rank in run.ranks:
-        with rank.stream.enter():
-            context.share({stage: rank.deferred[stage] for stage in sorted(rank.commits)})
+        if rank.commits:
+            with rank.stream.enter():
+                context.share({stage: rank.deferred[stage] for stage in sorted(rank.commits)})
 
 
 def _check_recomputes(run: Run) -> None:
@@ -159,8 +161,10 @@ def _check_recomputes(run: Run) -> None:
         RecomputeError: One did not.
     """
     for rank in run.ranks:
-        with rank.stream.enter():
-            if rank.doubts and bool(torch.stack(rank.doubts).any()):
+        if rank.doubts:
+            with rank.stream.enter():
+                differs = bool(torch.stack(rank.doubts).any())
+            if differs:
                 raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
 
 

@@ -151,10 +151,14 @@ class FirstRunCheck:
         self._layers = {str(layer): layer.module for layer in stage.layers}
         self._began = snapshot(self._layers)
         self._before: Snapshot = {}  # a backward
-        self._weights = self._read_weights()
         self._gradients = stage.gradients()
         self._written: list[str] = []  # weights, by a backward
         self._forwards = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a pass over micro-batches: between a call and its backward, users may have written weights."""
+        self._weights = self._read_weights()
 
     def before_forward(self) -> None:
         """Notes what there is; raises if a backward has written weights that this forward would see."""
