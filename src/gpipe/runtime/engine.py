@@ -20,6 +20,7 @@ from gpipe.schedule.lower import (
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, forward_only_rows, rows_in_training
 from gpipe.stages.isolation import find_shared_buffers, find_shared_norm
+from gpipe.stages.rng import CPU
 from gpipe.stages.shared_weights import Tied, find_shared
 from gpipe.stages.skips import Pop, find_loss_pops
 from gpipe.stages.stage import Stage, stage_of_layers
@@ -95,6 +96,7 @@ class Engine:
         self.deferred_batch_norm = deferred_batch_norm
         self.row, self.replicas = row, replicas
         self.own = tuple(stage for stage in stages if row in (None, placement[stage.index]))  # what runs here
+        self.devices = {stage.device for stage in self.own} | {CPU}  # where this process computes
         self.shared = find_shared(self.layers, tied)
         for stage in self.stages:
             stage.shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)

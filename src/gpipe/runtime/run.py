@@ -159,6 +159,7 @@ class Run:
     versions: object = None
 
     def __post_init__(self) -> None:
+        self.trains = self.thread_state.grad  # whether there is a backward
         self.first = self.context.replica * self.engine.micro_batches
         self.around_layers: Callable[[], AbstractContextManager[object]] | None = self.thread_state.around_layers()
 
@@ -186,15 +187,11 @@ class Run:
     def settle(self) -> None:
         """Commits the statistics of BatchNorm, once the run has ended well in all processes."""
         for rank in self.ranks:
-            with rank.stream.enter():
-                for stage in rank.commits:
-                    rank.deferred[stage].commit()
-            rank.commits.clear()
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is a backward."""
-        return self.thread_state.grad
+            if rank.commits:
+                with rank.stream.enter():
+                    for stage in rank.commits:
+                        rank.deferred[stage].commit()
+                rank.commits.clear()
 
     def weigh(self, weights: Sequence[float], scale: float) -> None:
         """Says what each micro-batch counts for in the loss, and by what gradients are scaled."""
