@@ -313,6 +313,13 @@ def test_what_cannot_be_read_of_a_loss_is_told() -> None:
     assert "reduction=lambda target: (target != -100).sum()" in told
     (told,) = findings_on_losses(lambda o, t: F.cross_entropy(o[1:], t[1:].flip(0), ignore_index=0), y.clamp(0))
     assert told.startswith("loss_fn calls cross_entropy on labels")
+    y = torch.tensor([0, 1, 2, 0, 1, 0, 2, 0])  # as many labels count in the halves of each micro-batch
+    for masked in (
+        lambda o, t: F.cross_entropy(o, t, reduction="none", ignore_index=0).sum() / (t != 0).sum(),
+        lambda o, t: F.cross_entropy(o[t != 0], t[t != 0]),
+    ):
+        (told,) = findings_on_losses(masked, y)
+        assert told.startswith("loss_fn calls cross_entropy on labels")
 
 
 def test_a_criterion_that_sums_is_told_of_and_one_that_averages_is_not() -> None:

@@ -192,27 +192,36 @@ def call_watched_loss(
         loss, metrics = call_loss(loss_fn, output, target, popped)
     reduction = find_reduction_in_calls(calls, target)
     weigh(reduction or "mean")
-    found = [] if reduction else list(_find_unread(calls, targets))
-    if kept is not None and not found and not values_differ(before, _state_of(loss_fn)):
+    found = []
+    if kept is not None and not values_differ(before, _state_of(loss_fn)):
         found = _find_apart(loss_fn, kept[0], kept[1], loss, reduction or "mean")
-    tell(found)
+    tell(found or ([] if reduction else list(_find_unread(calls, target, targets))))
     return loss, metrics
 
 
-def _find_unread(calls: Sequence[LossCall], targets: Tree) -> Iterator[str]:
-    unread = [call.name for call in calls if _averages_labels(call) if call.weight is not None or _ignores_some(call)]
+def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree]) -> Iterator[str]:
+    of_labels = [call for call in calls if call.name in OF_LABELS and call.target is not None]
+    unread = [call.name for call in of_labels if call.weight is not None or _leaves_out(call, target, targets)]
     if unread:
         yield UNREAD.format(names=", ".join(dict.fromkeys(unread)))
     elif not calls and holds_ignored_labels(targets):
         yield IGNORED_LABELS
 
 
+def _leaves_out(call: LossCall, target: Tree, targets: Sequence[Tree]) -> bool:
+    """Whether a call ignores labels of some target, or was given fewer than one of its own has."""
+    assert call.target is not None
+    sizes = [leaf.numel() for leaf in _labels_in(target) if is_shifted(call.target, leaf) is None]
+    ignores = any(bool((leaf == call.ignored).any()) for leaf in [call.target, *_labels_in(targets)])  # type: ignore[attr-defined]
+    return ignores or max(sizes, default=0) > call.target.numel()
+
+
+def _labels_in(target: Tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64]
+
+
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _ignores_some(call: LossCall) -> bool:
-    return call.target is not None and bool((call.target == call.ignored).any())  # type: ignore[attr-defined]
 
 
 def _state_of(loss_fn: object) -> object:
