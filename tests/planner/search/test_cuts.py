@@ -166,7 +166,7 @@ def by_rows(question: Question, balance: Balance) -> float:
 
 
 def long_question(random: Random, kind: str, count: int, stages: int) -> Question:
-    """What breaks the order that halving needs: uneven transfers, boundary tensors, memory that binds."""
+    """What keeps places from rising with the layers: uneven transfers, boundary tensors, memory that binds."""
     costs = [random.choice([random.lognormvariate(0, 1), random.randint(0, 3)]) for _ in range(count)]
     speeds = [random.uniform(0.5, 2) for _ in range(stages)] if kind in ("speeds", "all") else None
     transfers = [random.expovariate(0.3) for _ in costs[1:]]
@@ -183,9 +183,9 @@ def long_question(random: Random, kind: str, count: int, stages: int) -> Questio
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("kind", ["plain", "speeds", "transfers", "rising", "falling", "memory", "all"])
 def test_long_rows(balance: Balance, kind: str) -> None:
-    for seed in range(44):
+    for seed in range(12):
         random = Random(seed)
-        count, stages = (30, 5) if seed < 40 else (random.randint(90, 140), random.randint(2, 7))
+        count, stages = (30, 5) if seed < 11 else (random.randint(90, 140), random.randint(2, 7))
         question = long_question(random, kind, count, stages)
         least = by_rows(question, balance)
         if least == math.inf:
