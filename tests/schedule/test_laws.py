@@ -104,7 +104,7 @@ def test_an_action_in_the_row_of_another_rank_is_refused(program: Program, data:
     away = program.with_rows((a for a in row if a != moved) for row in program.rows)
     at = data.draw(st.integers(0, len(away.rows[rank])))
     broken = changed(away, rank, [*away.rows[rank][:at], moved, *away.rows[rank][at:]])
-    expected = f"{moved} is in the row of rank {rank}, which does not hold stage {moved.stage}"
+    expected = f"{moved} is an action of rank {rank}, which does not hold stage {moved.stage}"
     assert expected in mistakes(broken)
 
 
@@ -165,9 +165,9 @@ def test_all_mistakes_are_named_at_once() -> None:
         assert old in text
         text = text.replace(old, new)
     assert mistakes(Program.from_text(text)) == [
-        "5F0 is in the row of rank 0, which does not hold stage 5",
+        "5F0 is an action of rank 0, which does not hold stage 5",
         "0SEND0 takes a route that the program does not have there",
-        "1COMMIT is in the row of rank 0, which does not hold stage 1",
+        "1COMMIT is an action of rank 0, which does not hold stage 1",
         "2F7 has no micro-batch of 0 to 1",
         "0F0 appears 2 times",
         "stage 1, micro-batch 1 needs one B, or one I and one W; it has none",
@@ -231,7 +231,7 @@ def test_a_route_that_stands_twice_is_refused() -> None:
     [
         ("0F", "0F has no micro-batch of 0 to 0"),
         ("0F1", "0F1 has no micro-batch of 0 to 0"),
-        ("3F0", "3F0 is in the row of rank 0, which does not hold stage 3"),
+        ("3F0", "3F0 is an action of rank 0, which does not hold stage 3"),
         ("0R0@x:0>1", "0R0@x:0>1 is no transfer and takes no route"),
         ("0COMMIT0", "0COMMIT0 closes its stage and has no micro-batch"),
         ("0SEND0", "0SEND0 takes a route that the program does not have there"),
@@ -256,7 +256,7 @@ def test_training_is_all_or_nothing() -> None:
 
 def test_rows_by_stage_are_no_rows_by_rank() -> None:
     found = mistakes(Program.of(fill_drain(2, 1), 1, rank_of=[0, 0]))
-    assert found == [f"1{kind}0 is in the row of rank 1, which does not hold stage 1" for kind in "FB"]
+    assert found == [f"1{kind}0 is an action of rank 1, which does not hold stage 1" for kind in "FB"]
 
 
 @pytest.mark.parametrize("kind", sorted(CLOSING, key=str))

@@ -18,7 +18,7 @@ from gpipe._torch.modes import (
     LSTM_ON_CPU_BACKWARD,
     flop_counter,
 )
-from gpipe.planner.layer_run import LayerRun, measure_each
+from gpipe.planner.measure import LayerRun, measure_each
 from gpipe.stages.tree import Tree, replace_tensors
 
 

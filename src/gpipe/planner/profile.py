@@ -17,8 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.dispatcher import Fakes
 from gpipe.planner.counts import counting
-from gpipe.planner.layer_run import LayerOutput, backward_of
-from gpipe.planner.measure import measure_seconds
+from gpipe.planner.measure import LayerOutput, backward_of, measure_seconds
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds

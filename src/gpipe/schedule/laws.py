@@ -1,6 +1,6 @@
 """The laws that every program keeps, checked when it is built and not when it hangs.
 
-Law 1. Each action is in the row of its stage's rank, on a micro-batch and a route that the program has, once, so that
+Law 1. Each action is one of its stage's rank, on a micro-batch and a route that the program has, once, so that
        a stage closes once; each route leads to a later stage.
 Law 2. Each (stage, micro-batch) has one forward; in training one backward, or one input and one weight backward.
 Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent, but for what a TIE brings itself.
@@ -80,7 +80,7 @@ def _misplaced(program: Program) -> Iterator[str]:
     for rank, row in enumerate(program.rows):
         for action in row:
             if not 0 <= action.stage < program.stages or program.rank_of[action.stage] != rank:
-                yield f"{action} is in the row of rank {rank}, which does not hold stage {action.stage}"
+                yield f"{action} is an action of rank {rank}, which does not hold stage {action.stage}"
             elif action.kind not in CLOSING and not _is_micro_batch(action.micro_batch, program):
                 yield f"{action} has no micro-batch of 0 to {program.micro_batches - 1}"
             elif action.kind in CLOSING and action.micro_batch is not None:

@@ -85,7 +85,7 @@ def _recomputes(remat: Remat, micro_batch: int | None, kept: int) -> bool:
 
 
 def place_transfers(program: Program) -> Program:
-    """Puts a SEND behind whatever makes a value that another rank needs, and the peer's RECEIVE in its row.
+    """Puts a SEND behind whatever makes a value that another rank needs, and the RECEIVE among the peer's actions.
 
     The sender places both while the program is walked in one legal order, so two ranks list their messages alike.
 

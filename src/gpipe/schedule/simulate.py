@@ -45,7 +45,7 @@ class Simulation:
 
 
 def simulate(program: Program, costs: Costs, duration: Callable[[Action], float] | None = None) -> Simulation:
-    """Runs a program on paper: each rank does its row in order, each action as soon as what it needs is done.
+    """Runs a program on paper: each rank does its actions in order, each as soon as what it needs is done.
 
     Transfers keep no rank busy; a message arrives `costs[stage].send` seconds after it was sent, or after the one
     before it on the same link and in the same direction arrived. `duration` replaces the seconds that `costs` gives,
@@ -351,9 +351,7 @@ def equal_bubble(program: Program) -> float:
     >>> round(equal_bubble(Program.of(fill_drain(stages=4, micro_batches=4), micro_batches=4)), 6)
     0.428571
     """
-    bare = program.only({Kind.FORWARD, *BACKWARDS, Kind.BACKWARD_WEIGHT})
-    costs = [StageCost(1.0, BACKWARD_OVER_FORWARD)] * program.stages
-    return simulate(bare, costs).timeline.idle_share()
+    return figures(program.only({Kind.FORWARD, *BACKWARDS, Kind.BACKWARD_WEIGHT})).bubble
 
 
 def predict(
