@@ -1,7 +1,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 TIER := test
-TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope
+TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope --max-worker-restart 0
 PLAN_VENV := .venv-plan
 export PYTHONDONTWRITEBYTECODE :=  # else each process of each test compiles all modules anew
 
