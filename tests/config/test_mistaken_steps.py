@@ -127,9 +127,10 @@ def test_tensors_that_cannot_be_seen_are_refused_by_name_unless_meant_whole(hidd
 
 
 class Frame:
-    """As pandas has them, by name."""
+    """As pandas and JAX have them: numpy can read it."""
 
-    __module__ = "pandas.core.frame"
+    def __array__(self) -> Any:
+        return X.numpy()
 
 
 def rows() -> Iterator[Tensor]:
@@ -141,7 +142,7 @@ def rows() -> Iterator[Tensor]:
     [
         (X.numpy(), "is a numpy array; give a tensor: torch.from_numpy(...)"),
         ({"x": X, "y": np.ones(8)}, "['y'] is a numpy array"),
-        (Frame(), "is a Frame of pandas; give a tensor: torch.from_numpy(t.to_numpy())"),
+        (Frame(), "is a Frame; give a tensor: torch.as_tensor(numpy.asarray(...))"),
         (X.to_sparse(), "is sparse (torch.sparse_coo), which cannot be split into micro-batches; give t.to_dense()"),
         (nn.utils.rnn.pack_sequence([X, X]), "is a PackedSequence; give it padded"),
         (DataLoader(TensorDataset(X)), "is a DataLoader; give one mini-batch of it at a time"),

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from gpipe.planner.counts import count_flops
 from gpipe.stages.outline import Outline, outline, realize
-from gpipe.stages.sequence import build_layers, cut_into_stages, find_scripted
+from gpipe.stages.sequence import build_layers, cut_into_stages, find_invalid_layers
 from gpipe.stages.shared_weights import find_shared, find_ties
 from gpipe.stages.skips import find_pops
 from tests.support.odd_layers import Pop, Stash
@@ -332,11 +332,11 @@ def test_all_that_a_second_call_does_otherwise_is_named_at_once() -> None:
     anew = "let every call build the whole layer anew, and name weights that it shares with another layer in ties="
     same = "it is called in every process, so let every call build the same layer"
     assert realize(found, range(1, 5))[1] == [
-        f"layer 1: its callable built a Linear with weight (3, 2), bias (3,) first and a Linear with weight (5, 2), "
-        f"bias (5,) later; {same}",
+        f"layer 1: its callable built a Linear first and a Linear later (weight: (3, 2), then (5, 2); bias: (3,), "
+        f"then (5,)); {same}",
         f"layer 2: its callable gave no values to angles, noise, mask; {anew}... instead",
         f"layer 3: its callable gave no values to weight; {anew}... instead",
-        f"layer 4: its callable built a Tanh first and a int later; {same}",
+        f"layer 4: its callable built a Tanh first and a int later (); {same}",
     ]
 
 
@@ -384,7 +384,7 @@ def test_a_scripted_layer_is_refused_in_the_outline_too() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         found = outline([lambda: script(nn.Linear(W, W)), scripted], 0)
-    assert [text.split()[1] for text in find_scripted(found.layers)] == ["0", "1"]
+    assert [text.split()[1] for text in find_invalid_layers(found.layers)] == ["0", "1"]
 
 
 def script(layer: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.stages.outline import Outline
-from gpipe.stages.sequence import Layers, find_invalid_layers, find_pipes, find_scripted
+from gpipe.stages.sequence import Layers, find_invalid_layers
 from gpipe.stages.shared_weights import Tied, find_ties
 from gpipe.stages.skips import find_pops
 from gpipe.stages.tree import Tree
@@ -114,8 +114,7 @@ def check_layers(
     """Notes layers that cannot be run, beside what is known to be wrong; gives the slots of tied weights."""
     mistakes.found += wrong
     mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
-    mistakes.found += find_scripted(named)
-    mistakes.found += [*find_pipes(named), *find_invalid_layers(named)]
+    mistakes.found += find_invalid_layers(named)
     try:
         find_pops(list(named.values()))
     except ValueError as error:

@@ -337,24 +337,18 @@ def _find_strange_layout(name: str, tensor: Tensor, *, ready_made: bool) -> Iter
 
 def _find_strange_kind(name: str, leaf: object) -> Iterator[str]:
     kind = type(leaf)
-    library = kind.__module__.partition(".")[0]
+    start = f"{name} is a {kind.__name__}"
     if isinstance(leaf, np.ndarray):
         yield f"{name} is a numpy array; give a tensor: torch.from_numpy(...)"
-    elif library in ("pandas", "polars"):
-        yield f"{name} is a {kind.__name__} of {library}; give a tensor: torch.from_numpy(t.to_numpy())"
     elif isinstance(leaf, PackedSequence):
-        yield f"{name} is a PackedSequence; give it padded, by nn.utils.rnn.pad_packed_sequence, and the lengths"
+        yield f"{start}; give it padded, by nn.utils.rnn.pad_packed_sequence, and the lengths"
     elif isinstance(leaf, (DataLoader, Dataset, Iterator)):
-        yield (
-            f"{name} is a {kind.__name__}; give one mini-batch of it at a time: "
-            f"for inputs, targets in ...: pipe.step(inputs, targets, loss_fn)"
-        )
-    elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
-        yield f"{name} is a {kind.__name__}; give a tensor: torch.as_tensor(numpy.asarray(...))"
+        yield f"{start}; give one mini-batch of it at a time: for x, y in ...: pipe.step(x, y, loss_fn)"
+    elif hasattr(kind, "__array__") and not isinstance(leaf, np.generic):  # of pandas, JAX and the like
+        yield f"{start}; give a tensor: torch.as_tensor(numpy.asarray(...))"
     elif hides_tensors(leaf):
-        plain = " dict(...) of it," if isinstance(leaf, Mapping) else ""
         yield (
-            f"{name} is a {kind.__name__} that holds tensors, which cannot be seen, and so not be split; "
-            f"give{plain} tensors in tuples, lists or dicts, register the class by "
-            f"torch.utils._pytree.register_pytree_node, or wrap it in gpipe.Whole if every micro-batch needs it whole"
+            f"{start} that holds tensors, which cannot be seen, and so not be split; give tuples, lists or "
+            f"dicts of tensors, register the class by torch.utils._pytree.register_pytree_node, or wrap it in "
+            f"gpipe.Whole if every micro-batch needs it whole"
         )

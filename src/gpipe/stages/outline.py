@@ -256,21 +256,20 @@ def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[s
     first, later = _shapes(empty), _shapes(layer) if isinstance(layer, nn.Module) else {}
     same = type(layer).__name__ == type(empty).__name__  # some are of classes made for them alone
     if not same or first != later:
+        apart = [
+            f"{name}: {first.get(name)}, then {later.get(name)}"
+            for name in first | later
+            if first.get(name) != later.get(name)
+        ]
         yield (
-            f"layer {index}: its callable built {_named_apart(empty, first, later)} first and "
-            f"{_named_apart(layer, later, first)} later; it is called in every process, so let every call build the "
-            f"same layer"
+            f"layer {index}: its callable built a {type(empty).__name__} first and a {type(layer).__name__} later "
+            f"({'; '.join(apart)}); it is called in every process, so let every call build the same layer"
         )
     elif isinstance(layer, nn.Module) and (missing := [name for name, t in _state(layer).items() if t.is_meta]):
         yield (
             f"layer {index}: its callable gave no values to {', '.join(missing)}; let every call build the whole "
             f"layer anew, and name weights that it shares with another layer in ties=... instead"
         )
-
-
-def _named_apart(layer: object, shapes: Shapes, others: Shapes) -> str:
-    apart = [f"{name} {shape}" for name, shape in shapes.items() if name not in others or others[name] != shape]
-    return f"a {type(layer).__name__}{' with ' if apart else ''}{', '.join(apart)}"
 
 
 def _shapes(module: nn.Module) -> Shapes:

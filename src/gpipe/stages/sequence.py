@@ -112,6 +112,14 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
             yield f"{start} has no forward; give it one: def forward(self, x)"
         if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             yield f"{start} is replicated already; give the plain layer, .module, and see mesh= for replicas"
+        kinds = {kind for part in layer.modules() for kind in type(part).__mro__}
+        if any((kind.__module__, kind.__qualname__) == PIPE for kind in kinds):
+            yield (
+                f"{start} holds a pipe, and a pipe cannot run in another; give its layers instead, *pipe, and choose "
+                f"the cuts of all by partitions="
+            )
+        if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
+            yield f"{start} is of TorchScript, whose state cannot be looked after; give the plain module"
         yield from _find_buried_skips(name, layer)
 
 
@@ -138,17 +146,6 @@ def _find_buried_skips(layer_name: str, layer: nn.Module) -> Iterator[str]:
                 )
 
 
-def find_pipes(named: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The layers that are, or hold, a pipe."""
-    for name, layer in named.items():
-        kinds = {kind for part in layer.modules() for kind in type(part).__mro__}
-        if any((kind.__module__, kind.__qualname__) == PIPE for kind in kinds):
-            yield (
-                f"layer {name} ({type(layer).__name__}) holds a pipe, and a pipe cannot run in another; give its "
-                f"layers instead, *pipe, and choose the cuts of all by partitions="
-            )
-
-
 def find_without_values(named: Mapping[str, nn.Module]) -> Iterator[str]:
     """The modules that have no values, as those of other stages once a pipe of several processes is built."""
     for name, layer in named.items():
@@ -159,17 +156,6 @@ def find_without_values(named: Mapping[str, nn.Module]) -> Iterator[str]:
                 f"device, as layers of other stages once a pipe over processes is built; build the layers anew, or "
                 f"give callables that build them"
             )
-
-
-def find_scripted(named: dict[str, nn.Module]) -> list[str]:
-    """The layers that TorchScript has made its own: their parameters and buffers cannot be lent."""
-    return [
-        f"layer {name} holds a {type(module).__name__}, whose state cannot be looked after; give the plain module, "
-        f"perhaps compiled by torch.compile"
-        for name, layer in named.items()
-        for module in layer.modules()
-        if isinstance(module, torch.jit.ScriptModule)
-    ]
 
 
 Maker: TypeAlias = Callable[[], nn.Module]
