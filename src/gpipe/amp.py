@@ -60,8 +60,8 @@ class GradScaler(torch.amp.GradScaler):
         found = optimizer is not None and any(bool(one.item()) for one in found_infinite(self, optimizer).values())
         found = any(agree(self._pipe._processes, found))
         device = self._pipe.devices[0]
-        told = {device: torch.full((), float(found), device=device)}
-        note_infinite(self, self if optimizer is None else optimizer, told)
+        everywhere = {device: torch.full((), float(found), device=device)}
+        note_infinite(self, self if optimizer is None else optimizer, everywhere)
         self._skipped = self._skipped + 1 if found else 0
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:

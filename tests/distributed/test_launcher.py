@@ -21,8 +21,9 @@ def test_workers_end_soon_after_their_launcher_was_killed(stuck: int, tmp_path: 
 
 
 def test_the_look_sees_orphans_and_they_are_ended(tmp_path: Path) -> None:
-    with torchrun(2, "tests.support.jobs.worker", str(tmp_path), "torch", "0", folder=tmp_path) as launched:
-        wait_for(launched, [tmp_path / f"ready_{rank}" for rank in range(2)], limit=240)
+    """They have made no pipe, and so nothing watches the launcher."""
+    with torchrun(2, "tests.support.jobs.late_worker", str(tmp_path), folder=tmp_path) as launched:
+        wait_for(launched, [tmp_path / f"joined_{rank}" for rank in range(2)], limit=240)
         orphans = launched.orphans(0.5)
     assert len(orphans) == 2
     assert launched.workers() == []

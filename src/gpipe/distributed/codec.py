@@ -175,7 +175,7 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """What is told of a tensor before it comes; one that is not dense, or more than a tensor, is refused."""
+    """What is known of a tensor before it comes; one that is not dense, or more than a tensor, is refused."""
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
     if tensor.is_quantized:

@@ -92,7 +92,7 @@ class Connection:
         return size <= INLINE_BYTES or len(self._own) < SLOTS or not all(slot.taken for slot in self._own)
 
     def want_room(self) -> None:
-        """Asks to be told when there may be room again."""
+        """Asks for a message when there may be room again."""
         for slot in self._own:
             slot.want()
 
@@ -226,9 +226,9 @@ class Connection:
 TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceback": str}
 
 
-def _read_report(told: bytes) -> Mapping[str, Any]:
+def _read_report(message: bytes) -> Mapping[str, Any]:
     with reading("a report"):
-        return checked_report(json.loads(told.decode("utf-8", "surrogatepass")))
+        return checked_report(json.loads(message.decode("utf-8", "surrogatepass")))
 
 
 def checked_report(report: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -275,7 +275,7 @@ class TcpConnection(Connection):
         return self._unsent < SLOTS
 
     def want_room(self) -> None:
-        """The thread that writes always tells."""
+        """Nothing to ask for: the thread that writes always rings."""
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
         """Puts a message on its way, for which there must be room; it leaves by itself."""

@@ -1,15 +1,15 @@
 """One process among those of a pipe: sends and receives messages, and learns when another fails.
 
 Note "Room". Only a few messages can be under way to a process that takes none, so whoever waits, for a message or for
-room, meanwhile takes all that its row has received by now. In the order in which the transfers were placed each SEND
-is followed by its RECEIVE; of what is not done, the first in that order can therefore always go on. And nothing is
-taken that the row does not have yet: what waits here does not grow with M.
+room, meanwhile takes all that its rank's actions have received by now. In the order in which the transfers were
+placed each SEND is followed by its RECEIVE; of what is not done, the first in that order can therefore always go on.
+And nothing is taken that is not due yet: what waits here does not grow with M.
 
 Note "Runs". All processes count their runs alike, and a message says of which run it is: what a failed run has left
 on its way is thrown away by the next.
 
-Note "Parting". A run ends when all have told rank 0 that they have come to its end, and rank 0 all others. Who knows
-that may leave at once, while others do not know it yet: for these it is no failure that somebody is gone.
+Note "Parting". A run ends when all have sent rank 0 a value at its end, and rank 0 those of all to all others. Who
+has these may leave at once, while others wait for them: for these it is no failure that somebody is gone.
 
 What a process is woken by while it waits for others.
 """
@@ -38,14 +38,14 @@ from gpipe.stages.tree import Tree
 
 
 class Poll:
-    """Sleeps until there is news of any process, or something at the streams of those that are watched."""
+    """Sleeps until something comes by any control channel, or by the streams of those that are watched."""
 
     def __init__(self, links: Mapping[int, Connection]) -> None:
         self._links = links
         self._poll = select.poll()
         self._watched = dict.fromkeys(links, 0)
         self._streams = {link.fileno() for link in links.values()}
-        self._deaf: set[int] = set()
+        self._ignored: set[int] = set()
         for link in links.values():
             self._poll.register(link.control.connection, select.POLLIN)
             self._poll.register(link, 0)
@@ -63,13 +63,13 @@ class Poll:
             self.watch(peer, reading=False)
 
     def ignore(self, peer: int) -> None:
-        """Is not woken by the news of a process any more."""
-        if peer not in self._deaf:
-            self._deaf.add(peer)
+        """Is not woken by the control channel of a process any more."""
+        if peer not in self._ignored:
+            self._ignored.add(peer)
             self._poll.unregister(self._links[peer].control.connection)
 
     def sleep(self, seconds: float) -> "bool | None":
-        """Sleeps until something happens; whether there is news, None if nothing happened in so many seconds."""
+        """Sleeps until something comes; whether by a control channel; None if nothing came in so many seconds."""
         happened = self._poll.poll(max(seconds, 0.0) * 1000)
         return not self._streams.issuperset(handle for handle, _ in happened) if happened else None
 
@@ -84,8 +84,8 @@ class Endpoint:
         rank: Its number among them.
         size: How many processes there are.
         detector: Who of the others failed, is gone, or was last seen where.
-        at: How far its row is.
-        due: Where in this rank's row each message is received.
+        at: How many of its actions are done.
+        due: At which of its actions each message is received.
         waited: Seconds spent waiting, in all.
         noted: What crossed in this run, if anybody wants to know.
     """
@@ -109,7 +109,7 @@ class Endpoint:
         self.status = Status()
         self._groups = groups
         self._parting = False
-        self._tells_at = math.inf
+        self._warns_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
         self._sources: Collection[int] = ()
         self._poll = Poll(self.links)
@@ -130,12 +130,12 @@ class Endpoint:
         self._check(self.links)
 
     def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Seen], str]) -> None:
-        """Begins a row, in which messages are due from these sources."""
+        """Begins the actions of a rank, by which messages are due from these sources."""
         self.due, self._sources, self.detector.sees = due, sources, sees
         self.reach(0)
 
     def reach(self, at: int) -> None:
-        """Notes how far the row is, for this process and for those who watch it."""
+        """Notes how many actions are done, for this process and for those who watch it."""
         self.at = at
         self.status.reach(self.run, at)
 
@@ -144,9 +144,9 @@ class Endpoint:
         if self.noted is None:
             self._encode_and_send(peer, label, message)
             return
-        asked = time.perf_counter()
+        started = time.perf_counter()
         begun = self._encode_and_send(peer, label, message)
-        self.noted.append(Crossed(True, peer, label, payload_of(message), asked, begun, time.perf_counter()))
+        self.noted.append(Crossed(True, peer, label, payload_of(message), started, begun, time.perf_counter()))
 
     def _encode_and_send(self, peer: int, label: Label, message: Message) -> float:
         if self._groups is None:
@@ -161,7 +161,7 @@ class Endpoint:
     def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> float:
         """Gives when there was room for it."""
         link = self.links[peer]
-        self._tells_at = time.monotonic() + LONG_WAIT_SECONDS
+        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         try:
             while not link.has_room(message.size):
                 link.want_room()
@@ -182,14 +182,14 @@ class Endpoint:
         """Waits for a message from a process."""
         if self.noted is None:
             return self._receive(peer, label)
-        asked = time.perf_counter()
+        started = time.perf_counter()
         message, mark = self._receive(peer, label)
-        self.noted.append(Crossed(False, peer, label, payload_of(message), asked, asked, time.perf_counter()))
+        self.noted.append(Crossed(False, peer, label, payload_of(message), started, started, time.perf_counter()))
         return message, mark
 
     def _receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         key = (peer, label)
-        self._tells_at = time.monotonic() + LONG_WAIT_SECONDS
+        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         while key not in self._early:
             try:
                 taken = self._take(peer, label)
@@ -223,7 +223,7 @@ class Endpoint:
         head = link.head()  # of those that are thrown away, too: new slots come with them
         if head is None:
             return None
-        if head.run > self.run:  # the peer has failed, and gone on; the news will say so
+        if head.run > self.run:  # the peer has failed, and gone on; its report will come
             return False
         if head.run == self.run:
             label = head.label
@@ -263,29 +263,29 @@ class Endpoint:
                 self._poll.watch(source, reading=taken is None, writing=writing and source == peer)
         self._poll.watch_only({*self._sources, peer})  # others are left from an earlier wait
         if room is not None and self.links[peer].has_room(room):
-            return  # came meanwhile, and was not told or is not told again
-        asked = time.perf_counter()
+            return  # came meanwhile, and is not announced again
+        started = time.perf_counter()
         self.status.wait(True)
-        has_news = self._sleep(peer)
-        if has_news is None:
+        is_control = self._sleep(peer)
+        if is_control is None:
             self.detector.raise_timeout(peer)  # still seen to wait, by those who give up at the same time
         self.status.wait(False)
-        self.waited += time.perf_counter() - asked
-        if has_news:
+        self.waited += time.perf_counter() - started
+        if is_control:
             self._check(([peer] if writing else []) if self._parting else self.links)
 
     def _sleep(self, peer: int) -> bool | None:
-        """Sleeps until something happens; tells once of a wait that takes long.
+        """Sleeps until something happens; warns once of a wait that takes long.
 
         Returns:
-            Whether there is news; None if nothing happened until the time was up.
+            Whether something came by a control channel; None if nothing came until the time was up.
         """
         until = time.monotonic() + self.detector.limit
-        if self._tells_at < until:
-            has_news = self._poll.sleep(self._tells_at - time.monotonic())
-            if has_news is not None:
-                return has_news
-            self._tells_at = math.inf
+        if self._warns_at < until:
+            is_control = self._poll.sleep(self._warns_at - time.monotonic())
+            if is_control is not None:
+                return is_control
+            self._warns_at = math.inf
             where = self.detector.all_last_seen(self.detector.stuck(peer))
             logger.warning(
                 "rank %d has waited %g s for rank %d\n%s", self.rank, LONG_WAIT_SECONDS, peer, "\n".join(where)
@@ -312,8 +312,8 @@ class Endpoint:
             self.send_value(0, label, value)
             with self._at_parting():
                 return self._settled(list(self.receive_value(0, label)))
-        every = [value, *(self.receive_value(peer, label) for peer in range(1, self.size))]
-        message = BoundaryValue(every, [])
+        gathered = [value, *(self.receive_value(peer, label) for peer in range(1, self.size))]
+        message = BoundaryValue(gathered, [])
         encoded = encode(message) if self._groups is None else None  # once for all
         with self._at_parting():
             for peer in range(1, self.size):
@@ -323,12 +323,12 @@ class Endpoint:
                     self._send(peer, label, encoded)
             for peer in range(1, self.size):
                 self._see_off(peer)
-        return self._settled(every)
+        return self._settled(gathered)
 
-    def _settled(self, every: list[Any]) -> list[Any]:
+    def _settled(self, gathered: list[Any]) -> list[Any]:
         if self._groups is not None:
             self._groups.settle()
-        return every
+        return gathered
 
     def _see_off(self, peer: int) -> None:
         """Waits until what was sent to a process needs this one no more; who is gone by now has it."""

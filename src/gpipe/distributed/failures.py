@@ -1,4 +1,4 @@
-"""What a process tells the others of its failure, what they raise of it, and where they last saw who says nothing.
+"""What a process reports to the others of its failure, what they raise of it, and where they last saw who is silent.
 
 What a process is at, for the others of its host to see: also when it is stuck or gone, and can say nothing.
 """
@@ -23,7 +23,7 @@ _LAYERS_OFFSET, _WAITS_OFFSET = 8, 12  # where these stand in it
 
 
 class Seen(NamedTuple):
-    """A process's run, its place in the row (-1 outside), the layers begun there, whether it waits, since when."""
+    """A process's run, its place in the actions (-1 outside), layers begun there, whether it waits, since when."""
 
     run: int
     at: int
@@ -46,7 +46,7 @@ class Status:
         self.layers = memoryview(self._memory)[_LAYERS_OFFSET : _LAYERS_OFFSET + 4].cast("I")  # [0]: how many began
 
     def reach(self, run: int, at: int) -> None:
-        """Notes a place in the row."""
+        """Notes a place among the actions."""
         _STATUS.pack_into(self._memory, 0, run, at, 0, False, time.monotonic())
 
     def wait(self, waits: bool) -> None:
@@ -104,20 +104,20 @@ Report: TypeAlias = Mapping[str, Any]
 """In words of JSON: the run, the rank that failed, its exception's type, message and traceback."""
 
 SILENT_SECONDS = 2.5  # after which a host that should answer every second counts as out of reach
-LONG_WAIT_SECONDS = 10.0  # after which a wait is told of, once
+LONG_WAIT_SECONDS = 10.0  # after which a wait is warned of, once
 REPORT_SECONDS = 1.0  # from the end of a process's connection until its own report of why, at most
 LONGEST_TEXT = 20_000  # characters of a traceback, and of an exception's text
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 
 def report_of(error: BaseException, run: int, rank: int, at: str = "") -> Report:
-    """What to tell of an exception; one heard from another process is passed on, so that all tell of the same.
+    """What to report of an exception; one that came from another process is passed on, so that all report the same.
 
     `at` says in words when it was raised, if that is not in its notes.
     """
     if isinstance(error, RemoteError) and error.heard:
-        told = {"rank": error.rank, "type": error.type_name, "message": str(error), "traceback": error.traceback}
-        return {"run": run, **told}
+        passed_on = {"rank": error.rank, "type": error.type_name, "message": str(error), "traceback": error.traceback}
+        return {"run": run, **passed_on}
     said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
     return {
         "run": run,

@@ -215,7 +215,7 @@ class Arrived:
         if flags & socket.MSG_CTRUNC:
             raise too_many_files()
         if len(self.handles) > MOST_HANDLES:
-            raise Damaged(f"{len(self.handles)} handles that nothing tells of")
+            raise Damaged(f"{len(self.handles)} handles that no message names")
         return True
 
     def _make_room(self, needed: int) -> None:
@@ -251,7 +251,7 @@ class Slot:
     """Shared memory for one message.
 
     Ahead of the message stand two bytes: whether it is taken, written by both ends, and whether the sender waits for
-    any slot to be free, so that it must be told. Then nothing has to be said of most messages.
+    any slot to be free, and is to get a message then. So most messages need no other.
 
     `unsent` is the handle that the other end must still be sent; also if an interrupt came in between.
     """
@@ -271,11 +271,11 @@ class Slot:
         self.memory[0] = 1
 
     def want(self) -> None:
-        """Asks to be told when it is free."""
+        """Asks for a message when it is free."""
         self.memory[1] = 1
 
     def free(self) -> bool:
-        """Lets it be used again; whether the sender must be told."""
+        """Lets it be used again; whether the sender waits for a message of it."""
         self.memory[0] = 0
         wanted = bool(self.memory[1])
         self.memory[1] = 0

@@ -13,7 +13,7 @@ NAME = "gpipe-launcher"
 POLL_SECONDS = 0.5  # between two looks
 GRACE_SECONDS = 3.0  # between the two signals
 WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
-"""What torchrun tells each of its workers, and these what they start; nobody else has all of it."""
+"""What torchrun sets for each of its workers, and these for what they start; nobody else has all of them."""
 ADOPTERS = frozenset({"init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "runit", "s6-svscan"})
 """Who becomes the parent of processes whose own is gone, by name."""
 ANSWER_SECONDS = 2.0  # for the launcher's store to answer
@@ -25,7 +25,7 @@ def end_with_launcher() -> None:
     It gets SIGTERM, so that a run which catches that may save, and then SIGKILL. A thread looks who the launcher is:
     the kernel would tell too, but on Linux alone, and already when the thread ends that started this process.
 
-    Nobody has to ask for it: who was told of a killed torchrun and starts again would have two runs write into one
+    Nobody has to ask for it: who sees a killed torchrun and starts again would have two runs write into one
     folder and share each GPU, and by then it is too late to ask. Where there is no torchrun, nothing is watched.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and all(thread.name != NAME for thread in threading.enumerate()):

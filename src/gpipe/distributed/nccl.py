@@ -125,15 +125,16 @@ class NcclGroups:
                 found.setdefault(id(leaf), (leaf, []))[1].append(at)
                 leaves[at] = None
         follow = (self._rank, peer) in self._groups
-        told, following = [], []
+        described, following = [], []
         for tensor, positions in found.values():
             (extent,) = codec.extents_of((codec.shape_of(tensor),))
             elements = codec.flat(tensor, extent) if extent.end else None
             if follow and elements is not None:
                 following.append(elements.view(torch.uint8))
                 elements = None
-            told.append((positions, *extent.shape, elements))
-        return BoundaryValue((isinstance(message, BoundaryValue), tree_unflatten(leaves, spec), told), []), following
+            described.append((positions, *extent.shape, elements))
+        is_value = isinstance(message, BoundaryValue)
+        return BoundaryValue((is_value, tree_unflatten(leaves, spec), described), []), following
 
     def follow(self, peer: int, following: Sequence[Tensor]) -> None:
         """Puts tensors on their way, in the order of their messages on the link."""
@@ -149,10 +150,10 @@ class NcclGroups:
             if not isinstance(packed, BoundaryValue):
                 raise TypeError("gradients")
             sent: Any = packed.value
-            is_value, tree, told = sent  # what `pack` gave
-            for _, dtype, size, strides, wants_gradient, aligned, _ in told:
+            is_value, tree, described = sent  # what `pack` gave
+            for _, dtype, size, strides, wants_gradient, aligned, _ in described:
                 check_shape(dtype, tuple(size), tuple(strides), wants_gradient, aligned)
-        return Coming(is_value, tree, [self._expect(peer, *one) for one in told])
+        return Coming(is_value, tree, [self._expect(peer, *one) for one in described])
 
     def _expect(
         self,
