@@ -54,7 +54,9 @@ bench: $(VENV)/.bench  ## Measure what a step costs, beside other runtimes: abou
 bench-%: $(VENV)/.bench  ## One workload: bench-transformer, bench-conv, ...
 	$(PYTHON) -m bench.run $*
 
-$(VENV)/.docs: $(VENV)/.ready
+# What the pages need alone: torch, which takes long where it is not there yet, and Sphinx.
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 

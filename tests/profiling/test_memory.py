@@ -22,6 +22,8 @@ def recorded(remat: str, driver: str) -> tuple[gpipe.GPipe, gpipe.Recording]:
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * LAYERS)]
     pipe = gpipe.GPipe(layers, [LAYERS, LAYERS], M, remat=remat, driver=driver)
     optimizer = torch.optim.Adam(pipe.parameters())
+    pipe.step(X, X, squares)  # the first looks more closely at what layers do, and holds more
+    optimizer.zero_grad()
     with pipe, gpipe.record(pipe, memory=True) as recording:
         for _ in range(2):
             pipe.step(X, X, squares)
@@ -57,20 +59,21 @@ def mixed() -> list[nn.Module]:
 
 @pytest.mark.parametrize(("remat", "schedule"), [("never", "gpipe"), ("always", "gpipe"), ("always", "1f1b")])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_foretold_is_held(ranks: int, remat: str, schedule: str) -> None:
+def test_what_is_predicted_is_held(ranks: int, remat: str, schedule: str) -> None:
     x = torch.randn(8 * ROWS, WIDTH)
     layers = mixed()
     sized = profile_layers(layers, {ROWS: x[:ROWS]}, [""] * len(layers)).of_micro_batch(ROWS)
     with gpipe.GPipe(layers, ranks, 8, remat=remat, schedule=schedule, driver="lockstep") as pipe:
         costs = [replace(sized.cost(*run, speed=1.0), state=0) for run in bounds(pipe.layers_per_partition)]
         costs[0] = replace(costs[0], boundary=0)  # which is the caller's
-        foretold = simulate(pipe.program, costs).peak_bytes
+        predicted = simulate(pipe.program, costs).peak_bytes
+        pipe.step(x, x, squares)  # the first looks more closely at what layers do, and holds more
         with gpipe.record(pipe, memory=True) as recording:
             for _ in range(2):  # whatever was done to gradients meanwhile
                 pipe.step(x, x, squares)
                 pipe.zero_grad()
     for rank, held in recording.memory().items():
-        assert held.activations == pytest.approx(foretold[rank], rel=0.05)
+        assert held.activations == pytest.approx(predicted[rank], rel=0.05)
 
 
 def test_state_is_counted() -> None:

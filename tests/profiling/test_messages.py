@@ -1,4 +1,4 @@
-"""What crosses between processes: what the program foretells, no more and no less, at both ends."""
+"""What crosses between processes: what the program predicts, no more and no less, at both ends."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)]
 def recorded(
     pool: WorkerPool, folder: Path, ranks: int, schedule: str, rows: Sequence[int], **how: Any
 ) -> list[Message]:
-    """What a file says of some steps, which is what the program foretells."""
+    """What a file says of some steps, which is what the program predicts."""
     per_rank, file = dict(SCHEDULES)[schedule], str(folder / "messages.jsonl")
     given = ([1] * ranks * per_rank, schedule, list(rows), file)
     world = ranks * len(rows)
@@ -51,17 +51,17 @@ def check_times(messages: Sequence[Message]) -> None:
     assert min(one.asked for one in messages if one.step == 1) >= max(one.ended for one in messages if one.step == 0)
 
 
-def check_transfers(messages: Sequence[Message], told: dict[str, Any], ranks: int, rows: Sequence[int]) -> None:
+def check_transfers(messages: Sequence[Message], expected: dict[str, Any], ranks: int, rows: Sequence[int]) -> None:
     """Each transfer of the program once in each step and replica, with the bytes of its boundary tensor."""
     wanted: Counter[tuple[object, ...]] = Counter()
     for replica, of_replica in enumerate(rows):
         each = rows_of_parts(of_replica, jobs.MICRO_BATCHES)
-        for rank, row in enumerate(told["transfers"]):
+        for rank, row in enumerate(expected["transfers"]):
             for action in map(parse_action, row):
                 assert action.route is not None
                 assert action.micro_batch is not None
                 sends = action.kind is Kind.SEND
-                other = told["placement"][receiver_of(action) if sends else sender_of(action)]
+                other = expected["placement"][receiver_of(action) if sends else sender_of(action)]
                 shape = each[action.micro_batch], jobs.WIDTHS[action.route.source + 1]
                 key = (
                     "send" if sends else "receive",
@@ -106,7 +106,7 @@ def check_reductions(messages: Sequence[Message], found: Sequence[Any], ranks: i
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("schedule", dict(SCHEDULES))
-def test_what_crosses_is_what_the_program_foretells(
+def test_what_crosses_is_what_the_program_predicts(
     schedule: str, ranks: int, pool: WorkerPool, tmp_path: Path
 ) -> None:
     messages = recorded(pool, tmp_path, ranks, schedule, [12])
@@ -203,7 +203,7 @@ def test_a_receive_begins_when_it_was_sent_and_asked_for(asked: float, ended: fl
 def test_clocks_of_hosts_are_laid_side_by_side() -> None:
     """Two hosts, whose clocks are a hundred seconds apart, as forward and backward between them say."""
 
-    def told(host: str, began: float, spans: dict[str, tuple[float, float]], *own: Crossed) -> RemoteRecord:
+    def record(host: str, began: float, spans: dict[str, tuple[float, float]], *own: Crossed) -> RemoteRecord:
         done = tuple(Span(0, parse_action(action), *when) for action, when in spans.items())
         return RemoteRecord(host, began, Timeline(1, done, 5.0), Traffic(("x:0>1",), 4, own))
 
@@ -211,7 +211,7 @@ def test_clocks_of_hosts_are_laid_side_by_side() -> None:
     recorder.runs.append(RecordedRun(Timeline(1, (), 5.0), (10.0, 15.0)))
     first, last = {"0F0": (0.0, 1.0), "0B0": (4.0, 5.0)}, {"1F0": (2.0, 2.5), "1B0": (2.5, 3.0)}
     sent, received = crossed(True, 1, VALUE, 0.5, 0.5, 0.75), crossed(False, 0, VALUE, 0.25, 0.25, 1.0)
-    recorder.join(0, [told("one", 10.0, first, sent), told("other", 110.0, last, received)])
+    recorder.join(0, [record("one", 10.0, first, sent), record("other", 110.0, last, received)])
     assert [(m.kind, m.asked, m.begun, m.ended) for m in messages_of(recorder.runs)] == [
         ("receive", 0.25, 0.5, 1.0),
         ("send", 0.5, 0.5, 0.75),
@@ -243,26 +243,26 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 # Examples, over processes.
 
 
-def of(told: Sequence[dict[str, Any]], **wanted: object) -> list[dict[str, Any]]:
-    return [message for message in told if wanted.items() <= message.items()]
+def of(expected: Sequence[dict[str, Any]], **wanted: object) -> list[dict[str, Any]]:
+    return [message for message in expected if wanted.items() <= message.items()]
 
 
 def test_shared_weights_and_the_output_of_a_call_cross_too(pool: WorkerPool) -> None:
-    told, *_ = answers(pool.run(jobs.train_tied, world=4))
+    expected, *_ = answers(pool.run(jobs.train_tied, world=4))
     weight = 6 * 6 * FLOAT
-    shared = of(told, what="shared weights", step=0)
+    shared = of(expected, what="shared weights", step=0)
     assert Counter(message["kind"] for message in shared) == {"send": 4, "receive": 4}
     assert {(message["bytes"], message["phase"]) for message in shared} == {(weight, "backward")}
-    outputs = of(told, what="output", step=1)
+    outputs = of(expected, what="output", step=1)
     assert {(m["kind"], m["rank"], m["peer"], m["micro_batch"]) for m in outputs} == {
         (kind, *ranks, m)
         for m in range(2)
         for kind, pairs in {"send": [(1, 0), (3, 2)], "receive": [(0, 1), (2, 3)]}.items()
         for ranks in pairs
     }
-    assert {message["phase"] for message in of(told, what="x:0>1", step=1)} == {"forward"}
-    assert {message["phase"] for message in of(told, what="x:0>1", step=2)} == {"backward"}
-    assert {message["step"] for message in of(told, kind="reduce")} == {0, 2}
+    assert {message["phase"] for message in of(expected, what="x:0>1", step=1)} == {"forward"}
+    assert {message["phase"] for message in of(expected, what="x:0>1", step=2)} == {"backward"}
+    assert {message["step"] for message in of(expected, kind="reduce")} == {0, 2}
 
 
 def test_statistics_of_batchnorm_cross_between_replicas(pool: WorkerPool) -> None:

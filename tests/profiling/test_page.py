@@ -88,7 +88,7 @@ def test_what_is_absent_leaves_no_hole(name: str) -> None:
 
 
 def test_a_prediction_alone_is_drawn() -> None:
-    page = Balanced(report_html(Report("foretold", predicted=pipelined(2, 2))))
+    page = Balanced(report_html(Report("predicted", predicted=pipelined(2, 2))))
     assert page.sections == ["timeline"]
     assert "predicted step" in page.words
     with pytest.raises(ValueError, match="longer than 0 seconds"):
@@ -192,7 +192,7 @@ def test_pointing_at_an_action_tells_of_it_and_of_its_prediction(tab: Page, file
     tab.mouse("Moved", *place(tab, timeline, timeline.seconds, "0B3"))
     tab.mouse("Moved", x, 5)
     assert tab.text("#tip") == ""
-    tab.value("document.getElementById('foretold').click()")
+    tab.value("document.getElementById('show-predicted').click()")
     assert tab.value("document.getElementById('names').firstChild.offsetHeight") < 51
     assert tab.complaints == []
 

@@ -22,12 +22,12 @@ function tickLabel(seconds, step) {
 }
 
 function timeline(data) {
-  const AXIS = 22, BETWEEN = 8, BOX = 26, THIN = 4, FORETOLD = 9, DEEPEST = 2000;
+  const AXIS = 22, BETWEEN = 8, BOX = 26, THIN = 4, PREDICTED = 9, DEEPEST = 2000;
   const view = byId("view"), strip = byId("strip"), canvas = byId("canvas"), tip = byId("tip"), names = byId("names");
   const pen = canvas.getContext("2d");
   const predicted = data.predicted && decoded(data.predicted);
-  const foretold = new Map((predicted ? predicted.lanes.flat() : []).map((span) => [key(span), span]));
-  const box = byId("foretold");
+  const predictedSpans = new Map((predicted ? predicted.lanes.flat() : []).map((span) => [key(span), span]));
+  const box = byId("show-predicted");
   let step, above, zoom = 1, chosen = null, pointed = null, dragged = null;
 
   function decoded({ seconds, ranks, number = 0, other = {} }) {
@@ -50,7 +50,7 @@ function timeline(data) {
   // ---- what is shown, and where ----
 
   const shown = () => Math.max(step.seconds, above ? above.seconds : 0);
-  const laneHeight = () => (above ? FORETOLD + 2 : 0) + BOX + THIN + 2 + BETWEEN;
+  const laneHeight = () => (above ? PREDICTED + 2 : 0) + BOX + THIN + 2 + BETWEEN;
   const x = (seconds) => (seconds / shown()) * strip.clientWidth - view.scrollLeft;
   const timeAt = (px) => ((px + view.scrollLeft) / strip.clientWidth) * shown();
 
@@ -70,7 +70,7 @@ function timeline(data) {
     const took = Object.entries(step.other).filter(([, seconds]) => seconds);
     const outside = took.map(([name, seconds]) => `${name} ${lasts(seconds)}`).join(", ");
     byId("outside").textContent = outside && `Outside of the pipeline, for all ranks: ${outside}.`;
-    told(null);
+    describe(null);
   }
 
   /** Zooms about a place of the view: by default where the chosen action is, or else the middle. */
@@ -113,11 +113,11 @@ function timeline(data) {
     const longest = String(most(step.lanes.flat().map((span) => span.microBatch))).length;
     drawAxis(height, color);
     step.lanes.forEach((lane, rank) => {
-      const top = rank * laneHeight(), main = top + (above ? FORETOLD + 2 : 0);
+      const top = rank * laneHeight(), main = top + (above ? PREDICTED + 2 : 0);
       pen.fillStyle = color("--idle");
       pen.fillRect(x(0), main, x(step.seconds) - x(0), BOX);
       const ahead = above ? (above.lanes[rank] || []).filter((span) => !span.thin) : [];
-      for (const span of ahead) paint(span, top, FORETOLD, followed, Infinity);
+      for (const span of ahead) paint(span, top, PREDICTED, followed, Infinity);
       for (const span of lane) paint(span, ...rows(span), followed, longest);
     });
     for (const span of [chosen, pointed]) if (span && !span.idle) outline(span, color("--ink"));
@@ -154,8 +154,8 @@ function timeline(data) {
   }
 
   function rows(span) {
-    const top = span.rank * laneHeight(), main = top + (above ? FORETOLD + 2 : 0);
-    if (above && foretold.get(key(span)) === span) return [top, FORETOLD];
+    const top = span.rank * laneHeight(), main = top + (above ? PREDICTED + 2 : 0);
+    if (above && predictedSpans.get(key(span)) === span) return [top, PREDICTED];
     return span.thin ? [main + BOX + 1, THIN] : [main, BOX];
   }
 
@@ -178,7 +178,7 @@ function timeline(data) {
   function spanAt(px, py) {
     const rank = Math.floor(py / laneHeight()), within = py - rank * laneHeight();
     if (rank < 0 || rank >= step.lanes.length) return null;
-    const upper = above ? FORETOLD + 2 : 0, time = timeAt(px), near = timeAt(px + 2) - time;
+    const upper = above ? PREDICTED + 2 : 0, time = timeAt(px), near = timeAt(px + 2) - time;
     if (within < upper) return holding(above.lanes[rank] || [], time, 0, false);
     const thin = within > upper + BOX;
     const found = holding(step.lanes[rank], time, near, thin);
@@ -194,10 +194,10 @@ function timeline(data) {
     return could.find((span) => span.start <= time && time < span.end) || could[0] || null;
   }
 
-  function told(span) {
+  function describe(span) {
     tip.textContent = ""; // never hidden: what a screen reader is to say must be there before it is filled
     if (span) {
-      const ahead = !span.idle && foretold.get(key(span));
+      const ahead = !span.idle && predictedSpans.get(key(span));
       const which = span.idle || span.microBatch < 0 ? "" : `, micro-batch ${span.microBatch}`;
       const where = `, ${span.idle ? "" : `stage ${span.stage}, `}rank ${span.rank}`;
       const way = span.route ? `\nalong ${span.route}` : "";
@@ -219,7 +219,7 @@ function timeline(data) {
   function point(event) {
     const at = canvas.getBoundingClientRect();
     pointed = spanAt(event.clientX - at.left, event.clientY - at.top);
-    told(pointed || chosen);
+    describe(pointed || chosen);
   }
 
   function go(key) {
@@ -237,7 +237,7 @@ function timeline(data) {
     const middle = (x(chosen.start) + x(chosen.end)) / 2;
     if (middle < 0 || middle > view.clientWidth) view.scrollLeft += middle - view.clientWidth / 2;
     pointed = null;
-    told(chosen);
+    describe(chosen);
   }
 
   // ---- listening ----
@@ -248,7 +248,7 @@ function timeline(data) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key in keys) keys[event.key]();
     else if (/^(Arrow(Left|Right|Up|Down)|Home|End)$/.test(event.key)) go(event.key);
-    else if (event.key === "Escape") told((chosen = pointed = null));
+    else if (event.key === "Escape") describe((chosen = pointed = null));
     else return;
     event.preventDefault();
   });
@@ -276,9 +276,9 @@ function timeline(data) {
     dragged = null;
     if (Math.abs(to - from) > 5) return zoomBetween(timeAt(Math.min(from, to)), timeAt(Math.max(from, to)));
     point(event);
-    told((chosen = pointed && pointed.idle ? null : pointed) || pointed);
+    describe((chosen = pointed && pointed.idle ? null : pointed) || pointed);
   });
-  canvas.addEventListener("pointerleave", () => told((pointed = null) || chosen));
+  canvas.addEventListener("pointerleave", () => describe((pointed = null) || chosen));
 
   let apart = 0; // of two fingers
   const fingers = ({ touches: [one, other] }) => Math.max(Math.abs(one.clientX - other.clientX), 1);

@@ -178,8 +178,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
         yield "step", lasts(typical.seconds), f"median of {steps}" if steps > 1 else ""
         if report.predicted is not None:
             yield "predicted", lasts(report.predicted.seconds), _compared(typical.seconds / report.predicted.seconds)
-        foretold = "" if report.predicted is None else f"predicted {percent(report.predicted.idle_share())}"
-        yield "not computing", percent(typical.idle_share()), foretold or "of all ranks’ time"
+        beside = "" if report.predicted is None else f"predicted {percent(report.predicted.idle_share())}"
+        yield "not computing", percent(typical.idle_share()), beside or "of all ranks’ time"
     elif report.predicted is not None:
         yield "predicted step", lasts(report.predicted.seconds), f"idle {percent(report.predicted.idle_share())}"
     if report.memory:
@@ -217,7 +217,7 @@ def _timeline_lines(report: Report, drawn: Sequence[Timeline]) -> Iterator[str]:
         yield f'<button type="button" id="{name}" title="{title}" aria-label="{title}">{sign}</button>'
     yield "</span>"
     if report.predicted is not None and report.timelines:
-        yield '<label><input type="checkbox" id="foretold" checked> predicted, above each rank</label>'
+        yield '<label><input type="checkbox" id="show-predicted" checked> predicted, above each rank</label>'
     yield "</div>"
     yield '<div class="lanes"><div id="names"></div>'
     yield '<div id="view" tabindex="0" role="application" aria-label="timeline" aria-describedby="keys">'
@@ -244,10 +244,11 @@ def _step_choice(report: Report) -> Iterator[str]:
     yield f'<fieldset id="steps"><legend>steps{few if len(shown) < len(report.timelines) else ""}</legend><div>'
     for step in shown:
         seconds = report.timelines[step].seconds
-        told = f"step {step + 1}: {lasts(seconds)}" + (", the typical one" if step == report.typical else "")
+        label = f"step {step + 1}: {lasts(seconds)}" + (", the typical one" if step == report.typical else "")
         checked = " checked" if step == report.typical else ""
         yield (
-            f'<label title="{told}"><input type="radio" name="step" value="{step + 1}"{checked} aria-label="{told}">'
+            f'<label title="{label}"><input type="radio" name="step" value="{step + 1}"{checked} '
+            f'aria-label="{label}">'
             f'<i style="height:{seconds / longest:.1%}"></i></label>'
         )
     yield "</div></fieldset>"
@@ -288,7 +289,7 @@ def part_colors(names: Iterable[str]) -> dict[str, str]:
 
 
 def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) -> Iterator[str]:
-    """Parts side by side; that they are told in numbers too is the caller's part."""
+    """Parts side by side; the caller writes them in numbers too."""
     yield '<div class="bar" aria-hidden="true">'
     for name, part in parts.items():
         share = part / whole if whole else 0.0
@@ -307,12 +308,12 @@ def _memory_lines(report: Report) -> Iterator[str]:
     colors = dict(zip(names, cycle(COLORS.values()), strict=False))
     most = max(sum(parts.values()) for parts in report.memory)
     for rank, parts in enumerate(report.memory):
-        told = ", ".join(f"{escape(name)} {held(count)}" for name, count in parts.items())
+        text = ", ".join(f"{escape(name)} {held(count)}" for name, count in parts.items())
         yield f'<div class="rank"><p><b>rank {rank}</b><span>{held(sum(parts.values()))}</span></p>'
         yield from _bar(parts, colors, most)
         if "inside" in parts and report.predicted_memory:
-            told += f"; {held(report.predicted_memory[rank])} predicted"
-        yield f"<small>{told}</small></div>"
+            text += f"; {held(report.predicted_memory[rank])} predicted"
+        yield f"<small>{text}</small></div>"
     yield from _legend((escape(name), f"background:{colors[name]}") for name in names)
 
 
@@ -337,11 +338,11 @@ def _losses_lines(report: Report) -> Iterator[str]:
     finite = [loss for loss in losses if isfinite(loss)]
     if finite:
         low, high = min(finite), max(finite)
-        told = f"loss of {len(losses)} {each}s, from {_number(losses[0])} to {_number(losses[-1])}"
+        label = f"loss of {len(losses)} {each}s, from {_number(losses[0])} to {_number(losses[-1])}"
         points = " ".join(map(repr, losses))
         yield f'<div class="curve" data-each="{each}" data-losses="{points}">'
         yield f'<span class="high">{_number(high)}</span><span class="low">{_number(low)}</span>'
-        yield f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{told}">'
+        yield f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{label}">'
         for run in _runs(losses):
             yield f'<polyline points="{" ".join(_point(at, losses, low, high) for at in run)}"/>'
         yield f'</svg><span class="first">{each} 1</span><span class="last">{len(losses)}</span></div>'

@@ -105,16 +105,7 @@ class Recording(Recorder):
         self.stop()
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Iterates over mini-batches, and notes how long each takes to come: the part `data`.
-
-        >>> import torch, gpipe
-        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
-        >>> with gpipe.record(pipe) as recording:
-        ...     for batch in recording.loading([torch.ones(4, 2), torch.ones(4, 2)]):
-        ...         _ = pipe.step(batch, torch.ones(4, 1), torch.nn.functional.mse_loss)
-        >>> recording.breakdown().shares["data"] > 0
-        True
-        """
+        """Iterates over mini-batches, and notes how long each takes to come: the part `data`."""
         rest = iter(batches)
         while True:
             start = time.perf_counter()
@@ -178,20 +169,13 @@ class Recording(Recorder):
         if not (timelines := tuple(self.timelines)):
             raise ValueError(NOTHING)
         prediction = self._pipe.prediction
-        foretold = prediction.unit == "seconds" and any(timeline.is_step for timeline in timelines)
-        return Report(title, timelines=timelines, predicted=prediction.timeline if foretold else None)
+        is_timed = prediction.unit == "seconds" and any(timeline.is_step for timeline in timelines)
+        return Report(title, timelines=timelines, predicted=prediction.timeline if is_timed else None)
 
     def memory(self) -> dict[int, Held]:
         """What each rank of this process held when it held most; activations if `record(pipe, memory=True)` watched.
 
         Gradients are counted as of all parameters that want one, as they will be; optimizers that have been stepped.
-
-        >>> import torch, gpipe
-        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
-        >>> with gpipe.record(pipe, memory=True) as recording:
-        ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
-        >>> recording.memory()[0].weights, recording.memory()[0].gradients  # six numbers of four bytes
-        (24, 24)
         """
         states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
         return {rank: held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())}
@@ -264,7 +248,7 @@ class Recording(Recorder):
         return compare(steps, prediction.timeline, self._why()) if prediction.unit == "seconds" and steps else ""
 
     def _why(self) -> str:
-        """Why steps may take longer than foretold, where that is known."""
+        """Why steps may take longer than predicted, where that is known."""
         if self._driver == "lockstep" and self._pipe.prediction.program.ranks > 1:
             return "all ranks run in one thread (driver='lockstep')"
         if self._watches is not None:
