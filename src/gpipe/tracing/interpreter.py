@@ -1,8 +1,7 @@
-"""Interprets a model's forward and sees its operations: calls of units, and operations between them.
+"""Interprets a model's forward: its code runs from the top, and of its operations only those of some layers are done.
 
-Interprets some layers of a model: its forward runs from the top, but only their operations are done.
-
-What operations before brought is taken from what crossed the cut; behind its own last operation it stops.
+Operations are calls of units, and functions of torch between them. What those before returned is taken from what
+crossed the cut; behind its own last operation the interpreter stops.
 """
 
 import weakref
@@ -144,11 +143,11 @@ Values: TypeAlias = Mapping[ValueId, Tensor | None]
 
 
 class Enough(BaseException):
-    """Ends an interpreter behind its last operation."""
+    """Ends an interpretation behind its last operation."""
 
 
 class StageInterpreter(Interpreter):
-    """An interpreter that does the operations of some layers.
+    """Does the operations of some layers.
 
     Args:
         shallow copy: What is interpreted.

@@ -1,6 +1,6 @@
 """Shows a model as the layers that a pipe cuts it into.
 
-Tells a model from a sequence of layers, and records it.
+Tells a model from a sequence of layers, and traces it.
 """
 
 from collections.abc import Iterator, Sequence

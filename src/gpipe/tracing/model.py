@@ -16,7 +16,7 @@ from gpipe.tracing.checks import lacks_memory
 from gpipe.tracing.meta_model import give_values, lacks_values
 from gpipe.tracing.own_loss import COUNT, NO_LABELS, LossAverage, loss_in, tried
 from gpipe.tracing.parts import Names, names_of_all, parts_of, units_by_layer
-from gpipe.tracing.proof import ProvenTrace, record
+from gpipe.tracing.proof import ProvenTrace, prove
 from gpipe.tracing.runs import arguments, in_mode, kind_of, settings_of, takes, unchanged, without_cache
 from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.stage import SingleLayer, pops_between, rng_scopes, state_of
@@ -112,7 +112,7 @@ class TracedModel:
         for blocks in choices:
             self.parts = Parts(model, tuple(blocks), open_names(blocks))
             try:
-                found = self._record_first(sample)
+                found = self._trace_first(sample)
             except CannotSplitError as error:
                 refused = refused or error
                 continue
@@ -124,13 +124,13 @@ class TracedModel:
             raise refused
         return works
 
-    def _record_first(self, sample: Tree) -> tuple[ProvenTrace, bool]:
+    def _trace_first(self, sample: Tree) -> tuple[ProvenTrace, bool]:
         """Traces the model on the sample; and whether its loss uses the number of labels of the mini-batch."""
         if self.lacks_values:
             give_values(self.model, [], [], 0, names_of_all(self.parts))
         counted = self._trace_counted(sample) if self._may_count(sample) else None
         given = sample if counted is None else self._with_count(sample, 1)
-        return record(self.parts, arguments(self.model, given), counted), counted is not None
+        return prove(self.parts, arguments(self.model, given), counted), counted is not None
 
     @property
     def model(self) -> nn.Module:
@@ -280,7 +280,7 @@ class TracedModel:
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
         with unchanged(self.model):
-            found = record(self.parts, arguments(self.model, value))
+            found = prove(self.parts, arguments(self.model, value))
         layers = list(self.layers.items())
         units, raw = units_by_layer(found.trace)
         if len(units) != len(layers):

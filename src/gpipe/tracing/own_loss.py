@@ -4,9 +4,8 @@ A loss that is divided by the labels that count is put together by these: `num_i
 whole mini-batch, goes into every micro-batch where the forward uses it, and the losses are added up, as transformers'
 Trainer does over its gradient accumulation. Else each counts by its own number of them, or of rows.
 
-Tries on the sample whether the losses of micro-batches make that of the mini-batch.
-
-Puts what a model returned for each micro-batch together to what it returns for the mini-batch.
+On the sample it is tried whether the losses of its halves make its own. What a model returned for each micro-batch is
+put together to what it returns for the mini-batch.
 """
 
 import math

@@ -44,7 +44,7 @@ class ProvenTrace(NamedTuple):
     reads: str = ""
 
 
-def record(parts: Parts, given: ForwardArguments, traced: TracerRun | None = None) -> ProvenTrace:
+def prove(parts: Parts, given: ForwardArguments, traced: TracerRun | None = None) -> ProvenTrace:
     """Traces the trace of a model's forward, in the mode that it is in, and proves it.
 
     Args:

@@ -1,6 +1,6 @@
 """Runs of a model that leave it as it was.
 
-How a value that a pipe is given becomes the arguments of a model's forward.
+A value that a pipe is given becomes the arguments of a model's forward, and says which trace is its own.
 """
 
 import enum

@@ -1,8 +1,7 @@
-"""A stage of a model that is interpreted: one interpret the model does all of its layers.
+"""A stage of a traced model: one interpretation of the forward does all of its layers.
 
-Layers of a model that run one by one, everything that lives handed on: to measure what each costs.
-
-Has a model draw random numbers as a pipe of it does: the reference, entered by forward hooks.
+To measure what each layer costs, they run one by one, and hand on everything that lives. As a reference, hooks have
+the model itself draw random numbers as a pipe of it does.
 """
 
 import json
@@ -153,7 +152,7 @@ class TracedStage(Stage):
         return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
 
     def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
-        """None: an interpreter does all layers at once."""
+        """None: one interpretation does all layers."""
         return None
 
 

@@ -1,11 +1,11 @@
 """The trace that a model's forward takes: its operations, which layer does which, and what crosses between layers.
 
-An operation is a call of a unit, or an operation between units on what depends on parameters, on values of the inputs
-that are no whole numbers, or on chance. Whatever else the forward does - masks, positions, rotary tables - is done
-by every layer for itself.
+An operation is a call of a unit, or of a function of torch between units on what depends on
+parameters, on values of the inputs that are no whole numbers, or on chance. Whatever else the forward does - masks,
+positions, rotary tables - is done by every layer for itself.
 
     forward      embed  mask  block  block  add  norm  head  loss
-    operation          0      -     1      2     3    4     5    6..9
+    operation      0      -     1      2     3    4     5    6..9
     layer          0     all    1      2    -------- 3 ---------
 
 Note "Relay". A value that several later layers use goes from the layer that made it to the first of these, from there

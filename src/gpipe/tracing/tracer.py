@@ -1,6 +1,6 @@
 """Traces a model's forward: it runs once, whole, and every operation is written down.
 
-Traces a forward: it runs once, whole, and its path, its losses and what it leaves behind are noted.
+What else it shows is noted: the losses that it calls, what it leaves behind, on which values its trace may depend.
 """
 
 import random
@@ -69,7 +69,7 @@ SHAPED_BY_VALUES = frozenset(
 
 
 class Tracer(Interpreter):
-    """An interpreter that does every operation and writes it down.
+    """Does every operation and writes it down.
 
     Args:
         shallow copy: What is interpreted.
@@ -109,7 +109,7 @@ class Tracer(Interpreter):
         self._chance = Chance(model, shallow_copy.copied_modules)
         self._makers, self._shared, self._filled = Makers(), SharedMemory(), Fillings(self.value_id_of)
 
-    def record(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Trace]:
+    def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Trace]:
         """Runs the forward; gives its output, and the trace that it took.
 
         Raises:
@@ -351,19 +351,19 @@ def _traced(
 
     shallow_copy = parts.shallow_copy()
     shallow_copy.refresh()
-    recorder = Tracer(shallow_copy, parts.model, parts.blocks, around, dry)
+    tracer = Tracer(shallow_copy, parts.model, parts.blocks, around, dry)
     before = _generators()
     try:
-        (output, trace), changed = watched(parts.model, lambda: recorder.record(*given))
+        (output, trace), changed = watched(parts.model, lambda: tracer.trace(*given))
     except Exception as error:
         if dry is None and not again:
             run_apart = partial(_traced, parts, given, dry, again=True)
-            refuse_failing_apart(parts.model, given, error, run_apart, recorder.left_behind())
+            refuse_failing_apart(parts.model, given, error, run_apart, tracer.left_behind())
         if isinstance(error, TypeError) and given.args and isinstance(given.args[0], (tuple, list)):
             error.add_note(ONE_ARGUMENT.format(kind=type(given.args[0]).__name__, names=names_taken(parts.model)))
         raise
     refuse_kept(parts.model, given)
-    if left := recorder.left_behind():
+    if left := tracer.left_behind():
         raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(left)))
     for whose, state in _generators().items():
         if not _same(before[whose], state):
@@ -377,7 +377,7 @@ def _traced(
                 if name in parts.opened:
                     raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
                 stateful.add(name)
-    return TracerRun(output, trace, parts, recorder.losses, recorder.reads), stateful
+    return TracerRun(output, trace, parts, tracer.losses, tracer.reads), stateful
 
 
 def _generators() -> dict[str, Any]:

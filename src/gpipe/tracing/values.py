@@ -201,7 +201,7 @@ def again_in(leaves: Sequence[Any]) -> Again:
 
 
 class ValueId(NamedTuple):
-    """Names a tensor in every interpreter: the operation that made it, and its place among what that returned.
+    """Names a tensor in each interpretation: the operation that made it, and its place among what that returned.
 
     Inputs are what operation -1 made.
     """
