@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -102,14 +103,7 @@ def train_plainly(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return sum(losses[1:], start=losses[0])
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_drawn_model_is_cut_at_its_own_blocks_and_trains_as_the_plain_loop(seed: int) -> None:
-    # Lists inside of blocks were cut where these have most of the parameters: between experts, of which other steps
-    # choose others, around buffers and branches. All of 106 refusals of drawn models came of it.
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    plain = Drawn(draw)
-    model = copy.deepcopy(plain)
+def assert_as_plain(plain: nn.Module, model: nn.Module) -> None:
     with gpipe.GPipe(model, 2, M, sample=torch.randn(8, W), costs="params", driver="lockstep") as pipe:
         for _ in range(STEPS):
             x, y = torch.randn(8, W), torch.randn(8, W)
@@ -117,3 +111,47 @@ def test_a_drawn_model_is_cut_at_its_own_blocks_and_trains_as_the_plain_loop(see
             assert same_bits(found, train_plainly(plain, x, y))
     theirs = dict(plain.named_parameters())
     assert not [name for name, one in model.named_parameters() if not same_bits(one.grad, theirs[name].grad)]
+
+
+class Top(nn.Module):
+    """A mixture of experts, with most of the parameters, behind blocks, or before a head."""
+
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.mixture = nn.Linear(W, W), blocks, Experts(6, names=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in members(self.blocks):
+            x = block(x)
+        made: Tensor = self.mixture(x)
+        return made
+
+
+def of_other_kinds() -> nn.Module:
+    return nn.ModuleDict({"first": nn.Linear(W, W), "mixture": Experts(4, names=False), "last": nn.LayerNorm(W)})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layers"),
+    [
+        (lambda: nn.ModuleList([nn.Linear(W, W), nn.Linear(W, W)]), ["embed", "blocks.0", "blocks.1", "mixture"]),
+        (nn.Identity, ["embed", "mixture"]),
+        (of_other_kinds, ["embed", "blocks.first", "blocks.mixture", "blocks.last", "mixture"]),
+    ],
+)
+def test_a_mixture_that_no_list_holds_is_one_block(blocks: Callable[[], nn.Module], layers: list[str]) -> None:
+    torch.manual_seed(1)
+    model = Top(blocks())
+    assert [layer.name for layer in gpipe.layers_of(model, torch.randn(8, W))] == layers
+    assert_as_plain(copy.deepcopy(model), model)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_drawn_model_is_cut_at_its_own_blocks_and_trains_as_the_plain_loop(seed: int) -> None:
+    # Lists inside of blocks were cut where these have most of the parameters: between experts, of which other steps
+    # choose others, around buffers and branches. All of 106 refusals of drawn models came of it.
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    plain = Drawn(draw)
+    assert_as_plain(plain, copy.deepcopy(plain))

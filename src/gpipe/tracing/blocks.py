@@ -1,6 +1,7 @@
 """Finds the blocks of a model: the modules between which it may be cut."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from torch import nn
 
@@ -20,8 +21,8 @@ def find_blocks(model: nn.Module) -> list[list[str]]:
     """The choices of blocks, each by their names, the best first.
 
     What the model itself says is not to be split comes alone. Else these are the members of the outermost lists of
-    modules, of the largest of these lists, and then of the lists within members, level by level. Where no list has
-    two members, one is taken: a forward may call it several times.
+    modules, then with one of these lists as one block, then those of lists within members, level by level; last come
+    the modules that hold lists. Where no list has two members, one is taken: a forward may call it several times.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -40,19 +41,32 @@ def find_blocks(model: nn.Module) -> list[list[str]]:
     if sum(name.rpartition(".")[2].isdigit() for name in unsplit) > 1:
         return [unsplit]
     choices: list[list[str]] = []
-    for depth in range(DEEPEST):
-        lists = list(_lists(model, "", least=2, depth=depth))
-        members = [name for some in lists for name in some]
-        largest = max(lists, key=lambda some: _size(model, some), default=[])
-        for some in (members, largest):
-            if len(some) > 1 and some not in choices:
+    for depth, alike in product(range(DEEPEST), (True, False)):
+        lists = list(_lists(model, "", least=2, depth=depth, alike=alike))
+        for some in _variants(lists):
+            if len(some) > 1 and some not in choices and len(choices) < MOST_CHOICES:
                 choices.append(some)
     alone = unsplit or [name for some in _lists(model, "", least=1, depth=0) for name in some]
     if not choices and not alone:
         raise CannotSplitError(NO_BLOCKS.format(model=f"a {type(model).__name__}"))
-    return choices or [alone]
+    holders = list(dict.fromkeys(_holder_of(name) for some in choices for name in some if _holder_of(name)))
+    return [*choices, _outermost(holders)] if choices and holders else choices or [alone]
 
 
+def _variants(lists: Sequence[list[str]]) -> Iterator[list[str]]:
+    """The members of all lists; then with one list after another as one block, by the module that holds it."""
+    yield [name for some in lists for name in some]
+    for whole in lists if len(lists) > 1 else ():
+        held = [_holder_of(whole[0])] if _holder_of(whole[0]) else []
+        yield _outermost([name for some in lists for name in (held if some is whole else some)])
+
+
+def _holder_of(name: str) -> str:
+    """The module that has the list of a member, as its code runs the members; empty if that is the model."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
+MOST_CHOICES = 12
 DEEPEST = 4
 """Levels of lists within members of lists that are tried."""
 
@@ -92,35 +106,34 @@ def _outermost(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _lists(module: nn.Module, name: str, *, least: int, depth: int) -> Iterator[list[str]]:
+def _lists(module: nn.Module, name: str, *, least: int, depth: int, alike: bool = True) -> Iterator[list[str]]:
     """The outermost lists of at least so many in a module, each by its members, or so much deeper where there are."""
-    is_list = _is_list(module, least)
+    is_list = _is_list(module, least, alike=alike)
     members: list[str] = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if not is_list:
-            yield from _lists(child, path, least=least, depth=depth)
+            yield from _lists(child, path, least=least, depth=depth, alike=alike)
         elif _has_parameters(child):
             holds = isinstance(child, CONTAINERS)
             some = 1 if holds else least
-            inner = list(_lists(child, path, least=some, depth=depth - (not holds))) if holds or depth else []
+            deeper = depth - (not holds)
+            inner = list(_lists(child, path, least=some, depth=deeper, alike=alike)) if deeper >= 0 else []
             members += [member for some in inner for member in some] or [path]
     if members:
         yield members
 
 
-def _is_list(module: nn.Module, least: int) -> bool:
-    """Whether the members of a module are called one by one, and are alike if they have names."""
+def _is_list(module: nn.Module, least: int, *, alike: bool) -> bool:
+    """Whether the members of a module are called one by one; with names, they may have to be alike."""
     if not isinstance(module, LISTS) or len(module) < least:
         return False
     if isinstance(module, nn.ModuleDict):
         kinds = {type(child) for child in module.values() if _has_parameters(child)}
-        return len(module) > 1 and len(kinds) == 1 and not issubclass(kinds.pop(), CONTAINERS)
+        return (
+            len(module) > 1 and (len(kinds) == 1 or not alike) and not any(issubclass(k, CONTAINERS) for k in kinds)
+        )
     return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
-
-
-def _size(model: nn.Module, names: Sequence[str]) -> int:
-    return sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
 
 
 def _has_parameters(module: nn.Module) -> bool:
