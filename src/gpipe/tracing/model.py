@@ -95,9 +95,8 @@ class TracedModel:
         self._refused: dict[TraceKey, Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
-        with unchanged(model):
-            found, self._counts = self._choose(model, choices, sample)
-            sample = self._with_count(sample, 1) if self._counts else sample
+        found, self._counts = self._choose(model, choices, sample)
+        sample = self._with_count(sample, 1) if self._counts else sample
         self.parts, self.seconds = found.parts, found.seconds
         self._keep(self._key(*self._apart(sample)), found, sample)
         self.layers = parts_of(self.parts, found.trace)
@@ -128,9 +127,10 @@ class TracedModel:
         """Traces the model on the sample; and whether its loss uses the number of labels of the mini-batch."""
         if self.lacks_values:
             give_values(self.model, [], [], 0, names_of_all(self.parts))
-        counted = self._trace_counted(sample) if self._may_count(sample) else None
-        given = sample if counted is None else self._with_count(sample, 1)
-        return prove(self.parts, arguments(self.model, given), counted), counted is not None
+        with unchanged(self.model):
+            counted = self._trace_counted(sample) if self._may_count(sample) else None
+            given = sample if counted is None else self._with_count(sample, 1)
+            return prove(self.parts, arguments(self.model, given), counted), counted is not None
 
     @property
     def model(self) -> nn.Module:
