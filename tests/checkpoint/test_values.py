@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpipe
+from gpipe.checkpoint.files import DTYPES, Shelf, encoded
 from gpipe.checkpoint.manifest import Encoder, decode
-from gpipe.checkpoint.tensors import DTYPES, Shelf, encoded
 from tests.support.plain_loop import same_bits
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()

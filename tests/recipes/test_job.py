@@ -10,9 +10,9 @@ from torch import nn
 
 from gpipe.models import amoebanet_d
 from gpipe.profiling import read_report
-from gpipe.recipes.images.recipe import DigitsRecipe
-from gpipe.recipes.job import Progress
-from gpipe.recipes.plain import measure_plain_step
+from gpipe.recipes.files import measure_plain_step
+from gpipe.recipes.images import DigitsRecipe
+from gpipe.recipes.job import Progress, locked
 from gpipe.recipes.prepare import prepare
 from gpipe.recipes.training import run
 from gpipe.recipes.world import World
@@ -186,10 +186,11 @@ def test_a_checkpoint_is_saved_after_every_so_many_epochs_and_two_stay(tmp_path:
 
 def test_a_folder_is_for_one_training_at_a_time(tmp_path: Path) -> None:
     options = replace(OPTIONS, out=tmp_path)
-    first = prepared(options)
+    job = prepared(options)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ValueError, match="into which another training writes"):
-        prepared(options)
+    with locked(tmp_path, World()):
+        for second in (lambda: prepared(options), lambda: run(job)):
+            with pytest.raises(ValueError, match="into which another training writes"):
+                second()
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    run(first)
-    prepared(options).pipe.close()
+    run(job)

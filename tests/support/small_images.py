@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gpipe.recipes.images.recipe import DigitsRecipe
+from gpipe.recipes.images import DigitsRecipe
 from gpipe.recipes.job import Epoch, Job
 from gpipe.recipes.options.images import ImagesOptions
 from gpipe.recipes.options.training import TrainOptions, flag

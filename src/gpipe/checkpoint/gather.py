@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modes import intra_op_threads
+from gpipe.checkpoint.files import why_not_storable
 from gpipe.checkpoint.manifest import Encoder
-from gpipe.checkpoint.tensors import why_not_storable
 from gpipe.stages.layout import full_tensor
 
 if TYPE_CHECKING:

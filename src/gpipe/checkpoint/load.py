@@ -1,21 +1,254 @@
-"""Loads a checkpoint: looks for damage, reads all, and changes the model once every rank says that all is good."""
+"""Loads a checkpoint: looks for damage, reads all, and changes the model once every rank says that all is good.
 
+What goes into a model and an optimizer is read, and what does not fit is found, before anything of them changes.
+"""
+
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gpipe.checkpoint.fit import Ready, decoded, find_unexpected, listed, put, read_optimizer, read_state
+from gpipe._torch.trees import tree_map_only
+from gpipe.checkpoint.files import Shelf, why_not_storable
 from gpipe.checkpoint.folder import LATEST, Found, find, find_damage, others, read_manifest
-from gpipe.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
+from gpipe.checkpoint.gather import first_names, names_of_parameters, why_not_by_name
+from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode, tensor_names
 from gpipe.checkpoint.save import check_order, settle
-from gpipe.checkpoint.tensors import Shelf
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
+from gpipe.stages.layout import spread_like
+
+
+@dataclass
+class Ready:
+    """What was read, and fits as far as there are no findings.
+
+    Attributes:
+        values: The state_dict of the module.
+        options: Those of each parameter group.
+        state: What the optimizer remembers of each parameter.
+        names: Under which names of the checkpoint the module's were looked for, and those that it has itself.
+        trained: Likewise the optimizer's parameters.
+        findings: What does not fit, each with what to do.
+    """
+
+    values: dict[str, object] = field(default_factory=dict)
+    options: list[dict[str, object]] = field(default_factory=list)
+    state: dict[Tensor, dict[str, object]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    trained: set[str] = field(default_factory=set)
+    findings: list[str] = field(default_factory=list)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message; of many, the first.
+
+    >>> listed(f"{index}.weight" for index in range(9))
+    '0.weight, 1.weight, 2.weight, 3.weight, 4.weight and 4 more'
+    """
+    every = list(names)
+    more = f" and {len(every) - SOME} more" if len(every) > SOME else ""
+    return ", ".join(every[:SOME]) + more
+
+
+def read_weights(module: nn.Module, shelf: Shelf, find: Callable[[str], str | None], ready: Ready) -> None:
+    """Reads all tensors of a module's state_dict; `find` gives the stored name of a name, None if there is none."""
+    missing = []
+    first: dict[int, str] = {}  # what was found for a tensor under the first of its names
+    for name, target in module.state_dict(keep_vars=True).items():
+        if not isinstance(target, Tensor):
+            continue
+        stored = find(name)
+        if stored is None:
+            missing.append(name)
+            continue
+        before = first.setdefault(id(target), stored)
+        wrong = why_not_fitting(shelf.look(stored), target)
+        if wrong:
+            ready.findings.append(f"{name} {wrong}")
+            continue
+        value = shelf.read(stored)
+        if before != stored and not _same_bits(value, shelf.read(before)):
+            ready.findings.append(f"{name} and {before} are one tensor here, and differ there; do not share them")
+        else:
+            ready.values[name] = _like(value, target)
+    if missing:
+        ready.findings.append(
+            f"the model has {listed(missing)}, which the checkpoint lacks; load into the model it is of"
+        )
+
+
+def why_not_fitting(value: Tensor, target: Tensor) -> str | None:
+    """Why a tensor cannot go where another is, if so."""
+    cannot = why_not_storable(target)
+    if cannot:
+        return cannot
+    if value.shape == target.shape and value.dtype == target.dtype:
+        return None
+    return (
+        f"is {_in_words(value)} in the checkpoint and {_in_words(target)} in the model; "
+        f"{'build the model that was saved' if value.shape != target.shape else 'convert the model with .to(dtype)'}"
+    )
+
+
+def _like(value: Tensor, target: Tensor) -> Tensor:
+    """A tensor of the shape of another where the other is: on its device, as it lies in memory, this rank's shard."""
+    if hasattr(target, "device_mesh"):
+        return spread_like(value.to(target.device), target)
+    if value.stride() == target.stride():
+        return value.to(target.device)
+    return torch.empty_like(target, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _in_words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def read_state(module: nn.Module, manifest: Manifest, weights: Shelf, others: Shelf, ready: Ready) -> None:
+    """Reads the state_dict of a module from a checkpoint."""
+    firsts, ties = first_names(module), manifest.ties
+
+    def find(name: str) -> str | None:
+        known = [name, ties.get(name, name), firsts[name], ties.get(firsts[name], firsts[name])]
+        return next((one for one in known if one in weights.home), None)
+
+    ready.names |= {*firsts, *firsts.values()}
+    read_weights(module, weights, find, ready)
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            if name in manifest.values:
+                ready.values[name] = decoded(manifest.values[name], others, name, ready)
+            else:
+                ready.findings.append(
+                    f"the model has {name}, which the checkpoint lacks; load into the model it is of"
+                )
+
+
+def decoded(value: Json, shelf: Shelf, where: str, ready: Ready) -> Any:
+    """A value of the manifest; what cannot be read is a finding."""
+    try:
+        lost = [name for name in tensor_names(value) if name not in shelf.home]
+        if not lost:
+            return decode(value, shelf.read)
+        ready.findings.append(f"{where} needs {listed(lost)}, which no file holds")
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # RecursionError too
+        ready.findings.append(f"{where} cannot be read: {error}")
+    return None
+
+
+def read_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, shelf: Shelf, ready: Ready
+) -> None:
+    """Reads what an optimizer remembers from a checkpoint."""
+    ready.findings += why_not_by_name(optimizer)
+    saved, kind = manifest.optimizer, type(optimizer).__name__
+    if saved is None:
+        ready.findings.append("the checkpoint has no state of an optimizer; load without one")
+        return
+    if saved["type"] != kind:
+        ready.findings.append(
+            f"the checkpoint is of the optimizer {saved['type']}, not {kind}; give one of that type"
+        )
+        return
+    options = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
+    names = {parameter: manifest.ties.get(name, name) for parameter, name in names_of_parameters(module).items()}
+    for at, group in enumerate(optimizer.param_groups):
+        here = {parameter: names[parameter] for parameter in group["params"] if parameter in names}
+        ready.findings += _find_strange(at, group["params"], here, options)
+        ready.trained |= set(here.values())
+        own = [options[name] for name in here.values() if name in options]
+        kept = decoded(own[0], shelf, f"the options of group {at}", ready) if own else {}
+        ready.findings += [
+            f"group {at} of the optimizer has {key} {kept[key]!r}, which is no number; do not trust it"
+            for key, now in group.items()
+            if kept and key in kept and isinstance(now, float) and not isinstance(kept[key], (int, float, Tensor))
+        ]
+        ready.options.append(kept)
+        for parameter, name in here.items():
+            remembered = decoded(saved["state"].get(name, {}), shelf, f"the optimizer's {name}", ready)
+            if remembered:
+                ready.state[parameter] = _placed(remembered, parameter, group)
+
+
+def _find_strange(
+    at: int, parameters: Sequence[Tensor], here: Mapping[Tensor, str], options: Mapping[str, Any]
+) -> list[str]:
+    """What is wrong with the parameters of a group."""
+    findings = []
+    strange = [list(parameter.shape) for parameter in parameters if parameter not in here]
+    absent = [name for name in here.values() if name not in options]
+    if strange:
+        findings.append(f"group {at} of the optimizer has parameters of shapes {strange} that are not the model's")
+    if absent:
+        findings.append(
+            f"group {at} of the optimizer has {listed(absent)}, which the checkpoint's had not; leave it out"
+        )
+    kinds: dict[str, str] = {}  # an example of each
+    for name in here.values():
+        if name in options:
+            kinds.setdefault(json.dumps(options[name], sort_keys=True), name)
+    if len(kinds) > 1:
+        (one, first), (other, second) = list(kinds.items())[:2]
+        values = [json.loads(one), json.loads(other)]
+        keys = [key for key in values[0].keys() | values[1].keys() if values[0].get(key) != values[1].get(key)]
+        findings.append(
+            f"group {at} of the optimizer has both {first} and {second}, which differed in {listed(sorted(keys))}; "
+            f"give them groups of their own"
+        )
+    return findings
+
+
+def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, object]:
+    """The state of a parameter, on the devices where an optimizer wants it, in the parameter's memory format."""
+    on_host = not (group.get("capturable") or group.get("fused"))
+
+    def place(value: Tensor) -> Tensor:
+        return _like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
+
+    return {
+        key: value if key == "step" and on_host else tree_map_only(Tensor, place, value)
+        for key, value in remembered.items()
+    }
+
+
+def find_unexpected(manifest: Manifest, names: set[str], trained: set[str]) -> list[str]:
+    """What a checkpoint holds that no rank's model has, or that no rank's optimizer has, if any was given."""
+    if not names:
+        return []  # only looked through
+    findings = []
+    odd = [name for name in [*manifest.names, *manifest.values] if name not in names]
+    if odd:
+        findings.append(f"the checkpoint holds {listed(odd)}, which the model lacks; load into the model it is of")
+    if trained and manifest.optimizer is not None:
+        groups = manifest.optimizer["groups"]
+        idle = [name for group in groups for name in group["parameters"] if name not in trained and name in names]
+        if idle:
+            findings.append(f"the checkpoint's optimizer trained {listed(idle)}, which this one has not; add it")
+    return findings
+
+
+def put(ready: Ready, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Puts what was read where it belongs."""
+    state = module.state_dict()  # which also tells the versions of its modules
+    state.update(ready.values)
+    module.load_state_dict(state)
+    if optimizer is None:
+        return
+    for group, options in zip(optimizer.param_groups, ready.options, strict=True):
+        group.update(options)
+    # Not by load_state_dict, which would convert the state to the parameter's type: another number than was saved.
+    optimizer.__setstate__({"state": defaultdict(dict, ready.state), "param_groups": optimizer.param_groups})
+
 
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
 EXTRA = r"extra\.safetensors"

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.checkpoint.files import File
-from gpipe.checkpoint.tensors import DTYPE_NAMES, DTYPES, why_not_storable
+from gpipe.checkpoint.files import DTYPE_NAMES, DTYPES, File, why_not_storable
 
 MANIFEST = "manifest.json"
 FORMAT = "gpipe checkpoint"

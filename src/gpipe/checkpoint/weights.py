@@ -13,12 +13,20 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gpipe.checkpoint.files import make_folder, put_file, read_small, sync_folder, write_file
-from gpipe.checkpoint.fit import Ready, listed, put, read_weights
+from gpipe.checkpoint.files import (
+    Shelf,
+    encoded,
+    make_folder,
+    put_file,
+    read_small,
+    sync_folder,
+    why_not_storable,
+    write_file,
+)
 from gpipe.checkpoint.gather import first_names
+from gpipe.checkpoint.load import Ready, listed, put, read_weights
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError
 from gpipe.checkpoint.save import check_order, settle
-from gpipe.checkpoint.tensors import Shelf, encoded, why_not_storable
 from gpipe.distributed.agree import FirstError, agree, communicator_of
 from gpipe.stages.layout import full_tensor
 

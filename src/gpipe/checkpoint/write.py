@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
-from gpipe.checkpoint.files import File, naming, put_file, write_file
+from gpipe.checkpoint.files import File, encoded, naming, put_file, write_file
 from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.gather import Part
 from gpipe.checkpoint.manifest import MANIFEST, Manifest, to_bytes
-from gpipe.checkpoint.tensors import encoded
 from gpipe.errors import RemoteError
 
 POLL = 0.05  # seconds between two looks for the parts of other ranks

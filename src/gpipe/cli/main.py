@@ -9,9 +9,8 @@ import gpipe
 from gpipe.cli.ending import ending_by_interrupt
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
-from gpipe.cli.runs import evaluate, record, translate
 from gpipe.cli.schedule import schedule
-from gpipe.cli.train import train, with_files
+from gpipe.cli.train import evaluate, record, train, translate, with_files
 
 app = SubcommandApp()
 app.command(train, name="train", help="Trains a network, partitioned and pipelined, and shows where the time went.")

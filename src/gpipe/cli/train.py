@@ -1,8 +1,16 @@
-"""The command `gpipe train`: a subcommand for each recipe."""
+"""The command `gpipe train`, a subcommand for each recipe, and those for what it leaves.
+
+`gpipe evaluate` says how well a run does, or several and their mean; `gpipe record` notes what crosses processes;
+`gpipe translate` translates lines of stdin to English.
+"""
 
 import os
-from collections.abc import Sequence
-from typing import Annotated
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from tyro.extras import SubcommandApp
@@ -12,6 +20,10 @@ from gpipe.recipes.options.files import OPTIONS, expanded
 from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
 from gpipe.recipes.options.training import TrainOptions
 from gpipe.recipes.options.translation import TranslationOptions
+
+if TYPE_CHECKING:
+    from gpipe.recipes.trained import Translator
+
 
 train = SubcommandApp()
 own_names = tyro.conf.arg(name="")
@@ -47,9 +59,9 @@ def with_files(arguments: Sequence[str]) -> list[str]:
 def _train(name: str, options: TrainOptions) -> None:
     with ending_by_mistakes():
         options.check()
-    from gpipe.recipes.by_name import make_recipe  # torch loads here, so that --help and mistakes stay quick
     from gpipe.recipes.data import UnreadableImage
     from gpipe.recipes.prepare import prepare
+    from gpipe.recipes.trained import make_recipe  # torch loads here, so that --help and mistakes stay quick
     from gpipe.recipes.training import run
     from gpipe.recipes.world import find_world, joined
 
@@ -61,3 +73,153 @@ def _train(name: str, options: TrainOptions) -> None:
             job = prepare(recipe, world=world)
         with ending_by_mistakes(UnreadableImage):
             run(job)
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What is evaluated."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """The folders of runs of `gpipe train`; of several the mean and the spread are told too."""
+
+    partitions: int | None = None
+    """K: how many partitions the network is cut into; by default 2, or under torchrun as many as there are processes.
+    Numbers do not depend on it."""
+
+    beam: int | None = None
+    """Of a translation, how many translations of a sentence are followed at once, beside the greedy one; 1: none."""
+
+    sentences: int | None = None
+    """Of a translation, how many sentences of each language are translated at most; by default all of the test."""
+
+
+def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> None:
+    """Evaluates a run on data that its training has not seen: a table, and RUN/evaluation.json."""
+    with ending_by_mistakes():
+        if not options.runs:
+            raise ValueError("give the folder of a run, such as out/digits; `gpipe train` writes it")
+        _check_positive(options, "partitions", "beam", "sentences")
+        changes = {"beam": options.beam, "sentences": options.sentences}
+        from gpipe.recipes.options.files import recipe_of
+        from gpipe.recipes.trained import evaluate_run, spread
+        from gpipe.recipes.world import find_world, joined
+
+    world = find_world(os.environ)
+    with joined(world), ending_by_failures_elsewhere():
+        with ending_by_mistakes():
+            for run in options.runs:
+                recipe_of(run)
+        found = []
+        for run in options.runs:
+            with ending_by_mistakes():
+                found.append(evaluate_run(run, options.partitions, changes, world))
+            if not world.rank:
+                print(f"{run}: {found[-1].text}\n" if len(options.runs) > 1 else found[-1].text)
+        if len(found) > 1 and not world.rank:
+            print(spread(found))
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What is recorded."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run of `gpipe train`."""
+
+    steps: int = 10
+    """How many mini-batches are trained on meanwhile; the run stays as it is."""
+
+    partitions: int | None = None
+    """K: how many partitions the network is cut into; by default as many as there are processes."""
+
+
+def record(options: Annotated[RecordOptions, tyro.conf.arg(name="")]) -> None:
+    """Writes each message between the processes of torchrun as a line of JSON, to RUN/messages.jsonl."""
+    with ending_by_mistakes():
+        _check_positive(options, "steps", "partitions")
+        from gpipe.recipes.world import find_world, joined
+
+        world = find_world(os.environ)
+        if not world.launched:
+            raise ValueError(
+                "within one process nothing crosses: run it by torchrun, say\n"
+                f"torchrun --nproc-per-node 2 -m gpipe record {options.run}"
+            )
+        from gpipe.recipes.trained import record_run
+    with joined(world), ending_by_failures_elsewhere(), ending_by_mistakes():
+        said = record_run(options.run, options.steps, options.partitions, world)
+    if not world.rank:
+        print(said)
+
+
+def _check_positive(options: object, *names: str) -> None:
+    values = {name: getattr(options, name) for name in names}
+    odd = [
+        f"--{name} is {value}: choose 1 or more" for name, value in values.items() if value is not None and value < 1
+    ]
+    if odd:
+        raise ValueError("\n".join(odd))
+
+
+AT_ONCE = 64
+"""Lines that are read before they are translated, unless somebody types them."""
+
+
+@dataclass(frozen=True)
+class TranslateOptions:
+    """By which run lines are translated."""
+
+    run: Path
+    """The folder of a run of `gpipe train translation`."""
+
+    beam: int = 4
+    """How many translations are followed at once; 1: the likeliest word is taken each time."""
+
+    partitions: int | None = None
+    """K: how many partitions the network is cut into; by default 2. Translations do not depend on it."""
+
+
+def translate(options: Annotated[TranslateOptions, tyro.conf.arg(name="")]) -> None:
+    """Translates each line of stdin to English, a line of stdout each."""
+    with ExitStack() as stack:
+        with ending_by_mistakes():
+            _check_positive(options, "beam", "partitions")
+            from gpipe.recipes.files import WEIGHTS
+            from gpipe.recipes.trained import opened_translator
+
+            to_english = stack.enter_context(opened_translator(options.run, options.partitions, options.beam))
+        if not (options.run / WEIGHTS).is_file():
+            print(f"{options.run} has not ended: by the weights of its latest checkpoint", file=sys.stderr)
+        _translate(to_english)
+
+
+def _translate(to_english: "Translator") -> None:
+    """Prints a line for each of stdin; one that cannot be translated ends the command."""
+    number = 1
+    with ending_by_mistakes():
+        try:
+            for lines in _chunks(1 if sys.stdin.isatty() else AT_ONCE):
+                for english in to_english(lines):
+                    print(english, flush=True)
+                    number += 1
+        except ValueError as mistake:
+            raise ValueError(f"line {number} of stdin: {mistake}") from None
+
+
+def _chunks(size: int) -> Iterator[list[str]]:
+    """The lines of stdin, so many at once; before one that is no UTF-8 all are given.
+
+    Raises:
+        ValueError: A line is no UTF-8.
+    """
+    lines: list[str] = []
+    for line in getattr(sys.stdin, "buffer", sys.stdin):
+        try:
+            lines.append((line.decode() if isinstance(line, bytes) else line).rstrip("\r\n"))
+        except UnicodeDecodeError as error:
+            yield lines
+            raise ValueError(f"it is no UTF-8, from byte {error.start + 1} on") from None
+        if len(lines) == size:
+            yield lines
+            lines = []
+    yield lines

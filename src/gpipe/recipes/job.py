@@ -5,9 +5,8 @@ How far a training is: all that it needs to go on, beside what a checkpoint hold
 
 import fcntl
 import os
-import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil
 from pathlib import Path
@@ -99,30 +98,38 @@ KEPT = 2  # of them
 PATIENCE = 20.0  # seconds without news from another rank that saves; torchrun kills after 30
 
 
-class FolderLock:
-    """Keeps the folder of a run for one training; ends with `close`, or with the process.
+@contextmanager
+def locked(folder: Path, world: World) -> Iterator[None]:
+    """Keeps the folder of a run for one training, by its rank 0; the lock ends with the process, too.
 
     Raises:
         ValueError: Another training writes into it.
     """
+    if world.rank:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
 
-    def __init__(self, folder: Path) -> None:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        self.close = weakref.finalize(self, os.close, handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ValueError(
-                f"--out is {folder}, into which another training writes: wait for its end, or choose another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"--out is {folder}, into which another training writes: wait for its end, or choose another folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that training needs, checked and built, and how far it is; rank 0 has the lock of its folder."""
+    """All that training needs, checked and built, and how far it is."""
 
     recipe: Recipe[Any]
     pipe: gpipe.GPipe
@@ -131,7 +138,6 @@ class Job:
     progress: Progress
     world: World
     how: Mapping[str, Any]
-    lock: FolderLock | None = None
 
     @property
     def options(self) -> TrainOptions:

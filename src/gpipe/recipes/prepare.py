@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.recipes.files import EVALUATION, WEIGHTS
-from gpipe.recipes.job import CHECKPOINTS, FolderLock, Job, Progress, from_extra, parts_of, replicas_of
+from gpipe.recipes.files import EVALUATION, WEIGHTS, one_thread
+from gpipe.recipes.job import CHECKPOINTS, Job, Progress, from_extra, locked, parts_of, replicas_of
 from gpipe.recipes.learning import Averages
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.training import TrainOptions
-from gpipe.recipes.plain import one_thread
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.world import World, find_world, of_first
 
@@ -54,17 +53,12 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
     pipe, how = make_pipe(recipe, layers, costs, world)
     _make_folder(options.out)
     optimizer = recipe.optimizer(pipe.parameters())
-    lock = None if world.rank else FolderLock(options.out)
-    try:
-        job = Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), Progress(), world, how, lock)
+    with locked(options.out, world):
+        job = Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), Progress(), world, how)
         job = replace(job, progress=_begin(job))
         if not world.rank:
             write_config(options.out, recipe.name, options)
             recipe.write(options.out)
-    except BaseException:
-        if lock is not None:
-            lock.close()
-        raise
     return job
 
 

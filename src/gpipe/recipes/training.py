@@ -9,13 +9,11 @@ from contextlib import nullcontext
 from rich.console import Console
 
 import gpipe
-from gpipe.recipes.display import Display
-from gpipe.recipes.files import AVERAGES, write_files, write_metrics
-from gpipe.recipes.job import Epoch, Job
+from gpipe.recipes.display import Display, Recorded
+from gpipe.recipes.files import AVERAGES, one_thread, write_files, write_metrics
+from gpipe.recipes.job import Epoch, Job, locked
 from gpipe.recipes.options.files import OPTIONS
-from gpipe.recipes.plain import one_thread
 from gpipe.recipes.recipe import Batch
-from gpipe.recipes.recorded import Recorded
 
 ENDINGS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -24,24 +22,20 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
     """Trains, shows how it goes, and writes the files; the pipeline is closed afterwards.
 
     Raises:
+        ValueError: Another training writes into the folder.
         SystemExit: After Ctrl-C or SIGTERM, with status 130 or 143; what was done is saved.
     """
-    try:
-        return _run(job, Display(console or Console(quiet=job.world.rank > 0), job.epochs, job.steps))
-    finally:
-        if job.lock is not None:
-            job.lock.close()
-
-
-def _run(job: Job, display: Display) -> list[Epoch]:
-    with job.pipe, one_thread():
-        with gpipe.catch_sigterm(job.pipe, ctrl_c=True) as is_to_end:
-            recorded = _train(job, display, is_to_end)
-        checkpoint = job.begin_save()()
-        with job.averages.applied():
-            weights = gpipe.save(job.options.out / AVERAGES, job.pipe).wait() if job.recipe.averaging else checkpoint
-    if not job.world.rank:
-        write_files(job, display, weights, recorded)
+    display = Display(console or Console(quiet=job.world.rank > 0), job.epochs, job.steps)
+    with locked(job.options.out, job.world):
+        with job.pipe, one_thread():
+            with gpipe.catch_sigterm(job.pipe, ctrl_c=True) as is_to_end:
+                recorded = _train(job, display, is_to_end)
+            weights = job.begin_save()()
+            if job.recipe.averaging:
+                with job.averages.applied():
+                    weights = gpipe.save(job.options.out / AVERAGES, job.pipe).wait()
+        if not job.world.rank:
+            write_files(job, display, weights, recorded)
     return job.progress.epochs
 
 

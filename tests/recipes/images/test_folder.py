@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from gpipe.cli.main import main
-from gpipe.recipes.images.evaluation import count, to_evaluation
-from gpipe.recipes.images.recipe import ImagesRecipe
+from gpipe.recipes.images import ImagesRecipe, count, to_evaluation
 from gpipe.recipes.options.images import ImagesOptions
 from tests.support.small_images import same, weights
 

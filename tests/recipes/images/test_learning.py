@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import gpipe
 from gpipe.models import amoebanet_d, set_keep
 from gpipe.recipes.data import batches, cutout, flip, jitter, load_digits
-from gpipe.recipes.images.recipe import DigitsRecipe
+from gpipe.recipes.images import DigitsRecipe
 from gpipe.recipes.learning import AVERAGE
 from tests.support.plain_loop import one_thread, run_layers
 from tests.support.small_images import EVERYTHING, OPTIONS, prepared, same, shown, train, weights

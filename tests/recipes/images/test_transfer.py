@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpipe.cli.main import main
-from gpipe.recipes.images.recipe import DigitsRecipe
+from gpipe.recipes.images import DigitsRecipe
 from tests.support.small_images import EVERYTHING, OPTIONS, prepared, same, train, weights
 
 SOFTMAX = {"8.linear.weight", "8.linear.bias"}

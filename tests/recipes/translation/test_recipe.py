@@ -15,8 +15,7 @@ from gpipe.recipes.models.transformer import Head
 from gpipe.recipes.recipe import Batch, Share
 from gpipe.recipes.translation.corpus import Sentence
 from gpipe.recipes.translation.decode import beam, greedy
-from gpipe.recipes.translation.recipe import TranslationRecipe, count_words, nll
-from gpipe.recipes.translation.shapes import SHAPES
+from gpipe.recipes.translation.recipe import SHAPES, TranslationRecipe, count_words, nll
 from tests.support.toy_language import options
 
 each_model = pytest.mark.parametrize("model", list(SHAPES))

@@ -5,8 +5,16 @@ from gpipe.recipes.data.digits import Digits, Images, load_digits
 from gpipe.recipes.data.folder import ImageFolder, Reader, SplitFolder, UnreadableImage, load_folder, read_batches
 from gpipe.recipes.data.pairs import Pair, Split, read_catalogues, read_tsv, split_by_english
 from gpipe.recipes.data.sampling import batches, draw, language_probabilities
-from gpipe.recipes.data.token_batches import collate, short_enough, steps_per_epoch, token_batches
-from gpipe.recipes.data.vocabulary import BEGIN, END, PAD, Vocabulary
+from gpipe.recipes.data.token_batches import (
+    BEGIN,
+    END,
+    PAD,
+    Vocabulary,
+    collate,
+    short_enough,
+    steps_per_epoch,
+    token_batches,
+)
 
 __all__ = [
     "BEGIN",

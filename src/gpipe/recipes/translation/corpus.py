@@ -8,8 +8,7 @@ from functools import cached_property
 
 from gpipe.recipes.data.pairs import Pair, Split, place_of, read_catalogues, read_tsv, split_by_english
 from gpipe.recipes.data.sampling import draw
-from gpipe.recipes.data.token_batches import short_enough, steps_per_epoch, token_batches
-from gpipe.recipes.data.vocabulary import Vocabulary
+from gpipe.recipes.data.token_batches import Vocabulary, short_enough, steps_per_epoch, token_batches
 from gpipe.recipes.options.translation import TranslationOptions
 
 

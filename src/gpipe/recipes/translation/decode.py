@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpipe.recipes.data.token_batches import padded
-from gpipe.recipes.data.vocabulary import BEGIN, END
+from gpipe.recipes.data.token_batches import BEGIN, END, padded
 
 Network = Callable[[Tensor, Tensor], Tensor]
 ALPHA = 0.6
