@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe.recipes.data import Augmentation, cutout, flip
-from gpipe.recipes.data.augment import augment, central_box, random_box, shift_colors
+from gpipe.recipes.data.augment import augment, central_box, random_box
 
-EVERYTHING = Augmentation(flip=True, color=True, cutout=5)
+EVERYTHING = Augmentation(flip=True, cutout=5)
 WAYS: dict[str, Callable[..., Tensor]] = {
     "flip": flip,
-    "colors": shift_colors,
     "cutout": partial(cutout, size=5),
     "all": partial(augment, how=EVERYTHING),
 }
@@ -131,14 +130,6 @@ def test_a_cutout_leaves_all_else_as_it_was() -> None:
     images = noise(5)
     cut = cutout(images, torch.arange(5), 4, seed=0, epoch=0)
     assert bool(((cut == images) | (cut == 0)).all())
-
-
-def test_colors_are_shifted_alike_all_over_an_image_and_little() -> None:
-    shifts = shift_colors(torch.zeros(100, 3, 4, 4), torch.arange(100), seed=0, epoch=0)
-    assert torch.equal(shifts, shifts[:, :, :1, :1].expand_as(shifts))
-    assert float(shifts.abs().max()) <= 2 * (32 / 255 + 0.1 * 1.772)
-    assert float(shifts.std()) > 0.1
-    assert float(shift_colors(noise(100) * 1.0, torch.arange(100), seed=0, epoch=0).abs().max()) <= 1
 
 
 def test_all_mistakes_of_an_augmentation_are_told_at_once() -> None:

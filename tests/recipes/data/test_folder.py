@@ -2,16 +2,17 @@ import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from gpipe.recipes.data import Augmentation, ImageFolder, Images, Reader, SplitFolder, load_folder, read_batches
+from gpipe.recipes.data import Augmentation, ImageFolder, Images, Reader, SplitFolder, load_folder
 from gpipe.recipes.data.folder import read_image
 
-HOW = Augmentation(size=8, cutout=3, color=True)
+HOW = Augmentation(size=8, cutout=3)
 BATCHES = [torch.tensor(rows) for rows in ([3, 0, 5], [1, 2, 6], [4, 7, 0])]
 
 
@@ -167,9 +168,16 @@ def test_more_than_8_bits_a_channel_are_refused_not_cut_off(tmp_path: Path) -> N
         read_image(tmp_path / "deep.png")
 
 
+def read(
+    folder: ImageFolder, batches: Sequence[torch.Tensor], how: Augmentation = HOW, *, workers: int = 0, **which: Any
+) -> list[Images]:
+    with Reader(folder, how, workers=workers) as reader:
+        return [*reader.read(batches, **which)]
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_batches_are_the_rows_asked_for(pets: SplitFolder, train: bool) -> None:
-    for rows, images in zip(BATCHES, read_batches(pets.train, BATCHES, train=train, augmentation=HOW), strict=True):
+    for rows, images in zip(BATCHES, read(pets.train, BATCHES, train=train), strict=True):
         assert images.images.shape == (3, 3, 8, 8)
         assert images.images.dtype == torch.float32
         assert images.images.is_contiguous()
@@ -178,13 +186,13 @@ def test_batches_are_the_rows_asked_for(pets: SplitFolder, train: bool) -> None:
 
 
 def test_an_image_is_read_alike_in_any_batch_and_evaluation_draws_nothing(pets: SplitFolder) -> None:
-    def read(rows: list[int], epoch: int, train: bool) -> Images:
-        [images] = read_batches(pets.train, [torch.tensor(rows)], epoch=epoch, train=train, augmentation=HOW)
-        return images
+    def of(rows: list[int], epoch: int, train: bool) -> torch.Tensor:
+        [images] = read(pets.train, [torch.tensor(rows)], epoch=epoch, train=train)
+        return images.images
 
-    assert torch.equal(read([4, 2], 1, True).images[1:], read([2], 1, True).images)
-    assert not torch.equal(read([2], 1, True).images, read([2], 2, True).images)
-    assert torch.equal(read([4, 2], 1, False).images, read([4, 2], 2, False).images)
+    assert torch.equal(of([4, 2], 1, True)[1:], of([2], 1, True))
+    assert not torch.equal(of([2], 1, True), of([2], 2, True))
+    assert torch.equal(of([4, 2], 1, False), of([4, 2], 2, False))
 
 
 def test_evaluation_looks_at_the_middle_scaled_to_the_range(tmp_path: Path) -> None:
@@ -193,7 +201,7 @@ def test_evaluation_looks_at_the_middle_scaled_to_the_range(tmp_path: Path) -> N
     (tmp_path / "cat").mkdir()
     framed.save(tmp_path / "cat" / "1.png")
     folder = ImageFolder(tmp_path, ("cat/1.png",), (0,), ("cat",))
-    [images] = read_batches(folder, [torch.tensor([0])], train=False, augmentation=Augmentation(size=14))
+    [images] = read(folder, [torch.tensor([0])], Augmentation(size=14), train=False)
     assert bool((images.images == -1).all())
 
 
@@ -220,7 +228,7 @@ def test_a_worker_tells_which_file_it_could_not_read(tmp_path: Path) -> None:
     (tmp_path / found.train.names[3]).write_bytes(b"meow")
     for workers in (0, 1):
         with pytest.raises(ValueError, match=rf"{found.train.names[3]} cannot be read as an image"):
-            [*read_batches(found.train, BATCHES, workers=workers, train=True, augmentation=HOW)]
+            read(found.train, BATCHES, workers=workers, train=True)
 
 
 def test_a_reader_does_one_reading_at_a_time(pets: SplitFolder) -> None:

@@ -2,7 +2,7 @@
 
 from gpipe.recipes.data.augment import Augmentation, cutout, flip, jitter
 from gpipe.recipes.data.digits import Digits, Images, load_digits
-from gpipe.recipes.data.folder import ImageFolder, Reader, SplitFolder, UnreadableImage, load_folder, read_batches
+from gpipe.recipes.data.folder import ImageFolder, Reader, SplitFolder, UnreadableImage, load_folder
 from gpipe.recipes.data.pairs import Pair, Split, read_catalogues, read_tsv, split_by_english
 from gpipe.recipes.data.sampling import batches, draw, language_probabilities
 from gpipe.recipes.data.token_batches import (
@@ -39,7 +39,6 @@ __all__ = [
     "language_probabilities",
     "load_digits",
     "load_folder",
-    "read_batches",
     "read_catalogues",
     "read_tsv",
     "short_enough",

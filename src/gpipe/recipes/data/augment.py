@@ -1,4 +1,4 @@
-"""Crops, flips, color shifts and cutouts of images.
+"""Crops, flips and cutouts of images.
 
 Every draw is a function of (seed, epoch, row) alone: neither the batch that a row is in nor the process that reads it
 makes a difference. Each kind of draw has a key of its own, so leaving one out changes no other.
@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CROP, FLIP, CUTOUT, COLOR = 2, 3, 4, 5  # keys of draws; the order of rows has none, which is 0, and jitter has 1
+CROP, FLIP, CUTOUT = 2, 3, 4  # keys of draws; the order of rows has none, which is 0, and jitter has 1
 NARROWEST, WIDEST = 3 / 4, 4 / 3  # width of a box by its height
 MIDDLE = 0.875  # of each side, what evaluation looks at
-BRIGHTNESS = 32 / 255  # at most, each way; white is 1
-CHROMA = 0.1  # at most, each way, of Cb and of Cr
-BRIGHTNESS_CB_CR = torch.tensor([[1.0, 1.0, 1.0], [0.0, -0.344136, 1.772], [1.402, -0.714136, 0.0]])
-"""What a unit of each adds to red, green and blue (ITU-R BT.601)."""
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -30,8 +26,7 @@ class Augmentation:
     """What becomes of an image before a network sees it.
 
     `size` is pixels a side, always. The rest is for training: a random box of `least_area` of the image or more is
-    scaled to the size, mirrored half of the time if `flip`, shifted in color a little if `color`, and a square of
-    `cutout` pixels a side is left out of it.
+    scaled to the size, mirrored half of the time if `flip`, and a square of `cutout` pixels a side is left out of it.
 
     Raises:
         ValueError: A field is out of its range; the message names all that are.
@@ -41,7 +36,6 @@ class Augmentation:
     least_area: float = 0.1
     flip: bool = True
     cutout: int = 0
-    color: bool = False
 
     def __post_init__(self) -> None:
         mistakes = [
@@ -85,11 +79,9 @@ def central_box(width: int, height: int) -> Box:
 
 
 def augment(images: Tensor, rows: Tensor, how: Augmentation, *, seed: int, epoch: int) -> Tensor:
-    """Flips images [N, 3, H, W] in [-1, 1], shifts their colors and cuts out of them, as far as `how` asks for it."""
+    """Flips images [N, 3, H, W] in [-1, 1] and cuts out of them, as far as `how` asks for it."""
     if how.flip:
         images = flip(images, rows, seed=seed, epoch=epoch)
-    if how.color:
-        images = shift_colors(images, rows, seed=seed, epoch=epoch)
     return cutout(images, rows, how.cutout, seed=seed, epoch=epoch) if how.cutout else images
 
 
@@ -102,17 +94,6 @@ def flip(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
     """
     mirrored = _draw(rows.tolist(), FLIP, 1, seed, epoch) < 0.5
     return torch.where(mirrored[:, :, None, None], images.flip(-1), images)
-
-
-def shift_colors(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Adds a little to brightness, Cb and Cr of each image [N, 3, H, W] in [-1, 1], and keeps it in [-1, 1].
-
-    How much is a function of (seed, epoch, row).
-    """
-    draws = _draw(rows.tolist(), COLOR, 3, seed, epoch) * 2 - 1
-    shifts = (draws * torch.tensor([BRIGHTNESS, CHROMA, CHROMA], dtype=torch.float64)).to(images.dtype)
-    by_channel = (shifts[:, :, None] * BRIGHTNESS_CB_CR).sum(dim=1) * 2  # [-1, 1] is 2 wide
-    return (images + by_channel[:, :, None, None]).clamp(-1, 1)
 
 
 def cutout(images: Tensor, rows: Tensor, size: int, *, seed: int, epoch: int) -> Tensor:

@@ -337,24 +337,6 @@ class Reader:
         self.close()
 
 
-def read_batches(
-    folder: ImageFolder,
-    batches: Sequence[Tensor],
-    *,
-    workers: int = 0,
-    seed: int = 0,
-    epoch: int = 0,
-    train: bool,
-    augmentation: Augmentation | None = None,
-) -> Iterator[Images]:
-    """Reads batches given by their rows, [N] each, once: what `Reader` does without keeping its workers.
-
-    Images are [N, 3, size, size] in float32, in [-1, 1].
-    """
-    with Reader(folder, augmentation, workers=workers, seed=seed) as reader:
-        yield from reader.read(batches, epoch=epoch, train=train)
-
-
 def _load(source: Source, orders: list[Order], workers: int) -> "DataLoader[Images | UnreadableImage]":
     return DataLoader(
         source,
