@@ -58,9 +58,9 @@ def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
 ) -> None:
     original, all_but_1 = write.write_part, threading.Barrier(2)
 
-    def write_part(job: write.Job) -> None:
-        if job.rank != 1:
-            original(job)
+    def write_part(writing: write.Writing) -> None:
+        if writing.rank != 1:
+            original(writing)
             all_but_1.wait(LIMIT)
 
     monkeypatch.setattr("gpipe.checkpoint.save.write_part", write_part)
@@ -105,12 +105,12 @@ class ClockOfRank0:
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, clock = write.write_part, ClockOfRank0(looks=12, seconds=0.7)
 
-    def slowly(job: write.Job) -> None:
-        for size in range(clock.looks if job.rank == 1 else 0):
+    def slowly(writing: write.Writing) -> None:
+        for size in range(clock.looks if writing.rank == 1 else 0):
             with clock.between_looks():
-                (job.path / "growing").write_bytes(b"x" * size)
-        (job.path / "growing").unlink(missing_ok=True)
-        original(job)
+                (writing.path / "growing").write_bytes(b"x" * size)
+        (writing.path / "growing").unlink(missing_ok=True)
+        original(writing)
 
     monkeypatch.setattr("gpipe.checkpoint.save.write_part", slowly)
     monkeypatch.setattr(write, "time", clock)

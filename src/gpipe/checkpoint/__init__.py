@@ -12,7 +12,7 @@
 Rule 1. What stands under a final name is complete and durable: files are written and synced under a temporary name,
         then the manifest, then the folder gets its name, and only then `latest` names it.
 Rule 2. Nothing that stands under a final name is ever changed.
-Rule 3. A file is believed only if the manifest tells its hash, and the manifest only if it tells its own.
+Rule 3. A file is trusted only if the manifest has its hash, and the manifest only if it has its own.
 Rule 4. Nothing of a model or an optimizer changes before all that goes into them was read and fits, on every rank.
 Rule 5. What is read is data: JSON and safetensors. Nothing of it is run.
 """

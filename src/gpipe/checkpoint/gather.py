@@ -135,7 +135,7 @@ def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Par
 
 
 def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Why the state of an optimizer cannot be told by parameter, if so."""
+    """Why the state of an optimizer cannot be split by parameter, if so."""
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         return [f"{kind} spreads its state over the replicas, and no rank has all of it; save with another optimizer"]

@@ -339,7 +339,7 @@ def load(
 def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = None) -> Path | None:
     """Finds the checkpoint that `gpipe.load(folder)` would load; None where nothing was saved yet.
 
-    In several processes every one calls it, with the pipe, and hears what the first one finds.
+    In several processes every one calls it, with the pipe, and gets what the first one finds.
 
     Raises:
         CheckpointError: `latest` is damaged, or names a checkpoint that is not there.
@@ -365,8 +365,10 @@ def _agree_which(folder: Path, team: Communicator) -> Found | None:
         except CheckpointError as wrong:
             findings = wrong.findings
     place = None if found is None else os.path.relpath(found.path, folder)
-    told = agree(team, [place, found and found.sha256, findings], same={"folder": str(folder)}, error=failed.error)
-    place, sha256, findings = told[0]
+    gathered = agree(
+        team, [place, found and found.sha256, findings], same={"folder": str(folder)}, error=failed.error
+    )
+    place, sha256, findings = gathered[0]
     if findings:
         raise CheckpointError(folder, findings)
     return None if place is None else Found(folder / place if place != "." else folder, sha256)
@@ -399,9 +401,9 @@ def _agree_whole(found: Found, team: Communicator) -> Manifest:
     return manifest
 
 
-def _all_of(told: Sequence[Sequence[str]]) -> list[str]:
+def _all_of(gathered: Sequence[Sequence[str]]) -> list[str]:
     """What any rank found, once."""
-    return list(dict.fromkeys(finding for findings in told for finding in findings))
+    return list(dict.fromkeys(finding for findings in gathered for finding in findings))
 
 
 def _agree_fit(
@@ -417,9 +419,9 @@ def _agree_fit(
         extra = decoded(manifest.extra, _shelf(path, manifest, EXTRA), "extra", ready)
         if pipe is not None:
             _read(path, manifest, pipe, optimizer, ready)
-    told = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
-    findings = _all_of([each[0] for each in told])
-    names, trained = ({name for each in told for name in each[at]} for at in (1, 2))
+    gathered = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
+    findings = _all_of([remote[0] for remote in gathered])
+    names, trained = ({name for remote in gathered for name in remote[at]} for at in (1, 2))
     if not findings:
         findings = find_unexpected(manifest, names, trained)
     if findings:

@@ -22,7 +22,7 @@ from torch import nn
 
 from gpipe.checkpoint.folder import Draft, begin
 from gpipe.checkpoint.gather import Part, copied, gather
-from gpipe.checkpoint.write import Job, await_parts, begin_part, finish, note_failure, write_part
+from gpipe.checkpoint.write import Writing, await_parts, begin_part, finish, note_failure, write_part
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.errors import RemoteError
 
@@ -46,8 +46,8 @@ class Saving:
     ('step_0', True)
     """
 
-    def __init__(self, job: Job, team: Communicator, draft: Draft | None) -> None:
-        self._job = job
+    def __init__(self, writing: Writing, team: Communicator, draft: Draft | None) -> None:
+        self._writing = writing
         self._team = team
         self._draft = draft  # of rank 0 alone
         self._thread: threading.Thread | None = None
@@ -68,7 +68,7 @@ class Saving:
         self.wait_once()
         if self._name is None:
             raise RuntimeError("this checkpoint was not saved, as was said when it was first waited for")
-        return self._job.path.parent / self._name
+        return self._writing.path.parent / self._name
 
     def wait_once(self) -> None:
         """Waits and raises what went wrong, unless that was done before."""
@@ -76,7 +76,7 @@ class Saving:
             self._thread.join()
         if not self._settled:
             self._settled = True
-            with naming(self._job.path.parent):
+            with naming(self._writing.path.parent):
                 self._settle()
 
     @property
@@ -89,7 +89,7 @@ class Saving:
         self._settled = True
         try:
             with self._failed:
-                write_part(self._job)
+                write_part(self._writing)
             agree(self._team, error=self._failed.error)
             with self._failed:
                 self._finish()
@@ -101,7 +101,7 @@ class Saving:
     def in_background(self) -> None:
         """Begins to write it."""
         with self._failed:
-            self._sign = begin_part(self._job)
+            self._sign = begin_part(self._writing)
         self._thread = threading.Thread(target=self._write, name="gpipe-save")  # no daemon: it outlives the script
         self._thread.start()
 
@@ -109,20 +109,20 @@ class Saving:
         with self._failed:
             if self._failed.error is not None:
                 raise self._failed.error
-            write_part(self._job)
+            write_part(self._writing)
             if self._draft is not None:
-                await_parts(self._job)
+                await_parts(self._writing)
             self._finish()
         error = self._failed.error
         if error is not None:
             logger.error("a checkpoint could not be saved: %s: %s", type(error).__name__, error)
             if self._draft is None:
                 with suppress(OSError):  # rank 0 will notice all the same, by its limit
-                    note_failure(self._job, error)
+                    note_failure(self._writing, error)
 
     def _finish(self) -> None:
         if self._draft is not None:
-            self._name = finish(self._job, self._draft)
+            self._name = finish(self._writing, self._draft)
 
     def _settle(self) -> None:
         """Has all ranks know whether all went well."""
@@ -221,12 +221,12 @@ def _begin(
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
     path = root / _agree_where(team, same, draft, failed)
     writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
-    return Saving(Job(team.rank, writers, path, part, _numbers(pipe, team), keep, limit, team.gone), team, draft)
+    return Saving(Writing(team.rank, writers, path, part, _numbers(pipe, team), keep, limit, team.gone), team, draft)
 
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Has what is heard of another process meanwhile say what it was about."""
+    """Adds what was being saved to the error of another process."""
     try:
         yield
     except RemoteError as error:
@@ -266,7 +266,7 @@ def settle(pipe: nn.Module | None) -> None:
 
 
 def _agree_where(team: Communicator, same: dict[str, Any], draft: Draft | None, failed: FirstError) -> str:
-    """The name of the draft's folder, which rank 0 tells; if any rank failed, nothing stays of it."""
+    """The name of the draft's folder, which rank 0 chooses; if any rank failed, nothing stays of it."""
     try:
         name: str = agree(team, None if draft is None else draft.path.name, same=same, error=failed.error)[0]
     except BaseException:

@@ -1,4 +1,4 @@
-"""SIGTERM, or Ctrl-C: the run is told to end soon, and wants to save before it does."""
+"""SIGTERM, or Ctrl-C: the run must end soon, and wants to save before it does."""
 
 import signal
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Termination:
         self._asked = 0
 
     def __call__(self) -> int:
-        """The number of the signal by which any rank was told to end, else 0: all ranks hear the same."""
+        """The number of the signal by which any rank must end, else 0: the same on all ranks."""
         return max(map(int, self._team.exchange(str(self._asked).encode())))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -39,12 +39,12 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Terminat
     Args:
         pipe: Whose run it is.
         ctrl_c: Whether Ctrl-C is noted as well; the second one raises KeyboardInterrupt. Leave with 130 then. What is
-            given, called once a step by every rank, tells the signal's number, `signal.SIGTERM` or `signal.SIGINT`,
+            given, called once a step by every rank, gives the signal's number, `signal.SIGTERM` or `signal.SIGINT`,
             and 0 where there was none.
 
     Raises:
         TypeError: It is no pipe.
-        ValueError: This is not the main thread, which alone hears signals.
+        ValueError: This is not the main thread, which alone gets signals.
 
     Example:
         >>> import gpipe, torch

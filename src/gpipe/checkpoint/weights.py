@@ -42,7 +42,7 @@ def load_weights(
 ) -> None:
     """Loads parameters and buffers from safetensors files in the layout of the Hugging Face Hub.
 
-    Nothing changes unless all of it fits. These files tell no hashes: that bytes were flipped cannot be seen.
+    Nothing changes unless all of it fits. These files hold no hashes: that bytes were flipped cannot be seen.
 
     Names are the model's own. transformers saves some models under older ones, unless asked by
     `save_pretrained(folder, save_original_format=False)`; those are read by its `from_pretrained`, and then saved by
@@ -73,9 +73,9 @@ def load_weights(
         if not ready.findings:
             there = list(shelf.home)
             _read(pipe, shelf, rename, ready)
-    told = agree(team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error)
-    findings = list(dict.fromkeys(finding for each in told for finding in each[0]))
-    known = {name for each in told for name in each[1]}
+    gathered = agree(team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error)
+    findings = list(dict.fromkeys(finding for remote in gathered for finding in remote[0]))
+    known = {name for remote in gathered for name in remote[1]}
     odd = [name for name in there if name not in known]
     if odd and (strict or findings):
         findings.append(
@@ -185,9 +185,9 @@ def save_weights(
         if team.rank == 0:
             make_folder(path)
     token = secrets.token_hex(4)
-    told = agree(team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error)
-    token, files = told[0][0], _files([names for _, lists in told for names in lists])
-    first = sum(len(lists) for _, lists in told[: team.rank])
+    gathered = agree(team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error)
+    token, files = gathered[0][0], _files([names for _, lists in gathered for names in lists])
+    first = sum(len(lists) for _, lists in gathered[: team.rank])
     temporary = {name: path / f"{name}.tmp-{token}" for name in files}
     own = list(files)[first : first + len(shards)]
     try:

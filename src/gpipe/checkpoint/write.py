@@ -2,7 +2,7 @@
 
 all      in the background: of rank 2 part_2.begun, locked for as long as the process lives
 rank 2   of each of its stages, say 5, stage_5.safetensors and stage_5.optimizer.safetensors, all synced;
-         then part_2.json, which tells their hashes
+         then part_2.json, which has their hashes
 rank 0   the same; once all parts are there: manifest.json, the parts' notes removed, rename, latest
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("gpipe")
 
 
 @dataclass(frozen=True)
-class Job:
+class Writing:
     """What a rank has to write, and where.
 
     Attributes:
@@ -58,29 +58,29 @@ class Job:
     gone: Callable[[], Collection[int]] = tuple
 
 
-def write_part(job: Job) -> None:
+def write_part(writing: Writing) -> None:
     """Writes this rank's part, and then the note that it is there."""
-    if job.rank >= job.ranks:
+    if writing.rank >= writing.ranks:
         return
-    if job.rank == 0:
-        clear_leftovers(job.path.parent)
+    if writing.rank == 0:
+        clear_leftovers(writing.path.parent)
     files = {}
-    for name in list(job.part.files):
-        files[name] = asdict(write_file(job.path / name, encoded(job.part.files.pop(name))))
-    text = json.dumps(job.part.said | {"files": files})
-    put_file(note(job, job.rank), job.path / f"part_{job.rank}.tmp", text.encode())
+    for name in list(writing.part.files):
+        files[name] = asdict(write_file(writing.path / name, encoded(writing.part.files.pop(name))))
+    text = json.dumps(writing.part.said | {"files": files})
+    put_file(note(writing, writing.rank), writing.path / f"part_{writing.rank}.tmp", text.encode())
 
 
-def note(job: Job, rank: int) -> Path:
+def note(writing: Writing, rank: int) -> Path:
     """Where a rank notes that its part is there, and what it has to say."""
-    return job.path / f"part_{rank}.json"
+    return writing.path / f"part_{rank}.json"
 
 
-def begin_part(job: Job) -> int | None:
+def begin_part(writing: Writing) -> int | None:
     """Shows the others that this rank lives and will write: a lock, which ends with the process."""
-    if job.rank >= job.ranks:
+    if writing.rank >= writing.ranks:
         return None
-    path, shown = job.path / f"part_{job.rank}.tmp3", _sign_of(job, job.rank)
+    path, shown = writing.path / f"part_{writing.rank}.tmp3", _sign_of(writing, writing.rank)
     with naming(path):
         lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -93,58 +93,58 @@ def begin_part(job: Job) -> int | None:
     return lock
 
 
-def _sign_of(job: Job, rank: int) -> Path:
-    return job.path / f"part_{rank}.begun"
+def _sign_of(writing: Writing, rank: int) -> Path:
+    return writing.path / f"part_{rank}.begun"
 
 
-def _is_gone(job: Job, rank: int) -> bool:
+def _is_gone(writing: Writing, rank: int) -> bool:
     """Whether a process has ended before its part was there."""
     try:
-        sign = os.open(_sign_of(job, rank), os.O_RDONLY)
+        sign = os.open(_sign_of(writing, rank), os.O_RDONLY)
     except FileNotFoundError:
-        return rank in job.gone() and not _sign_of(job, rank).exists()
+        return rank in writing.gone() and not _sign_of(writing, rank).exists()
     try:
         fcntl.flock(sign, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # it is locked, or cannot be
         return False
     finally:
         os.close(sign)
-    return not note(job, rank).exists() and not _failure_of(job, rank).exists()
+    return not note(writing, rank).exists() and not _failure_of(writing, rank).exists()
 
 
-def _failure_of(job: Job, rank: int) -> Path:
-    return job.path / f"part_{rank}.failed"
+def _failure_of(writing: Writing, rank: int) -> Path:
+    return writing.path / f"part_{rank}.failed"
 
 
-def note_failure(job: Job, error: Exception) -> None:
+def note_failure(writing: Writing, error: Exception) -> None:
     """Lets rank 0 know that this part will not come."""
-    for stage in {name.partition(".")[0] for name in job.part.files}:
-        for file in job.path.glob(f"{stage}.*"):
+    for stage in {name.partition(".")[0] for name in writing.part.files}:
+        for file in writing.path.glob(f"{stage}.*"):
             file.unlink()  # on a full disk there is no room for the note else
     text = json.dumps([type(error).__name__, str(error)])
-    put_file(_failure_of(job, job.rank), job.path / f"part_{job.rank}.tmp2", text.encode())
+    put_file(_failure_of(writing, writing.rank), writing.path / f"part_{writing.rank}.tmp2", text.encode())
 
 
-def await_parts(job: Job) -> None:
+def await_parts(writing: Writing) -> None:
     """Waits for the parts of all ranks, as long as something comes."""
     size, since = -1, time.monotonic()
-    while missing := [rank for rank in range(job.ranks) if not note(job, rank).exists()]:
+    while missing := [rank for rank in range(writing.ranks) if not note(writing, rank).exists()]:
         for rank in missing:
-            failed = _failure_of(job, rank)
+            failed = _failure_of(writing, rank)
             if failed.exists():
                 kind, text = json.loads(failed.read_text())
                 raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
-            if _is_gone(job, rank):
+            if _is_gone(writing, rank):
                 raise RemoteError(
                     f"rank {rank} is gone; it ended before its part of the checkpoint was written", rank
                 )
-        now = _bytes_in(job.path)
+        now = _bytes_in(writing.path)
         if now != size:
             size, since = now, time.monotonic()
-        if time.monotonic() - since > job.limit:
+        if time.monotonic() - since > writing.limit:
             raise TimeoutError(
-                f"ranks {missing} wrote nothing into {job.path} for {job.limit:g} seconds; look whether they are "
-                f"alive, and whether the folder is one that all hosts share"
+                f"ranks {missing} wrote nothing into {writing.path} for {writing.limit:g} seconds; look whether they "
+                f"are alive, and whether the folder is one that all hosts share"
             )
         time.sleep(POLL)
 
@@ -157,19 +157,19 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def finish(job: Job, draft: Draft) -> str:
+def finish(writing: Writing, draft: Draft) -> str:
     """Makes the parts one checkpoint, the latest, and removes what is too much; gives its name."""
-    notes = [note(job, rank) for rank in range(job.ranks)]
-    manifest = joined([json.loads(path.read_text()) for path in notes], job.numbers)
+    notes = [note(writing, rank) for rank in range(writing.ranks)]
+    manifest = joined([json.loads(path.read_text()) for path in notes], writing.numbers)
     data = to_bytes(manifest, {"gpipe": _version(), "torch": torch.__version__})
-    write_file(job.path / MANIFEST, [data])
-    for path in [*notes, *job.path.glob("part_*.begun")]:
+    write_file(writing.path / MANIFEST, [data])
+    for path in [*notes, *writing.path.glob("part_*.begun")]:
         os.unlink(path)
     name = publish(draft, manifest.step_number, hashlib.sha256(data).hexdigest())
     draft.close()
-    if job.keep is not None:
+    if writing.keep is not None:
         try:
-            prune(job.path.parent, job.keep, name)
+            prune(writing.path.parent, writing.keep, name)
         except OSError as error:
             logger.warning("%s is saved, but older checkpoints could not be removed: %s", name, error)
     return name

@@ -48,7 +48,7 @@ ARGUMENTS = {
         *("scaled_init", "clip_logits", "pad"),
     ),
 }
-"""All that they take, so that mistakes are told before torch loads."""
+"""All that they take, so that mistakes are reported before torch loads."""
 MAY_BE_NONE = {"aux_head", "dropout", "tied", "scaled_init", "pad"}
 """Of these, what may be 0."""
 SAMPLE_ROWS = 4
@@ -167,7 +167,7 @@ def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> None:
     with ending_by_mistakes():
         if problems := list(options.problems()):
             raise ValueError("\n".join(problems))
-        import gpipe  # torch loads here, so that mistakes are told at once
+        import gpipe  # torch loads here, so that mistakes are reported at once
 
         network = _network(options)
         found = gpipe.find_plan(

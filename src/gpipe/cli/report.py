@@ -49,7 +49,7 @@ def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
 
 
 def _read(run: Path) -> Report:
-    """The report in the folder of a run; mistakes are told with what to do."""
+    """The report in the folder of a run; mistakes say what to do."""
     file = run / NAME
     if not run.is_dir():
         odd = "is a file" if run.exists() else "does not exist"

@@ -105,8 +105,8 @@ def schedule(options: Annotated[ScheduleOptions, tyro.conf.arg(name="")]) -> Non
 def _timed(options: ScheduleOptions) -> list[Drawn]:
     """The schedules, each with the same work for a rank."""
     each = options.stages_per_rank or (None,)
-    asked = zip(options.names, each * len(options.names), strict=False)
-    programs = [program_of(name, options.partitions, options.micro_batches, stages) for name, stages in asked]
+    requests = zip(options.names, each * len(options.names), strict=False)
+    programs = [program_of(name, options.partitions, options.micro_batches, stages) for name, stages in requests]
     most = max(program.stages for program in programs)
     cost = StageCost(
         options.forward,

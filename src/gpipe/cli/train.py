@@ -80,7 +80,7 @@ class EvaluateOptions:
     """What is evaluated."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """The folders of runs of `gpipe train`; of several the mean and the spread are told too."""
+    """The folders of runs of `gpipe train`; of several the mean and the spread are printed too."""
 
     partitions: int | None = None
     """K: how many partitions the network is cut into; by default 2, or under torchrun as many as there are processes.

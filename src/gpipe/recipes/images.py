@@ -229,7 +229,7 @@ class ImagesRecipe(Recipe[ImagesOptions]):
     """AmoebaNet-B or -D on a folder of images, or on the digits.
 
     Args:
-        options: All that can be told of it.
+        options: All its settings.
     """
 
     name: ClassVar[str] = "images"

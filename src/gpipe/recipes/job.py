@@ -59,7 +59,7 @@ class Progress:
 
 
 def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[str, Any]:
-    """The progress, decisive options, and what tells the data from others, for a checkpoint to keep."""
+    """The progress, decisive options, and what identifies the data, for a checkpoint to keep."""
     return {**asdict(progress), "options": decisive(options), "data": data}
 
 
@@ -141,7 +141,7 @@ class Job:
 
     @property
     def options(self) -> TrainOptions:
-        """What the command was told."""
+        """The options of the command."""
         options: TrainOptions = self.recipe.options
         return options
 

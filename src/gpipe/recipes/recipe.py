@@ -64,7 +64,7 @@ class Recipe(ABC, Generic[Options]):
     """A workload: its network, data, loss, way of learning, and how well it does.
 
     Args:
-        options: All that can be told of it.
+        options: All its settings.
 
     Attributes:
         name: As `gpipe train` calls it.
@@ -116,7 +116,7 @@ class Recipe(ABC, Generic[Options]):
 
     @property
     def data(self) -> str:
-        """What tells the training data from others, so that no run goes on with others; by default nothing does."""
+        """Identifies the training data, so that no run goes on with others; by default nothing does."""
         return ""
 
     @property

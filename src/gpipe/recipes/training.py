@@ -70,8 +70,8 @@ def _epoch(job: Job, display: Display, is_to_end: Callable[[], int]) -> tuple[Ep
         progress.losses.append(loss)
         progress.seconds = time.perf_counter() - start
         display.step_ended()
-        if told := is_to_end():
-            _end(job, display, signal.Signals(told))
+        if ending := is_to_end():
+            _end(job, display, signal.Signals(ending))
 
     with Recorded.of(job.pipe, steps - first) if last and first < steps else nullcontext() as recorded:
         batches = zip(range(first, steps), job.recipe.batches(number, first, job.share), strict=False)
@@ -87,7 +87,7 @@ def _epoch(job: Job, display: Display, is_to_end: Callable[[], int]) -> tuple[Ep
 def train_epoch(
     job: Job, epoch: int, batches: Iterator[tuple[int, Batch]], after_step: Callable[[float], None]
 ) -> None:
-    """Takes a step for each mini-batch of an epoch, and tells its loss to `after_step`."""
+    """Takes a step for each mini-batch of an epoch, and hands its loss to `after_step`."""
     job.pipe.train()
     before = (epoch - 1) * job.recipe.steps_per_epoch
     for number, batch in batches:
@@ -105,11 +105,11 @@ def train_epoch(
         after_step(loss.item())
 
 
-def _end(job: Job, display: Display, told: signal.Signals) -> None:
+def _end(job: Job, display: Display, ending: signal.Signals) -> None:
     """Saves, says how to go on, and ends the process."""
     folder = job.begin_save()()
     again = f"gpipe train {job.recipe.name} --out {shlex.quote(str(job.options.out))} --resume"
     if job.recipe.name not in OPTIONS:
         again = "the same options with resume=True"
-    display.say(f"{ENDINGS[told]}: saved to {folder}; go on by\n  {again}")
-    raise SystemExit(128 + told)
+    display.say(f"{ENDINGS[ending]}: saved to {folder}; go on by\n  {again}")
+    raise SystemExit(128 + ending)

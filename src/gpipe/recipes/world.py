@@ -98,9 +98,9 @@ def of_first(world: World, make: Callable[[], Any]) -> Any:
     text = b"" if world.rank else json.dumps(make()).encode()
     size = torch.tensor([len(text)])
     dist.broadcast(size, 0)
-    told = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
-    dist.broadcast(told, 0)
-    return json.loads(bytes(told.tolist()))
+    message = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
+    dist.broadcast(message, 0)
+    return json.loads(bytes(message.tolist()))
 
 
 def _find_interface(address: str) -> str | None:
@@ -110,8 +110,8 @@ def _find_interface(address: str) -> str | None:
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address, or this is not Linux
-                asked = struct.pack("256s", name.encode())
-                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]) == own:
+                request = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]) == own:
                     return name
     return None
 

@@ -15,10 +15,10 @@ from gpipe.recipes.models.transformer import Head
 from gpipe.recipes.recipe import Batch, Share
 from gpipe.recipes.translation.corpus import Sentence
 from gpipe.recipes.translation.decode import beam, greedy
-from gpipe.recipes.translation.recipe import SHAPES, TranslationRecipe, count_words, nll
+from gpipe.recipes.translation.recipe import LAYOUTS, TranslationRecipe, count_words, nll
 from tests.support.toy_language import options
 
-each_model = pytest.mark.parametrize("model", list(SHAPES))
+each_model = pytest.mark.parametrize("model", list(LAYOUTS))
 SMOOTHING = 0.1
 
 
@@ -39,7 +39,7 @@ def piped(recipe: TranslationRecipe, layers: Sequence[nn.Module], **changes: Any
 
 
 def batch_of(recipe: TranslationRecipe, sentences: Sequence[Sentence]) -> Batch:
-    return SHAPES[recipe.options.model].batch(sentences)
+    return LAYOUTS[recipe.options.model].batch(sentences)
 
 
 # Batches.
@@ -197,7 +197,7 @@ def test_decoding_asks_for_what_training_teaches(model: str, tmp_path: Path) -> 
     """The logits after a beginning are those at its end in a whole sentence, whatever is beside it in the batch."""
     recipe = recipe_of(tmp_path, model=model)
     plain = gpipe.Sequential(*recipe.layers()).eval()
-    network = SHAPES[model].network(plain)
+    network = LAYOUTS[model].network(plain)
     sentences = sentences_of(recipe)
     inputs, _ = batch_of(recipe, sentences)
     with torch.no_grad():

@@ -59,11 +59,11 @@ def load_digits(
     _check(kept, per_class, digits[~held_out])
     pixels = (pixels - pixels[~held_out].mean()) / pixels[~held_out].std()
     images = F.interpolate(pixels[:, None], size=(size, size), mode="bilinear", align_corners=False)
-    every = Images(images.repeat(1, 3, 1, 1), digits)
-    train = every[~held_out]
+    both = Images(images.repeat(1, 3, 1, 1), digits)
+    train = both[~held_out]
     if per_class is not None:
         train = train[_some_of_each(train.classes, per_class, seed)]
-    return Digits(train=_only(train, kept), held_out=_only(every[held_out], kept))
+    return Digits(train=_only(train, kept), held_out=_only(both[held_out], kept))
 
 
 def _check(kept: Sequence[int], per_class: int | None, train: Tensor) -> None:

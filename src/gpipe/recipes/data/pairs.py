@@ -101,8 +101,8 @@ def read_tsv(file: str | PathLike[str]) -> list[Pair]:
     [Pair(language='de', source='ja', english='yes'), Pair(language='und', source='bonjour', english='good day')]
 
     Raises:
-        ValueError: Lines that are not in UTF-8 or not of two or three filled columns (the first ten are told), or no
-            pair at all.
+        ValueError: Lines that are not in UTF-8 or not of two or three filled columns (the first ten are listed), or
+            no pair at all.
     """
     pairs, mistakes = [], []
     for number, line in enumerate(Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -115,7 +115,7 @@ def read_tsv(file: str | PathLike[str]) -> list[Pair]:
         except ValueError as error:
             mistakes.append(f"line {number} {error}")
     if mistakes:
-        raise ValueError(_told(file, mistakes))
+        raise ValueError(_message(file, mistakes))
     if not pairs:
         raise ValueError(f"{file} holds no pairs; write one a line: language, source and English, separated by tabs")
     return pairs
@@ -136,7 +136,7 @@ def _pair_of(columns: Sequence[str]) -> Pair:
     return Pair(language[0] if language else UNKNOWN_LANGUAGE, source, english)
 
 
-def _told(file: str | PathLike[str], mistakes: Sequence[str]) -> str:
+def _message(file: str | PathLike[str], mistakes: Sequence[str]) -> str:
     more = len(mistakes) - MISTAKES_SHOWN
     shown = [*mistakes[:MISTAKES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n  ".join([f"{file} cannot be read as pairs:", *shown])

@@ -195,7 +195,7 @@ def transformer(
     (51, 1304955392)
 
     Raises:
-        ValueError: Sizes that cannot be; all mistakes are told at once.
+        ValueError: Sizes that cannot be; the message lists all mistakes.
     """
     sizes = Sizes(model_dim, ffn_dim, heads, head_dim, layers if scaled_init else 1, dropout)
     if mistakes := list(_mistakes(layers, sizes, vocab, matrices, clip_logits, pad)):

@@ -1,6 +1,6 @@
 """Options as a TOML file, and what a file says as flags: a file and the command line have one set of names.
 
-What the command is told becomes one line of flags, of which the later ones hold:
+The arguments of the command become one line of flags, of which the later ones hold:
 
     gpipe train digits  [the network of --from RUN]  [--config FILE, or with --resume OUT/config.toml]  flags given
 

@@ -1,4 +1,4 @@
-"""What the recipe of image classification can be told."""
+"""Options of the image classification recipes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What every recipe can be told, and what it refuses."""
+"""Options of all recipes, and what they refuse."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What the recipe of translation can be told."""
+"""Options of the translation recipe."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

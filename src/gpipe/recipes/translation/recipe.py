@@ -28,7 +28,7 @@ from gpipe.recipes.translation.decode import Network
 from gpipe.recipes.translation.evaluation import check_installed, evaluation_of
 
 
-class Shape(Protocol):
+class Layout(Protocol):
     """What the two kinds of networks differ in."""
 
     def layers(self, options: TranslationOptions, vocabulary: int) -> list[nn.Module]:
@@ -114,7 +114,7 @@ class Decoder:
         return ask
 
 
-SHAPES: dict[str, Shape] = {"encoder-decoder": EncoderDecoder(), "decoder": Decoder()}
+LAYOUTS: dict[str, Layout] = {"encoder-decoder": EncoderDecoder(), "decoder": Decoder()}
 
 
 VOCABULARY = "vocabulary.json"
@@ -159,28 +159,28 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return f"Transformer T({o.layers}, {o.ffn_dim}, {o.heads}), {o.model_dim} wide"
 
     @property
-    def _shape(self) -> Shape:
-        return SHAPES[self.options.model]
+    def _layout(self) -> Layout:
+        return LAYOUTS[self.options.model]
 
     def layers(self) -> list[nn.Module]:
         """Builds the network."""
-        return self._shape.layers(self.options, len(self.vocabulary))
+        return self._layout.layers(self.options, len(self.vocabulary))
 
     def sample(self, replicas: int) -> Batch:
         """The mini-batch of median length of the first epoch."""
         by_length = sorted(self.corpus.mini_batches(1), key=lambda some: max(sum(one.lengths) for one in some))
         typical = by_length[len(by_length) // 2]
-        return self._shape.batch(typical[: max(1, len(typical) // replicas)])
+        return self._layout.batch(typical[: max(1, len(typical) // replicas)])
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         """Makes the mini-batches of an epoch; their numbers and lengths of sentences differ."""
         for sentences in self.corpus.mini_batches(epoch)[first:]:
             own = share.of(torch.arange(len(sentences))).tolist()
-            yield self._shape.batch([sentences[row] for row in own]) if own else self._nothing_of(sentences)
+            yield self._layout.batch([sentences[row] for row in own]) if own else self._nothing_of(sentences)
 
     def _nothing_of(self, sentences: Sequence[Sentence]) -> Batch:
         """For a replica that gets none of too few sentences: one of them, of which no word counts."""
-        batch = self._shape.batch(sentences[:1])
+        batch = self._layout.batch(sentences[:1])
         return batch._replace(targets=torch.full_like(batch.targets, PAD))
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         """The negative log-likelihood of each language's sentences, and how many words it is of."""
         found: dict[str, list[tuple[float, int]]] = {}
         for some in in_order(sentences, self.options.tokens):
-            batch = self._shape.batch(some)
+            batch = self._layout.batch(some)
             logits = pipe(batch.inputs, gather=True)
             rows = zip(logits, batch.targets.to(logits.device), strict=True)
             values = torch.stack([_cross_entropy(own, targets, "sum") for own, targets in rows]).tolist()
@@ -232,7 +232,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def network(self, pipe: gpipe.GPipe) -> Network:
         """What decoding asks: the pipelined forward."""
-        return self._shape.network(lambda inputs: pipe(inputs, gather=True).float().cpu())
+        return self._layout.network(lambda inputs: pipe(inputs, gather=True).float().cpu())
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
