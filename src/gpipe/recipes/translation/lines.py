@@ -1,0 +1,1 @@
+"""Joined with a module beside it."""
