@@ -149,3 +149,49 @@ def test_two_numbers_make_a_line() -> None:
     (layer,) = profile_layers(layers, {3: torch.ones(3, 4)}, ["a"]).layers
     assert layer.boundary == Line(0, 16.0)
     assert gpipe.Device(memory=1).memory == 1
+
+
+def layers_in_turn(times: int, *makers: Callable[[], nn.Module]) -> list[nn.Module]:
+    return [make() for _ in range(times) for make in makers]
+
+
+class Scaled(nn.Module):
+    """Says nothing of its factor where it is printed, and holds a tensor that is no buffer."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.wide, self.factor = wide, torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.factor).repeat(1, self.wide)[:, :8].contiguous()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        layers_in_turn(4, lambda: nn.Linear(8, 8)),
+        layers_in_turn(3, nn.Tanh, nn.Tanh, lambda: nn.Linear(8, 8), nn.Identity, lambda: nn.ReLU(inplace=True)),
+        layers_in_turn(3, lambda: nn.BatchNorm1d(8), nn.Dropout, nn.Flatten, lambda: nn.Linear(8, 8, bias=False)),
+        [Scaled(2), Scaled(2), Scaled(3), nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)],
+        [nn.Linear(8, 8).eval(), *[nn.Dropout(0.1), nn.Dropout(0.1).eval()] * 3],
+    ],
+)
+@pytest.mark.parametrize("wants", [False, True])
+def test_layers_that_are_alike_count_as_if_each_were_run(
+    layers: list[nn.Module], wants: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, 8, requires_grad=wants)
+    found = count(layers, x)
+    monkeypatch.setattr("gpipe.planner.profile.likeness", lambda layer: None)
+    assert found == count(layers, x)
+
+
+def test_of_layers_that_are_alike_few_are_run() -> None:
+    class Counted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            runs.append(self.out_features)
+            return super().forward(input)
+
+    runs: list[int] = []
+    assert len(count([Counted(8, 8) for _ in range(100)], torch.ones(4, 8))) == 100
+    assert len(runs) == 3  # the first has an input that wants no gradient, the last hands on what it keeps

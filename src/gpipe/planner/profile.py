@@ -5,7 +5,7 @@ what autograd saves, each storage once and in the first layer that saves it, par
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.dispatcher import Fakes
+from gpipe.planner.alike import likeness, likeness_of_value
 from gpipe.planner.counts import counting
 from gpipe.planner.measure import LayerOutput, backward_of, measure_seconds
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
@@ -161,6 +162,21 @@ def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
     return run.counts
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What a layer came to that hands on storages of its own, and keeps none but those and what it takes.
+
+    Attributes:
+        counts: What it costs.
+        output: What it hands on.
+        keeps: Of the tensors that it takes, and of those that it hands on, whether their storages are kept by then.
+    """
+
+    counts: LayerCounts
+    output: Tree
+    keeps: tuple[bool, ...]
+
+
 class _Run:
     """Layers that run one after another on tensors without values, and the storages that they have kept so far."""
 
@@ -171,6 +187,7 @@ class _Run:
         self._origin: dict[int, torch.UntypedStorage] = {}  # by that of a copy, what it is a copy of
         self._copies: list[torch.UntypedStorage] = []
         self._stashed: dict[str, tuple[int, Tensor | None]] = {}
+        self._outcomes: dict[Hashable, _Outcome] = {}  # by what layers are and take
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor of the same layout without values."""
@@ -196,9 +213,46 @@ class _Run:
                 _put(module, name, tensor, own)
 
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
-        """Counts one layer; gives what it hands on."""
+        """Counts one layer, or takes for its costs those of one that is alike; gives what it hands on."""
+        key = None if is_last else self._key(layer, value)
+        if key in self._outcomes:
+            return self._as_before(self._outcomes[key], value)
+        before = dict(self._kept)
         with untouched(layer), self.on_fakes(layer):
-            return self._run(index, layer, value, is_last=is_last)
+            output = self._run(index, layer, value, is_last=is_last)
+        if key is not None and self._is_outcome(value, output, before):
+            keeps = tuple(map(self._is_kept, (*tensors_in(value), *tensors_in(output))))
+            self._outcomes[key] = _Outcome(self.counts[-1], replace_tensors(output, self.fake), keeps)
+        return output
+
+    def _key(self, layer: nn.Module, value: Tree) -> Hashable | None:
+        """By which layers are alike; None if that cannot be told."""
+        copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
+        if copied or skip_names(layer, "pop") or skip_names(layer, "stash"):
+            return None
+        what, given = likeness(layer), likeness_of_value(value, self._kept)
+        return None if what is None or given is None else (what, given)
+
+    def _is_outcome(self, value: Tree, output: Tree, before: Mapping[int, torch.UntypedStorage]) -> bool:
+        """Whether all that is left of a layer that was run is what an outcome says."""
+        given, made = (_storages(tensors_in(tree)) for tree in (value, output))
+        of_others = given.keys() | before.keys() | self._origin.keys()
+        only = self._kept.keys() - before.keys() <= given.keys() | made.keys()
+        fresh = replace_tensors(output, self.fake)
+        alike = likeness_of_value(output, ()) == likeness_of_value(fresh, ())
+        return only and alike and made.keys().isdisjoint(of_others)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._kept
+
+    def _as_before(self, outcome: _Outcome, value: Tree) -> Tree:
+        """Counts a layer that is like one that was run."""
+        self.counts.append(outcome.counts)
+        output = replace_tensors(outcome.output, self.fake)
+        tensors = (*tensors_in(value), *tensors_in(output))
+        kept = [tensor for tensor, keeps in zip(tensors, outcome.keeps, strict=True) if keeps]
+        self._kept |= _storages(kept)
+        return output
 
     def _run(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
         own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
