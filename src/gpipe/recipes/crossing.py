@@ -1,1 +1,0 @@
-"""Joined with a module beside it."""
