@@ -1,6 +1,6 @@
 """What autograd's engine, nodes and tensors do not say in public."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,8 @@ def node_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def next_node_number() -> int:
-    """The number that the next node of this thread will have."""
-    return torch._C._autograd._get_sequence_nr()
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of this thread will have."""
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:

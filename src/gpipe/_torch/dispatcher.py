@@ -48,19 +48,12 @@ def unused_key() -> Any:
         ) from error
 
 
-def goes_by(key: Any) -> bool:
-    """Whether operations of this thread go by the kernels of a key."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(key)
-
-
-def go_by(key: Any, chosen: bool) -> None:
-    """Has operations of this thread go by the kernels of a key, or no longer."""
-    torch._C._dispatch_tls_set_dispatch_key_included(key, chosen)
-
-
-def leave_out(key: Any, chosen: bool) -> None:
-    """Has operations of this thread leave out the kernels of a key though they go by it, or no longer."""
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, chosen)
+goes_by: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+"""Whether operations of this thread go by the kernels of a key."""
+go_by: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+"""Has operations of this thread go by the kernels of a key, or no longer."""
+leave_out: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+"""Has operations of this thread leave out the kernels of a key though they go by it, or no longer."""
 
 
 PROBE = "gpipe.probe"
@@ -98,9 +91,8 @@ def _stash_takes_hold() -> bool:
     return holds
 
 
-def stashed(name: str) -> Any:
-    """What was stashed last."""
-    return torch._C._get_obj_in_tls(name)
+stashed: Callable[[str], Any] = torch._C._get_obj_in_tls
+"""What was stashed last."""
 
 
 def keys_below(key: Any) -> Any:

@@ -177,40 +177,47 @@ _installed: list[Any] = []
 class GeneratorScope:
     """A context: inside, in this thread, what draws and was given no generator draws from `generator(device)`."""
 
-    def __init__(self) -> None:
-        self.grad = True  # whether it was entered in grad mode
-        self._outer: list[tuple[GeneratorScope | None, FrameType]] = []
+    grad = True  # whether it was entered in grad mode
+    _entered: tuple[Any, ...] = (None, None)  # the scope around, the frame that entered, and the same of before
 
     @property
     def entered_by(self) -> FrameType | None:
         """The frame that entered the context: where to stop on a way up the stack."""
-        return self._outer[-1][1] if self._outer else None
+        frame: FrameType | None = self._entered[1]
+        return frame
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator to draw from next on a device."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        key = _key()
-        nested = goes_by(key)
-        self._outer.append((stashed(SLOT) if nested else None, sys._getframe(1)))
+        if not _installed:
+            _install()
+        nested = goes_by(_installed[0])
+        self._entered = (stashed(SLOT) if nested else None, sys._getframe(1), self._entered)
         self.grad = torch.is_grad_enabled()
         stash(SLOT, self)
         if not nested:
-            go_by(key, True)
+            go_by(_installed[0], True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        outer, _ = self._outer.pop()
+        outer, _, self._entered = self._entered
         stash(SLOT, outer)
         if outer is None:
-            go_by(_key(), False)
+            go_by(_installed[0], False)
 
 
-def _install() -> tuple[Any, Sequence[torch.library.Library]]:
-    """The key, and the kernels, which stand there as long as they are remembered."""
+def _install() -> None:
+    """Finds the key, and makes the kernels, which stand there as long as they are remembered."""
+    with _installing:
+        if not _installed:
+            _installed.extend(_make_kernels())
+
+
+def _make_kernels() -> tuple[Any, Sequence[torch.library.Library]]:
     key = unused_key()
     rest = torch.library.Library("_", "IMPL", UNUSED_KEY)
     rest.fallback(torch.library.fallthrough_kernel)
@@ -223,14 +230,6 @@ def _install() -> tuple[Any, Sequence[torch.library.Library]]:
             libraries[namespace] = torch.library.Library(namespace, "IMPL", UNUSED_KEY)
         libraries[namespace].impl(name, _kernel(func, key, below), with_keyset=True)
     return key, tuple(libraries.values())
-
-
-def _key() -> Any:
-    if not _installed:
-        with _installing:
-            if not _installed:
-                _installed.extend(_install())
-    return _installed[0]
 
 
 def _find_with_generator(func: Operator) -> Operator | None:
@@ -382,15 +381,20 @@ class rng_scope(GeneratorScope):  # noqa: N801  # it reads as a function at ever
 
     piped = False  # whether its backward will be run `InBackward`
 
+    _generators: Generators | None = None
+
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
-        super().__init__()
-        self._generators = Generators(partial(_start, (seed, step, layer, micro_batch)))
+        self._place = seed, step, layer, micro_batch
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator to draw from next on a device."""
         found = find_checkpoints(self.entered_by)
-        generators = self._generators if found.recompute is None else found.recompute.generators(sure=False)
-        generator = generators[device]
+        if found.recompute is not None:
+            generator = found.recompute.generators(sure=False)[device]
+        else:
+            if self._generators is None:
+                self._generators = Generators(partial(_start, self._place))
+            generator = self._generators[device]
         needed = self.grad or torch.is_grad_enabled()  # else no backward follows
         for forward in found.forwards:
             note(forward, device, generator, needed=needed, releases=self.piped)
@@ -415,7 +419,6 @@ class InBackward(GeneratorScope):
     """
 
     def __init__(self, maker: Callable[[int | None], str | None]) -> None:
-        super().__init__()
         self._maker = maker
 
     def generator(self, device: torch.device) -> torch.Generator:
