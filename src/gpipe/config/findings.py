@@ -4,9 +4,10 @@ Each finding is told once, with what to do.
 """
 
 import logging
+import pickle
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -142,33 +143,17 @@ def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:
                     yield f"{path}.{attribute} is a random generator of its own: {UNKEYED}"
 
 
-def random_states(told: Collection[str] = ()) -> RandomStates:
-    """The states of Python's and numpy's generators, but for those of which all is told; compared behind a step."""
-    readers: dict[str, Callable[[], object]] = {
-        "random": random.getstate,
-        "numpy.random": lambda: _comparable(np.random.get_state(legacy=False)),
-    }
-    return {name: read() for name, read in readers.items() if name not in told}
+def random_states() -> RandomStates:
+    """The states of Python's and numpy's generators, to be compared behind a step."""
+    return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state(legacy=False))}
 
 
-def _comparable(state: object) -> object:
-    """A state of numpy's as something that can be compared: an array cannot."""
-    if isinstance(state, Mapping):
-        return {name: _comparable(value) for name, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
-def find_unkeyed_draws(
-    layers: Mapping[str, nn.Module], before: RandomStates, after: RandomStates, step: int
-) -> dict[str, str]:
-    """Tells, by module, that somebody drew from Python's or numpy's generator in a step."""
-    drawn = [name for name, state in after.items() if state != before[name]]
-    if not drawn:
-        return {}
+def find_unkeyed_draws(layers: Mapping[str, nn.Module], drawn: Iterable[str], step: int) -> list[str]:
+    """Tells that somebody drew in a step from the generators of these modules, Python's and numpy's."""
     mention = [words for words, layer in layers.items() if any(map(mentions_random, layer.modules()))]
     elsewhere = ", or in another thread" if _other_threads() else ""
     where = f"perhaps in {', '.join(mention) or 'a layer or loss_fn'}{elsewhere}"
-    return {name: f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn}
+    return [f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn]
 
 
 def _other_threads() -> bool:
@@ -313,9 +298,9 @@ class Examination:
     def look(self, step: int) -> Before:
         """Notes what there is before a mini-batch that trains."""
         if not self.fresh:
-            return Before(step, random_states(self._drawn), None, {})
+            return Before(step, random_states(), None, {})
         named = self._named()
-        return Before(step, random_states(self._drawn), snapshot(named), buffers_of(named))
+        return Before(step, random_states(), snapshot(named), buffers_of(named))
 
     def _named(self) -> dict[str, nn.Module]:
         """The layers in words."""
@@ -333,18 +318,18 @@ class Examination:
             whole: The pipe, if its gradients are there.
             loss_fn: The loss, if there was one.
         """
-        self.tell(seen)
         if before.snapshot is not None:
             self.fresh = False
+            self.tell(seen)
             self.tell(find_unused_parameters(whole) if whole is not None else [])
             named = self._named()
             self.tell(find_side_effects(before.snapshot, snapshot(named), seen, recomputes=self._recomputes))
             self.tell(find_buffer_readers(named, loss_fn, before.buffers))
             self.tell(find_thread_locals(named) if self._threaded else [])
-        if before.random_states:
-            drawn = find_unkeyed_draws(self._named(), before.random_states, random_states(self._drawn), before.step)
-            self._drawn |= drawn.keys()
-            self.tell(list(drawn.values()))
+        if (states := random_states()) != before.random_states:
+            drawn = [n for n, state in states.items() if n not in self._drawn and state != before.random_states[n]]
+            self._drawn.update(drawn)
+            self.tell(find_unkeyed_draws(self._named(), drawn, before.step))
         if rows < self._few_rows:
             few = find_few_rows([layer.module for layer in self._layers], rows, self._deferred)
             self._few_rows = 0 if few else rows
