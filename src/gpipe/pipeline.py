@@ -32,6 +32,7 @@ from gpipe.runtime.inputs import (
     StepInputs,
     check_loss_fn,
     check_numbers,
+    read_scale,
     refuse_gradients_of_inputs,
     refuse_tangents,
     refuse_tracing,
@@ -48,7 +49,7 @@ from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
 from gpipe.stages.loss_calls import call_watched_loss
-from gpipe.stages.losses import own_loss
+from gpipe.stages.losses import find_contradiction, own_loss
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
@@ -276,9 +277,9 @@ class GPipe(Partitioned):
         is_own = self.is_model and targets is None and loss_fn is None
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
-        given = StepInputs(plain(inputs), targets, own_loss if is_own else loss_fn, reduction, scale, scaler)
         with run.context.entered(notes=self.recorder is not None):
-            given = given.scaled(self._engine.stages[-1].device, processes=self._processes.size)
+            scale = read_scale(scale, scaler, self._engine.stages[-1].device, processes=self._processes.size)
+            given = StepInputs(plain(inputs), targets, own_loss if is_own else loss_fn, reduction, scale)
             parts = self._split(run, given)
             run.context.agree(run, Request.STEP)
             self._weigh(run, given, parts)
@@ -296,7 +297,8 @@ class GPipe(Partitioned):
         """Cuts the inputs of a step into micro-batches, and targets that are read here as well, which it gives."""
         if self.reads_targets:
             check_loss_fn(given.loss_fn)
-            run.tell(given.findings())
+            if given.reduction is not None:
+                run.tell(find_contradiction(given.loss_fn, given.reduction))
         values: list[Tree] = []
         targets: list[list[Tree]] = []
         if self.reads_inputs:
@@ -309,8 +311,9 @@ class GPipe(Partitioned):
         run.inputs = [BoundaryValue(value, []) for value in values]
         run.loss_fn = given.loss_fn
         popped = skip_names(given.loss_fn, "pop")
-        refuse_unused_stashes(self._engine.layers, popped)
-        run.loss_pops = find_loss_pops(self._engine.layers, popped)
+        if popped or self._engine.stashes:
+            refuse_unused_stashes(self._engine.layers, popped)
+            run.loss_pops = find_loss_pops(self._engine.layers, popped)
         return targets[0] if targets else []
 
     def _choose_path(
@@ -334,15 +337,19 @@ class GPipe(Partitioned):
         """Gives a run its targets and what each micro-batch counts for, where the last stage is."""
         if not self.reads_targets:
             return
-        run.context.check_same(reduction=given.kind, scale=given.scale)
         if given.is_own:
+            run.context.check_same(reduction="the model's own", scale=given.scale)
             run.targets = [None] * len(run.rows)
             run.weigh(run.own_weights, given.scale)
             return
+        reduction = given.find_reduction()
+        told = "weights of the targets" if callable(reduction) else str(reduction or "mean")
+        run.context.check_same(reduction=told, scale=given.scale)
         run.targets = targets or split_targets(given.targets, run.rows, ready_made=run.ready_made)
         over_replicas = run.context.sum_over_replicas
-        if not given.is_unread:
-            run.weigh(given.loss_weights(run.rows, run.targets, over_replicas), given.scale)
+        if reduction is not None:
+            reduction = given.refined(reduction, run.targets, run.rows)
+            run.weigh(loss_weights(reduction, run.rows, run.targets, over_replicas), given.scale)
             return
 
         def weigh(reduction: Reduction) -> None:

@@ -125,6 +125,10 @@ class ProcessContext(Context):
         """Gathers a value from each replica."""
         return gather_replicas(self.net, self.position, control, value)
 
+    def sum_over_replicas(self, number: float) -> float:
+        """Adds up a number of each replica."""
+        return float(sum(self.gather_replicas(Control.WEIGHT, number)))
+
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""
         labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe.runtime.steps import CompiledRows
 from gpipe.schedule.action import Action
 from gpipe.stages.batchnorm import DeferredStatistics
-from gpipe.stages.messages import Cancelled, Control, Label, Message, ReadyEvent
+from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress
 from gpipe.stages.tree import Tree
@@ -65,13 +65,9 @@ class Context:
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""
 
-    def gather_replicas(self, control: Control, value: Tree) -> list[Any]:
-        """Gathers a value from each replica."""
-        return [value]
-
     def sum_over_replicas(self, number: float) -> float:
         """Adds up a number of each replica."""
-        return float(sum(self.gather_replicas(Control.WEIGHT, number)))
+        return number
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""

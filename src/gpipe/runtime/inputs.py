@@ -1,7 +1,7 @@
 """What one call of a pipe is given, checked and cut into micro-batches."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 from gpipe._torch.autograd import is_differentiated_forward
 from gpipe.stages.losses import (
     check_weights_of_rows,
-    find_contradiction,
     find_reduction,
     for_targets,
     own_loss,
@@ -25,7 +24,6 @@ from gpipe.stages.microbatch import (
     count_rows_of_parts,
     find_unsplit_lists,
     find_unsplittable,
-    loss_weights,
     rows_of_parts,
     split,
     take_parts,
@@ -46,51 +44,26 @@ class StepInputs(NamedTuple):
     loss_fn: Any  # a function of (output, target); anything else is refused
     reduction: Reduction | None
     scale: float
-    scaler: Any = None
 
     @property
     def is_own(self) -> bool:
         """Whether the loss is the model's own."""
         return self.loss_fn is own_loss
 
-    def scaled(self, device: torch.device, *, processes: int = 1) -> "StepInputs":
-        """The same with the scale that the scaler says, which learns that it is in use."""
-        scale = read_scale(self.scale, self.scaler, device, processes=processes)
-        return self._replace(scale=scale, scaler=None)
+    def find_reduction(self) -> Reduction | None:
+        """How the losses make one, as asked or as the loss itself says; None if only a call of it shows that."""
+        return find_reduction(self.loss_fn) if self.reduction is None else self.reduction
 
-    @property
-    def kind(self) -> str:
-        """How the losses make one, in words that are the same for all replicas."""
-        reduction = self.reduction
-        if self.is_own:
-            return "the model's own"
-        if reduction is None:
-            reduction = find_reduction(self.loss_fn) or "mean"
-        return "weights of the targets" if callable(reduction) else str(reduction)
-
-    def loss_weights(
-        self, rows: Sequence[int], targets: Sequence[Tree], over_replicas: Callable[[float], float] = float
-    ) -> list[float]:
-        """What each micro-batch counts for in the loss, as asked, or else as the loss itself averages.
+    def refined(self, reduction: Reduction, targets: Sequence[Tree], rows: Sequence[int]) -> Reduction:
+        """A reduction for the targets of this mini-batch, of so many rows each.
 
         Raises:
-            ValueError: The weights make no mean, or the loss gives none.
-            TypeError: The reduction is none of those known.
+            ValueError: The loss holds what has a row for each of the mini-batch's.
         """
         if self.reduction is not None:
-            return loss_weights(self.reduction, rows, targets, over_replicas)
+            return reduction
         check_weights_of_rows(self.loss_fn, targets, rows)
-        reduction = for_targets(find_reduction(self.loss_fn) or "mean", self.targets, self.loss_fn)
-        return loss_weights(reduction, rows, targets, over_replicas)
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether it is to be seen from a call of the loss how it averages."""
-        return self.reduction is None and not self.is_own and find_reduction(self.loss_fn) is None
-
-    def findings(self) -> list[str]:
-        """What is to be said of the way in which these losses are averaged."""
-        return [] if self.reduction is None else find_contradiction(self.loss_fn, self.reduction)
+        return for_targets(reduction, self.targets, self.loss_fn)
 
 
 def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:
@@ -156,8 +129,9 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     ([3, 2], torch.Size([3, 4]), 2)
     """
     check_values(**trees)
-    check_ready_made(**{what: count_ready_made(tree) for what, tree in trees.items()})
-    if isinstance(trees["inputs"], MicroBatches):
+    counts = {what: len(tree) for what, tree in trees.items() if isinstance(tree, MicroBatches)}
+    if counts:
+        check_ready_made(**{what: counts.get(what) for what in trees})
         return _take_alike(micro_batches, trees)
     rows = count_rows(trees["inputs"])
     parts = min(micro_batches, rows)
@@ -199,15 +173,11 @@ def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> li
     (torch.Size([3]), torch.Size([2]))
     """
     check_values(targets=targets)
-    check_ready_made(inputs=len(rows) if ready_made else None, targets=count_ready_made(targets))
+    given = len(targets) if isinstance(targets, MicroBatches) else None
+    check_ready_made(inputs=len(rows) if ready_made else None, targets=given)
     return (
         take_parts(targets) if isinstance(targets, MicroBatches) else split(targets, sum(rows), len(rows), "targets")
     )
-
-
-def count_ready_made(tree: Tree) -> int | None:
-    """How many ready-made micro-batches these are; None of a mini-batch that is to be split."""
-    return len(tree) if isinstance(tree, MicroBatches) else None
 
 
 def check_ready_made(**counts: int | None) -> None:

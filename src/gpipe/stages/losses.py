@@ -174,7 +174,10 @@ def _arguments_of_function(called: object, keywords: Mapping[str, object]) -> Lo
         return None  # calling it will raise
     arguments = {**defaults, **keywords}
     found = {name: arguments[name] for name in NAMES if name in arguments}
-    return {**found, "reduction": _reduction(arguments), OF_ELEMENTS: known.__name__ in ELEMENTWISE}
+    average, reduce = arguments.get("size_average"), arguments.get("reduce")  # older, and they overrule it
+    if average is not None or reduce is not None:
+        found["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
+    return {"reduction": None, **found, OF_ELEMENTS: known.__name__ in ELEMENTWISE}
 
 
 @lru_cache
@@ -183,16 +186,6 @@ def _keywords(function: Callable[..., object]) -> tuple[LossArguments, set[str]]
     behind = list(inspect.signature(function).parameters.values())[2:]
     needed = {parameter.name for parameter in behind if parameter.default is inspect.Parameter.empty}
     return {parameter.name: parameter.default for parameter in behind if parameter.name not in needed}, needed
-
-
-def _reduction(arguments: LossArguments) -> object:
-    """The reduction, which the older `reduce` and `size_average` overrule."""
-    average, reduce = arguments.get("size_average"), arguments.get("reduce")
-    if average is None and reduce is None:
-        return arguments.get("reduction")
-    if reduce is False:
-        return "none"
-    return "sum" if average is False else "mean"
 
 
 def sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
