@@ -1,7 +1,7 @@
 """The work of each kind of action: the only code that runs the layers and the autograd of a mini-batch."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -98,7 +98,7 @@ def recompute(run: Run, rank: Rank, step: Step) -> None:
     if check := _check(run, rank, at):
         check.refuse_written()
     aside = rank.deferred[at].aside() if at in rank.deferred else _NOTHING
-    with own.buffers.as_before(saved.snapshot or {}), aside:
+    with own.buffers.as_before(saved.snapshot) if saved.snapshot else _NOTHING, aside:
         made = _run_layers(run, own, ends, saved, m)
         assert saved.fingerprint is not None
         differs = saved.fingerprint.differs(Fingerprint.of(made, own.stage, saved.given))
@@ -214,7 +214,7 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
     arrived = {name: one.stashed for name, one in zip(ends.skips_in, entered, strict=False)}
     for_loss = () if ends.outs else run.loss_pops
     value, key = entered[-1].value, run.rng_key(m)
-    with _around_layers(run):
+    with run.thread_state.around_layers():
         made = stage.forward(value, arrived, ends.skips_out, for_loss, key, saved.progress, own.modes)
     for end, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
         hooked = one.hooked()
@@ -226,10 +226,6 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
         if crossing.shares_storage and not made.changed.isdisjoint(map(id, tensors_in(one.value))):
             raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
     return made
-
-
-def _around_layers(run: Run) -> AbstractContextManager[object]:
-    return run.around_layers() if run.around_layers else _NOTHING
 
 
 def _check(run: Run, rank: Rank, at: int) -> FirstRunCheck | None:
@@ -253,7 +249,7 @@ def _loss(run: Run, rank: Rank, made: StageOutput, m: int, progress: LayerProgre
     if not rank.stream.alone:
         target = replace_tensors(target, lambda tensor: rank.stream.bring(tensor, None))
     call, run.call_loss = run.call_loss, call_loss
-    with _around_layers(run), PipeRngScope(run.seed, run.step, len(run.engine.layers), run.first + m):
+    with run.thread_state.around_layers(), PipeRngScope(run.seed, run.step, len(run.engine.layers), run.first + m):
         loss, run.metrics[m] = call(run.loss_fn, made.values[0], target, made.for_loss)
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)

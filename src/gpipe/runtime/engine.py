@@ -96,6 +96,10 @@ class Engine:
         self.deferred_batch_norm = deferred_batch_norm
         self.row, self.replicas = row, replicas
         self.own = tuple(stage for stage in stages if row in (None, placement[stage.index]))  # what runs here
+        self.stages_of: dict[int, list[Stage]] = {}  # of each rank that runs here
+        for stage in self.own:
+            self.stages_of.setdefault(placement[stage.index], []).append(stage)
+        self.stashes = tuple(name for stage in stages for layer in stage.layers for name in layer.stash)
         self.devices = {stage.device for stage in self.own} | {CPU}  # where this process computes
         self.shared = find_shared(self.layers, tied)
         for stage in self.stages:
@@ -119,11 +123,6 @@ class Engine:
         self._reset()
 
     @property
-    def stashes(self) -> tuple[str, ...]:
-        """The names of all stashes."""
-        return tuple(name for stage in self.stages for layer in stage.layers for name in layer.stash)
-
-    @property
     def stage_of(self) -> list[int]:
         """The stage of each layer and, behind the last, of the loss."""
         found = stage_of_layers(self.stages)
@@ -133,9 +132,9 @@ class Engine:
     def streams(self) -> dict[int, RankStream]:
         """The stream of each rank that runs here."""
         if self._streams is None:
-            devices = sorted({self.placement[stage.index]: stage.device for stage in self.own}.items())
-            streams = streams_on([device for _, device in devices])
-            self._streams = {rank: stream for (rank, _), stream in zip(devices, streams, strict=True)}
+            ranks = sorted(self.stages_of)
+            streams = streams_on([self.stages_of[rank][-1].device for rank in ranks])
+            self._streams = dict(zip(ranks, streams, strict=True))
         return self._streams
 
     def close(self) -> None:
@@ -149,10 +148,6 @@ class Engine:
             check(program)
             self._compiled[wanted] = CompiledProgram.of(program)
         return self._compiled[wanted]
-
-    def stages_of(self, rank: int) -> list[Stage]:
-        """What a rank holds, if it runs here."""
-        return [stage for stage in self.own if self.placement[stage.index] == rank]
 
     def _make_program(self, wanted: Wanted) -> Program:
         micro_batches, trains = wanted.micro_batches, wanted.trains

@@ -4,6 +4,7 @@ A `step` is one pass. A call is two, its forward and its backward, and whatever 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from contextvars import Context, copy_context
 from functools import partial
 
@@ -73,7 +74,7 @@ def _find_versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
 
 
 def _finish(run: Run) -> None:
-    if run.trains and not run.compiled.ties:
+    if run.trains and run.engine.shared and not run.compiled.ties:
         run.aliases.add_up()
     for rank in run.ranks:
         if rank.saved or rank.handed:
@@ -96,18 +97,23 @@ def _go(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
         run.recorder.begin(engine.streams)
     if threads is not None:
         ThreadState.here().refuse_unsupported()  # of a backward, too
-    buffers = SharedBufferCheck(engine.shared_buffers)
+    buffers = SharedBufferCheck(engine.shared_buffers) if engine.shared_buffers else None
+    aliased = run.aliases.in_place() if engine.shared else nullcontext()
+    if run.thread_state.autocasts:  # it begins and ends with no casts kept, as ThreadState says
+        torch.clear_autocast_cache()
     try:
-        with run.thread_state.fresh_casts(), run.aliases.in_place(), unseeded(engine.devices):
+        with aliased, unseeded(engine.devices):
             _drive(run, rows, threads)
-        buffers.check()
-    except RecomputeError:
+        if buffers:
+            buffers.check()
+    except BaseException as error:
         _clear(run)
-        buffers.check()  # knows more, perhaps
+        if buffers and isinstance(error, RecomputeError):
+            buffers.check()  # knows more, perhaps
         raise
-    except BaseException:
-        _clear(run)
-        raise
+    finally:
+        if run.thread_state.autocasts:
+            torch.clear_autocast_cache()
     _check_recomputes(run)
     for rank in run.ranks:
         rank.stream.end()

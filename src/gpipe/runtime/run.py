@@ -7,7 +7,6 @@ begin and end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,8 @@ from gpipe.stages.tree import Tree, tensors_in
 
 if TYPE_CHECKING:
     from gpipe.runtime.recorder import Recorder
+
+_NO_ALIASES = WeightAliases((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,6 @@ class Run:
     def __post_init__(self) -> None:
         self.trains = self.thread_state.grad  # whether there is a backward
         self.first = self.context.replica * self.engine.micro_batches
-        self.around_layers: Callable[[], AbstractContextManager[object]] | None = self.thread_state.around_layers()
 
     def compiled_program(self) -> CompiledProgram:
         """The checked table of such a mini-batch, compiled."""
@@ -204,12 +204,12 @@ class Run:
         engine = self.engine
         self.compiled = self.compiled_program()
         self.connections: Sequence[Connections] = self.compiled.connections
-        self.aliases = WeightAliases(engine.shared, engine.own)
+        self.aliases = WeightAliases(engine.shared, engine.own) if engine.shared else _NO_ALIASES
         weights = self.aliases.sources.values()
         several = self.trains and (len(engine.own) > 1 or weights)
         self.owners = WeightOwners(engine.own, weights) if several else None
         self.ranks = [
-            Rank(rank, stream, {stage.index: StageRun(stage) for stage in engine.stages_of(rank)})
+            Rank(rank, stream, {stage.index: StageRun(stage) for stage in engine.stages_of[rank]})
             for rank, stream in engine.streams.items()
         ]
         if engine.deferred_batch_norm:

@@ -138,7 +138,8 @@ def _apart(one: PendingProduct) -> PendingProduct:
 
 def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, pending: Iterable[PendingWeights]) -> None:
     """Runs a backward in one, behind what earlier micro-batches left."""
-    _settle(None, pending)
+    for one in pending:
+        backward_weight(one)
     run_backward(roots, gradients)
 
 

@@ -7,7 +7,7 @@ outlive its weight's value. Autocasts of the layers' own are kept apart by `gpip
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpipe._torch.modes import modes_here, saved_tensor_hooks
 
+_NOTHING = nullcontext()
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 
@@ -66,33 +67,18 @@ class ThreadState:
                 stack.callback(torch.set_flush_denormal, own)
             yield
 
-    @contextmanager
-    def fresh_casts(self) -> Iterator[None]:
-        """Around a run: autocast begins and ends it with no casts kept (note "Casts")."""
-        if self.autocasts:
-            torch.clear_autocast_cache()
-        try:
-            yield
-        finally:
-            if self.autocasts:
-                torch.clear_autocast_cache()
-
-    def around_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """What layers, and they alone, must be run in: a recompute may be far from the call. None for nothing."""
+    def around_layers(self) -> AbstractContextManager[object]:
+        """What layers, and they alone, must be run in: a recompute may be far from the call."""
         if not self.autocasts and self.device is None and self.hooks is None:
-            return None
-
-        def enter() -> AbstractContextManager[object]:
-            stack = ExitStack()
-            for kind, dtype, cache in self.autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-            if self.device is not None:
-                stack.enter_context(self.device)
-            if self.hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
-            return stack
-
-        return enter
+            return _NOTHING
+        stack = ExitStack()
+        for kind, dtype, cache in self.autocasts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        if self.device is not None:
+            stack.enter_context(self.device)
+        if self.hooks is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+        return stack
 
 
 def flushes_denormals() -> bool:

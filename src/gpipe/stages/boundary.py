@@ -63,7 +63,7 @@ class BoundaryValue:
 
     def check(self, stage: object) -> None:
         """Checks that nobody has changed the tensors of the value since it was handed on, or first looked at."""
-        now = [version(tensor) for tensor in tensors_in(self.value)]
+        now = list(map(version, tensors_in(self.value)))
         if self.versions is not None and self.versions != now:
             raise RuntimeError(CHANGED.format(stage=stage))
         self.versions = now
@@ -332,7 +332,7 @@ class InPlaceCheck:
             used = _tensors(value, arrived)
         elif type(value) is not Tensor:
             value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
-        return StageInput(value, arrived, main, given, used, [version(tensor) for tensor in used], copied)
+        return StageInput(value, arrived, main, given, used, list(map(version, used)), copied)
 
     def check(self, inputs: StageInput, modes: Modes, stage: object) -> frozenset[int]:
         """Looks at what the stage did to what it worked on, and refuses what would differ without the cut.
@@ -340,15 +340,14 @@ class InPlaceCheck:
         Gives the ids of what it was given and changed, or would have.
         """
         changed = [at for at, tensor in enumerate(inputs.used) if version(tensor) != inputs.versions[at]]
-        ids = frozenset(id(inputs.given[at]) for at in changed)
         if not changed and (modes in self.works_in_place or any(tensor.is_inference() for tensor in inputs.used)):
-            return ids
+            return frozenset()
         self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not inputs.copied:
             raise RuntimeError(f"{stage} has {BEGUN_IN_PLACE}")
         if any(_share_storage(inputs.given[at], other) for at in changed for other in tensors_in(inputs.main)):
             raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
-        return ids
+        return frozenset(id(inputs.given[at]) for at in changed)
 
     def forget(self, modes: Modes) -> None:
         """Finds out anew: the stage may have begun to work in place, which torch refuses on a leaf."""

@@ -8,6 +8,7 @@ every forward, and larger ones by their version alone. A recompute works on a co
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -43,14 +44,15 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
         self.slots: list[Slot] = []
-        self._parts: list[nn.Module] = []
+        self._tables: list[Mapping[str, Tensor | None]] = []  # of each module inside
         self._copies: dict[Slot, SavedBuffer] = {}
 
     def find(self) -> None:
         """Looks the buffers up anew; modules may have come or gone since the last step."""
         self._copies.clear()
-        self._parts = list({part: None for root in self.modules for part in root.modules()})
-        self.slots = [(part, name) for part in self._parts for name in part._buffers]
+        parts = dict.fromkeys(chain.from_iterable(root.modules() for root in self.modules))
+        self._tables = [part._buffers for part in parts]
+        self.slots = [(part, name) for part in parts for name in part._buffers]
 
     def forget(self) -> None:
         """Lets go of the copies, behind a forward that nobody compared with them."""
@@ -63,7 +65,7 @@ class Buffers:
         return {slot: self._keep(slot) for slot in self.slots}
 
     def _are_others(self) -> bool:
-        return sum(len(part._buffers) for part in self._parts) != len(self.slots)
+        return sum(map(len, self._tables)) != len(self.slots)
 
     def _keep(self, slot: Slot) -> SavedBuffer:
         module, name = slot

@@ -5,6 +5,7 @@ which of its stages comes first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from torch import Tensor, nn
 
@@ -32,14 +33,13 @@ class WeightOwners:
     """Which stage each weight of a run belongs to."""
 
     def __init__(self, stages: Sequence[Stage], shared: Iterable[Tensor]) -> None:
-        self._stages = {stage.index: stage for stage in stages}
-        self._home: dict[int, tuple[int, str]] = {}
+        self._stages = stages
+        self._home: dict[int, int] = {}
         for stage in stages:
             for layer in stage.layers:
-                for name, parameter in layer.module.named_parameters():
-                    self._home[id(parameter)] = stage.index, f"{name} of {layer}"
+                self._home.update(dict.fromkeys(map(id, layer.module.parameters()), stage.index))
         for weight in shared:  # layers have aliases of these, and nothing else may use them
-            self._home[id(weight)] = -1, self._home[id(weight)][1]
+            self._home[id(weight)] = -1
         self._claims: dict[int, tuple[int, Tensor]] = {}  # of what belongs to no layer, the first stage that came
         self._checked: set[int] = set()
 
@@ -52,13 +52,23 @@ class WeightOwners:
         for leaf in leaves_of(roots):
             if id(leaf) in own:
                 continue
-            home, name = self._home.get(id(leaf), (stage, ""))
             first, _ = self._claims.setdefault(id(leaf), (stage, leaf))
-            if home != stage or first != stage:
-                words = name or f"a weight of shape {tuple(leaf.shape)}, which stage {first} uses too"
-                graphs = tensors_left_on(self._stages.values(), graphs=True)
-                left = f" ({graphs})" if graphs else ""
-                raise RuntimeError(FOREIGN.format(stage=self._stages[stage], name=words, left=left))
+            if self._home.get(id(leaf), stage) != stage or first != stage:
+                self._refuse(stage, leaf, first)
+
+    def _refuse(self, at: int, leaf: Tensor, first: int) -> NoReturn:
+        names = [
+            f"{name} of {layer}"
+            for stage in self._stages
+            for layer in stage.layers
+            for name, parameter in layer.module.named_parameters()
+            if parameter is leaf
+        ]
+        name = names[-1] if names else f"a weight of shape {tuple(leaf.shape)}, which stage {first} uses too"
+        graphs = tensors_left_on(self._stages, graphs=True)
+        left = f" ({graphs})" if graphs else ""
+        (own,) = (stage for stage in self._stages if stage.index == at)
+        raise RuntimeError(FOREIGN.format(stage=own, name=name, left=left))
 
 
 def tensors_left_on(stages: Iterable[Stage], *, graphs: bool = False) -> str:

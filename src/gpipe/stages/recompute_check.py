@@ -103,7 +103,9 @@ class Fingerprint(NamedTuple):
     def of(cls, made: "StageOutput", stage: "Stage", given: Sequence[BoundaryValue]) -> "Fingerprint":
         """The fingerprint of what a stage made of what it was given."""
         roots = [tensor for value in made.values for tensor in tensors_in(value)]
-        own = stage.parameter_ids() | {id(leaf) for crossing in given for leaf in crossing.leaves}
+        own = {id(leaf) for crossing in given for leaf in crossing.leaves}
+        for layer in stage.layers:
+            own.update(map(id, layer.module.parameters()))
         reached = own.intersection(map(id, leaves_of(roots)))
         return cls(digest([*made.values, *made.for_loss.values()]), frozenset(reached))
 

@@ -130,10 +130,6 @@ class Stage:
         """The modules of the layers, each layer with all inside of it."""
         return [module for layer in self.layers for module in layer.module.modules()]
 
-    def parameter_ids(self) -> set[int]:
-        """The parameters of the layers, by identity."""
-        return {id(weight) for layer in self.layers for weight in layer.module.parameters()}
-
     def gradients(self) -> list[tuple[int, int]]:
         """What gradients the parameters have, and how often these were added to, but for what other layers share.
 
