@@ -1,5 +1,6 @@
 """`GPipe`, the facade that a user sees."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,9 @@ from gpipe.config.unknown_arguments import (
     WORDS_OF_CALLS,
     WORDS_OF_PIPES,
     WORDS_OF_STEPS,
-    refuse_unknown,
+    checked_entrance,
 )
 from gpipe.distributed.norms import clip_grad_norm_
-from gpipe.errors import entrance
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
 from gpipe.runtime.autograd import pipelined
@@ -40,7 +40,7 @@ from gpipe.runtime.inputs import (
     split_targets,
 )
 from gpipe.runtime.passes import run_step
-from gpipe.runtime.recorder import Recorder, recorded
+from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Run
 from gpipe.runtime.thread_state import ThreadState
 from gpipe.schedule.partition import Balance
@@ -136,8 +136,7 @@ class GPipe(Partitioned):
         >>> optimizer.step(); optimizer.zero_grad()
     """
 
-    @entrance
-    @refuse_unknown(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
+    @checked_entrance(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
     def __init__(
         self,
         model: Layers | nn.Module | ModelLayers,
@@ -229,10 +228,8 @@ class GPipe(Partitioned):
         """
         return self._settings.foretell(self.program)
 
-    @entrance
-    @refuse_unknown(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
+    @checked_entrance(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
     @untraced
-    @recorded
     def step(
         self,
         inputs: Tree,
@@ -273,7 +270,7 @@ class GPipe(Partitioned):
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
         run = self._new_run()
-        before = self._look(run)
+        before = self._examination.look(run.step) if run.trains and run.training else None
         is_own = self.is_model and targets is None and loss_fn is None
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
@@ -287,10 +284,8 @@ class GPipe(Partitioned):
             results = run.context.finish(run, run.result(), trains=run.trains)
         losses = [loss for loss, _ in results if loss is not None]
         metrics = [metric for _, some in results if some is not None for metric in some]
-        self._count_step()
-        if before is not None:
-            self._examination.compare(before, min(run.rows), run.findings, self, given.loss_fn)
         loss = sum(losses[1:], start=losses[0])
+        self._end(run, before, self, given.loss_fn)
         return (loss, metrics) if metrics else loss
 
     def _split(self, run: Run, given: StepInputs) -> list[Tree]:
@@ -310,8 +305,8 @@ class GPipe(Partitioned):
             refuse_gradients_of_inputs(values)
         run.inputs = [BoundaryValue(value, []) for value in values]
         run.loss_fn = given.loss_fn
-        popped = skip_names(given.loss_fn, "pop")
-        if popped or self._engine.stashes:
+        if self._engine.stashes or hasattr(given.loss_fn, "pop"):
+            popped = skip_names(given.loss_fn, "pop")
             refuse_unused_stashes(self._engine.layers, popped)
             run.loss_pops = find_loss_pops(self._engine.layers, popped)
         return targets[0] if targets else []
@@ -358,10 +353,8 @@ class GPipe(Partitioned):
         tries, targets = run.examines, list(run.targets)
         run.call_loss = partial(call_watched_loss, targets=targets, weigh=weigh, tell=run.tell, tries=tries)
 
-    @entrance
-    @refuse_unknown(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)
+    @checked_entrance(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)
     @untraced
-    @recorded
     def forward(self, inputs: Tree = None, *, gather: bool = False, **batch: Tree) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
 
@@ -385,7 +378,7 @@ class GPipe(Partitioned):
         refuse_tangents(inputs)
         refuse_tracing()
         run = self._new_run()
-        before = self._look(run)
+        before = self._examination.look(run.step) if run.trains and run.training else None
         with run.context.entered(notes=self.recorder is not None):
             if run.trains and not gather and self._processes.position is not None:
                 raise ValueError(NEEDS_GATHER)
@@ -404,10 +397,9 @@ class GPipe(Partitioned):
                 made = run.context.gather_outputs(made, len(run.rows)) if gather else made
                 outputs = [output.value for output in made]
                 run.context.finish(run)
-        self._count_step()
-        if before is not None:
-            self._examination.compare(before, min(run.rows), run.findings)
-        return self._as_given(run, outputs)
+        returned = self._as_given(run, outputs)
+        self._end(run, before)
+        return returned
 
     def _enter(self, run: Run, inputs: Tree) -> list[list[Tensor]]:
         """Cuts the inputs of a call, if they are read here; gives the tensors that want a gradient of each part."""
@@ -427,9 +419,6 @@ class GPipe(Partitioned):
             return outputs
         return join(outputs, run.rows, run.own_weights) if self.is_model else merge(outputs)
 
-    def _look(self, run: Run) -> Before | None:
-        return self._examination.look(run.step) if run.trains and self.training else None
-
     def _new_run(self) -> Run:
         modes = ThreadState.here()
         return Run(
@@ -444,9 +433,14 @@ class GPipe(Partitioned):
             tell=self._examination.tell,
         )
 
-    def _count_step(self) -> None:
+    def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None, loss_fn: object = None) -> None:
+        """Counts a mini-batch that has ended well, tells what it has shown, and notes when the caller was inside."""
         if self.training:
             self.step_number += 1
+        if before is not None:
+            self._examination.compare(before, min(run.rows), run.findings, whole, loss_fn)
+        if self.recorder is not None:
+            self.recorder.inside.append((run.began, time.perf_counter()))
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Sends a message to all processes, and gathers those of all, by rank; every process calls it, as often.

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,9 +28,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def saved_tensor_hooks() -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None:
-    """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
+"""The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
 
 
 def modes_here() -> tuple[torch.device | None, list[object]]:

@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from gpipe.errors import folded, innermost_code
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -49,10 +51,10 @@ TOO_MANY_FOR_CALLS = (
 )
 
 
-def refuse_unknown(
+def checked_entrance(
     words: Mapping[str, str], too_many: str, unless: Callable[[Any], bool] = lambda pipe: False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Has a method refuse unknown keywords, all at once, each with our word for it, and too many values.
+    """An `entrance` that refuses unknown keywords, all at once, each with our word for it, and too many values.
 
     It takes any of those pipes that `unless` says it of.
     """
@@ -60,16 +62,21 @@ def refuse_unknown(
     def read(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
         known = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        code = innermost_code(function)
         positional = sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            unknown = not kwargs.keys() <= {*known} and not unless(args[0])
-            if unknown or isinstance(kwargs.get("balance"), (list, tuple)):
-                raise TypeError("\n".join(_mistakes(kwargs, known, words)))
-            if len(args) > positional:
-                raise TypeError(too_many)
-            return function(*args, **kwargs)
+            try:
+                unknown = not kwargs.keys() <= {*known} and not unless(args[0])
+                if unknown or isinstance(kwargs.get("balance"), (list, tuple)):
+                    raise TypeError("\n".join(_mistakes(kwargs, known, words)))
+                if len(args) > positional:
+                    raise TypeError(too_many)
+                return function(*args, **kwargs)
+            except BaseException as error:
+                error.__traceback__ = folded(error, code)
+                raise
 
         return called
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from gpipe.runtime.run import Output, Rank, Run, Saved
-from gpipe.runtime.split_backward import backward_input, backward_weight, run_whole_backward
+from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.runtime.steps import Connections, Step
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import (
     SHARED_IN_PLACE,
-    BoundaryValue,
     Gradients,
     attach_boundary,
     detach_boundary,
     failed_node,
+    run_backward,
     set_apart,
 )
 from gpipe.stages.isolation import HOOKED, tensors_left_on
@@ -61,7 +61,10 @@ def forward(run: Run, rank: Rank, step: Step) -> None:
     """F: runs a stage's layers on a micro-batch; with a recompute to come, keeps only what crossed the boundary."""
     at, m = step.stage, step.micro_batch
     own, ends = rank.stages[at], run.connections[at]
-    saved = rank.saved[at, m] = Saved(_given(run, rank, step))
+    # what the first stage is given is wherever the user keeps it; all others were brought crossings
+    given = rank.taken if at else [rank.stream.take_value(run.inputs[m], None)]
+    rank.taken = []
+    saved = rank.saved[at, m] = Saved(given)  # type: ignore[arg-type]  # crossings, since it is a forward
     again = m in ends.recomputed
     before = own.buffers.before() if again else None
     if check := _check(run, rank, at):
@@ -129,9 +132,11 @@ def backward(run: Run, rank: Rank, step: Step) -> None:
     if check := _check(run, rank, at):
         check.before_backward()
     pending = [one.pending for (stage, _), one in rank.saved.items() if stage == at and one.pending is not None]
-    with _in_backward(own.stage, saved):
+    with InBackward(partial(saved.progress.maker_of, layers=own.stage.layers)):
         if step.action.kind is Kind.BACKWARD or own.is_sharded:
-            run_whole_backward(roots, gradients, pending)
+            for one in pending:
+                backward_weight(one)
+            run_backward(roots, gradients)
         else:
             saved.pending = backward_input(roots, gradients, leaves, pending)
     if check:
@@ -151,7 +156,8 @@ def backward_of_weights(run: Run, rank: Rank, step: Step) -> None:
     """W: runs the second part of a backward, which adds up the gradients of weights that waited."""
     saved = rank.saved[step.stage, step.micro_batch]
     if saved.pending is not None:
-        with _in_backward(rank.stages[step.stage].stage, saved):
+        layers = rank.stages[step.stage].stage.layers
+        with InBackward(partial(saved.progress.maker_of, layers=layers)):
             backward_weight(saved.pending)
         if check := _check(run, rank, step.stage):
             check.after_weights()
@@ -194,13 +200,6 @@ def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
     else:
         layer = saved.progress.last_of(layers)
     return layer or f"one of {', '.join(map(str, layers))}"
-
-
-def _given(run: Run, rank: Rank, step: Step) -> list[BoundaryValue]:
-    if step.stage == 0:  # wherever the user keeps it
-        return [rank.stream.take_value(run.inputs[step.micro_batch], None)]
-    given, rank.taken = rank.taken, []
-    return given  # type: ignore[return-value]  # crossings, since it is a forward
 
 
 def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int) -> StageOutput:
@@ -264,10 +263,6 @@ def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
     if gradient is None:
         return [None]
     return [torch.full_like(saved.roots[0][0], gradient)]  # one for each: a leaf's `.grad` may become a view of it
-
-
-def _in_backward(stage: Stage, saved: Saved) -> InBackward:
-    return InBackward(partial(saved.progress.maker_of, layers=stage.layers))
 
 
 def _refuse_recompute(run: Run, stage: Stage, ends: Connections, saved: Saved, m: int) -> None:

@@ -148,7 +148,7 @@ def _drive(run: Run, rows: CompiledRows, threads: RankThreads | None) -> None:
                 threads.run(jobs, context.cancel)
             if run.examines:
                 run.findings += _variables_set(variables)
-        elif len(run.ranks) == rows.program.ranks:
+        elif run.engine.row is None:
             with modes.rank_thread():
                 lockstep(run, rows)
         else:

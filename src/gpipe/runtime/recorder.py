@@ -2,12 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import wraps
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from gpipe.runtime.actions import WORK, receive
 from gpipe.runtime.run import Rank, Run
@@ -47,7 +46,7 @@ class Recorder:
 
     Attributes:
         runs: The runs that ended well.
-        inside: When the caller was inside of `step` or of a call.
+        inside: When the caller was inside of a `step` or a call that ended well.
         around: What is entered around the work of a rank.
     """
 
@@ -64,13 +63,6 @@ class Recorder:
     def timelines(self) -> list[Timeline]:
         """What each rank did in each run."""
         return [run.timeline for run in self.runs]
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Notes when the caller is inside, if it ends well: what fails is none of a step's time."""
-        start = time.perf_counter()
-        yield
-        self.inside.append((start, time.perf_counter()))
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
         """Begins a run on the stream of each rank that runs here."""
@@ -144,22 +136,3 @@ class Recorder:
 def _moved(timeline: Timeline, by: float) -> Timeline:
     spans = (replace(span, start=span.start + by, end=span.end + by) for span in timeline.spans)
     return replace(timeline, spans=tuple(spans))
-
-
-class Recordable(Protocol):
-    """A pipe, as far as recording it goes."""
-
-    recorder: Recorder | None
-
-
-def recorded(method: Method) -> Method:
-    """Has a method of a pipe note when it was entered and left, if the pipe is recorded."""
-
-    @wraps(method)
-    def noting(pipe: Recordable, *args: Any, **kwargs: Any) -> Any:
-        if pipe.recorder is None:
-            return method(pipe, *args, **kwargs)
-        with pipe.recorder.entered():
-            return method(pipe, *args, **kwargs)
-
-    return noting  # type: ignore[return-value]  # it takes and gives the same

@@ -6,6 +6,7 @@ begin and end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -127,6 +128,7 @@ class Run:
         input_gradients: Likewise what comes back to the inputs.
         findings: What is to be told, where it `examines`.
         versions: What a recompute depends on, as it was behind the forward of a call.
+        began: When, by the clock that all processes of a host share.
     """
 
     engine: Engine
@@ -158,6 +160,7 @@ class Run:
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
     versions: object = None
+    began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.trains = self.thread_state.grad  # whether there is a backward

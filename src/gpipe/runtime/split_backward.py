@@ -34,7 +34,7 @@ from gpipe._torch.products import (
     has_node_hooks,
     read_product,
 )
-from gpipe.stages.boundary import Gradients, known_roots, run_backward, shares_memory
+from gpipe.stages.boundary import Gradients, known_roots, shares_memory
 from gpipe.stages.layout import copy_of
 from gpipe.stages.tree import version
 
@@ -134,13 +134,6 @@ def _apart(one: PendingProduct) -> PendingProduct:
         return one
     dy = copy_of(one.dy)
     return one._replace(dy=dy, versions=(one.versions[0], version(dy)))
-
-
-def run_whole_backward(roots: Sequence[Tensor], gradients: Gradients, pending: Iterable[PendingWeights]) -> None:
-    """Runs a backward in one, behind what earlier micro-batches left."""
-    for one in pending:
-        backward_weight(one)
-    run_backward(roots, gradients)
 
 
 def _settle(others: Collection[Node] | None, pending: Iterable[PendingWeights]) -> None:

@@ -355,7 +355,8 @@ class InPlaceCheck:
 
 
 def _tensors(value: Tree, arrived: Mapping[str, Tensor | None]) -> list[Tensor]:
-    return [*tensors_in(value), *(tensor for tensor in arrived.values() if tensor is not None)]
+    found = tensors_in(value)
+    return [*found, *(tensor for tensor in arrived.values() if tensor is not None)] if arrived else found
 
 
 def _copy(tensor: Tensor) -> Tensor:

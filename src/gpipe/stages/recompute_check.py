@@ -54,10 +54,12 @@ def differ(one: Digest, other: Digest) -> "bool | Tensor":
     """Whether two digests differ; for tensors on a GPU, a tensor there that will say it: to look would halt it."""
     if one.known != other.known:
         return True
-    pairs = list(zip(one.words, other.words, strict=True))
-    if any(not torch.equal(a, b) for a, b in pairs if a.is_cpu):
-        return True
-    doubts = [(a != b).any() for a, b in pairs if not a.is_cpu]
+    doubts = []
+    for a, b in zip(one.words, other.words, strict=True):
+        if not a.is_cpu:
+            doubts.append((a != b).any())
+        elif not torch.equal(a, b):
+            return True
     return torch.stack(doubts).any() if doubts else False
 
 
