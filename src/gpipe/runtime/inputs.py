@@ -138,7 +138,8 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     found = []
     mistakes: list[str] = []
     for what, tree in trees.items():
-        mistakes += find_unsplit_lists(what, tree, rows) if parts > 1 else []
+        if parts > 1 and type(tree) is not Tensor:
+            mistakes += find_unsplit_lists(what, tree, rows)
         try:
             found.append(split(tree, rows, parts, what))
         except ValueError as error:

@@ -339,9 +339,10 @@ class InPlaceCheck:
 
         Gives the ids of what it was given and changed, or would have.
         """
-        changed = [at for at, tensor in enumerate(inputs.used) if version(tensor) != inputs.versions[at]]
-        if not changed and (modes in self.works_in_place or any(tensor.is_inference() for tensor in inputs.used)):
+        now = list(map(version, inputs.used))
+        if now == inputs.versions and (modes in self.works_in_place or any(map(Tensor.is_inference, inputs.used))):
             return frozenset()
+        changed = [at for at, number in enumerate(now) if number != inputs.versions[at]]
         self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not inputs.copied:
             raise RuntimeError(f"{stage} has {BEGUN_IN_PLACE}")

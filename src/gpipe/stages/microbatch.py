@@ -306,8 +306,6 @@ def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
 
 def find_unsplit_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
     """Lists of numbers or words, one a row as it seems, that would go whole to every micro-batch."""
-    if type(tree) is Tensor or rows < 2:
-        return
     for path, leaf in tree_flatten_with_path(tree, is_leaf=_is_plain_list)[0]:
         if _is_plain_list(leaf) and len(leaf) == rows:
             yield (
