@@ -4,7 +4,6 @@ Each finding is told once, with what to do.
 """
 
 import logging
-import pickle
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -145,7 +144,11 @@ def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:
 
 def random_states() -> RandomStates:
     """The states of Python's and numpy's generators, to be compared behind a step."""
-    return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state(legacy=False))}
+    state = np.random.get_state(legacy=False)
+    words = {  # arrays cannot be compared
+        name: value.tobytes() if isinstance(value, np.ndarray) else value for name, value in state["state"].items()
+    }
+    return {"random": random.getstate(), "numpy.random": state | {"state": words}}
 
 
 def find_unkeyed_draws(layers: Mapping[str, nn.Module], drawn: Iterable[str], step: int) -> list[str]:
