@@ -72,9 +72,18 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"model": nn.Sequential()}, "layers is empty; give at least one layer"),
         ({"model": nn.Linear(1, 1)}, "a Linear is no sequence of layers; give sample=, an example mini-batch"),
         ({"model": 3}, "layers is a int; give an nn.Sequential, or a list"),
-        ({"model": [nn.Tanh(), "relu", 3]}, "layer 1 is a str; give an nn.Module or a callable that builds one"),
-        ({"model": [nn.Tanh(), "relu", 3]}, "layer 2 is a int; give an nn.Module or a callable that builds one"),
-        ({"model": [nn.Tanh(), lambda: 3]}, "layer 1 is a int; give an nn.Module or a callable that builds one"),
+        (
+            {"model": [nn.Tanh(), "relu", 3]},
+            "layer 1 is a str; give an nn.Module or a callable without arguments that builds one",
+        ),
+        (
+            {"model": [nn.Tanh(), "relu", 3]},
+            "layer 2 is a int; give an nn.Module or a callable without arguments that builds one",
+        ),
+        (
+            {"model": [nn.Tanh(), lambda: 3]},
+            "layer 1 is a int; give an nn.Module or a callable without arguments that builds one",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_with_what_to_do(changes: dict[str, Any], text: str) -> None:

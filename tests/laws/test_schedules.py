@@ -35,6 +35,7 @@ each_driver = pytest.mark.parametrize("driver", ["threads", "lockstep"])
 def test_any_schedule_gives_the_bits_of_the_plain_loop(name: str, draw: Random, ranks: int) -> None:
     task = generate_task(draw)
     task = replace(task, micro_batches=max(task.micro_batches, 2 * ranks if name == "dualpipe_v" else 1))
+    assume(not task.model.norms or min(task.rows) >= 2 * task.micro_batches)  # BatchNorm refuses a single row
     way = generate_way(draw, task.model, ranks * SCHEDULES[name].stages_per_rank)
     assume(way is not None)
     assert way is not None

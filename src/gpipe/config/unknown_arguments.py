@@ -69,7 +69,7 @@ def checked_entrance(
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 unknown = not kwargs.keys() <= {*known} and not unless(args[0])
-                if unknown or isinstance(kwargs.get("balance"), (list, tuple)):
+                if unknown or _is_layer_counts(kwargs.get("balance")):
                     raise TypeError("\n".join(_mistakes(kwargs, known, words)))
                 if len(args) > positional:
                     raise TypeError(too_many)
@@ -86,11 +86,15 @@ def checked_entrance(
 def _mistakes(given: Mapping[str, object], known: list[str], words: Mapping[str, str]) -> list[str]:
     unknown = [word for word in given if word not in known]
     found = [f"there is no {word}=; {_instead(word, known, words)}" for word in unknown]
-    if isinstance(balance := given.get("balance"), (list, tuple)):  # torchgpipe's word
+    if _is_layer_counts(balance := given.get("balance")):  # torchgpipe's word
         found.append(f"balance={balance!r}: give the layers of each partition as partitions=")
     if not all(word in words for word in unknown):
         found.append(f"known are {', '.join(name for name in known if name != 'self')}")
     return found
+
+
+def _is_layer_counts(balance: object) -> bool:
+    return isinstance(balance, (list, tuple)) and all(isinstance(count, int) for count in balance)
 
 
 def _instead(word: str, known: list[str], words: Mapping[str, str]) -> str:
