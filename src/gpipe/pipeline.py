@@ -192,6 +192,7 @@ class GPipe(Partitioned):
         self._examination = Examination(
             [*examine_settings(settings), *processes.findings()],
             [layer for stage in processes.engine.own for layer in stage.layers],
+            micro_batches=settings.micro_batches,
             deferred=processes.engine.deferred_batch_norm,
             recomputes=any(remat != "never" for remat in settings.remat),
             threaded=processes.engine.threaded,
@@ -438,7 +439,7 @@ class GPipe(Partitioned):
         if self.training:
             self.step_number += 1
         if before is not None:
-            self._examination.compare(before, min(run.rows), run.findings, whole, loss_fn)
+            self._examination.compare(before, run.rows, run.findings, whole, loss_fn)
         if self.recorder is not None:
             self.recorder.inside.append((run.began, time.perf_counter()))
 

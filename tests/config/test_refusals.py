@@ -33,6 +33,7 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"partitions": None}, "partitions=None; give K"),
         ({"partitions": []}, "partitions=[]; give K"),
         ({"partitions": 4}, "partitions=4, but there are only 3 layers; give at most that"),
+        ({"partitions": 10**6}, "partitions=1000000, but there are only 3 layers"),
         ({"partitions": [2, 2]}, "partitions=[2, 2] adds up to 4 layers, but there are 3"),
         ({"partitions": [3, 0]}, "partitions=[3, 0]; each partition needs at least 1 layer"),
         ({"partitions": [2, 1.0]}, "partitions=[2, 1.0]; each partition needs at least 1 layer"),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
@@ -415,3 +416,10 @@ def test_threads_that_are_about_to_end_are_waited_for_at_exit(monkeypatch: pytes
     monkeypatch.setattr(threading, "enumerate", lambda: threads)
     _wait_for_those_that_end()
     assert [thread.waited for thread in threads] == [True, False]
+
+
+def test_a_checkpoint_around_a_pipe_is_refused_and_does_not_wait_for_itself() -> None:
+    with make() as pipe:
+        output = checkpoint(pipe, X.clone().requires_grad_(), use_reentrant=False)
+        with pytest.raises(RuntimeError, match="called by one of its own rank threads"):
+            output.sum().backward()

@@ -277,7 +277,7 @@ class Examination:
 
     Attributes:
         findings: In words, each with what to do; for the user.
-        fresh: Whether no mini-batch was trained yet.
+        fresh: Whether no mini-batch was trained yet that had several micro-batches, if the pipe has any.
     """
 
     def __init__(
@@ -285,13 +285,14 @@ class Examination:
         findings: Sequence[str],
         layers: Sequence[Layer],
         *,
+        micro_batches: int,
         deferred: bool,
         recomputes: bool,
         threaded: bool,
     ) -> None:
         self.findings = list(findings)
         self._layers = tuple(layers)  # of this process
-        self.fresh = True
+        self.fresh, self._enough = True, min(2, micro_batches)
         self._deferred, self._recomputes, self._threaded = deferred, recomputes, threaded
         self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
         self._drawn: set[str] = set()  # the generators of which it was told that they were drawn from
@@ -310,19 +311,24 @@ class Examination:
         return {str(layer): layer.module for layer in self._layers}
 
     def compare(
-        self, before: Before, rows: int, seen: Sequence[str], whole: nn.Module | None = None, loss_fn: object = None
+        self,
+        before: Before,
+        rows: Sequence[int],
+        seen: Sequence[str],
+        whole: nn.Module | None = None,
+        loss_fn: object = None,
     ) -> None:
         """Tells what a mini-batch has shown: most of it the first one, the rest whenever it comes.
 
         Args:
             before: What there was.
-            rows: Of its smallest micro-batch.
+            rows: Of its micro-batches.
             seen: What the ranks found.
             whole: The pipe, if its gradients are there.
             loss_fn: The loss, if there was one.
         """
         if before.snapshot is not None:
-            self.fresh = False
+            self.fresh = len(rows) < self._enough  # a forward that follows a backward may be still to come
             self.tell(seen)
             self.tell(find_unused_parameters(whole) if whole is not None else [])
             named = self._named()
@@ -333,9 +339,9 @@ class Examination:
             drawn = [n for n, state in states.items() if n not in self._drawn and state != before.random_states[n]]
             self._drawn.update(drawn)
             self.tell(find_unkeyed_draws(self._named(), drawn, before.step))
-        if rows < self._few_rows:
-            few = find_few_rows([layer.module for layer in self._layers], rows, self._deferred)
-            self._few_rows = 0 if few else rows
+        if min(rows) < self._few_rows:
+            few = find_few_rows([layer.module for layer in self._layers], min(rows), self._deferred)
+            self._few_rows = 0 if few else min(rows)
             self.tell(few)
 
     def tell(self, findings: Sequence[str]) -> None:

@@ -80,6 +80,9 @@ def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: 
     ranks, each = count_ranks(asked, schedule), _each(asked, schedule)
     if not _are_counts(asked, ranks, each, layers, mistakes):
         return ()
+    if layers and ranks * max(each, 1) > layers:  # before a table is built of so many
+        mistakes.found.append(_too_few_layers(asked, ranks * max(each, 1), layers))
+        return ()
     if not each and _is_refused(lambda: schedule.placement(ranks, each), mistakes):
         return ()
     placement = _place(schedule, ranks, each)

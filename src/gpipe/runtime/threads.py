@@ -22,6 +22,10 @@ from gpipe.stages.messages import Cancelled
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
 """A job, and where to say that it is done."""
 NAME = "gpipe rank"
+WITHIN = (
+    "the pipe is called by one of its own rank threads, which would wait for itself: by a layer, or in its backward "
+    "by torch.utils.checkpoint around the pipe. A pipe recomputes by itself: leave the checkpoint out, and give remat="
+)
 AT_EXIT = 2.0
 """Seconds that the interpreter waits for threads at its end: one that it ends inside of C++ aborts the process."""
 
@@ -39,6 +43,8 @@ class RankThreads:
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
         """Runs one job in each thread, and sleeps until all are done; raises what a job raised first."""
+        if threading.current_thread() in self._threads:
+            raise RuntimeError(WITHIN)
         results: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
             self._hand_out([(job, results) for job in jobs])

@@ -81,8 +81,9 @@ def _words(tensor: Tensor) -> list[Tensor]:
 
 OTHERWISE = (
     "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
-    "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left somewhere); "
-    "draw by torch's functions, keep what changes in buffers, stash and pop what layers leave for each other, or use "
+    "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left somewhere), "
+    "or was changed between a call and its backward (requires_grad, an attribute, a weight by .data); draw by "
+    "torch's functions, keep what changes in buffers, stash and pop what layers leave for each other, or use "
     "remat='never' for this partition"
 )
 LEFT = (

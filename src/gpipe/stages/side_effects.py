@@ -187,7 +187,7 @@ class FirstRunCheck:
 
     def after_backward(self) -> list[str]:
         """What is to be told of the state that a backward has written."""
-        self._written += self._find_written()[0]
+        self._written += self._find_written()[1]  # by its bits: what is written as it was, a recompute may write
         buffers = {f"buffers of it ({type(m).__name__}.{name})" for m, name in self._run.buffers.after(self._buffers)}
         after = snapshot(self._layers)
         places = [
@@ -201,7 +201,7 @@ class FirstRunCheck:
 
     def after_weights(self) -> None:
         """Looks at the weights behind the second part of a backward."""
-        self._written += self._find_written()[0]
+        self._written += self._find_written()[1]  # by its bits: what is written as it was, a recompute may write
 
     def refuse_written(self) -> None:
         """Raises if a backward has written weights."""
