@@ -24,7 +24,7 @@ Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
 NAME = "gpipe rank"
 WITHIN = (
     "the pipe is called by one of its own rank threads, which would wait for itself: by a layer, or in its backward "
-    "by torch.utils.checkpoint around the pipe. A pipe recomputes by itself: leave the checkpoint out, and give remat="
+    "by torch.utils.checkpoint around the pipe. A pipe recomputes by itself: leave that out, and give remat="
 )
 AT_EXIT = 2.0
 """Seconds that the interpreter waits for threads at its end: one that it ends inside of C++ aborts the process."""
