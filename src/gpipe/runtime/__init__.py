@@ -1,1 +1,1 @@
-"""One mini-batch: the loop over actions, its workers, threads and streams."""
+"""One mini-batch: the loop over actions, its ranks, threads and streams."""

@@ -1,11 +1,11 @@
-"""The seam between ranks: a worker hands messages over, a transport brings them.
+"""What ranks give each other: messages, under labels that say which.
 
 What crossed between processes in one run, as data: each end notes for itself which tensors, and when.
 """
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
@@ -53,24 +53,6 @@ class Label(NamedTuple):
 
 class Cancelled(BaseException):
     """Ends a rank that waits for a message which will not come, because another rank failed."""
-
-
-class Transport(Protocol):
-    """Carries messages between ranks."""
-
-    cancelled: bool
-
-    def reach(self, at: int) -> None:
-        """Notes how far in its row a rank is."""
-
-    def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
-        """Hands a message to a rank, without waiting for it."""
-
-    def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message to a rank; raises `Cancelled` once the run is."""
-
-    def cancel(self) -> None:
-        """Wakes every rank that waits, now or later, with `Cancelled`."""
 
 
 DIGITS = 9
