@@ -195,3 +195,18 @@ def test_boundary_tensors_are_let_go_one_by_one() -> None:
         pipe.step(X, X, F.mse_loss)
     assert alive == [1, 2, 3, 4, 4, 3, 2, 1]
     assert not any(ref() for ref in arrived)
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_a_first_step_that_fails_keeps_nothing_though_its_loss_was_to_be_watched(driver: str) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    with gpipe.GPipe([nn.Linear(4, 4), Fails()], 2, 2, driver=driver) as pipe, no_collector():
+        x = torch.ones(4, 4)
+        kept = weakref.ref(x)
+        with pytest.raises(torch.OutOfMemoryError):
+            pipe.step(x, torch.ones(4, 4), lambda output, target: F.mse_loss(output, target))
+        del x
+        assert kept() is None

@@ -122,6 +122,7 @@ class Processes(OneProcess):
         net = self.linked()
         try:
             net.begin()
+            net.noted = None
             yield net
         except BaseException as error:
             net.fail(error)
@@ -140,7 +141,8 @@ class Processes(OneProcess):
 
     def gone(self) -> Collection[int]:
         """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
-        return () if self._net is None else self._net.detector.gone()
+        net = self._net  # once: another thread may close
+        return () if net is None else net.detector.gone()
 
     def close(self) -> None:
         """Ends the links; the next run makes new ones."""

@@ -18,6 +18,7 @@ from gpipe.runtime.thread_state import ThreadState
 from gpipe.runtime.threads import RankThreads
 from gpipe.stages.isolation import SharedBufferCheck
 from gpipe.stages.layout import is_sharded
+from gpipe.stages.losses import call_loss
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
 from gpipe.stages.rng import unseeded
 from gpipe.stages.tree import version
@@ -82,9 +83,12 @@ def _finish(run: Run) -> None:
 
 
 def _clear(run: Run) -> None:
+    """Lets go of all that a run holds that has failed: what first called its loss refers to the run."""
+    run.call_loss = call_loss
     for rank in run.ranks:
         rank.saved.clear()
         rank.handed.clear()
+        rank.taken = []
 
 
 def _go(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:

@@ -194,6 +194,7 @@ class Run:
                 with rank.stream.enter():
                     for stage in rank.commits:
                         rank.deferred[stage].commit()
+                rank.stream.end()
                 rank.commits.clear()
 
     def weigh(self, weights: Sequence[float], scale: float) -> None:

@@ -114,9 +114,9 @@ def note(value: object, depth: int = DEPTH) -> Value:
         case bool() | int() | float() | complex() | str():
             return value
         case list() | tuple() if depth:
-            return [note(item, depth - 1) for item in value]
+            return [note(item, depth - 1) for item in list(value)]  # other ranks' layers may change it meanwhile
         case dict() if depth:
-            return {key: note(item, depth - 1) for key, item in value.items()}
+            return {key: note(item, depth - 1) for key, item in list(value.items())}
         case _ if depth and type(value).__module__ not in ("builtins", "torch"):
             held = getattr(value, "__dict__", None)
             return note(held, depth - 1) if isinstance(held, dict) else None
