@@ -53,7 +53,7 @@ from gpipe.stages.losses import find_contradiction, own_loss
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
-from gpipe.stages.tree import Tree
+from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
 from gpipe.tracing.runs import plain
@@ -403,8 +403,12 @@ class GPipe(Partitioned):
         return returned
 
     def _enter(self, run: Run, inputs: Tree) -> list[list[Tensor]]:
-        """Cuts the inputs of a call, if they are read here; gives the tensors that want a gradient of each part."""
-        if not self.reads_inputs:
+        """Cuts the inputs of a call, if they are read here; gives the tensors that want a gradient of each part.
+
+        Where others read them, they are cut for these tensors alone, which are the same in all processes.
+        """
+        wanted = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
+        if not self.reads_inputs and not wanted:
             return []
         rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
         run.rows, run.ready_made = tuple(rows), isinstance(inputs, MicroBatches)

@@ -14,9 +14,10 @@ from tests.support.plain_loop import REMATS, same_bits
 from tests.support.processes.digests import Digests, digests
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
-from tests.support.runs_alive import ACTS, Story, pipes, plain, state_of, tell
+from tests.support.runs_alive import ACTS, TARGET, Story, data, embedding, gradient_of, pipes, plain, state_of, tell
 
 BETWEEN: Story = [("call", 0), ("call", 1), ("evaluate", 0), ("score", 1), ("backward", 0), ("backward", 0)]
+GAN: Story = [("chain", 0), ("call", 1), ("backward", 0), ("chain", 0), ("backward", 1), ("backward", 0)]
 PLACES = st.tuples(st.sampled_from(ACTS), st.integers(0, 3))
 
 
@@ -49,8 +50,8 @@ def test_calls_backwards_steps_and_evaluations_in_any_order(
 
 
 def stories(seed: int, many: int) -> list[Story]:
-    draw, acts = Random(seed), [act for act in ACTS if act != "chain"]
-    return [BETWEEN, *([(draw.choice(acts), draw.randrange(4)) for _ in range(8)] for _ in range(many))]
+    draw = Random(seed)
+    return [BETWEEN, GAN, *([(draw.choice(ACTS), draw.randrange(4)) for _ in range(8)] for _ in range(many))]
 
 
 def wrong(found: Sequence[Any], expected: Sequence[tuple[list[torch.Tensor], Digests]]) -> list[str]:
@@ -82,3 +83,15 @@ def test_so_with_replicas(pool: WorkerPool) -> None:
     told = stories(2, 2)
     ways = [answers(pool.run(jobs.told, told, 2, remat, world=4)) for remat in ("always", "never")]
     assert ways[0] == ways[1]
+
+
+def test_a_plain_layer_before_a_pipe_learns_in_every_process(pool: WorkerPool) -> None:
+    (side, _), before = plain(), embedding()
+    (side.call(before(data(0))) - TARGET).square().mean().backward()
+    expected = [number for parameter in before.parameters() for number in gradient_of(parameter)]
+    assert answers(pool.run(jobs.behind_layers, world=2)) == [expected] * 2
+
+
+def test_inputs_whose_graphs_differ_are_refused_in_every_process(pool: WorkerPool) -> None:
+    first, last = answers(pool.run(jobs.other_inputs, world=2))
+    assert first == last

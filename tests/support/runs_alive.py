@@ -58,6 +58,18 @@ def model(at: int) -> Model:
         return Model()
 
 
+def embedding() -> nn.Module:
+    """A layer of the user's own, before a pipe."""
+    with weights_of(2):
+        return nn.Linear(WIDTH, WIDTH)
+
+
+def gradient_of(parameter: Tensor) -> list[float]:
+    assert parameter.grad is not None
+    found: list[float] = parameter.grad.double().flatten().tolist()
+    return found
+
+
 def data(at: int) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 + at))
 

@@ -33,6 +33,7 @@ from gpipe.runtime.steps import CompiledRows
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.program import Program
 from gpipe.stages.batchnorm import DeferredStatistics
+from gpipe.stages.boundary import Gradients
 from gpipe.stages.layout import is_sharded
 from gpipe.stages.losses import own_loss
 from gpipe.stages.messages import Control, Label, Message, ReadyEvent
@@ -139,6 +140,28 @@ class ProcessContext(Context):
                 if peer != self.last:
                     self.net.send_value(peer, label, (output.value, output.wants_gradient))
         return list(outputs)
+
+    def check_inputs(self, shapes: Sequence[Any]) -> None:
+        """Checks that the inputs of a call have a graph in all processes alike, or none; by the shapes in each."""
+        expected = shapes[self.first]
+        wrong = [rank for rank in self.position.ranks_of_replica if shapes[rank] and shapes[rank] != expected]
+        if wrong:
+            raise ValueError(
+                f"the inputs of rank {wrong[0]} that require a gradient have the shapes {shapes[wrong[0]]}, those "
+                f"of rank {self.first}, which reads them, {expected}; give all processes the same, or those that do "
+                f"not read inputs None"
+            )
+
+    def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
+        """Gives the gradients of a call's inputs to every process whose inputs have a graph."""
+        label = Label(Control.INPUT_GRADIENTS, 0, gradient=False)
+        if self.net.rank != self.first:
+            return list(self.net.receive_value(self.first, label)) if shapes[self.net.rank] else []
+        value = [gradient if isinstance(gradient, Tensor) else None for gradient in gradients]
+        for peer in self.position.ranks_of_replica:
+            if peer != self.first and shapes[peer]:
+                self.net.send_value(peer, label, value)
+        return gradients
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
         """Ends a pass once all processes have come to its end; gathers a value from each, by rank."""

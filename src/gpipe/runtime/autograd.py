@@ -40,8 +40,10 @@ SECOND_BACKWARD = (
 class Call:
     """One forward of all processes, and its backward whenever that comes."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, inputs: Sequence[Tensor]) -> None:
         self._run: Run | None = run  # until its backward
+        self._shapes = [list(tensor.shape) for tensor in inputs]
+        self._devices = [tensor.device for tensor in inputs]
         self._context, self._notes = run.context, run.recorder is not None
         self._wants: list[tuple[bool, ...]] = []
 
@@ -52,13 +54,15 @@ class Call:
         run_forward(run)
         outputs = run.context.gather_outputs(run.take_outputs(), len(run.rows))
         self._wants = [output.wants_gradient for output in outputs]
-        run.context.finish(run)
+        self._wanted = run.context.finish(run, self._shapes)
+        run.context.check_inputs(self._wanted)
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch.
 
-        Over processes the gradients of the output count that the one with the last stage has.
+        Over processes the gradients of the output count that the one with the last stage has, and those of the
+        inputs come to all whose inputs have a graph.
         """
         with self._context.entered(notes=self._notes):
             run, self._run = self._run, None
@@ -68,13 +72,13 @@ class Call:
             run.output_gradients = self._parted(gradients)
             run_backward(run)
             run.tell(run.findings)
-            found: Gradients = [
-                moved(gradient, leaf.device) if isinstance(gradient, Tensor) else None
-                for m, crossing in enumerate(run.inputs)
-                for leaf, gradient in zip(crossing.leaves, run.input_gradients[m], strict=True)
-            ]
+            found = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
+            found = run.context.share_input_gradients(found, self._wanted)
             run.context.finish(run)
-        return found
+        return [
+            moved(gradient, device) if isinstance(gradient, Tensor) else None
+            for device, gradient in zip(self._devices, found, strict=True)
+        ]
 
     def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
         """The gradients of those tensors of each output that want one.
@@ -102,7 +106,7 @@ def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     inputs = [leaf for found in leaves for leaf in found]
     anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
     outputs: list[Output] = []
-    tensors = iter(_Pipelined.apply(Call(run), outputs, anchor, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch
+    tensors = iter(_Pipelined.apply(Call(run, inputs), outputs, anchor, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch
     return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
 
 

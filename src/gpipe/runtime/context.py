@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe.runtime.steps import CompiledRows
 from gpipe.schedule.action import Action
 from gpipe.stages.batchnorm import DeferredStatistics
+from gpipe.stages.boundary import Gradients
 from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress
@@ -72,6 +73,13 @@ class Context:
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""
         return list(outputs)
+
+    def check_inputs(self, shapes: Sequence[Any]) -> None:
+        """Checks that the inputs of a call have a graph in all processes alike, or none; by the shapes in each."""
+
+    def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
+        """Gives the gradients of a call's inputs to every process whose inputs have a graph."""
+        return gradients
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
         """Ends a pass once all processes have come to its end; gathers a value from each."""

@@ -33,6 +33,8 @@ class Control(IntEnum):
     """By how much the micro-batches of a replica count."""
     OUTPUT = -7
     """An output of the last stage, for the others."""
+    INPUT_GRADIENTS = -11
+    """Gradients of a call's inputs, for processes whose inputs have a graph."""
     DEFERRED_STATISTICS = -8
     """Statistics of BatchNorm over the mini-batch of a replica."""
     MICRO_BATCHES = -9
