@@ -18,7 +18,6 @@ from gpipe.errors import RemoteError
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.lower import place_recompute, place_transfers
 from gpipe.schedule.program import Program
-from gpipe.schedule.rules import receiver_of, sender_of
 from gpipe.schedule.schedules import fill_drain
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
@@ -50,7 +49,7 @@ def walk(net: Endpoint, program: Program, size: int, pauses: random.Random) -> N
 
     row = program.rows[net.rank]
     due = {label(action): at for at, action in enumerate(row) if action.kind is Kind.RECEIVE}
-    sources = {program.rank_of[sender_of(action)] for action in row if action.kind is Kind.RECEIVE}
+    sources = {program.rank_of[action.peer.stage] for action in row if action.kind is Kind.RECEIVE}
     net.expect(due, sources, lambda peer, seen: f"at {seen.at}")
     for at, action in enumerate(row):
         net.reach(at)
@@ -58,9 +57,9 @@ def walk(net: Endpoint, program: Program, size: int, pauses: random.Random) -> N
         assert all(due[early] <= at for _, early in held)  # and what waits does not grow with M
         if action.kind is Kind.SEND:
             value = torch.full([size // 8], hash(label(action)))
-            net.send(program.rank_of[receiver_of(action)], label(action), BoundaryValue(value, []))
+            net.send(program.rank_of[action.peer.stage], label(action), BoundaryValue(value, []))
         elif action.kind is Kind.RECEIVE:
-            message, _ = net.receive(program.rank_of[sender_of(action)], label(action))
+            message, _ = net.receive(program.rank_of[action.peer.stage], label(action))
             assert isinstance(message, BoundaryValue)
             assert torch.equal(message.tensor, torch.full([size // 8], hash(label(action))))
         elif pauses.random() < 0.1:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from gpipe.profiling.messages import Message, messages_of, read_messages, write_messages
 from gpipe.runtime.recorder import RecordedRun, Recorder, RemoteRecord
 from gpipe.schedule.action import Kind, parse_action
-from gpipe.schedule.rules import receiver_of, sender_of
 from gpipe.schedule.timeline import Span, Timeline
 from gpipe.stages.messages import Control, Crossed, Label, Payload, Traffic
 from gpipe.stages.microbatch import rows_of_parts
@@ -64,7 +63,7 @@ def check_transfers(messages: Sequence[Message], expected: dict[str, Any], ranks
                 assert action.route is not None
                 assert action.micro_batch is not None
                 sends = action.kind is Kind.SEND
-                other = expected["placement"][receiver_of(action) if sends else sender_of(action)]
+                other = expected["placement"][action.peer.stage]
                 shape = each[action.micro_batch], jobs.WIDTHS[action.route.source + 1]
                 key = (
                     "send" if sends else "receive",

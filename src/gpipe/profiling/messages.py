@@ -9,7 +9,7 @@ from typing import Any
 
 from gpipe.distributed.reduce import MOST
 from gpipe.runtime.recorder import RecordedRun
-from gpipe.schedule.program import parse_route
+from gpipe.schedule.action import parse_route
 from gpipe.stages.messages import Control, Crossed, Label, Traffic
 
 SCHEMA = {"schema": "gpipe.messages", "version": 1}

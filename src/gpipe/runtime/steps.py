@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gpipe.schedule.action import MAIN, TRANSFERS, Action, Kind, Route
 from gpipe.schedule.lower import halves
 from gpipe.schedule.program import Program, ScheduleError
-from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, linearize, receiver_of, sender_of
+from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, linearize
 from gpipe.stages.messages import Label
 
 
@@ -150,7 +150,7 @@ class CompiledRows:
                 assert action.route is not None
                 assert action.micro_batch is not None
                 due[Label(numbers[action.route], action.micro_batch, action.carries_gradient)] = at
-                senders.add(self.program.rank_of[sender_of(action)])
+                senders.add(self.program.rank_of[action.peer.stage])
         return Inbound(due, frozenset(senders))
 
     def _steps(self, order: Iterable[tuple[int, int, Action]]) -> Iterator[Step]:
@@ -171,7 +171,7 @@ class CompiledRows:
         assert action.micro_batch is not None
         label = Label(one.number, action.micro_batch, action.kind in BACKWARDS)
         transfer = Action(kind, action.stage, action.micro_batch, one.route)
-        peer = self.program.rank_of[sender_of(transfer) if kind is Kind.RECEIVE else receiver_of(transfer)]
+        peer = self.program.rank_of[transfer.peer.stage]
         if transfer in self.program.actions:
             return Transfer(peer, label, transfer)
         if peer != self.program.rank_of[action.stage]:

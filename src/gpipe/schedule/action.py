@@ -6,11 +6,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What is done; the value is how the action prints.
-
-    >>> Kind.RECOMPUTE.value, Kind("SEND").name
-    ('R', 'SEND')
-    """
+    """What is done; the value is how the action prints."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -76,10 +72,9 @@ class Action:
     A transfer also names its route, `0SEND3@x:0>1`; sent from the route's target it carries the gradient back.
     A closing action has no micro-batch: `2COMMIT`.
 
-    >>> parse_action("1SEND3@x:0>1").carries_gradient
-    True
-    >>> str(parse_action("2F0")), str(parse_action("2COMMIT"))
-    ('2F0', '2COMMIT')
+    >>> action = parse_action("1SEND3@x:0>1")
+    >>> action.carries_gradient, str(action.peer)
+    (True, '0RECEIVE3@x:0>1')
     """
 
     kind: Kind
@@ -100,8 +95,29 @@ class Action:
         sender = self.route.source if self.kind is Kind.SEND else self.route.target
         return self.stage != sender
 
+    @property
+    def peer(self) -> "Action":
+        """The other half of this transfer: the RECEIVE of a SEND, the SEND of a RECEIVE."""
+        assert self.route is not None
+        kind = Kind.RECEIVE if self.kind is Kind.SEND else Kind.SEND
+        return Action(kind, self.route.source + self.route.target - self.stage, self.micro_batch, self.route)
 
-_PATTERN = re.compile(r"(\d+)([A-Z]+)(\d+)?(?:@([^@:]+):(\d+)>(\d+))?")
+
+_ROUTE = r"([^@:]+):(\d+)>(\d+)"
+_ACTION = re.compile(rf"(\d+)([A-Z]+)(\d+)?(?:@({_ROUTE}))?")
+
+
+def parse_route(text: str) -> Route:
+    """Reads a route back from its printed form.
+
+    >>> parse_route("early/5:0>2")
+    Route(source=0, target=2, name='early/5')
+    """
+    match = re.fullmatch(_ROUTE, text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a route; a route looks like x:0>1")
+    name, source, target = match.groups()
+    return Route(int(source), int(target), name)
 
 
 def parse_action(text: str) -> Action:
@@ -113,9 +129,13 @@ def parse_action(text: str) -> Action:
     Raises:
         ValueError: The text is not an action.
     """
-    match = _PATTERN.fullmatch(text)
+    match = _ACTION.fullmatch(text)
     if match is None or match[2] not in {kind.value for kind in Kind}:
         raise ValueError(f"{text!r} is not an action; an action looks like 2F0, 0SEND3@x:0>1 or 2COMMIT")
-    stage, kind, micro_batch, name, source, target = match.groups()
-    route = None if name is None else Route(int(source), int(target), name)
-    return Action(Kind(kind), int(stage), None if micro_batch is None else int(micro_batch), route)
+    stage, kind, micro_batch, route = match.groups()[:4]
+    return Action(
+        Kind(kind),
+        int(stage),
+        None if micro_batch is None else int(micro_batch),
+        None if route is None else parse_route(route),
+    )

@@ -14,95 +14,60 @@ Law 7. The REDUCEs of a rank stand from the last stage down, those of stages tha
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 
-from gpipe.schedule.action import CLOSING, TRANSFERS, Action, Kind, Route
+from gpipe.schedule.action import CLOSING, TRANSFERS, Action, Kind
 from gpipe.schedule.program import Program, ScheduleError
-from gpipe.schedule.rules import closing_order, linearize, needs, receiver_of, sender_of
+from gpipe.schedule.rules import closing_order, linearize, needs
 
 
 def check(program: Program) -> None:
     """Checks the laws of a training or forward-only program.
 
     Raises:
-        ScheduleError: Names every violation at once.
+        ScheduleError: Names every violation of law 1 at once, or if there is none every violation of the others.
 
     >>> from gpipe.schedule.lower import place_transfers
     >>> from gpipe.schedule.schedules import fill_drain
     >>> check(place_transfers(Program.of(fill_drain(stages=4, micro_batches=8), micro_batches=8)))
     """
-    routes = tuple(route for route in program.routes if _leads_on(route, program))
-    usable = replace(program, routes=routes)
-    usable = usable.with_rows((a for a in row if _is_usable(a, usable)) for row in program.rows)
-    mistakes = [
-        *_misrouted(program),
-        *_misplaced(program),
-        *_miscounted(usable),
-        *_unmatched(usable),
-        *_disordered(usable),
-        *_deadlocked(usable),
-        *_out_of_turn(usable),
-        *_closed_out_of_turn(usable),
-    ]
+    others = (_miscounted, _unmatched, _disordered, _deadlocked, _out_of_turn, _closed_out_of_turn)
+    mistakes = list(_misplaced(program)) or list(chain.from_iterable(law(program) for law in others))
     if mistakes:
         raise ScheduleError("this program breaks the laws:\n" + "\n".join(f"- {text}" for text in mistakes))
 
 
-def _leads_on(route: Route, program: Program) -> bool:
-    return 0 <= route.source < route.target < program.stages
-
-
-def _is_usable(action: Action, program: Program) -> bool:
-    """Whether the rules can be asked about an action: its stage exists, and its route, if it is a transfer."""
-    if not 0 <= action.stage < program.stages:
-        return False
-    if action.kind in TRANSFERS:
-        return _is_on_route(action, program)
-    return action.kind not in CLOSING or action.micro_batch is None
-
-
-def _is_on_route(action: Action, program: Program) -> bool:
-    route = action.route
-    return route is not None and route in program.routes and action.stage in (route.source, route.target)
-
-
-def _misrouted(program: Program) -> Iterator[str]:
+def _misplaced(program: Program) -> Iterator[str]:
     for route, count in Counter(program.routes).items():
-        if not _leads_on(route, program):
+        if not 0 <= route.source < route.target < program.stages:
             yield f"route {route} does not lead from a stage to a later one"
         if count > 1:
             yield f"route {route} is listed {count} times"
-
-
-def _misplaced(program: Program) -> Iterator[str]:
+    at_stage = [{*into, *out} for into, out in zip(program.routes_into, program.routes_from, strict=True)]
     for rank, row in enumerate(program.rows):
-        for action in row:
+        for action, count in Counter(row).items():
+            route = action.route
+            if count > 1:
+                yield f"{action} appears {count} times"
             if not 0 <= action.stage < program.stages or program.rank_of[action.stage] != rank:
                 yield f"{action} is an action of rank {rank}, which does not hold stage {action.stage}"
-            elif action.kind not in CLOSING and not _is_micro_batch(action.micro_batch, program):
+            elif action.kind not in CLOSING and action.micro_batch not in range(program.micro_batches):
                 yield f"{action} has no micro-batch of 0 to {program.micro_batches - 1}"
             elif action.kind in CLOSING and action.micro_batch is not None:
                 yield f"{action} closes its stage and has no micro-batch"
-            elif action.kind in TRANSFERS and not _is_on_route(action, program):
+            elif action.kind in TRANSFERS and (route is None or route not in at_stage[action.stage]):
                 yield f"{action} takes a route that the program does not have there"
-            elif action.kind not in TRANSFERS and action.route is not None:
+            elif action.kind not in TRANSFERS and route is not None:
                 yield f"{action} is no transfer and takes no route"
 
 
-def _is_micro_batch(micro_batch: int | None, program: Program) -> bool:
-    return micro_batch is not None and 0 <= micro_batch < program.micro_batches
-
-
 def _miscounted(program: Program) -> Iterator[str]:
-    counts = Counter(action for row in program.rows for action in row)
-    yield from (f"{action} appears {count} times" for action, count in counts.items() if count > 1)
-    kinds = {action.kind for action in counts}
-    trains = bool(kinds - TRANSFERS - {Kind.FORWARD, Kind.COMMIT})
+    actions = program.actions
+    trains = bool({action.kind for action in actions} - TRANSFERS - {Kind.FORWARD, Kind.COMMIT})
     for stage in range(program.stages):
         for m in range(program.micro_batches):
-            cell = {kind for kind in Kind if Action(kind, stage, m) in counts}
+            cell = {kind for kind in Kind if Action(kind, stage, m) in actions}
             if Kind.FORWARD not in cell:
                 yield f"{Action(Kind.FORWARD, stage, m)} is missing"
             backward = cell - {Kind.FORWARD, Kind.RECOMPUTE}
@@ -115,11 +80,8 @@ def _miscounted(program: Program) -> Iterator[str]:
 def _unmatched(program: Program) -> Iterator[str]:
     actions = program.actions
     for action in sorted((a for a in actions if a.kind in TRANSFERS), key=str):
-        sends = action.kind is Kind.SEND
-        other = receiver_of(action) if sends else sender_of(action)
-        peer = Action(Kind.RECEIVE if sends else Kind.SEND, other, action.micro_batch, action.route)
-        if peer not in actions:
-            yield f"{action} has no {peer}"
+        if action.peer not in actions:
+            yield f"{action} has no {action.peer}"
     if any(action.kind in TRANSFERS for action in actions):
         for action in sorted((a for a in actions if a.kind not in TRANSFERS | {Kind.TIE}), key=str):
             for need in needs(action, program):
@@ -130,11 +92,11 @@ def _unmatched(program: Program) -> Iterator[str]:
 def _disordered(program: Program) -> Iterator[str]:
     for first, second in combinations(range(program.ranks), 2):
         listed, too = messages(program, first, second), messages(program, second, first)
-        both = {*listed} & {*too}  # the others are missing or unmatched
-        ours, theirs = ([m for m in dict.fromkeys(side) if m in both] for side in (listed, too))
-        if ours != theirs:
-            at = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
-            yield f"ranks {first} and {second} list message {at} differently: {ours[at]} and {theirs[at]}"
+        both = {*listed} & {*too}  # the others are unmatched
+        for at, (ours, theirs) in enumerate(zip(*([m for m in side if m in both] for side in (listed, too)), strict=True)):
+            if ours != theirs:
+                yield f"ranks {first} and {second} list message {at} differently: {ours} and {theirs}"
+                break
 
 
 def _deadlocked(program: Program) -> Iterator[str]:
@@ -148,18 +110,16 @@ def _out_of_turn(program: Program) -> Iterator[str]:
     for row in program.rows:
         last: dict[tuple[Kind, int], Action] = {}
         for action in row:
-            m = action.micro_batch
-            if action.kind not in _IN_TURN or m is None or not _is_micro_batch(m, program):
-                continue
-            before = last.get((action.kind, action.stage))
-            if before is not None and (before.micro_batch or 0) > m:
-                yield f"{action} stands behind {before}; a stage takes the micro-batches in their order"
-            last[action.kind, action.stage] = action
+            if action.kind in _IN_TURN:
+                before = last.get((action.kind, action.stage), action)
+                if (before.micro_batch or 0) > (action.micro_batch or 0):
+                    yield f"{action} stands behind {before}; a stage takes the micro-batches in their order"
+                last[action.kind, action.stage] = action
 
 
 def _closed_out_of_turn(program: Program) -> Iterator[str]:
     for rank, row in enumerate(program.rows):
-        closing = list(dict.fromkeys(action for action in row if action.kind in (Kind.TIE, Kind.REDUCE)))
+        closing = [action for action in row if action.kind in (Kind.TIE, Kind.REDUCE)]
         wanted = sorted(closing, key=partial(closing_order, program))
         if closing != wanted:
             listed, right = (" ".join(map(str, some)) for some in (closing, wanted))
@@ -171,11 +131,5 @@ _IN_TURN = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BAC
 
 def messages(program: Program, rank: int, peer: int) -> list[Action]:
     """What a rank exchanges with a peer, in the rank's order, each message as its SEND."""
-    found = []
-    for action in program.rows[rank]:
-        if action.kind in TRANSFERS:
-            sends = action.kind is Kind.SEND
-            other = receiver_of(action) if sends else sender_of(action)
-            if program.rank_of[other] == peer:
-                found.append(action if sends else Action(Kind.SEND, other, action.micro_batch, action.route))
-    return found
+    transfers = [action for action in program.rows[rank] if action.kind in TRANSFERS]
+    return [a if a.kind is Kind.SEND else a.peer for a in transfers if program.rank_of[a.peer.stage] == peer]

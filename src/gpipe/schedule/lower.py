@@ -1,17 +1,17 @@
 """Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import TRANSFERS, Action, Kind
 from gpipe.schedule.cost import Costs
 from gpipe.schedule.program import Program, Row
-from gpipe.schedule.rules import BACKWARDS, closing_order, feeds, linearize, receiver_of
-from gpipe.schedule.simulate import simulate
+from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
+from gpipe.schedule.simulate import Simulator
 
 RematName: TypeAlias = Literal["always", "except_last", "never"]
 Remat: TypeAlias = RematName | int
@@ -97,13 +97,9 @@ def place_transfers(program: Program) -> Program:
     rows: list[list[Action]] = [[] for _ in program.rows]
     for rank, _, action in linearize(program):
         rows[rank].append(action)
-        for route in feeds(action, program):
-            send = Action(Kind.SEND, action.stage, action.micro_batch, route)
-            receiver = receiver_of(send)
-            if program.rank_of[receiver] != rank:
-                rows[rank].append(send)
-                receive = Action(Kind.RECEIVE, receiver, send.micro_batch, send.route)
-                rows[program.rank_of[receiver]].append(receive)
+        for send in crossing(action, program):
+            rows[rank].append(send)
+            rows[program.rank_of[send.peer.stage]].append(send.peer)
     return program.with_rows(rows)
 
 
@@ -116,14 +112,23 @@ def place_commits(program: Program, stages: Collection[int]) -> Program:
     0F0 0F1 0COMMIT 0B0 0B1
     """
 
-    def closed(row: Row) -> Iterator[Action]:
+    def commits(row: Row) -> dict[int, list[Action]]:
         last = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.FORWARD}
+        return {at: [Action(Kind.COMMIT, stage)] for stage, at in last.items() if stage in stages}
+
+    return _insert(program, commits)
+
+
+def _insert(program: Program, behind: Callable[[Row], Mapping[int, list[Action]]]) -> Program:
+    """The program with more actions behind some of each row, by the places of these."""
+
+    def longer(row: Row) -> Iterator[Action]:
+        more = behind(row)
         for at, action in enumerate(row):
             yield action
-            if last.get(action.stage) == at and action.stage in stages:
-                yield Action(Kind.COMMIT, action.stage)
+            yield from more.get(at, ())
 
-    return program.with_rows(map(closed, program.rows))
+    return program.with_rows(map(longer, program.rows))
 
 
 def place_ties(program: Program, stages: Collection[int]) -> Program:
@@ -160,20 +165,17 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
     def is_before(action: Action) -> bool:
         return action.kind in _BEFORE_REDUCE or (action.kind is Kind.SEND and action.carries_gradient)
 
-    def closed(row: Row) -> Iterator[Action]:
+    def reduces(row: Row) -> dict[int, list[Action]]:
         last = {action.stage: at for at, action in enumerate(row) if is_before(action) and action.stage in stages}
         ties = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.TIE}
         last |= {stage: max(ties.values()) for stage in ties.keys() & last.keys()}
         order = sorted((Action(Kind.REDUCE, stage) for stage in last), key=partial(closing_order, program))
-        places = accumulate((last[reduce.stage] for reduce in order), max)
-        behind: dict[int, list[Action]] = {}
-        for reduce, at in zip(order, places, strict=True):
-            behind.setdefault(at, []).append(reduce)
-        for at, action in enumerate(row):
-            yield action
-            yield from behind.get(at, ())
+        behind = defaultdict(list)
+        for reduce, at in zip(order, accumulate((last[reduce.stage] for reduce in order), max), strict=True):
+            behind[at].append(reduce)
+        return behind
 
-    return program.with_rows(map(closed, program.rows))
+    return _insert(program, reduces)
 
 
 _BEFORE_REDUCE = frozenset({*BACKWARDS, Kind.BACKWARD_WEIGHT, Kind.TIE})
@@ -197,7 +199,7 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
         first
         for row in program.rows
         for first, second in pairwise(row)
-        if second == replace(first, kind=Kind.BACKWARD_WEIGHT) and not _crosses(first, program)
+        if second == replace(first, kind=Kind.BACKWARD_WEIGHT) and not any(crossing(first, program))
     }
 
     def joined(row: Row) -> Iterator[Action]:
@@ -211,12 +213,6 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
     return program.with_rows(map(joined, program.rows))
 
 
-def _crosses(action: Action, program: Program) -> bool:
-    """Whether what an action makes goes to another rank."""
-    sends = (Action(Kind.SEND, action.stage, action.micro_batch, route) for route in feeds(action, program))
-    return any(program.rank_of[receiver_of(send)] != program.rank_of[action.stage] for send in sends)
-
-
 def halves(program: Program) -> tuple[Program, Program]:
     """The forwards with their messages and COMMIT, and the rest: for a loss that is computed outside.
 
@@ -225,12 +221,11 @@ def halves(program: Program) -> tuple[Program, Program]:
     >>> print(*forward.rows[0], "and", *backward.rows[0])
     0F0 0F1 and 0B0 0B1
     """
-    forward, backward = [], []
-    for row in program.rows:
-        ahead = [_is_ahead(action) for action in row]
-        forward.append([action for action, first in zip(row, ahead, strict=True) if first])
-        backward.append([action for action, first in zip(row, ahead, strict=True) if not first])
-    return program.with_rows(forward), program.with_rows(backward)
+
+    def half(ahead: bool) -> Program:
+        return program.with_rows([action for action in row if _is_ahead(action) is ahead] for row in program.rows)
+
+    return half(ahead=True), half(ahead=False)
 
 
 def _is_ahead(action: Action) -> bool:
@@ -250,26 +245,18 @@ def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
     >>> program = Program.of(SCHEDULES["zb_h1"].rows((0, 1), 8), micro_batches=8)
     >>> sorted(unsplit_stages(program, [StageCost(1.0, 2.0, 1.05, 1.0)] * 2))
     [0]
-    >>> sorted(unsplit_stages(program, [StageCost(1.0, 2.0, 2.0, 2.0)] * 2))
-    [0, 1]
     """
+
+    @cache
+    def seconds(unsplit: frozenset[int]) -> float:
+        return Simulator(join_backwards(program, unsplit)).seconds(costs)
+
     stages = range(program.stages)
-    return min(
-        (_unsplit(program, costs, order) for order in (stages, stages[::-1])),
-        key=lambda unsplit: _seconds(program, costs, unsplit),
-    )
-
-
-def _unsplit(program: Program, costs: Costs, order: range) -> frozenset[int]:
-    unsplit: frozenset[int] = frozenset()
-    best = _seconds(program, costs, unsplit)
-    for stage in order:
-        seconds = _seconds(program, costs, unsplit | {stage})
-        if seconds <= best:
-            unsplit, best = unsplit | {stage}, seconds
-    everything = frozenset(order)
-    return everything if _seconds(program, costs, everything) <= best else unsplit
-
-
-def _seconds(program: Program, costs: Costs, unsplit: frozenset[int]) -> float:
-    return simulate(join_backwards(program, unsplit), costs).timeline.seconds
+    found = [frozenset(stages)]
+    for order in (stages, stages[::-1]):
+        unsplit = frozenset[int]()
+        for stage in order:
+            if seconds(unsplit | {stage}) <= seconds(unsplit):
+                unsplit |= {stage}
+        found.append(unsplit)
+    return min(found, key=seconds)

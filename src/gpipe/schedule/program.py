@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from gpipe.schedule.action import MAIN, Action, Kind, Route, parse_action
+from gpipe.schedule.action import Action, Kind, Route, parse_action, parse_route
 
 Row: TypeAlias = tuple[Action, ...]
 Rows: TypeAlias = tuple[Row, ...]
@@ -20,7 +20,6 @@ MOST_MICRO_BATCHES = 100_000
 class ScheduleError(ValueError):
     """A table that cannot be run: it breaks a law, or it would deadlock.
 
-    >>> from gpipe.schedule.action import Action, Kind
     >>> from gpipe.schedule.laws import check
     >>> try:
     ...     check(Program.of([[Action(Kind.FORWARD, 0, 0)]], micro_batches=2))
@@ -66,9 +65,10 @@ class Program:
         skips: Iterable[Route] = (),
     ) -> "Program":
         """Makes a program of the rows of a schedule, one row a rank; `rank_of` or each stage its own."""
-        table: Rows = tuple(map(tuple, rows))
+        table = tuple(map(tuple, rows))
         ranks = tuple(range(len(table)) if rank_of is None else rank_of)
-        return cls(ranks, micro_batches, (*main_line(len(ranks)), *skips), table)
+        main_line = (Route(s, s + 1) for s in range(len(ranks) - 1))
+        return cls(ranks, micro_batches, (*main_line, *skips), table)
 
     @property
     def stages(self) -> int:
@@ -131,66 +131,35 @@ class Program:
 
     @classmethod
     def from_text(cls, text: str) -> "Program":
-        """Reads what `to_text` wrote.
-
-        Raises:
-            ValueError: A line or an action cannot be read.
-        """
+        """Reads what `to_text` wrote; ValueError if a line or an action cannot be read."""
         return cls._from_cells(line.split() for line in text.splitlines())
 
     @classmethod
     def from_csv(cls, text: str) -> "Program":
-        """Reads what `to_csv` wrote.
-
-        Raises:
-            ValueError: A line or an action cannot be read.
-        """
+        """Reads what `to_csv` wrote; ValueError if a line or an action cannot be read."""
         return cls._from_cells(csv.reader(io.StringIO(text)))
 
     @classmethod
     def _from_cells(cls, lines: Iterable[list[str]]) -> "Program":
-        rank_of: tuple[int, ...] = ()
-        micro_batches = 0
-        routes: tuple[Route, ...] = ()
-        rows: list[Row] = []
+        program, rows = cls((), 0, (), ()), []
         for line in filter(None, lines):
             match line:
                 case ["rank_of", *cells]:
-                    rank_of = tuple(map(int, cells))
+                    program = replace(program, rank_of=tuple(map(int, cells)))
                 case ["micro_batches", cell]:
-                    micro_batches = int(cell)
+                    program = replace(program, micro_batches=int(cell))
                 case ["routes", *cells]:
-                    routes = tuple(map(parse_route, cells))
+                    program = replace(program, routes=tuple(map(parse_route, cells)))
                 case ["row", *cells]:
-                    rows.append(tuple(map(parse_action, cells)))
+                    rows.append(map(parse_action, cells))
                 case _:
                     raise ValueError(f"{line!r} is no line of a program")
-        return cls(rank_of, micro_batches, routes, tuple(rows))
+        return program.with_rows(rows)
 
 
 def too_many(micro_batches: int) -> str:
-    """What is said of more micro-batches than a program may have.
-
-    >>> too_many(10**9)
-    'micro_batches=1000000000; give at most 100,000: a table has an action for each of them at each stage'
-    """
+    """What is said of more micro-batches than a program may have."""
     return (
         f"micro_batches={micro_batches}; give at most {MOST_MICRO_BATCHES:,}: "
         "a table has an action for each of them at each stage"
     )
-
-
-def main_line(stages: int) -> tuple[Route, ...]:
-    """The routes from each stage to the next."""
-    return tuple(Route(s, s + 1, MAIN) for s in range(stages - 1))
-
-
-def parse_route(text: str) -> Route:
-    """Reads a route back from its printed form.
-
-    >>> parse_route("early/5:0>2")
-    Route(source=0, target=2, name='early/5')
-    """
-    name, _, ends = text.rpartition(":")
-    source, _, target = ends.partition(">")
-    return Route(int(source), int(target), name)

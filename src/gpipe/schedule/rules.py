@@ -14,9 +14,9 @@ An action that a program does not hold was done before the program began; a tran
 looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from random import Random
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from gpipe.schedule.action import Action, Kind, Route
 from gpipe.schedule.program import Program, ScheduleError
@@ -50,21 +50,18 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
         case Kind.BACKWARD_WEIGHT:
             yield Action(Kind.BACKWARD_INPUT, stage, m)
         case Kind.SEND:
-            yield from _produced(stage, m, gradient=action.carries_gradient)
+            yield from _made(action)
         case Kind.RECEIVE:
-            yield Action(Kind.SEND, sender_of(action), m, action.route)
+            yield action.peer
         case Kind.COMMIT:
             yield from (Action(Kind.FORWARD, stage, i) for i in range(program.micro_batches))
         case Kind.TIE:
-            yield from (backward for tied in _tied_to(stage, program) for backward in _backwards(tied, program))
+            tied = [s for s in range(program.stages) if s == stage or Action(Kind.TIE, s) in program.actions]
+            yield from (backward for s in tied for backward in _backwards(s, program))
         case Kind.REDUCE:
             yield from (*_backwards(stage, program), Action(Kind.TIE, stage))
         case _:
             assert_never(action.kind)
-
-
-def _tied_to(stage: int, program: Program) -> Iterator[int]:
-    return (s for s in range(program.stages) if s == stage or Action(Kind.TIE, s) in program.actions)
 
 
 def _backwards(stage: int, program: Program) -> Iterator[Action]:
@@ -94,30 +91,27 @@ def feeds(action: Action, program: Program) -> tuple[Route, ...]:
     return program.routes_into[action.stage] if action.kind in BACKWARDS else ()
 
 
+def crossing(action: Action, program: Program) -> Iterator[Action]:
+    """The SENDs that take what an action made to other ranks."""
+    for route in feeds(action, program):
+        send = Action(Kind.SEND, action.stage, action.micro_batch, route)
+        if program.rank_of[send.peer.stage] != program.rank_of[action.stage]:
+            yield send
+
+
 def _brought(action: Action, program: Program) -> Iterator[Action]:
     for route in fed_by(action, program):
         receive = Action(Kind.RECEIVE, action.stage, action.micro_batch, route)
         if receive in program.actions:
             yield receive
         else:
-            yield from _produced(sender_of(receive), receive.micro_batch, gradient=receive.carries_gradient)
+            yield from _made(receive.peer)
 
 
-def _produced(stage: int, micro_batch: int | None, *, gradient: bool) -> Iterator[Action]:
-    for kind in BACKWARDS if gradient else (Kind.FORWARD,):
-        yield Action(kind, stage, micro_batch)
-
-
-def sender_of(receive: Action) -> int:
-    """The stage at the other end of a RECEIVE."""
-    assert receive.route is not None
-    return receive.route.target if receive.carries_gradient else receive.route.source
-
-
-def receiver_of(send: Action) -> int:
-    """The stage at the other end of a SEND."""
-    assert send.route is not None
-    return send.route.source if send.carries_gradient else send.route.target
+def _made(send: Action) -> Iterator[Action]:
+    """What makes that which a SEND sends."""
+    for kind in BACKWARDS if send.carries_gradient else (Kind.FORWARD,):
+        yield Action(kind, send.stage, send.micro_batch)
 
 
 def linearize(program: Program, rng: Random | None = None) -> Iterator[tuple[int, int, Action]]:
@@ -134,43 +128,38 @@ def linearize(program: Program, rng: Random | None = None) -> Iterator[tuple[int
     >>> " ".join(str(action) for _, _, action in linearize(program))
     '0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1'
     """
-    for rank, place, action, _ in linearize_with_needs(program, rng):
-        yield rank, place, action
+    return ((rank, place, action) for rank, place, action, _ in linearize_with_needs(program, rng))
 
 
-def linearize_with_needs(
-    program: Program, rng: Random | None = None
-) -> Iterator[tuple[int, int, Action, tuple[Action, ...]]]:
-    """Yields what `linearize` does, and what each action needs, as `rules.needs` says it.
+Due: TypeAlias = tuple[int, int, Action, tuple[Action, ...]]
+"""A rank, the place in its row that it has come to, the action there, and what that needs."""
 
-    Raises:
-        ScheduleError: As there.
-    """
-    at = [0] * program.ranks
+
+def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterator[Due]:
+    """Yields what `linearize` does, and what each action needs."""
+    rows = [_with_needs(rank, program) for rank in range(program.ranks)]
+    fronts = {rank: due for rank, row in enumerate(rows) if (due := next(row, None))}
     done: set[Action] = set()
-    remaining = sum(map(len, program.rows))
-    awaited = [needs(row[0], program) if row else () for row in program.rows]
-    while remaining:
-        ready = [
-            (rank, place, program.rows[rank][place])
-            for rank, place in enumerate(at)
-            if place < len(program.rows[rank]) and done.issuperset(awaited[rank])
-        ]
+    while fronts:
+        ready = [due for due in fronts.values() if done.issuperset(due[-1])]
         if not ready:
-            raise ScheduleError(_deadlock(program, at, done))
-        for rank, place, action in [rng.choice(ready)] if rng else ready:
-            yield rank, place, action, awaited[rank]
+            raise ScheduleError(_deadlock(program, fronts.values(), done))
+        for rank, place, action, needed in [rng.choice(ready)] if rng else ready:
+            yield rank, place, action, needed
             done.add(action)
-            at[rank] += 1
-            remaining -= 1
-            row = program.rows[rank]
-            awaited[rank] = needs(row[place + 1], program) if place + 1 < len(row) else ()
+            if following := next(rows[rank], None):
+                fronts[rank] = following
+            else:
+                del fronts[rank]
 
 
-def _deadlock(program: Program, at: list[int], done: set[Action]) -> str:
+def _with_needs(rank: int, program: Program) -> Iterator[Due]:
+    return ((rank, place, action, needs(action, program)) for place, action in enumerate(program.rows[rank]))
+
+
+def _deadlock(program: Program, fronts: Iterable[Due], done: set[Action]) -> str:
     lines = ["deadlock:"]
-    for rank, place in enumerate(at):
-        if place < len(program.rows[rank]):
-            missing = (str(n) for n in needs(program.rows[rank][place], program) if n not in done)
-            lines.append(f"rank {rank} waits for {', '.join(missing)}: {program.around(rank, place)}")
+    for rank, place, _, needed in fronts:
+        missing = ", ".join(str(need) for need in needed if need not in done)
+        lines.append(f"rank {rank} waits for {missing}: {program.around(rank, place)}")
     return "\n".join(lines)

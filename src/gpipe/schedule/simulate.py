@@ -13,7 +13,7 @@ from gpipe.schedule.action import COMPUTE, Action, Kind
 from gpipe.schedule.cost import Costs, StageCost, seconds
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
-from gpipe.schedule.rules import BACKWARDS, feeds, linearize_with_needs, receiver_of
+from gpipe.schedule.rules import BACKWARDS, crossing, linearize_with_needs
 from gpipe.schedule.timeline import Span, Timeline
 
 BACKWARD_OVER_FORWARD = 2.0
@@ -26,7 +26,6 @@ MicroBatches: TypeAlias = frozenset[int | None]
 Recomputed: TypeAlias = Mapping[int, MicroBatches]
 """By stage."""
 Counts: TypeAlias = npt.NDArray[np.int64]
-Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,10 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     0.428571
     """
     simulator = Simulator(program)
-    again: list[set[int | None]] = [set() for _ in program.rank_of]
-    for action in program.actions:
-        if action.kind is Kind.RECOMPUTE:
-            again[action.stage].add(action.micro_batch)
-    peaks = (
-        simulator.peak_bytes(rank, [costs[stage] for stage in own], tuple(frozenset(again[stage]) for stage in own))
+    peaks = [
+        simulator.peak_bytes(rank, [costs[stage] for stage in own], (frozenset(),) * len(own))
         for rank, own in enumerate(simulator.stages_of)
-    )
+    ]
     return Simulation(simulator.timeline(costs, duration), tuple(peaks))
 
 
@@ -90,8 +85,7 @@ class Simulator:
         self.stages_of = [
             [stage for stage, own in enumerate(program.rank_of) if own == rank] for rank in range(program.ranks)
         ]
-        self._held, self._masks = cache(self._find_held), cache(self._find_masks)
-        self._held_by_rank = cache(self._counts)
+        self._held, self._held_by_rank = cache(self._find_held), cache(self._find_held_by_rank)
 
     @cached_property
     def _steps(self) -> "_Steps":
@@ -106,9 +100,8 @@ class Simulator:
         """The seconds that all ranks compute together."""
         steps = self._steps
         each = zip(steps.actions, steps.seconds(costs), strict=True)
-        return sum(took for action, took in each if action.kind in COMPUTE) + sum(
-            steps.recompute_seconds(costs, again)
-        )
+        work = sum(took for action, took in each if action.kind in COMPUTE)
+        return work + sum(steps.recompute_seconds(costs, again))
 
     def timeline(self, costs: Costs, duration: Callable[[Action], float] | None = None) -> Timeline:
         """When each action is done but for transfers; `duration` replaces the seconds that `costs` gives."""
@@ -128,51 +121,48 @@ class Simulator:
         Args:
             rank: Of the program.
             own: What each of its stages costs.
-            again: What each of them recomputes.
+            again: What each of them recomputes beside what the program says.
         """
-        held = sum(cost.state for cost in own)
-        if COMPUTE.isdisjoint(action.kind for action in self.program.rows[rank]):
-            return held
         sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working)]
-        return held + int((self._held_by_rank(rank, again) @ sizes).max())
+        held = (self._held_by_rank(rank, again) @ sizes).max(initial=0) if own else 0
+        return sum(cost.state for cost in own) + int(held)
 
     def in_flight(self, stage: int) -> int:
         """The most micro-batches of which a stage keeps something at once."""
-        return int(self._held(stage, frozenset())[0].max())
+        return int(self._held(stage, frozenset())[:, 0].max())
 
-    def _counts(self, rank: int, again: tuple[MicroBatches, ...]) -> Counts:
-        """During each action of a rank, of each of its stages, how many boundaries, insides and workings it holds."""
-        stages = zip(self.stages_of[rank], again, strict=True)
-        return np.stack([counts for stage, own in stages for counts in self._held(stage, own)], axis=1)
+    def _find_held_by_rank(self, rank: int, again: tuple[MicroBatches, ...]) -> Counts:
+        return np.concatenate(list(map(self._held, self.stages_of[rank], again)), axis=1)
 
-    def _find_held(self, stage: int, again: MicroBatches) -> tuple[Counts, Counts, Counts]:
+    def _find_held(self, stage: int, again: MicroBatches) -> Counts:
         """During each action of its rank, how many boundaries, insides and workings of a stage are held.
 
         What a forward makes inside lives at least until it ends; without a backward to come it keeps nothing.
         """
-        forward, recompute, backward, end, micro_batch = self._masks(stage)
-        trains, redone = np.zeros((2, self.program.micro_batches + 1), np.bool_)
-        trains[micro_batch[backward]] = True
-        redone[[m for m in again if m is not None]] = True
-        kept = forward & trains[micro_batch]
-        redo = recompute if recompute.any() else backward & redone[micro_batch]
-        boundaries = _during(forward, kept.astype(int) - end)
-        insides = _during(forward | redo, (kept & ~redone[micro_batch]).astype(int) + redo - end)
-        return boundaries, insides, backward.astype(int)
-
-    def _find_masks(self, stage: int) -> tuple[Mask, Mask, Mask, Mask, npt.NDArray[np.intp]]:
-        """Which actions of its rank are a stage's F, R, B or I, B or W; and the micro-batch of each."""
+        places: dict[int | None, dict[Kind, int]] = {}  # by micro-batch
         row = [action for action in self.program.rows[self.program.rank_of[stage]] if action.kind in COMPUTE]
-        micro_batches = [self.program.micro_batches if a.micro_batch is None else a.micro_batch for a in row]
-        kinds = ({Kind.FORWARD}, {Kind.RECOMPUTE}, BACKWARDS, {Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-        f, r, b, w = (np.array([a.stage == stage and a.kind in some for a in row], np.bool_) for some in kinds)
-        return f, r, b, w, np.array(micro_batches, np.intp)
+        for at, action in enumerate(row):
+            if action.stage == stage:
+                places.setdefault(action.micro_batch, {})[action.kind] = at
+        change = np.zeros((len(row) + 1, 3), np.int64)
 
+        def hold(what: int, first: int, last: int) -> None:
+            change[first, what] += 1
+            change[last + 1, what] -= 1
 
-def _during(added: Mask, change: Counts) -> Counts:
-    """How many there are during each action; some add one meanwhile, and each changes the number when it ends."""
-    count: Counts = np.cumsum(change) - change + added
-    return count
+        for m, at_kind in places.items():
+            forward = at_kind[Kind.FORWARD]
+            backward = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_INPUT))
+            end = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_WEIGHT, forward))
+            redo = at_kind.get(Kind.RECOMPUTE, backward if m in again else None)
+            hold(0, forward, end)
+            hold(1, forward, end if redo is None else forward)
+            if redo is not None:
+                hold(1, redo, end)
+            if backward is not None:
+                hold(2, backward, backward)
+        held: Counts = change.cumsum(axis=0)[:-1]
+        return held
 
 
 class _Steps:
@@ -185,8 +175,6 @@ class _Steps:
         self.actions: list[Action] = []
         self._program = program
         self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link of a SEND, steps of others awaited
-        self._places: list[int] = []
-        self._kinds: dict[tuple[Kind, int, bool], tuple[int, Action]] = {}  # what costs the same, by one of them
         self._links: dict[tuple[int, int], int] = {}
         step_of: dict[Action, int] = {}
         sent: dict[tuple[Action, int], list[int]] = {}  # by what made it and the stage that gets it
@@ -201,18 +189,16 @@ class _Steps:
                 for step in sent.get((need, action.stage)) or [step_of[need]]
             ]
             step_of[action] = self._add(rank, action, others)
-            for route in feeds(action, program) if messages else ():
-                send = Action(Kind.SEND, action.stage, action.micro_batch, route)
-                if program.rank_of[receiver := receiver_of(send)] != rank:
-                    sent.setdefault((action, receiver), []).append(self._add(rank, send, []))
+            for send in crossing(action, program) if messages else ():
+                sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, []))
+        self._kinds = [(action.kind, action.stage, action.carries_gradient) for action in self.actions]
+        self._alike = dict(zip(self._kinds, self.actions, strict=True))  # one of those that cost the same
 
     def _add(self, rank: int, action: Action, others: list[int]) -> int:
         link = None
         if action.kind is Kind.SEND:
-            ends = rank, self._program.rank_of[receiver_of(action)]
+            ends = rank, self._program.rank_of[action.peer.stage]
             link = self._links.setdefault(ends, len(self._links))
-        kind = action.kind, action.stage, action.carries_gradient
-        self._places.append(self._kinds.setdefault(kind, (len(self._kinds), action))[0])
         self._steps.append((rank, link, others))
         self.actions.append(action)
         return len(self.actions) - 1
@@ -224,8 +210,8 @@ class _Steps:
 
     def seconds(self, costs: Costs) -> list[float]:
         """How long each takes."""
-        by_kind = [seconds(action, costs) for _, action in self._kinds.values()]
-        return [by_kind[place] for place in self._places]
+        by_kind = {kind: seconds(action, costs) for kind, action in self._alike.items()}
+        return [by_kind[kind] for kind in self._kinds]
 
     def recompute_seconds(self, costs: Costs, again: Recomputed) -> list[float]:
         """How long each recomputes before it begins."""
@@ -295,20 +281,14 @@ def figures(program: Program, costs: Costs | None = None) -> Figures:
     (2.0, 1.0)
     """
     each = [UNIT_COST] * program.stages if costs is None else costs
-    held = [replace(cost, boundary=0, inside=1, state=0) for cost in each]
-    simulation = simulate(program, held)
-    stages = Counter(program.rank_of)
+    simulation = simulate(program, [replace(cost, boundary=0, inside=1, working=0, state=0) for cost in each])
+    stages, kinds = Counter(program.rank_of), Counter(action.kind for action in program.actions)
     return Figures(
         timeline=simulation.timeline,
         work=max(map(simulation.timeline.busy, range(program.ranks))),
         peaks=tuple(peak / stages[rank] for rank, peak in enumerate(simulation.peak_bytes)),
-        split=_split(program),
+        split=kinds[Kind.BACKWARD_INPUT] / max(1, sum(kinds[kind] for kind in BACKWARDS)),
     )
-
-
-def _split(program: Program) -> float:
-    kinds = Counter(action.kind for action in program.actions)
-    return kinds[Kind.BACKWARD_INPUT] / max(1, sum(kinds[kind] for kind in BACKWARDS))
 
 
 @dataclass(frozen=True)
@@ -346,10 +326,6 @@ def equal_bubble(program: Program) -> float:
     """The share of rank-seconds in which nothing is computed if all stages cost the same, without recompute.
 
     Of fill-drain with a stage a rank it is the paper's (K-1)/(M+K-1).
-
-    >>> from gpipe.schedule.schedules import fill_drain
-    >>> round(equal_bubble(Program.of(fill_drain(stages=4, micro_batches=4), micro_batches=4)), 6)
-    0.428571
     """
     return figures(program.only({Kind.FORWARD, *BACKWARDS, Kind.BACKWARD_WEIGHT})).bubble
 
@@ -373,12 +349,6 @@ def predict(
 
     Raises:
         ValueError: The program is of another number of stages.
-
-    >>> from gpipe.schedule.partition import given
-    >>> from gpipe.schedule.schedules import fill_drain
-    >>> plan = predict(given([3, 1], [3, 3, 6, 6]), Program.of(fill_drain(2, 4), micro_batches=4))
-    >>> plan.partition.layers, plan.timeline.seconds, round(plan.bubble, 3)
-    ((3, 1), 54.0, 0.333)
     """
     if program.stages != len(partition.layers):
         raise ValueError(f"a program of {program.stages} stages for a partition into {len(partition.layers)}")
@@ -393,11 +363,7 @@ def stage_costs(partition: Partition, program: Program) -> tuple[StageCost, ...]
     Such a cost is that of one micro-batch: a forward, a backward of twice its length, and a recompute as long as the
     forward where every stage recomputes. So a forward is a quarter of the cost, or a third without recompute.
     """
-    everywhere = all(_recomputes(program, stage) for stage in range(program.stages))
+    again = {action.stage for action in program.actions if action.kind is Kind.RECOMPUTE}
     costs = partition.seconds if any(partition.seconds) else partition.layers  # costs of zero count as equal
-    forwards = 1 + BACKWARD_OVER_FORWARD + everywhere
+    forwards = 1 + BACKWARD_OVER_FORWARD + (len(again) == program.stages)
     return tuple(StageCost(cost / forwards, BACKWARD_OVER_FORWARD * cost / forwards) for cost in costs)
-
-
-def _recomputes(program: Program, stage: int) -> bool:
-    return any(Action(Kind.RECOMPUTE, stage, m) in program.actions for m in range(program.micro_batches))
