@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
-from gpipe.schedule.schedules.gpipe import fill_drain_rows
+from gpipe.schedule.schedules.fill_drain import fill_drain_rows
 from gpipe.schedule.schedules.writing import loop
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.program import Rows
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
-from gpipe.schedule.schedules.gpipe import fill_drain_rows
+from gpipe.schedule.schedules.fill_drain import fill_drain_rows
 from gpipe.schedule.schedules.writing import loop
 
 

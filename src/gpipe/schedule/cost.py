@@ -14,10 +14,6 @@ class StageCost:
     `boundary` is what a stage keeps of a micro-batch though it recomputes it, above all what crosses into it;
     `inside` what a forward keeps beside for the backward of its own stage, `working` what that backward needs beside
     both; `state` the weights, gradients and optimizer state, whatever the micro-batches.
-
-    >>> from gpipe.schedule.action import parse_action
-    >>> seconds(parse_action("0R3"), [StageCost(forward=0.01, backward=0.02)])
-    0.01
     """
 
     forward: float
@@ -50,9 +46,6 @@ class LayerSeconds(NamedTuple):
     """What one micro-batch takes in a layer: its forward, its backward whole, and the backward in its two parts.
 
     The parts are None where they were not measured; together they take longer than the whole.
-
-    >>> LayerSeconds(forward=0.01, backward=0.02)
-    LayerSeconds(forward=0.01, backward=0.02, inputs=None, weights=None)
     """
 
     forward: float
@@ -67,23 +60,12 @@ def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
     >>> stage_cost([LayerSeconds(1.0, 2.0), LayerSeconds(1.0, 3.0)])  # doctest: +ELLIPSIS
     StageCost(forward=2.0, backward=5.0, backward_input=None, backward_weight=None, ...
     """
-    inputs = [layer.inputs for layer in layers if layer.inputs is not None]
-    weights = [layer.weights for layer in layers if layer.weights is not None]
-    split = len(inputs) == len(weights) == len(layers)
-    return StageCost(
-        sum(layer.forward for layer in layers),
-        sum(layer.backward for layer in layers),
-        backward_input=sum(inputs) if split else None,
-        backward_weight=sum(weights) if split else None,
-    )
+    columns = zip(*layers, strict=True)
+    return StageCost(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]  # not of the first two
 
 
 def unit_costs(stages: int) -> Costs:
-    """Forward and backward one second each, and all stages alike: the paper's bubble.
-
-    >>> len(unit_costs(4)), unit_costs(4)[0].backward
-    (4, 1.0)
-    """
+    """Forward and backward one second each, and all stages alike: the paper's bubble."""
     return (StageCost(forward=1.0, backward=1.0),) * stages
 
 

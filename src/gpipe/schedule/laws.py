@@ -39,11 +39,11 @@ def check(program: Program) -> None:
 
 
 def _misplaced(program: Program) -> Iterator[str]:
-    for route, count in Counter(program.routes).items():
-        if not 0 <= route.source < route.target < program.stages:
-            yield f"route {route} does not lead from a stage to a later one"
+    for road, count in Counter(program.routes).items():
+        if not 0 <= road.source < road.target < program.stages:
+            yield f"route {road} does not lead from a stage to a later one"
         if count > 1:
-            yield f"route {route} is listed {count} times"
+            yield f"route {road} is listed {count} times"
     at_stage = [{*into, *out} for into, out in zip(program.routes_into, program.routes_from, strict=True)]
     for rank, row in enumerate(program.rows):
         for action, count in Counter(row).items():
@@ -93,7 +93,9 @@ def _disordered(program: Program) -> Iterator[str]:
     for first, second in combinations(range(program.ranks), 2):
         listed, too = messages(program, first, second), messages(program, second, first)
         both = {*listed} & {*too}  # the others are unmatched
-        for at, (ours, theirs) in enumerate(zip(*([m for m in side if m in both] for side in (listed, too)), strict=True)):
+        for at, (ours, theirs) in enumerate(
+            zip(*([m for m in side if m in both] for side in (listed, too)), strict=True)
+        ):
             if ours != theirs:
                 yield f"ranks {first} and {second} list message {at} differently: {ours} and {theirs}"
                 break

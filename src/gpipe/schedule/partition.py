@@ -60,11 +60,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Partition:
-    """How many consecutive layers each stage takes, and all that follows from it.
-
-    >>> given([2, 3], [3, 1, 1, 1, 2])
-    Partition(layers=(2, 3))
-    """
+    """How many consecutive layers each stage takes, and all that follows from it."""
 
     layers: tuple[int, ...]
     chain: Chain = field(repr=False)
@@ -118,9 +114,6 @@ class Partition:
 
         It is the only layer of that stage, or the one at its edge that would make the stage next to it as slow, or
         too big for its device, if it moved there (of two, the one that would do so less).
-
-        >>> given([2, 1, 2], [1, 1, 5, 1, 1]).obstacle
-        2
         """
         slowest = max(self.seconds) * (1 - TOLERANCE)
         for stage, (own, (first, end)) in enumerate(zip(self.seconds, self.bounds, strict=True)):
@@ -188,9 +181,6 @@ def given(
 
     Raises:
         ValueError: A stage is empty, layers are left over or missing, or another argument cannot be.
-
-    >>> given([3, 2], [3, 1, 1, 1, 2]).cuts
-    (3,)
     """
     wrong = [f"stage {stage} takes {own} layers, must take at least 1" for stage, own in enumerate(layers) if own < 1]
     if sum(layers) != len(costs):
@@ -206,11 +196,7 @@ def checked_chain(
     memory: Memory | None,
     wrong: list[str],
 ) -> Chain:
-    """Layers and devices as a `Chain`.
-
-    Raises:
-        ValueError: Arguments that cannot be, all of them, behind what is `wrong` already.
-    """
+    """Layers and devices as a `Chain`; a ValueError says all that cannot be, behind what is `wrong` already."""
     layers, devices = len(costs), max(stages, 0)
     zero = _each(0, layers)
     speeds = _each(1, devices) if speeds is None else speeds

@@ -16,12 +16,7 @@ from gpipe.schedule.rules import BACKWARDS
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank, from `start` to `end` in seconds since the step began.
-
-    >>> from gpipe.schedule.action import parse_action
-    >>> Span(0, parse_action("0F0"), start=0.5, end=0.75).seconds
-    0.25
-    """
+    """One action on one rank, from `start` to `end` in seconds since the step began."""
 
     rank: int
     action: Action

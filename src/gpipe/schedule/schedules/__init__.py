@@ -9,14 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpipe.schedule.program import Rows
-from gpipe.schedule.schedules.dualpipe_v import dualpipe_v
-from gpipe.schedule.schedules.gpipe import fill_drain, fill_drain_rows, forward_only, forward_only_rows
+from gpipe.schedule.schedules.fill_drain import fill_drain, fill_drain_rows, forward_only, forward_only_rows
 from gpipe.schedule.schedules.interleaved import interleaved, interleaved_zb
-from gpipe.schedule.schedules.one_forward_one_backward import one_forward_one_backward
-from gpipe.schedule.schedules.v_half import v_half, v_min
+from gpipe.schedule.schedules.one_forward_one_backward import one_forward_one_backward, zb_h1, zb_h2
+from gpipe.schedule.schedules.v_shaped import dualpipe_v, v_half, v_min, zb_v
 from gpipe.schedule.schedules.writing import Placement, line, loop, loops, vee
-from gpipe.schedule.schedules.zb_v import zb_v
-from gpipe.schedule.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",

@@ -3,7 +3,7 @@
 Schedules that a user gives: a program, or a function that makes one.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,7 +42,13 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     """
     counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
     mistakes = [] if name in SCHEDULES else [unknown(name)]
-    mistakes += _uncountable(counts)
+    mistakes += [
+        f"{what}={count}; give a whole number of at least 1"
+        for what, count in counts.items()
+        if count is not None and count < 1
+    ]
+    if micro_batches > MOST_MICRO_BATCHES:
+        mistakes.append(too_many(micro_batches))
     if mistakes:
         raise ValueError("\n".join(mistakes))
     schedule = SCHEDULES[name]
@@ -56,40 +62,19 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     return Program.of(rows, micro_batches, rank_of=placement)
 
 
-def _uncountable(counts: dict[str, int | None]) -> Iterator[str]:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            yield f"{name}={count}; give a whole number of at least 1"
-    micro_batches = counts["micro_batches"] or 0
-    if micro_batches > MOST_MICRO_BATCHES:
-        yield too_many(micro_batches)
-
-
 def unknown(name: object) -> str:
-    """What is said of a name that no schedule has.
-
-    >>> unknown("zbv")[:40]
-    "schedule='zbv'; known are 'gpipe', '1f1b"
-    """
+    """What is said of a name that no schedule has."""
     return f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
 
 
 def unplaced(schedule: Schedule, ranks: int, each: int) -> str:
-    """What is said of a number of stages that a schedule cannot place on a rank.
-
-    >>> unplaced(SCHEDULES["1f1b"], ranks=4, each=2)
-    "schedule='1f1b' cannot place stages_per_rank=2; the nearest that it can is 1"
-    """
+    """What is said of a number of stages that a schedule cannot place on a rank."""
     nearest = _nearest(each, (n for n in range(1, MOST_STAGES) if schedule.placement(ranks, n)))
     return f"schedule={schedule.name!r} cannot place stages_per_rank={each}; the nearest that it can is {nearest}"
 
 
 def without_table(schedule: Schedule, placement: Placement, micro_batches: int) -> str:
-    """What is said of a number of micro-batches for which a schedule has no table.
-
-    >>> print(without_table(SCHEDULES["dualpipe_v"], (0, 1, 1, 0), micro_batches=3).split("; ")[1])
-    the nearest that it can have is micro_batches=4
-    """
+    """What is said of a number of micro-batches for which a schedule has no table."""
     ranks = max(placement) + 1
     around = range(1, 2 * (micro_batches + 2 * ranks))
     nearest = _nearest(micro_batches, (m for m in around if schedule.rows(placement, m)))
@@ -113,11 +98,9 @@ def check_given(program: Program) -> None:
 
     Raises:
         ScheduleError: It breaks the laws, leaves a rank without a stage, or has what a pipe places itself.
-
-    >>> from gpipe.schedule.schedules import fill_drain
-    >>> check_given(Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2))
     """
-    names = [kind.name for kind in Kind if kind in PLACED and any(a.kind is kind for a in program.actions)]
+    kinds = {action.kind for action in program.actions}
+    names = [kind.name for kind in Kind if kind in PLACED & kinds]
     if names:
         raise ScheduleError(
             f"the program has {', '.join(names)}, which a pipe places itself, by remat, skips, replicas and what "

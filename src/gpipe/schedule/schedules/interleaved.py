@@ -18,8 +18,7 @@ def interleaved(placement: Placement, micro_batches: int) -> Rows:
     (Narayanan et al., 2021, section 2.2). Where K does not divide M, rounds are longer: fill and drain stay as they
     are, and more is held.
     """
-    ranks = max(placement) + 1
-    return _in_rounds(placement, micro_batches, lambda r: 2 * (ranks - 1 - r) + 1, split=False)
+    return _in_rounds(placement, micro_batches, lambda behind: 2 * behind + 1, split=False)
 
 
 def interleaved_zb(placement: Placement, micro_batches: int) -> Rows:
@@ -32,18 +31,17 @@ def interleaved_zb(placement: Placement, micro_batches: int) -> Rows:
 
     (K-1)F/v beside the work for K micro-batches held.
     """
-    ranks = max(placement) + 1
-    return _in_rounds(placement, micro_batches, lambda r: ranks - r, split=True)
+    return _in_rounds(placement, micro_batches, lambda behind: behind + 1, split=True)
 
 
 def _in_rounds(placement: Placement, micro_batches: int, ahead: Callable[[int], int], *, split: bool) -> Rows:
-    """Rounds through the stages of each rank; `ahead` is by how many forwards its last stage is ahead."""
+    """Rounds through the stages of each rank; `ahead`: the forwards by which its last is, of the ranks behind it."""
     ranks = max(placement) + 1
     each, sizes = len(placement) // ranks, round_sizes(ranks, micro_batches)
 
     def cells(r: int) -> list[Cell]:
         stages = range(r, len(placement), ranks)
-        before = (each - 1) * max(ranks, sizes[0]) + ahead(r)
+        before = (each - 1) * max(ranks, sizes[0]) + ahead(ranks - 1 - r)
         late = r if split else None
         return list(one_for_one(in_rounds(stages, sizes), in_rounds(stages[::-1], sizes), before, late))
 

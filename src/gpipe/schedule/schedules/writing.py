@@ -54,21 +54,20 @@ def in_turn(cells: Iterable[Cell], micro_batches: int) -> Row:
     >>> print(*in_turn([("F", 0), ("F", 0), ("B", 0), ("I", 0), ("F", 0), OLDEST, OLDEST], micro_batches=2))
     0F0 0F1 0B0 0I1 0W1
     """
-    forwards, backwards = Counter[int](), Counter[int]()
+    done = Counter[tuple[bool, int]]()  # forwards and backwards of each stage
     owed: list[Action] = []
     row: list[Action] = []
     for kind, stage in cells:
-        if kind == "W":
+        if stage is None or kind == "W":
             found = next((action for action in owed if stage in (None, action.stage)), None)
             if found is not None:
                 owed.remove(found)
                 row.append(Action(Kind.BACKWARD_WEIGHT, found.stage, found.micro_batch))
             continue
-        assert stage is not None
-        done = forwards if kind == "F" else backwards
-        if done[stage] < micro_batches:
-            row.append(Action(Kind(kind), stage, done[stage]))
-            done[stage] += 1
+        micro_batch = done[kind == "F", stage]
+        if micro_batch < micro_batches:
+            row.append(Action(Kind(kind), stage, micro_batch))
+            done[kind == "F", stage] += 1
             owed += row[-1:] if kind == "I" else []
     return tuple(row)
 
@@ -84,8 +83,6 @@ def one_for_one(
         ahead: Forwards before the first backward.
         late: By how many I a W stands behind its own; None for backwards that are whole.
 
-    >>> "".join(kind for kind, _ in one_for_one([0] * 4, [0] * 4, ahead=2))
-    'FFBFBFBB'
     >>> "".join(kind for kind, _ in one_for_one([0] * 4, [0] * 4, ahead=2, late=1))
     'FFIFIWFIWIWW'
     """
@@ -135,9 +132,5 @@ def round_sizes(ranks: int, micro_batches: int) -> list[int]:
 
 
 def in_rounds(stages: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The stages of a rank as rounds of micro-batches go through them, one stage after another.
-
-    >>> in_rounds([0, 2], sizes=[2, 1])
-    [0, 0, 2, 2, 0, 2]
-    """
+    """The stages of a rank as rounds of micro-batches go through them: `[0, 0, 2, 2, 0, 2]` in rounds of 2 and 1."""
     return list(chain.from_iterable([stage] * size for size in sizes for stage in stages))
