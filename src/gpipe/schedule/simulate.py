@@ -151,7 +151,7 @@ class Simulator:
             change[last + 1, what] -= 1
 
         for m, at_kind in places.items():
-            forward = at_kind[Kind.FORWARD]
+            forward = at_kind.get(Kind.FORWARD, 0)  # or done before the program began
             backward = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_INPUT))
             end = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_WEIGHT, forward))
             redo = at_kind.get(Kind.RECOMPUTE, backward if m in again else None)
