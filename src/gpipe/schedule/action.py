@@ -6,7 +6,11 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What is done; the value is how the action prints."""
+    """What is done; the value is how the action prints.
+
+    >>> Kind.RECOMPUTE.value, Kind("SEND").name
+    ('R', 'SEND')
+    """
 
     FORWARD = "F"
     RECOMPUTE = "R"

@@ -14,6 +14,9 @@ class StageCost:
     `boundary` is what a stage keeps of a micro-batch though it recomputes it, above all what crosses into it;
     `inside` what a forward keeps beside for the backward of its own stage, `working` what that backward needs beside
     both; `state` the weights, gradients and optimizer state, whatever the micro-batches.
+
+    >>> StageCost(1.0, 2.0, backward_input=1.0, backward_weight=3.0).weight_share
+    0.75
     """
 
     forward: float
@@ -46,6 +49,9 @@ class LayerSeconds(NamedTuple):
     """What one micro-batch takes in a layer: its forward, its backward whole, and the backward in its two parts.
 
     The parts are None where they were not measured; together they take longer than the whole.
+
+    >>> LayerSeconds(forward=0.01, backward=0.02)
+    LayerSeconds(forward=0.01, backward=0.02, inputs=None, weights=None)
     """
 
     forward: float
@@ -65,7 +71,11 @@ def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
 
 
 def unit_costs(stages: int) -> Costs:
-    """Forward and backward one second each, and all stages alike: the paper's bubble."""
+    """Forward and backward one second each, and all stages alike: the paper's bubble.
+
+    >>> len(unit_costs(4)), unit_costs(4)[0].backward
+    (4, 1.0)
+    """
     return (StageCost(forward=1.0, backward=1.0),) * stages
 
 

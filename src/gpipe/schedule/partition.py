@@ -60,7 +60,11 @@ class Chain:
 
 @dataclass(frozen=True)
 class Partition:
-    """How many consecutive layers each stage takes, and all that follows from it."""
+    """How many consecutive layers each stage takes, and all that follows from it.
+
+    >>> given([2, 3], [3, 1, 1, 1, 2])
+    Partition(layers=(2, 3))
+    """
 
     layers: tuple[int, ...]
     chain: Chain = field(repr=False)
@@ -181,6 +185,9 @@ def given(
 
     Raises:
         ValueError: A stage is empty, layers are left over or missing, or another argument cannot be.
+
+    >>> given([3, 2], [3, 1, 1, 1, 2]).cuts
+    (3,)
     """
     wrong = [f"stage {stage} takes {own} layers, must take at least 1" for stage, own in enumerate(layers) if own < 1]
     if sum(layers) != len(costs):

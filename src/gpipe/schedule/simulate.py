@@ -349,6 +349,11 @@ def predict(
 
     Raises:
         ValueError: The program is of another number of stages.
+
+    >>> from gpipe.schedule.partition import given
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> predict(given([3, 1], [3, 3, 6, 6]), Program.of(fill_drain(2, 4), micro_batches=4)).timeline.seconds
+    54.0
     """
     if program.stages != len(partition.layers):
         raise ValueError(f"a program of {program.stages} stages for a partition into {len(partition.layers)}")

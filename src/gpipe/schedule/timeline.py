@@ -16,7 +16,11 @@ from gpipe.schedule.rules import BACKWARDS
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank, from `start` to `end` in seconds since the step began."""
+    """One action on one rank, from `start` to `end` in seconds since the step began.
+
+    >>> Span(0, Action(Kind.FORWARD, 0, 0), start=0.5, end=0.75).seconds
+    0.25
+    """
 
     rank: int
     action: Action

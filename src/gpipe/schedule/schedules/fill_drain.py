@@ -47,6 +47,9 @@ def forward_only(stages: int, micro_batches: int) -> Rows:
     rank 1  .. F0 F1 F2 F3 ..
     rank 2  .. .. F0 F1 F2 F3
     ```
+
+    >>> print(*forward_only(stages=2, micro_batches=3)[1])
+    1F0 1F1 1F2
     """
     return forward_only_rows(loop(stages), micro_batches)
 
