@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gpipe.planner.counts import count_flops
+from gpipe.planner.profile import count_flops
 from gpipe.stages.outline import Outline, outline, realize
 from gpipe.stages.sequence import build_layers, cut_into_stages, find_invalid_layers
 from gpipe.stages.shared_weights import find_shared, find_ties

@@ -1,7 +1,4 @@
-"""`find_plan`: the fastest way to train a network on given devices, found without them.
-
-What is wrong with the arguments of `find_plan`, all of it at once.
-"""
+"""`find_plan`: the fastest way to train a network on given devices, found without them."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -10,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.errors import int_remedy, is_count
@@ -19,108 +16,15 @@ from gpipe.planner.profile import ADAM, profile_layers
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.search import search
-from gpipe.planner.search.shapes import Choices
-from gpipe.schedule.action import Kind
-from gpipe.schedule.schedules.by_name import program_of
+from gpipe.planner.search.shapes import Choices, splits
 from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch
 from gpipe.stages.sequence import Maker, build, build_layers, name_layers
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import read_model, why_not_layers
 from gpipe.tracing.runs import plain
 
-DEVICES = "give gpipe.Device objects, or how many of this machine, at least 1"
-
-
-def check_arguments(choices: Choices, devices: object, batch: object, **others: Any) -> None:
-    """Refuses arguments that cannot be, before anything is counted.
-
-    Args:
-        choices: What is settled.
-        devices: As the user gave them.
-        batch: The rows of a mini-batch.
-        **others: `measure`, `intra_op_threads` and `optimizer_numbers`.
-
-    Raises:
-        ValueError: Lists every mistake.
-    """
-    wrong = [*_wrong_devices(devices), *_wrong_choices(choices)]
-    if not is_count(batch):
-        wrong.append(f"global_batch={batch!r}; give the rows of a mini-batch, at least 1{int_remedy(batch)}")
-    if not wrong:
-        count = len(devices) if isinstance(devices, Sequence) else devices
-        try:
-            choices.check(count, batch)  # type: ignore[arg-type]  # checked above
-        except ValueError as error:
-            wrong += str(error).splitlines()
-    wrong += _wrong_others(**others)
-    if wrong:
-        raise ValueError("\n".join(wrong))
-
-
-def _wrong_devices(devices: object) -> Iterator[str]:
-    if isinstance(devices, Device):
-        yield f"devices={devices!r}; give a list: [gpipe.Device(...)] * 4"
-    elif isinstance(devices, Sequence) and not isinstance(devices, str):
-        if not devices:
-            yield f"devices={devices!r}; {DEVICES}"
-        for other in dict.fromkeys(repr(device) for device in devices if not isinstance(device, Device)):
-            yield f"devices has {other}; give gpipe.Device objects: memory, flops and link are what is planned for"
-    elif not is_count(devices):
-        yield f"devices={devices!r}; {DEVICES}{int_remedy(devices)}"
-
-
-def _wrong_choices(choices: Choices) -> Iterator[str]:
-    for k in choices.partitions or ():
-        if not is_count(k):
-            yield f"partitions={k!r}; give K, a whole number of at least 1{int_remedy(k)}; find_plan finds the cuts"
-    for m in choices.micro_batches or ():
-        if not is_count(m):
-            yield f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}"
-    for name in choices.schedules or ():
-        if not isinstance(name, str):
-            yield f"schedule={name!r}; give the name of one, or leave it out to have the fastest"
-
-
-def _wrong_others(measure: object, intra_op_threads: object, optimizer_numbers: object) -> Iterator[str]:
-    if not isinstance(measure, bool):
-        yield f"measure={measure!r}; give True or False"
-    if not is_count(intra_op_threads):
-        remedy = int_remedy(intra_op_threads)
-        yield f"intra_op_threads={intra_op_threads!r}; give a whole number of at least 1{remedy}"
-    number = not isinstance(optimizer_numbers, bool) and isinstance(optimizer_numbers, (int, float))
-    if not number or not 0 <= optimizer_numbers < math.inf:  # type: ignore[operator]  # a number
-        yield (
-            f"optimizer_numbers={optimizer_numbers!r}; give how many numbers the optimizer keeps of each that it "
-            "trains: Adam 2, SGD with momentum 1, without 0"
-        )
-
-
-def check_measurable(model: Any, sample: Tree) -> None:
-    """Refuses to measure what is on the meta device.
-
-    Raises:
-        ValueError: The sample is, or layers or parts of the model are; says what to do.
-    """
-    wrong = []
-    if any(tensor.is_meta for tensor in tensors_in(sample)):
-        wrong.append("measure=True runs the sample, which is on the meta device; give one with numbers")
-    modules = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else ()
-    held: list[Tensor] = [
-        tensor
-        for module in modules
-        if isinstance(module, nn.Module)
-        for tensor in (*module.parameters(), *module.buffers())
-    ]
-    if any(tensor.is_meta for tensor in held):
-        wrong.append(
-            "measure=True runs the layers, of which some are on the meta device; give layers with numbers, callables "
-            "that build them, or leave measure out, to have operations counted"
-        )
-    if wrong:
-        raise ValueError("\n".join(wrong))
-
-
 T = TypeVar("T")
+DEVICES = "give gpipe.Device objects, or how many of this machine, at least 1"
 COUNTED_ROWS, MEASURED_SHARES = (2, 4), (16, 4)
 """Rows of the micro-batches that are counted, if the sample has so many, and from which all others are told. Where
 seconds are measured and M is not settled, they are these shares of the sample, if those have more rows."""
@@ -180,10 +84,15 @@ def find_plan(
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
     choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
-    others = {"measure": measure, "intra_op_threads": intra_op_threads, "optimizer_numbers": optimizer_numbers}
-    check_arguments(choices, devices, batch, **others)
-    if measure:
-        check_measurable(model, sample)
+    count = len(devices) if isinstance(devices, Sequence) else devices if is_count(devices) else math.inf
+    wrong = [
+        *_wrong_devices(devices),
+        *choices.mistakes(count, batch),
+        *_wrong_others(measure, intra_op_threads, optimizer_numbers),
+        *(_unmeasurable(model, sample) if measure is True else ()),
+    ]
+    if wrong:
+        raise ValueError("\n".join(wrong))
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     sizes = _sizes(rows, batch, micro_batches, measure)
     on_cores = measure and isinstance(devices, int) and not torch.cuda.is_available()
@@ -198,7 +107,8 @@ def find_plan(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
-        profile = profiled(measured_on=device, at_once=at_once, parts=_splits(schedule))
+        parts = schedule is None or splits(schedule)
+        profile = profiled(measured_on=device, at_once=at_once, parts=parts)
     plan = search(profile, here, batch, choices)
     if not on_cores:
         return plan
@@ -212,18 +122,46 @@ def _only(settled: T | None) -> tuple[T, ...] | None:
     return None if settled is None else (settled,)
 
 
+def _wrong_devices(devices: object) -> Iterator[str]:
+    if isinstance(devices, Device):
+        yield f"devices={devices!r}; give a list: [gpipe.Device(...)] * 4"
+    elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        for other in dict.fromkeys(repr(device) for device in devices if not isinstance(device, Device)):
+            yield f"devices has {other}; give gpipe.Device objects: memory, flops and link are what is planned for"
+    elif not is_count(devices):
+        yield f"devices={devices!r}; {DEVICES}{int_remedy(devices)}"
+
+
+def _wrong_others(measure: object, threads: object, optimizer_numbers: object) -> Iterator[str]:
+    if not isinstance(measure, bool):
+        yield f"measure={measure!r}; give True or False"
+    if not is_count(threads):
+        yield f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
+    is_number = isinstance(optimizer_numbers, (int, float)) and not isinstance(optimizer_numbers, bool)
+    if not is_number or not 0 <= optimizer_numbers < math.inf:  # type: ignore[operator]  # a number
+        yield (
+            f"optimizer_numbers={optimizer_numbers!r}; give how many numbers the optimizer keeps of each that it "
+            "trains: Adam 2, SGD with momentum 1, without 0"
+        )
+
+
+def _unmeasurable(model: Any, sample: Tree) -> Iterator[str]:
+    """What cannot be run, since it is on the meta device."""
+    if any(tensor.is_meta for tensor in tensors_in(sample)):
+        yield "measure=True runs the sample, which is on the meta device; give one with numbers"
+    parts = model if isinstance(model, Sequence) else [model]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    if any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers())):
+        yield (
+            "measure=True runs the layers, of which some are on the meta device; give layers with numbers, callables "
+            "that build them, or leave measure out, to have operations counted"
+        )
+
+
 def _least_rows(parts: Sequence[object]) -> int:
     """Of a micro-batch: those of one row may have no variance."""
     modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
     return 2 if any(isinstance(module, AnyBatchNorm) and module.training for module in modules) else 1
-
-
-def _splits(schedule: str | None) -> bool:
-    """Whether some backwards may be split in two."""
-    if schedule is None:
-        return True
-    table = program_of(schedule, ranks=2, micro_batches=4)
-    return any(action.kind is Kind.BACKWARD_WEIGHT for action in table.actions)
 
 
 def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> set[int]:
@@ -240,8 +178,13 @@ def _read(
 ) -> tuple[Sequence[nn.Module], list[str], dict[int, Tree]]:
     """The layers, their names, and what the first takes of micro-batches of these sizes."""
     rows = count_rows(sample)
-    parts = {count_rows(part): part for part in (_rows_of(sample, rows, wanted) for wanted in sizes)}
-    replayed = read_model(model, _rows_of(sample, rows, TWO_ROWS), blocks)
+
+    def first(wanted: int) -> Tree:
+        """The first micro-batch of the sample, of about so many rows, or all that it has."""
+        return first_micro_batch(sample, max(1, rows // wanted))
+
+    parts = {count_rows(part): part for part in map(first, sizes)}
+    replayed = read_model(model, first(TWO_ROWS), blocks)
     if replayed is not None:
         states = {count: replayed.begin([part]).states[0] for count, part in parts.items()}
         return replayed.alone(), list(replayed.layers), states
@@ -258,20 +201,14 @@ def _build_on_meta(maker: Maker, index: int) -> object:
         return build(maker, 0, index)
 
 
-def _rows_of(sample: Tree, rows: int, wanted: int) -> Tree:
-    """The first micro-batch of a sample, of about so many rows, or all that it has."""
-    return first_micro_batch(sample, max(1, rows // wanted))
-
-
 def _devices_here(count: int) -> list[Device]:
-    """So many devices of this machine."""
+    """So many devices of this machine, of which several ranks may share one."""
     there = torch.cuda.device_count()
     if not there:
         return [Device(memory_of(torch.device("cpu")) / count, CPU_FLOPS_PER_SECOND, name="cpu")] * count
-    return [_accelerator(rank % there, len(range(rank % there, count, there))) for rank in range(count)]
-
-
-def _accelerator(index: int, ranks: int) -> Device:
-    """One of this machine's, as far as it is there for each of the ranks that share it."""
-    device = torch.device("cuda", index)
-    return Device(memory_of(device) / ranks, GPU_FLOPS_PER_SECOND / ranks, name=torch.cuda.get_device_name(device))
+    found = []
+    for index in (rank % there for rank in range(count)):
+        device, ranks = torch.device("cuda", index), len(range(index, count, there))
+        name = torch.cuda.get_device_name(device)
+        found.append(Device(memory_of(device) / ranks, GPU_FLOPS_PER_SECOND / ranks, name=name))
+    return found

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,34 +41,18 @@ FEWEST_ROUNDS, MOST_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
 begun."""
 
 
-def measure_each(
-    layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], T], where: str = ""
-) -> list[T]:
+def measure_each(layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], T]) -> list[T]:
     """Measures each layer on what the layers before it make of the sample."""
     numbers: list[T] = []
     value: Tree = sample
     held: dict[str, Tensor | None] = {}
     for index, layer in enumerate(layers):
         run = LayerRun(index, layer, value, {name: held[name] for name in skip_names(layer, "pop")})
-        try:
-            with untouched(layer):
-                numbers.append(measure(run))
-                value, stashed = run.output()
-        except Exception as error:
-            error.add_note(run.what + where)
-            raise
+        with run.named(), untouched(layer):
+            numbers.append(measure(run))
+            value, stashed = run.output()
         held |= stashed
     return numbers
-
-
-@contextmanager
-def warmed_up(layers: Sequence[nn.Module], sample: Tree) -> Iterator[list["LayerRun"]]:
-    """All layers, each run once, to be run again on what the layers before it made of the sample."""
-    runs = measure_each(layers, sample, lambda run: run)
-    with ExitStack() as stack:
-        for run in runs:
-            stack.enter_context(untouched(run.layer))
-        yield runs
 
 
 @dataclass(eq=False)
@@ -80,20 +65,18 @@ class LayerRun:
     popped: Mapping[str, Tensor | None]
     _output: LayerOutput | None = None
 
-    def __post_init__(self) -> None:
-        self.call: Callable[..., object] = self.layer
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, an exception says which layer was run."""
+        try:
+            yield
+        except Exception as error:
+            name = type(self.layer).__name__
+            error.add_note(f"while layer {self.index} ({name}) was run on the sample, for its cost")
+            raise
 
-    @property
-    def what(self) -> str:
-        """What is done with it, for an exception."""
-        return f"while layer {self.index} ({type(self.layer).__name__}) was run on the sample, for its cost"
-
-    def given(self) -> LayerInput:
-        """What the layer takes, for it to keep: it may work in place."""
-        return self.given_with_leaves()[1]
-
-    def given_with_leaves(self) -> tuple[list[Tensor], LayerInput]:
-        """The same, behind the leaves to which its gradients come."""
+    def given(self) -> tuple[LayerInput, list[Tensor]]:
+        """What the layer takes, for it to keep, since it may work in place; and the leaves its gradients come to."""
         leaves: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
@@ -103,37 +86,28 @@ class LayerRun:
 
         popped = {name: None if tensor is None else copy(tensor) for name, tensor in self.popped.items()}
         value = replace_tensors(self.value, copy)
-        return [leaf for leaf in leaves if leaf.requires_grad], (value, popped)
-
-    def rng_scope(self) -> rng_scope:
-        """The randomness of the layer, the same in every run."""
-        return rng_scope(0, 0, self.index, 0)
+        return (value, popped), [leaf for leaf in leaves if leaf.requires_grad]
 
     def forward(self, given: LayerInput) -> LayerOutput:
-        """Runs the layer on what it is given; gives what it returns, and what it stashes."""
-        result = self.call(given[0], **given[1])
-        stash = skip_names(self.layer, "stash")
-        return unpack_stashes(result, stash) if stash else (result, {})
-
-    def warm_up(self) -> None:
-        """Runs the layer for the first time."""
-        with self.rng_scope():
-            output = self.forward(self.given())
-        stashed = {name: detach_boundary(tensor)[0].stashed for name, tensor in output[1].items()}
-        self._output = detach_boundary(output[0])[0].value, stashed
-        backward_of(output)()
+        """Runs the layer, with the same randomness each time; gives what it returns, and what it stashes."""
+        with rng_scope(0, 0, self.index, 0):
+            return run_layer(self.layer, *given)
 
     def output(self) -> LayerOutput:
-        """What later layers take, cut from its graph."""
+        """What later layers take, cut from its graph: of the first run of the layer, which warms it up."""
         if self._output is None:
-            self.warm_up()
-        assert self._output is not None
+            output = self.forward(self.given()[0])
+            stashed = {name: detach_boundary(tensor)[0].stashed for name, tensor in output[1].items()}
+            self._output = detach_boundary(output[0])[0].value, stashed
+            run_backward(*roots_of(output))
         return self._output
 
 
-def backward_of(output: LayerOutput) -> Callable[[], None]:
-    """The backward of what a layer returned and stashed, to be called."""
-    return partial(run_backward, *roots_of(output))
+def run_layer(layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> LayerOutput:
+    """What a layer returns, and what it stashes."""
+    result = layer(value, **popped)
+    stash = skip_names(layer, "stash")
+    return unpack_stashes(result, stash) if stash else (result, {})
 
 
 def roots_of(output: LayerOutput) -> tuple[list[Tensor], Gradients]:
@@ -172,76 +146,58 @@ def measure_seconds(
 
         def alone(run: LayerRun) -> LayerSeconds:
             run.layer.to(device)
-            run.warm_up()
-            return _typical(_Rounds([[run]], once).go(0))[0]
+            run.output()
+            return _time_in_company([[run]], once)[0]
 
         return measure_each(layers, on_device, alone)
-    with warmed_up(layers, on_device) as runs:
-        groups = _in_groups(runs, at_once)
-        return [found for rounds in _Rounds(groups, once).go_at_once() for found in _typical(rounds)]
+    runs = measure_each(layers, on_device, lambda run: run)
+    count = min(at_once, len(runs))
+    cuts = [len(runs) * at // count for at in range(count + 1)] if runs else []
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(untouched(run.layer))
+        return _time_in_company([runs[first:end] for first, end in pairwise(cuts)], once)
 
 
-def _in_groups(runs: Sequence[LayerRun], count: int) -> list[Sequence[LayerRun]]:
-    """So many groups of consecutive layers at most, about as many layers in each."""
-    count = min(count, len(runs))
-    cuts = [len(runs) * at // count for at in range(count + 1)]
-    return [runs[first:end] for first, end in pairwise(cuts)]
+def _time_in_company(
+    groups: Sequence[Sequence[LayerRun]], once: Callable[[LayerRun], LayerSeconds]
+) -> list[LayerSeconds]:
+    """Times groups of layers at once, a thread for each, round after round, until all were timed often enough."""
+    found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST_ROUNDS) for _ in groups]
+    enough = [False] * len(groups)
+    stopped = threading.Event()
+    operations = torch.get_num_threads()
 
+    def timed(run: LayerRun) -> LayerSeconds:
+        with run.named():
+            return once(run)
 
-class _Rounds:
-    """Groups of layers that are timed at once, round after round, until each group has been timed often enough."""
-
-    def __init__(self, groups: Sequence[Sequence[LayerRun]], once: Callable[[LayerRun], LayerSeconds]) -> None:
-        self.groups, self.once = groups, once
-        self.found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST_ROUNDS) for _ in groups]
-        self.enough = [False] * len(groups)
-        self.stopped = threading.Event()
-        self.failures: list[BaseException] = []
-
-    def go_at_once(self) -> list[deque[list[LayerSeconds]]]:
-        """Times all groups, a thread for each, or the calling one for the only one."""
-        if len(self.groups) == 1:
-            return [self.go(0)]
-        operations = torch.get_num_threads()
-        threads = [threading.Thread(target=self._in_thread, args=(at, operations)) for at in range(len(self.groups))]
+    def go(at: int) -> None:
+        end = time.perf_counter() + PATIENCE_SECONDS * len(groups[at])
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            self.stopped.set()
-        if self.failures:
-            raise self.failures[0]
-        return self.found
-
-    def _in_thread(self, at: int, operations: int) -> None:
-        try:
-            with intra_op_threads(operations):
-                self.go(at)
-        except BaseException as error:  # raised by the calling thread
-            self.failures.append(error)
-            self.stopped.set()
-
-    def go(self, at: int) -> deque[list[LayerSeconds]]:
-        """Times one group until all have been timed often enough: a round that ends later was not in company."""
-        found, end = self.found[at], time.perf_counter() + PATIENCE_SECONDS * len(self.groups[at])
-        while not self.stopped.is_set():
-            one = [self._timed(run) for run in self.groups[at]]
-            if not self.stopped.is_set():
-                found.append(one)
-            late = time.perf_counter() >= end
-            self.enough[at] = len(found) >= (FEWEST_ROUNDS if late else MOST_ROUNDS)
-            if all(self.enough):
-                self.stopped.set()
-        return found
-
-    def _timed(self, run: LayerRun) -> LayerSeconds:
-        try:
-            return self.once(run)
-        except Exception as error:
-            error.add_note(run.what)
+            while not stopped.is_set():
+                one = [timed(run) for run in groups[at]]
+                if not stopped.is_set():  # a round that ends later was not in company
+                    found[at].append(one)
+                late = time.perf_counter() >= end
+                enough[at] = len(found[at]) >= (FEWEST_ROUNDS if late else MOST_ROUNDS)
+                if all(enough):
+                    stopped.set()
+        except BaseException:
+            stopped.set()
             raise
+
+    def go_in_thread(at: int) -> None:
+        with intra_op_threads(operations):
+            go(at)
+
+    if len(groups) == 1:
+        go(0)
+    else:
+        with ThreadPoolExecutor(max(1, len(groups))) as pool:
+            for done in [pool.submit(go_in_thread, at) for at in range(len(groups))]:
+                done.result()
+    return [each for rounds in found for each in _typical(rounds)]
 
 
 def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
@@ -271,32 +227,28 @@ def _middle(runs: Sequence[LayerSeconds]) -> LayerSeconds:
 
 def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:
     """The user's cost of each layer, given the layer and what it takes of a sample micro-batch."""
-    return measure_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0])))
+    return measure_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0][0])))
 
 
 def _seconds(run: LayerRun, device: torch.device, *, parts: bool) -> LayerSeconds:
-    given = run.given()
+    """Of one forward and backward; of another backward in its two parts, if these are wanted."""
+    given, _ = run.given()
     start = _now(device)
-    with run.rng_scope():
-        output = run.forward(given)
+    output = run.forward(given)
     forward = _now(device) - start
-    backward = backward_of(output)
+    roots, gradients = roots_of(output)
     start = _now(device)
-    backward()
-    whole = _now(device) - start
-    return LayerSeconds(forward, whole, *(_parts(run, device) if parts else (None, None)))
-
-
-def _parts(run: LayerRun, device: torch.device) -> tuple[float, float]:
-    """Seconds of the backward's two parts."""
-    leaves, given = run.given_with_leaves()
-    with run.rng_scope():
-        roots, gradients = roots_of(run.forward(given))
+    run_backward(roots, gradients)
+    backward = _now(device) - start
+    if not parts:
+        return LayerSeconds(forward, backward)
+    given, leaves = run.given()
+    roots, gradients = roots_of(run.forward(given))
     start = _now(device)
     deferred = backward_input(roots, gradients, leaves)
     between = _now(device)
     backward_weight(deferred)
-    return between - start, _now(device) - between
+    return LayerSeconds(forward, backward, between - start, _now(device) - between)
 
 
 def _now(device: torch.device) -> float:

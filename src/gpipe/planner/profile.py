@@ -4,36 +4,43 @@ Floating-point operations and bytes are counted on tensors without values: what 
 what autograd saves, each storage once and in the first layer that saves it, parameters and buffers left out.
 """
 
+import pickle
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
+from operator import itemgetter
+from types import BuiltinFunctionType, FunctionType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from gpipe._torch.dispatcher import Fakes
-from gpipe.planner.alike import likeness, likeness_of_value
+from gpipe._torch.dispatcher import Fakes, is_fake
 from gpipe.planner.counts import counting
-from gpipe.planner.measure import LayerOutput, backward_of, measure_seconds
+from gpipe.planner.measure import measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds
+from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import untouched
 from gpipe.stages.shared_weights import put_parameter
-from gpipe.stages.skips import skip_names, unpack_stashes
+from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
+T = TypeVar("T")
 ADAM = 2
 """Numbers that the optimizer keeps of each that it trains: Adam keeps two."""
-
 IF_IT_NEEDS_VALUES = (
-    "if it needs them, to branch on, no plan and no remat='auto' can be found: give partitions=, micro_batches= and "
-    "remat= to GPipe yourself"
+    "if it needs them, to branch on, no plan, no remat='auto' and no costs='flops' can be had: give partitions=, "
+    "micro_batches= and remat= to GPipe yourself"
 )
+_LEAST = 1e-9
+"""No layer costs nothing."""
 
 
 @dataclass
@@ -84,8 +91,8 @@ def profile_layers(
     profiles = []
     for at, (name, layer) in enumerate(zip(names, layers, strict=True)):
         counts = {rows: each[at] for rows, each in counted.items()}
-        taken = {rows: each[at] for rows, each in work.items()}
-        profiles.append(_profile(name, layer, counts, taken, optimizer_numbers))
+        seconds = {rows: each[at] for rows, each in work.items()}
+        profiles.append(_profile(name, layer, counts, seconds, optimizer_numbers))
     return Profile(tuple(profiles), "flops" if measured_on is None else "seconds")
 
 
@@ -97,32 +104,30 @@ def _profile(
     optimizer_numbers: float,
 ) -> LayerProfile:
     """The profile of a layer of which is known, by rows, what it counts and takes."""
+    are_split = all(each.inputs is not None for each in work.values())
+    inputs, weights = (_line(work, lambda each: each.inputs or 0.0), _line(work, lambda each: each.weights or 0.0))
+    popped = {rows: each.popped for rows, each in counts.items()}
+    buffers = _bytes_of(layer.buffers())
+    trained = _bytes_of(p for p in layer.parameters() if p.requires_grad)  # beside: gradients, and the optimizer's
     return LayerProfile(
         name=name,
-        forward=_line({rows: max(_LEAST, each.forward) for rows, each in work.items()}),
-        backward=_line({rows: each.backward for rows, each in work.items()}),
-        parts=_parts(work),
-        boundary=_line({rows: each.boundary for rows, each in counts.items()}),
-        inside=_line({rows: each.inside for rows, each in counts.items()}),
-        keeps_input=_line({rows: each.keeps_input for rows, each in counts.items()}),
-        working=_line({rows: each.working for rows, each in counts.items()}),
-        leaving=_line({rows: each.leaving for rows, each in counts.items()}),
-        state=_state(layer, optimizer_numbers),
-        buffers=float(sum(t.numel() * t.element_size() for t in layer.buffers() if not is_lazy(t))),
-        popped=tuple(
-            (source, _line({rows: each.popped[source] for rows, each in counts.items()}))
-            for source in next(iter(counts.values())).popped
-        ),
+        forward=_line(work, lambda each: max(_LEAST, each.forward)),
+        backward=_line(work, lambda each: each.backward),
+        parts=(inputs, weights) if are_split else None,
+        boundary=_line(counts, lambda each: each.boundary),
+        inside=_line(counts, lambda each: each.inside),
+        keeps_input=_line(counts, lambda each: each.keeps_input),
+        working=_line(counts, lambda each: each.working),
+        leaving=_line(counts, lambda each: each.leaving),
+        state=buffers + _bytes_of(layer.parameters()) + trained * (1 + optimizer_numbers),
+        buffers=buffers,
+        popped=tuple((at, _line(popped, itemgetter(at))) for at in next(iter(popped.values()))),
     )
 
 
-_LEAST = 1e-9
-"""No layer costs nothing."""
-
-
-def _line(numbers: Mapping[int, float]) -> Line:
-    """The line through one number or two; where it would begin below 0, from there through the larger."""
-    (first, small), (last, large) = min(numbers.items()), max(numbers.items())
+def _line(found: Mapping[int, T], number: Callable[[T], float]) -> Line:
+    """The line through one number or two, by rows; where it would begin below 0, from there through the larger."""
+    (first, small), (last, large) = ((rows, number(found[rows])) for rows in (min(found), max(found)))
     per_row = (large - small) / (last - first) if last > first else large / last
     fixed = large - per_row * last
     if fixed < 0 or per_row < 0 or last == first:
@@ -130,17 +135,16 @@ def _line(numbers: Mapping[int, float]) -> Line:
     return Line(fixed, per_row)
 
 
-def _parts(work: Mapping[int, LayerSeconds]) -> tuple[Line, Line] | None:
-    inputs = {rows: each.inputs for rows, each in work.items() if each.inputs is not None}
-    weights = {rows: each.weights for rows, each in work.items() if each.weights is not None}
-    return (_line(inputs), _line(weights)) if inputs and weights else None
+def _bytes_of(tensors: Iterable[Tensor]) -> float:
+    return float(sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t)))
 
 
-def _state(layer: nn.Module, optimizer_numbers: float) -> float:
-    """Bytes of weights and buffers, and where they are trained of gradients and the optimizer."""
-    held = [*layer.parameters(), *layer.buffers()]
-    sizes = ((t.numel() * t.element_size(), t.requires_grad) for t in held if not is_lazy(t))
-    return float(sum(size * (2 + optimizer_numbers if trains else 1) for size, trains in sizes))
+def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
+    """Floating-point operations of forward and backward of each layer, at least 1, counted without values.
+
+    What counts is matrix products, convolutions, attention and LSTMs, a multiplication and an addition as two.
+    """
+    return [max(1.0, each.forward + each.backward) for each in count(layers, sample)]
 
 
 def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
@@ -160,6 +164,48 @@ def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
                 error.add_note(f"while layer {index} ({name}) was counted without values; {IF_IT_NEEDS_VALUES}")
                 raise
     return run.counts
+
+
+class _Likeness(pickle.Pickler):
+    """Writes tensors by how they are laid out, and which of their storages are kept; types and functions as such."""
+
+    def __init__(self, file: BytesIO, kept: Collection[int]) -> None:
+        super().__init__(file)
+        self._kept = kept
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, item: object) -> str | None:
+        """What is written for such an object; None for others, of which all that they hold is written."""
+        if isinstance(item, (type, FunctionType, BuiltinFunctionType)):
+            return str(id(item))
+        if isinstance(item, Tensor) and (type(item) in (Tensor, nn.Parameter) or is_fake(item)):
+            storage = item.untyped_storage()
+            which = [self._numbers.setdefault(id(each), len(self._numbers)) for each in (item, storage)]
+            layout = type(item), item.shape, item.stride(), item.dtype, item.requires_grad, item.storage_offset()
+            return str((which, layout, storage.nbytes(), id(storage) in self._kept))
+        if isinstance(item, (Tensor, torch.jit.ScriptModule)):
+            raise pickle.PicklingError("it cannot be told what it does")
+        return None
+
+
+def likeness(what: object, kept: Collection[int] = ()) -> bytes | None:
+    """The same for layers, and what they take, of which all is alike but numbers in tensors; None: it is not known.
+
+    All attributes are compared: that a layer prints like another is not enough.
+
+    Args:
+        what: Layers and values.
+        kept: Of which storages, by identity, it matters that they are.
+
+    >>> likeness(nn.Linear(2, 3)) == likeness(nn.Linear(2, 3)) != likeness(nn.Linear(2, 3, bias=False))
+    True
+    """
+    found = BytesIO()
+    try:
+        _Likeness(found, kept).dump(what)
+    except Exception:  # what cannot be pickled raises whatever it likes
+        return None
+    return found.getvalue()
 
 
 @dataclass(frozen=True)
@@ -187,72 +233,61 @@ class _Run:
         self._origin: dict[int, torch.UntypedStorage] = {}  # by that of a copy, what it is a copy of
         self._copies: list[torch.UntypedStorage] = []
         self._stashed: dict[str, tuple[int, Tensor | None]] = {}
-        self._outcomes: dict[Hashable, _Outcome] = {}  # by what layers are and take
+        self._outcomes: dict[bytes, _Outcome] = {}  # by what layers are and take
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor of the same layout without values."""
         return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     @contextmanager
-    def on_fakes(self, layer: nn.Module) -> Iterator[None]:
+    def _on_fakes(self, layer: nn.Module) -> Iterator[None]:
         """Has the modules of a layer hold tensors without values; `untouched` puts back what they held."""
         held = [
-            (module, name, tensor, own)
+            (module, name, tensor)
             for module in layer.modules()
-            for own in (module._parameters, module._buffers)
-            for name, tensor in own.items()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
-        made = {id(tensor): self._fakes.like(tensor) for _, _, tensor, _ in held}
+        made = {id(tensor): self._fakes.like(tensor) for _, _, tensor in held}
         try:
-            for module, name, tensor, own in held:
-                _put(module, name, made[id(tensor)], own)
+            for module, name, tensor in held:
+                _put(module, name, made[id(tensor)])
             yield
         finally:
-            for module, name, tensor, own in held:
-                _put(module, name, tensor, own)
+            for module, name, tensor in held:
+                _put(module, name, tensor)
 
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
         """Counts one layer, or takes for its costs those of one that is alike; gives what it hands on."""
         key = None if is_last else self._key(layer, value)
-        if key in self._outcomes:
-            return self._as_before(self._outcomes[key], value)
-        before = dict(self._kept)
-        with untouched(layer), self.on_fakes(layer):
+        outcome = None if key is None else self._outcomes.get(key)
+        if outcome is not None:
+            self.counts.append(outcome.counts)
+            output = replace_tensors(outcome.output, self.fake)
+            each = zip((*tensors_in(value), *tensors_in(output)), outcome.keeps, strict=True)
+            self._kept |= _storages([tensor for tensor, keeps in each if keeps])
+            return output
+        before = set(self._kept)
+        with untouched(layer), self._on_fakes(layer):
             output = self._run(index, layer, value, is_last=is_last)
-        if key is not None and self._is_outcome(value, output, before):
-            keeps = tuple(map(self._is_kept, (*tensors_in(value), *tensors_in(output))))
+        if key is not None and self._is_all(value, output, before):
+            storages = [id(tensor.untyped_storage()) for tensor in (*tensors_in(value), *tensors_in(output))]
+            keeps = tuple(storage in self._kept for storage in storages)
             self._outcomes[key] = _Outcome(self.counts[-1], replace_tensors(output, self.fake), keeps)
         return output
 
-    def _key(self, layer: nn.Module, value: Tree) -> Hashable | None:
+    def _key(self, layer: nn.Module, value: Tree) -> bytes | None:
         """By which layers are alike; None if that cannot be told."""
         copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
-        if copied or skip_names(layer, "pop") or skip_names(layer, "stash"):
-            return None
-        what, given = likeness(layer), likeness_of_value(value, self._kept)
-        return None if what is None or given is None else (what, given)
+        skips = skip_names(layer, "pop") or skip_names(layer, "stash")
+        return None if copied or skips else likeness((layer, value), self._kept)
 
-    def _is_outcome(self, value: Tree, output: Tree, before: Mapping[int, torch.UntypedStorage]) -> bool:
+    def _is_all(self, value: Tree, output: Tree, before: set[int]) -> bool:
         """Whether all that is left of a layer that was run is what an outcome says."""
-        given, made = (_storages(tensors_in(tree)) for tree in (value, output))
-        of_others = given.keys() | before.keys() | self._origin.keys()
-        only = self._kept.keys() - before.keys() <= given.keys() | made.keys()
-        fresh = replace_tensors(output, self.fake)
-        alike = likeness_of_value(output, ()) == likeness_of_value(fresh, ())
-        return only and alike and made.keys().isdisjoint(of_others)
-
-    def _is_kept(self, tensor: Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._kept
-
-    def _as_before(self, outcome: _Outcome, value: Tree) -> Tree:
-        """Counts a layer that is like one that was run."""
-        self.counts.append(outcome.counts)
-        output = replace_tensors(outcome.output, self.fake)
-        tensors = (*tensors_in(value), *tensors_in(output))
-        kept = [tensor for tensor, keeps in zip(tensors, outcome.keeps, strict=True) if keeps]
-        self._kept |= _storages(kept)
-        return output
+        given, made = (_storages(tensors_in(tree)).keys() for tree in (value, output))
+        only = self._kept.keys() - before <= given | made
+        alike = likeness(output) == likeness(replace_tensors(output, self.fake))
+        return only and alike and made.isdisjoint(given | before | self._origin.keys())
 
     def _run(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
         own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
@@ -275,7 +310,8 @@ class _Run:
         watch = Watch(storage_identity)
         with self._fakes.inside(), counting() as counter, watch:
             with saved_tensors_hooks(save, lambda tensor: tensor):
-                output = self._forward(layer, value, {name: tensor for name, (_, tensor) in popped.items()})
+                given = {name: None if tensor is None else self._copy(tensor) for name, (_, tensor) in popped.items()}
+                output = run_layer(layer, replace_tensors(value, self._copy), given)
             found.forward = float(counter.get_total_flops())
             leaving = _storages([t for t in (*tensors_in(output[0]), *output[1].values()) if t is not None])
             found.keeps_input = _bytes({at: storage for at, storage in saved.items() if at in entering})
@@ -285,7 +321,7 @@ class _Run:
             saved.clear()
             watch.end(gradients=())
             before = watch.held
-            backward_of(output)()
+            run_backward(*roots_of(output))
             watch.end(gradients=())
             found.backward = counter.get_total_flops() - found.forward
         found.working = watch.peak - before
@@ -294,12 +330,6 @@ class _Run:
         for name, tensor in output[1].items():
             self._stashed[name] = index, None if tensor is None else _cut(tensor)
         return replace_tensors(output[0], _cut)
-
-    def _forward(self, layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> LayerOutput:
-        given = {name: None if tensor is None else self._copy(tensor) for name, tensor in popped.items()}
-        result = layer(replace_tensors(value, self._copy), **given)
-        stash = skip_names(layer, "stash")
-        return unpack_stashes(result, stash) if stash else (result, {})
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """A tensor for a layer to work on, in place too; known for what it is a copy of."""
@@ -327,8 +357,8 @@ def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> float:
     return float(sum(storage.nbytes() for storage in storages.values()))
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor, own: Mapping[str, Tensor | None]) -> None:
-    if own is module._parameters:
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    if name in module._parameters:
         put_parameter(module, name, tensor)
     else:
         module._buffers[name] = tensor

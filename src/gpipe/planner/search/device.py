@@ -67,24 +67,20 @@ def bytes_text(number: float) -> str:
     return f"{number:.3g} bytes"
 
 
-def _preset(name: str, gibibytes: float, teraflops: float, gigabytes: float) -> Device:
-    return Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name)
-
-
 PRESETS = {
-    device.name: device
-    for device in (
-        _preset("tpuv2", 8, 22.5, 62.5),  # a core; bfloat16
-        _preset("tpuv3", 16, 61.5, 82),  # likewise
-        _preset("p100", 16, 9.3, 12),  # float32, over PCI-E, as in the paper's Table 3
-        _preset("v100", 16, 125, 150),  # float16
-        _preset("t4", 16, 65, 12),
-        _preset("rtx3090", 24, 71, 12),
-        _preset("rtx4090", 24, 165, 25),
-        _preset("a100", 40, 312, 300),
-        _preset("a100-80", 80, 312, 300),
-        _preset("h100", 80, 989, 450),
-        _preset("h200", 141, 989, 450),
+    name: Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name)
+    for name, gibibytes, teraflops, gigabytes in (
+        ("tpuv2", 8, 22.5, 62.5),  # a core; bfloat16
+        ("tpuv3", 16, 61.5, 82),  # likewise
+        ("p100", 16, 9.3, 12),  # float32, over PCI-E, as in the paper's Table 3
+        ("v100", 16, 125, 150),  # float16
+        ("t4", 16, 65, 12),
+        ("rtx3090", 24, 71, 12),
+        ("rtx4090", 24, 165, 25),
+        ("a100", 40, 312, 300),
+        ("a100-80", 80, 312, 300),
+        ("h100", 80, 989, 450),
+        ("h200", 141, 989, 450),
     )
 }
 """Devices by name: memory of one, `ATTAINED_SHARE` of the peak of its matrix units, and its link one way."""
@@ -101,29 +97,24 @@ def parse_devices(text: str) -> list[Device]:
     Raises:
         ValueError: It cannot be read, or may be read in two ways; says how devices are written.
     """
-    count, of, kind = text.partition("x")
-    if text in PRESETS:
-        return [PRESETS[text]]
-    if of and kind in PRESETS and COUNT.fullmatch(count):
-        return [PRESETS[kind]] * _at_least_one(count, text)
+    count, _, kind = ("1x" + text if text in PRESETS else text).partition("x")
     parts = text.split("x")
-    if len(parts) not in (3, 4) or not all(map(NUMBER.fullmatch, parts)):
+    if kind in PRESETS and COUNT.fullmatch(count):
+        device = PRESETS[kind]
+    elif len(parts) not in (3, 4) or not all(map(NUMBER.fullmatch, parts)):
         raise ValueError(
             f"{text!r} is no devices; give COUNTxPRESET, as 8xtpuv3, of {', '.join(PRESETS)}; or {NUMBERS}"
         )
-    *counts, memory, speed, link = parts
-    if not counts and COUNT.fullmatch(memory):
+    elif len(parts) == 3 and COUNT.fullmatch(count):
         raise ValueError(
-            f"{text!r} is one device of {memory} GiB, or {memory} devices without a link; write 1x{text} for the "
+            f"{text!r} is one device of {count} GiB, or {count} devices without a link; write 1x{text} for the "
             f"one, {text}xGB/s for the others: {NUMBERS}"
         )
-    if counts and not COUNT.fullmatch(counts[0]):
-        raise ValueError(f"{text!r} begins with {counts[0]}, which is no number of devices; give {NUMBERS}")
-    each = Device(float(memory) * GIB, float(speed) * 1e12, float(link) * 1e9)
-    return [each] * (_at_least_one(counts[0], text) if counts else 1)
-
-
-def _at_least_one(count: str, text: str) -> int:
+    elif len(parts) == 4 and not COUNT.fullmatch(count):
+        raise ValueError(f"{text!r} begins with {count}, which is no number of devices; give {NUMBERS}")
+    else:
+        memory, speed, link = map(float, parts[-3:])
+        device, count = Device(memory * GIB, speed * 1e12, link * 1e9), count if len(parts) == 4 else "1"
     if not int(count):
         raise ValueError(f"{text!r} is no device at all; give a count of at least 1")
-    return int(count)
+    return [device] * int(count)

@@ -1,10 +1,11 @@
 """What a search found: the plan, the next best, and why the others were rejected."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import Literal
 
 from gpipe.planner.search.device import Device, bytes_text
@@ -125,24 +126,15 @@ class Plan:
         """The timeline and the peak bytes, by the simulator."""
         return simulate(self.program, self.costs)
 
-    def with_others(self, alternatives: Sequence["Plan"], rejected: Sequence[Rejection]) -> "Plan":
-        """The plan beside those that it was chosen from."""
-        return replace(self, alternatives=tuple(alternatives), rejected=tuple(rejected))
-
     def explain(self) -> str:
         """Says what is to be done, what it will take, what comes next, and why the others were rejected."""
-        return "\n".join([*self._chosen(), *self._doubts(), *self._ranks(), *self._others()])
+        return "\n".join([*self._chosen(), *self._ranks(), *self._others()])
 
     def _chosen(self) -> Iterator[str]:
         yield f"{self.shape}: {self.seconds:.4g} s for {self.global_batch} rows, {self.rows_per_second:.4g} rows/s"
-        link = f"carries messages for {self.communication:.3g} s" if self.communication else "carries none"
-        yield (
-            f"bubble {self.bubble:.1%}; the busiest link {link}"
-            if len(self.devices) > 1
-            else f"bubble {self.bubble:.1%}"
-        )
-
-    def _doubts(self) -> Iterator[str]:
+        carried = f"messages for {self.communication:.3g} s" if self.communication else "none"
+        link = f"; the busiest link carries {carried}" if len(self.devices) > 1 else ""
+        yield f"bubble {self.bubble:.1%}{link}"
         longest = max(cost.forward + cost.backward for cost in self.costs)
         if self.partitions > 1 and longest < NOISE_SECONDS:
             yield (
@@ -150,37 +142,30 @@ class Plan:
                 "differences between plans are noise here; train without a pipeline, or give larger micro-batches"
             )
         if self.plain_seconds is not None:
-            is_faster = self.plain_seconds <= self.seconds
+            slower = self.plain_seconds > self.seconds
             which = (
-                "it is faster here; a pipeline pays where each rank has a device"
-                if is_faster
-                else "the plan is faster"
+                "the plan is faster" if slower else "it is faster here; a pipeline pays where each rank has a device"
             )
             yield f"plain torch with all these cores takes {self.plain_seconds:.4g} s, measured: {which}"
 
     def _ranks(self) -> Iterator[str]:
-        stages = zip(bounds(self.layers_per_partition), self.remat, strict=True)
-        rank_of = self.program.rank_of
-        words = [f"{_span(self.names, *run)}, remat {remat}" for run, remat in stages]
+        words: list[list[str]] = [[] for _ in self.devices]
+        for rank, (first, end), remat in zip(
+            self.program.rank_of, bounds(self.layers_per_partition), self.remat, strict=True
+        ):
+            last = "" if end - first == 1 else f" to {self.names[end - 1]} ({end - first})"
+            words[rank].append(f"{self.names[first]}{last}, remat {remat}")
         for rank, (device, peak) in enumerate(zip(self.devices, self.peak_bytes, strict=True)):
-            own = "; ".join(text for text, at in zip(words, rank_of, strict=True) if at == rank)
-            yield f"rank {rank}{f' ({device.name})' * bool(device.name)}: {own}; {_of(peak, device.memory)}"
+            name = f" ({device.name})" if device.name else ""
+            of = "" if device.memory == inf else f" of {bytes_text(device.memory)}"
+            yield f"rank {rank}{name}: {'; '.join(words[rank])}; {bytes_text(peak)}{of}"
 
     def _others(self) -> Iterator[str]:
         for other in self.alternatives:
-            yield f"next: {other.shape}: {other.seconds:.4g} s, {_longer(other.seconds / self.seconds - 1)}"
+            part = other.seconds / self.seconds - 1
+            less = part <= -LEAST_SHARE_TOLD
+            longer = f"{-part:.1%} less, with more stages" if less else f"{max(part, 0):.1%} longer"
+            yield f"next: {other.shape}: {other.seconds:.4g} s, {longer}"
         for reason, count in Counter(each.reason for each in self.rejected).items():
             first = next(each for each in self.rejected if each.reason == reason)
             yield f"rejected, {reason}: {count}, first {first}"
-
-
-def _longer(part: float) -> str:
-    return f"{-part:.1%} less, with more stages" if part <= -LEAST_SHARE_TOLD else f"{max(part, 0):.1%} longer"
-
-
-def _span(names: Sequence[str], first: int, end: int) -> str:
-    return names[first] if end - first == 1 else f"{names[first]} to {names[end - 1]} ({end - first})"
-
-
-def _of(peak: float, memory: float) -> str:
-    return bytes_text(peak) if memory == float("inf") else f"{bytes_text(peak)} of {bytes_text(memory)}"

@@ -1,9 +1,10 @@
 """What layers cost, by the rows of a micro-batch, and what stages of them then cost on devices."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import add
 from typing import Literal
 
 from gpipe.planner.search.device import Device
@@ -90,55 +91,51 @@ class Profile:
 
 @dataclass(frozen=True)
 class SizedProfile:
-    """What layers cost for micro-batches of one size; what runs of them cost is had by sums from the first."""
+    """What layers cost for micro-batches of one size: of each its work, and the bytes that it brings and keeps."""
 
     layers: tuple[LayerProfile, ...]
     rows: float
 
+    def _each(self, line: Callable[[LayerProfile], Line]) -> list[float]:
+        return [line(layer).at(self.rows) for layer in self.layers]
+
     @cached_property
     def forward(self) -> list[float]:
         """The work of each layer's forward."""
-        return [layer.forward.at(self.rows) for layer in self.layers]
+        return self._each(lambda layer: layer.forward)
 
     @cached_property
     def backward(self) -> list[float]:
         """The work of each layer's backward."""
-        return [layer.backward.at(self.rows) for layer in self.layers]
-
-    @cached_property
-    def inputs(self) -> list[float]:
-        """The work of each layer's backward for its input alone."""
-        if not self._has_parts:
-            return [backward / 2 for backward in self.backward]
-        return [layer.parts[0].at(self.rows) for layer in self.layers if layer.parts is not None]
+        return self._each(lambda layer: layer.backward)
 
     @cached_property
     def work(self) -> list[float]:
         """Of each layer, forward and backward."""
-        return [sum(both) for both in zip(self.forward, self.backward, strict=True)]
+        return list(map(add, self.forward, self.backward))
+
+    @cached_property
+    def parts(self) -> list[tuple[float, float]] | None:
+        """The work of each layer's backward for its input alone, and for its weights; None if that is not known."""
+        known = [layer.parts for layer in self.layers if layer.parts is not None]
+        if len(known) < len(self.layers):
+            return None
+        return [(inputs.at(self.rows), weights.at(self.rows)) for inputs, weights in known]
+
+    @cached_property
+    def inputs(self) -> list[float]:
+        """The work of each layer's backward for its input alone."""
+        return [work / 2 for work in self.backward] if self.parts is None else [inputs for inputs, _ in self.parts]
 
     @cached_property
     def boundary(self) -> list[float]:
         """The bytes that enter a stage of which a layer is the first, by the main line."""
-        return [layer.boundary.at(self.rows) for layer in self.layers]
+        return self._each(lambda layer: layer.boundary)
 
     @cached_property
     def kept(self) -> list[float]:
         """The bytes that each layer keeps for its backward, if it is not the first of its stage."""
-        return [layer.inside.at(self.rows) + layer.keeps_input.at(self.rows) for layer in self.layers]
-
-    @cached_property
-    def _has_parts(self) -> bool:
-        return all(layer.parts is not None for layer in self.layers)
-
-    @cached_property
-    def _before(self) -> list[tuple[float, ...]]:
-        """What the layers before each add up to."""
-        state = (layer.state for layer in self.layers)
-        parts = [layer.parts or (NOTHING, NOTHING) for layer in self.layers]
-        split = [[part.at(self.rows) for part in each] for each in zip(*parts, strict=True)]
-        numbers: Iterable[Iterable[float]] = (self.forward, self.backward, self.kept, state, *split)
-        return list(zip(*(accumulate(each, initial=0.0) for each in numbers), strict=True))
+        return list(map(add, self._each(lambda layer: layer.inside), self._each(lambda layer: layer.keeps_input)))
 
     def entering(self, first: int, end: int) -> float:
         """The bytes that a stage of the layers from `first` to before `end` is sent, skip connections included."""
@@ -162,19 +159,18 @@ class SizedProfile:
 
     def cost(self, first: int, end: int, speed: float) -> StageCost:
         """What a stage of the layers from `first` to before `end` costs, but for its messages."""
-        pairs = zip(self._before[first], self._before[end], strict=True)
-        forward, backward, kept, state, inputs, weights = (after - before for before, after in pairs)
+        own, run = self.layers[first:end], slice(first, end)
+        inputs, weights = zip(*self.parts[run], strict=True) if self.parts is not None else (None, None)
+        inside = sum(self.kept[run]) - own[0].keeps_input.at(self.rows) + own[-1].leaving.at(self.rows)
         return StageCost(
-            forward / speed,
-            backward / speed,
-            inputs / speed if self._has_parts else None,
-            weights / speed if self._has_parts else None,
-            boundary=round(self.entering(first, end) + sum(layer.buffers for layer in self.layers[first:end])),
-            inside=round(
-                kept - self.layers[first].keeps_input.at(self.rows) + self.layers[end - 1].leaving.at(self.rows)
-            ),
+            sum(self.forward[run]) / speed,
+            sum(self.backward[run]) / speed,
+            None if inputs is None else sum(inputs) / speed,
+            None if weights is None else sum(weights) / speed,
+            boundary=round(self.entering(first, end) + sum(layer.buffers for layer in own)),
+            inside=round(inside),
             working=round(self.working(first, end)),
-            state=round(state),
+            state=round(sum(layer.state for layer in own)),
         )
 
 

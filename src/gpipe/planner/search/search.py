@@ -7,16 +7,17 @@ Of those that rounding, or a measurement, cannot tell apart, that of fewest stag
 than is known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
-from gpipe.planner.search.cutting import Cutter, Settled, Trial, even
+from gpipe.planner.search.cutting import Trial, even
 from gpipe.planner.search.device import Device, bytes_text
 from gpipe.planner.search.fitting import Misfit
-from gpipe.planner.search.found import Plan, Rejection
-from gpipe.planner.search.profile import Profile, SizedProfile
+from gpipe.planner.search.found import Plan, Reason, Rejection
+from gpipe.planner.search.profile import Profile
 from gpipe.planner.search.shapes import Choices, Shape, least_seconds, likely_seconds
 
 ANYTHING = Choices()
@@ -55,16 +56,17 @@ def search(
     >>> plan.layers_per_partition, plan.micro_batches, plan.seconds
     ((1, 1, 1, 1), 4, 25.0)
     """
-    _check(profile, devices, global_batch, choices)
+    wrong = [] if profile.layers else ["there are no layers; give at least one"]
+    wrong += [] if devices else ["there are no devices; give at least one"]
+    wrong += choices.mistakes(len(devices), global_batch)
+    if wrong:
+        raise ValueError("\n".join(wrong))
     found = _Search(profile, devices, global_batch, alternatives + 1)
     shapes = partial(choices.shapes, len(devices), global_batch, len(profile.layers))
-    for shape in sorted(filter(found.is_possible, shapes()), key=found.promise):
-        found.attempt(shape)
+    found.attempt_all(shapes())
     for _, alike in groupby(sorted(shapes(beyond=True), key=micro_batches), key=micro_batches):
         if not found.fitting:  # smaller micro-batches may
-            for shape in sorted(filter(found.is_possible, alike), key=found.promise):
-                found.attempt(shape)
-    found.improve()
+            found.attempt_all(alike)
     return found.best()
 
 
@@ -77,78 +79,76 @@ class _Search:
         self.size = cache(lambda m: profile.of_micro_batch(global_batch // m))
         self.even = cache(even)
         self.actions = 0  # of all tables that fit and have many cuts
-        self.fitting: list[tuple[Settled, Cutter]] = []
+        self.fitting: list[tuple[float, Trial]] = []  # by their seconds
         self.rejected: list[Rejection] = []
         self.misfits: list[tuple[Misfit, Shape]] = []
 
-    def likely(self, shape: Shape) -> float:
-        """About the time of a shape."""
-        return likely_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+    def attempt_all(self, shapes: Iterable[Shape]) -> None:
+        """Finds the best cuts of shapes, the fast first, and of those alike the simple; or what is against them."""
 
-    def promise(self, shape: Shape) -> tuple[float, int]:
-        """By this shapes are tried in order: the fast first, and of those that are alike the simple."""
-        return float(f"{self.likely(shape):.9g}"), shape.stages
+        def likely(shape: Shape) -> float:
+            return likely_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
 
-    def least(self, shape: Shape) -> float:
-        """A time that no cuts of a shape go below."""
-        return least_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+        possible = filter(self._is_possible, shapes)
+        for seconds, _, shape in sorted(
+            ((float(f"{likely(shape):.9g}"), shape.stages, shape) for shape in possible), key=itemgetter(0, 1)
+        ):
+            least = least_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+            if self._is_enough(least):
+                self._reject(shape, "slower", f"takes {least:.4g} s at least")
+            elif self.actions > MOST_ACTIONS:
+                self._reject(shape, "slower", f"would take about {seconds:.4g} s, and faster ones were tried")
+            else:
+                self._try(shape)
 
-    def is_enough(self, seconds: float) -> bool:
+    def _reject(self, shape: Shape, reason: Reason, detail: str = "") -> None:
+        self.rejected.append(Rejection(shape, reason, detail))
+
+    def _is_enough(self, seconds: float) -> bool:
         """Whether as many were found as are wanted, none of which takes longer than this."""
-        return len(self.fitting) == self.wanted and seconds >= self.fitting[-1][0].seconds
+        return len(self.fitting) == self.wanted and seconds >= self.fitting[-1][0]
 
-    def is_possible(self, shape: Shape) -> bool:
+    def _is_possible(self, shape: Shape) -> bool:
         """Whether nothing speaks against a shape at once."""
-        why = _why_not(shape, self.size(shape.micro_batches), self.devices[: shape.partitions])
-        if why:
-            self.rejected.append(why)
-        return why is None
-
-    def attempt(self, shape: Shape) -> None:
-        """Finds the best cuts of a shape, or what is against it."""
-        if self.is_enough(least := self.least(shape)):
-            self.rejected.append(Rejection(shape, "slower", f"takes {least:.4g} s at least"))
-        elif self.actions > MOST_ACTIONS:
-            self.rejected.append(
-                Rejection(shape, "slower", f"would take about {self.likely(shape):.4g} s, and faster ones were tried")
-            )
+        sized, memory = self.size(shape.micro_batches), sum(each.memory for each in self.devices[: shape.partitions])
+        state = sum(layer.state for layer in sized.layers)
+        least = state + sum(layer.inside.at(sized.rows) for layer in sized.layers) / shape.stages_per_rank
+        has = f"devices {bytes_text(memory)}"
+        if shape.stages > len(sized.layers):
+            why = f"{shape.stages} stages, {len(sized.layers)} layers"
+            self._reject(shape, "more stages than layers", why)
+        elif state > memory:
+            self._reject(shape, "too big", f"weights, gradients and optimizer are {bytes_text(state)}, {has}")
+        elif least > memory:
+            why = f"{bytes_text(least)} with one micro-batch inside one stage of each rank, {has}"
+            self._reject(shape, "too big", why)
         else:
-            self._try(shape)
+            return True
+        return False
 
     def _try(self, shape: Shape) -> None:
         if (program := shape.program()) is None:
-            self.rejected.append(Rejection(shape, "no table of this size"))
+            return self._reject(shape, "no table of this size")
+        sized, used = self.size(shape.micro_batches), slice(shape.partitions)
+        devices, speeds = self.devices[used], self.speeds[used]
+        trial = Trial(shape, program, sized, devices, speeds, self._is_enough, self.even)
+        trial.begin()
+        if trial.best is not None:
+            self.actions += 0 if trial.few else len(program.actions)
+            self.fitting.append((trial.best.seconds, trial))
+            self.fitting.sort(key=itemgetter(0))
+            for seconds, slower in self.fitting[self.wanted :]:
+                self._reject(slower.shape, "slower", f"takes {seconds:.4g} s")
+            del self.fitting[self.wanted :]
+        elif trial.misfit is not None:
+            self.misfits.append((trial.misfit, shape))
+            self._reject(shape, "too big", f"at best {trial.misfit}")
         else:
-            used = slice(shape.partitions)
-            self._cut(Trial(shape, program, self.size(shape.micro_batches), self.devices[used], self.speeds[used]))
-
-    def _cut(self, trial: Trial) -> None:
-        cutter = Cutter(trial, self.is_enough, self.even)
-        cutter.begin()
-        match cutter.best:
-            case Settled() as settled:
-                self.actions += 0 if cutter.few else len(trial.program.actions)
-                self.fitting.append((settled, cutter))
-                self.fitting.sort(key=lambda each: each[0].seconds)
-                for slower, other in self.fitting[self.wanted :]:
-                    self.rejected.append(Rejection(other.trial.shape, "slower", f"takes {slower.seconds:.4g} s"))
-                del self.fitting[self.wanted :]
-            case Misfit() as misfit:
-                self.misfits.append((misfit, trial.shape))
-                self.rejected.append(Rejection(trial.shape, "too big", f"at best {misfit}"))
-            case None:
-                self.rejected.append(Rejection(trial.shape, "slower", "no cuts of it are as fast as the next best"))
-
-    def improve(self) -> None:
-        """Looks for better cuts of the shapes that were taken."""
-        for at, (_, cutter) in enumerate(self.fitting):
-            cutter.climb()
-            assert isinstance(cutter.best, Settled)  # as before, or better
-            self.fitting[at] = cutter.best, cutter
-        self.fitting.sort(key=lambda each: each[0].seconds)
+            self._reject(shape, "slower", "no cuts of it are as fast as the next best")
+        return None
 
     def best(self) -> Plan:
-        """The fastest plan, beside the others.
+        """The fastest plan, beside the others, all with the best cuts near those that were found.
 
         Raises:
             ValueError: Nothing fits.
@@ -156,20 +156,15 @@ class _Search:
         if not self.fitting:
             raise ValueError(self._why_nothing())
         measured = self.profile.unit == "seconds"
-        self._prefer_fewer_stages(ALIKE_FACTOR if measured else ROUNDING_FACTOR)
-        first, *others = (
-            _plan(settled, cutter.trial, self.global_batch, measured=measured) for settled, cutter in self.fitting
-        )
-        return first.with_others(others, self.rejected)
-
-    def _prefer_fewer_stages(self, alike: float) -> None:
-        """Puts the shape of fewest stages before others that are faster by less than can be told."""
-        alike *= self.fitting[0][0].seconds
-        simplest = min(
-            (each for each in self.fitting if each[0].seconds <= alike), key=lambda each: each[1].trial.shape.stages
-        )
-        self.fitting.remove(simplest)
-        self.fitting.insert(0, simplest)
+        plans = []
+        for _, trial in self.fitting:
+            trial.climb()
+            plans.append(_plan(trial, self.global_batch, measured=measured))
+        plans.sort(key=attrgetter("seconds"))
+        alike = plans[0].seconds * (ALIKE_FACTOR if measured else ROUNDING_FACTOR)
+        simplest = min((plan for plan in plans if plan.seconds <= alike), key=lambda plan: plan.shape.stages)
+        plans.remove(simplest)
+        return replace(simplest, alternatives=tuple(plans), rejected=tuple(self.rejected))
 
     def _why_nothing(self) -> str:
         if not self.misfits:
@@ -191,51 +186,19 @@ class _Search:
                 self._try(shape)
 
 
-def _check(profile: Profile, devices: Sequence[Device], global_batch: int, choices: Choices) -> None:
-    wrong = []
-    if not profile.layers:
-        wrong.append("there are no layers; give at least one")
-    if not devices:
-        wrong.append("there are no devices; give at least one")
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        wrong.append(f"global_batch={global_batch!r}; give the rows of a mini-batch, a whole number of at least 1")
-    if wrong:
-        raise ValueError("\n".join(wrong))
-    choices.check(len(devices), global_batch)
-
-
-def _why_not(shape: Shape, sized: SizedProfile, devices: Sequence[Device]) -> Rejection | None:
-    """What can be said against a shape at once."""
-    layers, memory = sized.layers, sum(device.memory for device in devices)
-    if shape.stages > len(layers):
-        return Rejection(shape, "more stages than layers", f"{shape.stages} stages, {len(layers)} layers")
-    state = sum(layer.state for layer in layers)
-    if state > memory:
-        return Rejection(
-            shape,
-            "too big",
-            f"weights, gradients and optimizer are {bytes_text(state)}, devices {bytes_text(memory)}",
-        )
-    inside = sum(layer.inside.at(sized.rows) for layer in layers) / shape.stages_per_rank
-    if state + inside > memory:
-        least = f"{bytes_text(state + inside)} with one micro-batch inside one stage of each rank"
-        return Rejection(shape, "too big", f"{least}, devices {bytes_text(memory)}")
-    return None
-
-
-def _plan(settled: Settled, trial: Trial, global_batch: int, *, measured: bool) -> Plan:
-    shape = trial.shape
-    again = trial.fitting.again(settled.levels)
-    busy = trial.simulator.busy(settled.costs, again)
+def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
+    shape, settled, fitting = trial.shape, trial.best, trial.fitting
+    assert settled is not None  # cuts that fit were found
+    busy = trial.simulator.busy(settled.costs, fitting.again(settled.levels))
     return Plan(
         partitions=shape.partitions,
         micro_batches=shape.micro_batches,
         layers_per_partition=settled.layers,
         schedule=shape.schedule,
         stages_per_rank=shape.stages_per_rank,
-        remat=trial.fitting.remat(settled.levels),
+        remat=fitting.remat(settled.levels),
         seconds=settled.seconds,
-        peak_bytes=trial.fitting.peaks(settled.costs, settled.levels),
+        peak_bytes=fitting.peaks(settled.costs, settled.levels),
         bubble=1 - busy / (shape.partitions * settled.seconds) if settled.seconds else 0.0,
         global_batch=global_batch,
         devices=tuple(trial.devices),

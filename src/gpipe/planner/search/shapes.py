@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt
 
+from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.profile import SizedProfile
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
 from gpipe.schedule.schedules import SCHEDULES
-from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.schedules.by_name import program_of, unknown
 from gpipe.schedule.simulate import figures
 
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
@@ -70,30 +71,28 @@ class Choices:
     schedules: Sequence[str] | None = None
     least_rows: int = 1
 
-    def check(self, devices: int, global_batch: int) -> None:
-        """Refuses what cannot be chosen.
-
-        Raises:
-            ValueError: Lists every mistake.
-        """
-        wrong = [
-            f"partitions={k}; give numbers from 1 to {devices}, as many as there are devices"
-            for k in self.partitions or ()
-            if not 1 <= k <= devices
-        ]
-        wrong += [
-            f"micro_batches={m}; give numbers that divide global_batch={global_batch}"
-            for m in self.micro_batches or ()
-            if m < 1 or global_batch % m
-        ]
-        wrong += [too_many(m) for m in self.micro_batches or () if m > MOST_MICRO_BATCHES]
-        wrong += [
-            f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
-            for name in self.schedules or ()
-            if name not in SCHEDULES
-        ]
-        if wrong:
-            raise ValueError("\n".join(wrong))
+    def mistakes(self, devices: float, global_batch: object) -> Iterator[str]:
+        """What of it, and which number of rows, cannot be on so many devices."""
+        for k in self.partitions or ():
+            if not is_count(k):
+                yield f"partitions={k!r}; give K, a whole number of at least 1{int_remedy(k)}; cuts are found"
+            elif k > devices:
+                yield f"partitions={k}; give numbers from 1 to {devices}, as many as there are devices"
+        for m in self.micro_batches or ():
+            if not is_count(m):
+                yield f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}"
+            elif isinstance(global_batch, int) and global_batch % m:
+                yield f"micro_batches={m}; give numbers that divide global_batch={global_batch}"
+            elif m > MOST_MICRO_BATCHES:
+                yield too_many(m)
+        for name in self.schedules or ():
+            if not isinstance(name, str):
+                yield f"schedule={name!r}; give the name of one, or leave it out to have the fastest"
+            elif name not in SCHEDULES:
+                yield unknown(name)
+        if not is_count(global_batch):
+            remedy = int_remedy(global_batch)
+            yield f"global_batch={global_batch!r}; give the rows of a mini-batch, at least 1{remedy}"
 
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
         """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size.
@@ -111,7 +110,9 @@ class Choices:
     def _micro_batches(self, global_batch: int, enough: int, *, beyond: bool) -> Sequence[int]:
         if self.micro_batches:
             return () if beyond else self.micro_batches
-        found = _divisors(global_batch, enough)[beyond]
+        divisors = _divisors(global_batch)
+        end = 1 + sum(divisor < enough for divisor in divisors)  # with the first that is enough
+        found = divisors[end:] if beyond else divisors[:end]
         return [m for m in found if m <= MOST_MICRO_BATCHES and (m == 1 or global_batch // m >= self.least_rows)]
 
 
@@ -125,19 +126,8 @@ def _rank_counts(most: int) -> list[int]:
     return sorted({*range(1, min(MOST_RANKS_TRIED, most) + 1), *beyond})
 
 
-def _divisors(number: int, enough: int) -> tuple[list[int], list[int]]:
-    """The numbers that divide another: up to the first that is enough, and beyond.
-
-    >>> _divisors(24, enough=5), _divisors(7, enough=5)
-    (([1, 2, 3, 4, 6], [8, 12, 24]), ([1, 7], []))
-    """
-    all_of_them = _all_divisors(number)
-    end = 1 + sum(divisor < enough for divisor in all_of_them)
-    return all_of_them[:end], all_of_them[end:]
-
-
 @cache
-def _all_divisors(number: int) -> list[int]:
+def _divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
@@ -150,15 +140,25 @@ def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) ->
     >>> least_seconds(Shape(4, 8, "gpipe"), sized, [1.0] * 4)  # (M + K - 1) (F + B)
     33.0
     """
-    m = shape.micro_batches
-    forward, backward, work = (_Work.of(each, speeds) for each in (sized.forward, sized.backward, sized.work))
-    path = forward.path + sum(sized.inputs) / max(speeds) if splits(shape.schedule) else work.path
-    least = max(path, m * work.slowest)
+    m, fastest, together = shape.micro_batches, max(speeds), sum(speeds)
+
+    def mean(work: Sequence[float]) -> float:
+        """On each rank, if all had the same."""
+        return sum(work) / together
+
+    def slowest(work: Sequence[float]) -> float:
+        """On the rank with the most, at least."""
+        return max(mean(work), max(work) / fastest)
+
+    path = sum(sized.work) / fastest  # through all layers
+    on_the_way = sum(sized.forward + sized.inputs) / fastest if splits(shape.schedule) else path
+    least = max(on_the_way, m * slowest(sized.work))
     match shape.schedule:
         case "gpipe":  # the forwards pass through all stages one behind the other, and then the backwards do
-            return max(least, work.path + (m - 1) * (forward.slowest + backward.slowest))
+            return max(least, path + (m - 1) * (slowest(sized.forward) + slowest(sized.backward)))
         case "1f1b":  # behind the first backward of rank r come all the others, and M - K + r forwards
-            return max(least, work.path + (m - 1) * backward.mean + max(0, m - shape.partitions) * forward.mean)
+            behind = (m - 1) * mean(sized.backward) + max(0, m - shape.partitions) * mean(sized.forward)
+            return max(least, path + behind)
         case _:
             return least
 
@@ -170,41 +170,17 @@ def splits(schedule: str) -> bool:
     return any(action.kind is Kind.BACKWARD_INPUT for action in program.actions)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Seconds of a micro-batch.
-
-    Attributes:
-        path: Through all layers.
-        mean: On each rank, if all had the same.
-        slowest: On the rank with the most, at least.
-    """
-
-    path: float
-    mean: float
-    slowest: float
-
-    @classmethod
-    def of(cls, work: Sequence[float], speeds: Sequence[float]) -> "_Work":
-        path, mean = sum(work) / max(speeds), sum(work) / sum(speeds)
-        return cls(path, mean, max(mean, max(work) / max(speeds)))
-
-
 def likely_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
     """About the time if all ranks had the same work, nothing were recomputed and everything fitted.
 
     The idle share is that of a table of fewer ranks, with as many micro-batches for each; it is about the same.
     """
-    work = shape.micro_batches * sum(sized.work) / sum(speeds)
-    return max(least_seconds(shape, sized, speeds), work / (1 - _idle_share(_small(shape))))
-
-
-def _small(shape: Shape) -> Shape:
-    """A shape like another, of few ranks."""
     ranks = min(shape.partitions, FEW_RANKS)
-    return replace(
+    few = replace(
         shape, partitions=ranks, micro_batches=max(1, round(shape.micro_batches * ranks / shape.partitions))
     )
+    work = shape.micro_batches * sum(sized.work) / sum(speeds)
+    return max(least_seconds(shape, sized, speeds), work / (1 - _idle_share(few)))
 
 
 @cache
