@@ -48,8 +48,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
-from gpipe.stages.loss_calls import call_watched_loss
-from gpipe.stages.losses import find_contradiction, own_loss
+from gpipe.stages.losses import call_watched_loss, check_weights_of_rows, find_contradiction, own_loss
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
@@ -344,7 +343,8 @@ class GPipe(Partitioned):
         run.targets = targets or split_targets(given.targets, run.rows, ready_made=run.ready_made)
         over_replicas = run.context.sum_over_replicas
         if reduction is not None:
-            reduction = given.refined(reduction, run.targets, run.rows)
+            if given.reduction is None:
+                check_weights_of_rows(given.loss_fn, run.targets, run.rows)
             run.weigh(loss_weights(reduction, run.rows, run.targets, over_replicas), given.scale)
             return
 

@@ -61,7 +61,7 @@ def walk(net: Endpoint, program: Program, size: int, pauses: random.Random) -> N
         elif action.kind is Kind.RECEIVE:
             message, _ = net.receive(program.rank_of[action.peer.stage], label(action))
             assert isinstance(message, BoundaryValue)
-            assert torch.equal(message.tensor, torch.full([size // 8], hash(label(action))))
+            assert torch.equal(message.value, torch.full([size // 8], hash(label(action))))
         elif pauses.random() < 0.1:
             time.sleep(2e-3)
 

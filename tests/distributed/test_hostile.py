@@ -110,7 +110,7 @@ HOSTILE_LAYOUTS = {
 def test_what_hostile_layouts_are_made_of_is_read() -> None:
     back = decode(layout_of([3], [1]).encode(), bytearray(64))
     assert isinstance(back, BoundaryValue)
-    assert back.tensor.tolist() == [0.0, 0.0, 0.0]
+    assert back.value.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", HOSTILE_LAYOUTS)

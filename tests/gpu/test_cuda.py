@@ -222,6 +222,6 @@ def test_what_is_copied_or_sent_begins_at_the_same_address_modulo_512() -> None:
         encoded = encode(BoundaryValue(tensor, []))
         sent = decode(encoded.layout, bytearray(b"".join(map(bytes, encoded.pieces()))))
         assert isinstance(sent, BoundaryValue)
-        assert sent.tensor.data_ptr() % 64 == tensor.data_ptr() % 64
+        assert sent.value.data_ptr() % 64 == tensor.data_ptr() % 64
         assert copy_of(tensor).data_ptr() % 512 == tensor.data_ptr() % 512
-        assert copy_of(tensor).stride() == sent.tensor.stride() == tensor.stride()
+        assert copy_of(tensor).stride() == sent.value.stride() == tensor.stride()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.stages.losses import find_reduction
+from gpipe.stages.losses import count_elements, find_reduction
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
 
 ROWS, CLASSES, PIXELS = 7, 3, 2
@@ -211,7 +211,7 @@ def test_an_explicit_reduction_wins() -> None:
 
 def test_compiled_losses_are_read() -> None:
     assert find_reduction(torch.compile(nn.MSELoss(reduction="sum"), backend="eager")) == "sum"
-    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) == "mean"
+    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) is count_elements
 
 
 class Own(nn.CrossEntropyLoss):
@@ -313,6 +313,9 @@ def test_what_cannot_be_read_of_a_loss_is_told() -> None:
     assert "reduction=lambda target: (target != -100).sum()" in told
     (told,) = findings_on_losses(lambda o, t: F.cross_entropy(o[1:], t[1:].flip(0), ignore_index=0), y.clamp(0))
     assert told.startswith("loss_fn calls cross_entropy on labels")
+    assert not findings_on_losses(
+        lambda o, t: F.cross_entropy(o, t, reduction="none", ignore_index=0).mean(), y.clamp(0)
+    )
     y = torch.tensor([0, 1, 2, 0, 1, 0, 2, 0])  # as many labels count in the halves of each micro-batch
     for masked in (
         lambda o, t: F.cross_entropy(o, t, reduction="none", ignore_index=0).sum() / (t != 0).sum(),
@@ -327,6 +330,9 @@ def test_a_criterion_that_sums_is_told_of_and_one_that_averages_is_not() -> None
     assert not findings_on_losses(lambda o, t: (o - t).pow(2).mean(), y)
     (told,) = findings_on_losses(lambda o, t: (o - t).pow(2).sum(), y)
     assert "step(..., reduction='sum'), or have it end in .mean()" in told
+    (told,) = findings_on_losses(lambda o, t: F.mse_loss(o, t, reduction="sum"), y[:2])  # of one row each
+    assert "step(..., reduction='sum'), or have it end in .mean()" in told
+    assert not findings_on_losses(lambda o, t: F.mse_loss(o, t), y[:2])
     (told,) = findings_on_losses(lambda o, t: (o - t).pow(2).mean().sqrt() + o.std(), y)
     assert "a function of the target that gives the weight of a micro-batch" in told
 

@@ -329,7 +329,7 @@ class Run:
         crossing = BoundaryValue(leaf, [leaf] if case.wants else [])
         entered = attach_boundary(crossing)
         with case.around():
-            y = network(case.before(entered.value))  # type: ignore[arg-type]  # one tensor
+            y = network(case.before(entered.value))
         draw = torch.Generator().manual_seed(seed)
         return cls(crossing, [y], [torch.randn(y.shape, generator=draw, dtype=y.dtype)], entered.gradients)
 
@@ -570,7 +570,7 @@ def test_leaves_of_the_boundary_never_wait() -> None:
     weight, x = torch.randn(6, 3), torch.randn(5, 6)
     leaf = weight.requires_grad_()
     entered = attach_boundary(BoundaryValue(leaf, [leaf]))
-    deferred = backward_input([x @ entered.value], [torch.ones(5, 3)], [leaf])  # type: ignore[operator]  # a tensor
+    deferred = backward_input([x @ entered.value], [torch.ones(5, 3)], [leaf])
     assert not deferred.products
     assert isinstance(entered.gradients[0], Tensor)
 

@@ -66,7 +66,7 @@ def receive(net: Endpoint, peer: int, number: int, size: int = 8) -> None:
     """Receives a message, which must be right."""
     message, _ = net.receive(peer, label_of(number))
     assert isinstance(message, BoundaryValue)
-    assert torch.equal(message.tensor, torch.full([size // 8], number))
+    assert torch.equal(message.value, torch.full([size // 8], number))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

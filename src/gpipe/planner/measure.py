@@ -97,7 +97,7 @@ class LayerRun:
         """What later layers take, cut from its graph: of the first run of the layer, which warms it up."""
         if self._output is None:
             output = self.forward(self.given()[0])
-            stashed = {name: detach_boundary(tensor)[0].stashed for name, tensor in output[1].items()}
+            stashed = {name: detach_boundary(tensor)[0].value for name, tensor in output[1].items()}
             self._output = detach_boundary(output[0])[0].value, stashed
             run_backward(*roots_of(output))
         return self._output

@@ -13,22 +13,14 @@ from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.runtime.steps import Connections, Step
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
-from gpipe.stages.boundary import (
-    SHARED_IN_PLACE,
-    Gradients,
-    attach_boundary,
-    detach_boundary,
-    failed_node,
-    run_backward,
-    set_apart,
-)
+from gpipe.stages.boundary import Gradients, attach_boundary, detach_boundary, failed_node, run_backward, set_apart
 from gpipe.stages.isolation import HOOKED, tensors_left_on
 from gpipe.stages.losses import NO_GRADIENT, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
 from gpipe.stages.side_effects import FirstRunCheck
-from gpipe.stages.stage import LayerProgress, Stage, StageOutput, StageRun
+from gpipe.stages.stage import SHARED_IN_PLACE, LayerProgress, Stage, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
 Work: TypeAlias = Callable[[Run, Rank, Step], None]
@@ -210,7 +202,7 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
         crossing.check(stage)
     entered = [attach_boundary(crossing) for crossing in saved.given]
     saved.gradients = [one.gradients for one in entered]
-    arrived = {name: one.stashed for name, one in zip(ends.skips_in, entered, strict=False)}
+    arrived = {name: one.value for name, one in zip(ends.skips_in, entered, strict=False)}
     for_loss = () if ends.outs else run.loss_pops
     value, key = entered[-1].value, run.rng_key(m)
     with run.thread_state.around_layers():
@@ -267,9 +259,9 @@ def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
 
 def _refuse_recompute(run: Run, stage: Stage, ends: Connections, saved: Saved, m: int) -> None:
     """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
-    arrived = {name: crossing.stashed for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
+    arrived = {name: crossing.value for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
     layer = stage.find_unsteady(saved.given[-1].value, arrived, run.rng_key(m))
-    saved.progress.point_at(layer)
     if layer is None:
         raise recompute_error("a layer of this partition", tensors_left_on(run.engine.own))
+    saved.progress.found = str(layer)
     raise recompute_error(str(layer))

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gpipe._torch.autograd import is_differentiated_forward
-from gpipe.stages.losses import (
-    check_weights_of_rows,
-    find_reduction,
-    for_targets,
-    own_loss,
-)
+from gpipe.stages.losses import find_reduction, own_loss
 from gpipe.stages.microbatch import (
     MicroBatches,
     Reduction,
@@ -53,17 +48,6 @@ class StepInputs(NamedTuple):
     def find_reduction(self) -> Reduction | None:
         """How the losses make one, as asked or as the loss itself says; None if only a call of it shows that."""
         return find_reduction(self.loss_fn) if self.reduction is None else self.reduction
-
-    def refined(self, reduction: Reduction, targets: Sequence[Tree], rows: Sequence[int]) -> Reduction:
-        """A reduction for the targets of this mini-batch, of so many rows each.
-
-        Raises:
-            ValueError: The loss holds what has a row for each of the mini-batch's.
-        """
-        if self.reduction is not None:
-            return reduction
-        check_weights_of_rows(self.loss_fn, targets, rows)
-        return for_targets(reduction, self.targets, self.loss_fn)
 
 
 def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:

@@ -1,24 +1,22 @@
 """Cuts the autograd graph where a value leaves a stage, and brings gradients back across the cut.
 
 A boundary tensor is a leaf that shares the maker's memory. It is read-only to both sides: changed in place, it would
-be wrong for a recompute, and for the graph of the stage that made it. A stage that works in place on what it is given
-gets copies; whether it does is found out by its first run in each combination of training modes.
+be wrong for a recompute, and for the graph of the stage that made it.
 
 Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gpipe._torch.autograd import accumulate_gradients, has_gradient_hooks, memory_users, node_number
-from gpipe._torch.trees import tree_flatten, tree_unflatten
 from gpipe.stages.layout import copy_of, storage_address
 from gpipe.stages.tree import Tree, hides_tensors, refuse_hidden_tensors, replace_tensors, tensors_in, version
 
@@ -30,10 +28,8 @@ class Undefined(Enum):
 
 
 UNDEFINED = Undefined.UNDEFINED
-
 Gradients: TypeAlias = list[Tensor | Undefined | None]
 """What comes back for the leaves of a crossing; None where nothing did, because nothing depends on the leaf."""
-
 
 CHANGED = (
     "what {stage} was given has been changed in place since it was handed on: by the layer that made it, in a later "
@@ -55,7 +51,7 @@ class BoundaryValue:
     whole only where they were made.
     """
 
-    value: Tree
+    value: Any
     leaves: list[Tensor]
     ancestors: frozenset[int] | None = None
     shares_storage: bool = False  # with another value that crosses
@@ -68,17 +64,6 @@ class BoundaryValue:
             raise RuntimeError(CHANGED.format(stage=stage))
         self.versions = now
 
-    @property
-    def tensor(self) -> Tensor:
-        """The value as the one tensor that it is."""
-        assert isinstance(self.value, Tensor)
-        return self.value
-
-    @property
-    def stashed(self) -> Tensor | None:
-        """The value of a skip route, which is one tensor, or None in its place."""
-        return None if self.value is None else self.tensor
-
 
 def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
     """Detaches a value from its graph: what to send, and the tensors of the graph that its leaves stand for.
@@ -89,23 +74,18 @@ def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
     Raises:
         TypeError: Something in the value hides tensors where the boundary cannot see them.
     """
-    if type(value) is Tensor:
-        leaf = _leaf(value)
-        return (BoundaryValue(leaf, [leaf]), [value]) if value.requires_grad else (BoundaryValue(leaf, []), [])
     refuse_hidden_tensors(value)
-    flat, spec = tree_flatten(value)
-    known: dict[int, Tensor] = {}
-    roots, leaves = [], []
-    for at, item in enumerate(flat):
-        if not isinstance(item, Tensor):
-            continue
-        if id(item) not in known:
-            known[id(item)] = leaf = _leaf(item)
-            if item.requires_grad:
-                roots.append(item)
-                leaves.append(leaf)
-        flat[at] = known[id(item)]
-    return BoundaryValue(tree_unflatten(flat, spec), leaves), roots
+    roots: list[Tensor] = []
+    leaves: list[Tensor] = []
+
+    def cut(tensor: Tensor) -> Tensor:
+        leaf = _leaf(tensor)
+        if tensor.requires_grad:
+            roots.append(tensor)
+            leaves.append(leaf)
+        return leaf
+
+    return BoundaryValue(replace_tensors(value, cut), leaves), roots
 
 
 def detached(value: Tree) -> Tree:
@@ -135,19 +115,12 @@ def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
     return other
 
 
-@dataclass(slots=True)
-class BoundaryInput:
+class BoundaryInput(NamedTuple):
     """A value as one run of a stage is given it, the aliases of its leaves, and where their gradients will be."""
 
-    value: Tree
-    aliases: list[Tensor]
+    value: Any
+    aliases: Sequence[Tensor]
     gradients: Gradients
-
-    @property
-    def stashed(self) -> Tensor | None:
-        """The value of a skip route."""
-        assert self.value is None or isinstance(self.value, Tensor)
-        return self.value
 
     def hooked(self) -> set[int]:
         """The leaves at whose gradients somebody wants to look, or which somebody wants to change."""
@@ -239,6 +212,18 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
+def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iterator[tuple[Node | None, int]]:
+    """The edges of the autograd graph behind some tensors, not past certain nodes."""
+    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None and root.grad_fn not in until]
+    seen = {*todo, *until}
+    while todo:
+        for edge in todo.pop().next_functions:
+            yield edge
+            if edge[0] is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                todo.append(edge[0])
+
+
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
     """The indices of those tensors from which others of them were made.
 
@@ -247,19 +232,11 @@ def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
     >>> find_ancestors([one, one * 3, one.detach()])
     {0}
     """
-    edges: set[tuple[Node | None, int]] = set()
-    todo = [edge for root in roots if root.grad_fn is not None for edge in root.grad_fn.next_functions]
-    while todo:
-        edge = todo.pop()
-        if edge not in edges:
-            edges.add(edge)
-            todo += () if edge[0] is None else edge[0].next_functions
-    return {
-        at for at, root in enumerate(roots) if root.grad_fn is not None and (root.grad_fn, root.output_nr) in edges
-    }
+    edges = set(_edges_behind(roots))
+    return {at for at, root in enumerate(roots) if root.grad_fn and (root.grad_fn, root.output_nr) in edges}
 
 
-def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iterator[Tensor]:
+def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Tensor]:
     """The leaves that autograd would reach from these tensors, not past certain nodes.
 
     >>> import torch
@@ -267,17 +244,9 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iterator
     >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
     [True]
     """
-    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None and root.grad_fn not in until]
-    seen = {*todo, *until}
-    while todo:
-        node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                todo.append(behind)
+    nodes = dict.fromkeys(node for node, _ in _edges_behind(roots, until) if node not in until)
+    found = (getattr(node, "variable", None) for node in nodes)
+    return [leaf for leaf in found if leaf is not None]
 
 
 def failed_node(error: BaseException) -> int | None:
@@ -289,87 +258,3 @@ def failed_node(error: BaseException) -> int | None:
             return node_number(node)
         traceback = traceback.tb_next
     return None
-
-
-Modes = tuple[bool, ...]
-
-BEGUN_IN_PLACE = (
-    "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
-    "it is known"
-)
-SHARED_IN_PLACE = (
-    "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
-    "not change with it; let the layer work on a copy, or the layer before return a clone"
-)
-
-
-@dataclass(slots=True)
-class StageInput:
-    """What a stage works on in one run: of the main line `value` and of skips `arrived`, as they came or copies."""
-
-    value: Tree
-    arrived: Mapping[str, Tensor | None]
-    main: Tree  # as it came
-    given: Sequence[Tensor]  # all tensors as they came
-    used: Sequence[Tensor]  # these or their copies
-    versions: Sequence[int]  # of the used, before the run
-    copied: bool
-
-
-class InPlaceCheck:
-    """Finds out of one stage whether it works in place on what it is given."""
-
-    def __init__(self) -> None:
-        self.works_in_place: dict[Modes, bool] = {}
-
-    def prepare(self, value: Tree, arrived: Mapping[str, Tensor | None], modes: Modes) -> StageInput:
-        """Gives the stage what it may work on: copies, unless it is known not to work in place."""
-        copied, main = self.works_in_place.get(modes, True), value
-        given = used = _tensors(value, arrived)
-        if copied:
-            value = replace_tensors(value, _copy)
-            arrived = {name: None if tensor is None else _copy(tensor) for name, tensor in arrived.items()}
-            used = _tensors(value, arrived)
-        elif type(value) is not Tensor:
-            value = replace_tensors(value, lambda tensor: tensor)  # a layer may change the dict that it is given
-        return StageInput(value, arrived, main, given, used, list(map(version, used)), copied)
-
-    def check(self, inputs: StageInput, modes: Modes, stage: object) -> frozenset[int]:
-        """Looks at what the stage did to what it worked on, and refuses what would differ without the cut.
-
-        Gives the ids of what it was given and changed, or would have.
-        """
-        now = list(map(version, inputs.used))
-        if now == inputs.versions and (modes in self.works_in_place or any(map(Tensor.is_inference, inputs.used))):
-            return frozenset()
-        changed = [at for at, number in enumerate(now) if number != inputs.versions[at]]
-        self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
-        if changed and not inputs.copied:
-            raise RuntimeError(f"{stage} has {BEGUN_IN_PLACE}")
-        if any(_share_storage(inputs.given[at], other) for at in changed for other in tensors_in(inputs.main)):
-            raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
-        return frozenset(id(inputs.given[at]) for at in changed)
-
-    def forget(self, modes: Modes) -> None:
-        """Finds out anew: the stage may have begun to work in place, which torch refuses on a leaf."""
-        self.works_in_place.pop(modes, None)
-
-
-def _tensors(value: Tree, arrived: Mapping[str, Tensor | None]) -> list[Tensor]:
-    found = tensors_in(value)
-    return [*found, *(tensor for tensor in arrived.values() if tensor is not None)] if arrived else found
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy that lies like the tensor, so that later runs without a copy give the same bits."""
-    if tensor.layout is not torch.strided:
-        return tensor.clone()
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return tensor  # expanded: torch itself refuses to work on it in place
-    return carry_attributes(tensor, copy_of(tensor))
-
-
-def _share_storage(one: Tensor, other: Tensor) -> bool:
-    if one is other:
-        return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0

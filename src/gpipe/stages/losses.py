@@ -1,48 +1,152 @@
-"""Finds how a loss function averages, by which the losses of micro-batches make that of the mini-batch.
+"""Calls losses, and finds how they average, by which the losses of micro-batches make that of the mini-batch.
 
 Most divide by a number that grows with the rows. Losses of labels divide by the labels that count, each times the
-weight of its class, so a micro-batch has a share in the mini-batch's loss as it has in these.
+weight of its class, so a micro-batch has a share in the mini-batch's loss as it has in these. A loss of torch says so
+itself. One that wraps a loss of torch is watched in its first call of a run; in the first run it is also tried on
+parts of a micro-batch: what does not add up is told.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from gpipe._torch.modes import without_compiler
 from gpipe._torch.trees import tree_leaves
+from gpipe.stages.buffers import untouched
 from gpipe.stages.layout import copy_of
-from gpipe.stages.microbatch import MicroBatches, Reduction
+from gpipe.stages.microbatch import Reduction, count_rows, loss_weights, merge, split
+from gpipe.stages.side_effects import note, read_by_called, values_differ
 from gpipe.stages.tree import Tree, replace_tensors
-
-LossArguments: TypeAlias = Mapping[str, object]
-"""The arguments of a loss of torch that say how it averages: `reduction`, `weight`, and for labels `ignore_index`."""
 
 TORCH_LOSSES = "torch.nn.modules.loss"
 NO_METRICS = object()
 IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
-NAMES = ("reduction", "ignore_index", "weight", "pos_weight", "var")
-OF_ELEMENTS = "of elements"
-"""The argument that is not torch's: whether a loss averages over all elements of its target."""
-ELEMENTWISE = frozenset(
-    {"MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BCEWithLogitsLoss", "SoftMarginLoss"}
-    | {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"}
-    | {"binary_cross_entropy_with_logits"}
+OF_LABELS = ("cross_entropy", "nll_loss")
+OF_ELEMENTS = {
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "soft_margin_loss",
+}  # fmt: skip
+"""What averages over all elements of its target."""
+OF_ROWS = OF_ELEMENTS | {
+    "kl_div", "gaussian_nll_loss", "poisson_nll_loss", "multilabel_soft_margin_loss", "ctc_loss"
+}  # fmt: skip
+OF_CLASSES = {
+    "CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss", "MSELoss": "mse_loss", "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss", "HuberLoss": "huber_loss", "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits", "SoftMarginLoss": "soft_margin_loss",
+}  # fmt: skip
+"""The functions that torch's classes call, where it matters which."""
+PER_ROW = ("weight", "pos_weight", "var")
+"""What a loss of torch may hold for each row, or for each class."""
+
+NO_GRADIENT = (
+    "the loss needs no gradient: it depends on no parameter that requires one; "
+    "return a loss computed from the output, or call step() under torch.no_grad()"
 )
 IGNORED_LABELS = (
     f"targets hold labels {IGNORED}, and loss_fn is none of torch's own, so it cannot be known whether it ignores "
     f"them; micro-batches are weighed by their rows. If it averages over the other labels, give "
     f"step(..., reduction=lambda target: (target != {IGNORED}).sum()), else reduction='mean'"
 )
-NO_GRADIENT = (
-    "the loss needs no gradient: it depends on no parameter that requires one; "
-    "return a loss computed from the output, or call step() under torch.no_grad()"
+UNREAD = (
+    "loss_fn calls {names} on labels of which some count for more or less than others, and it cannot be seen how "
+    "they come of its target; micro-batches are weighed by their rows. Give step(..., reduction=...), a function of "
+    "the target that gives what the labels of a micro-batch count"
 )
+APART = (
+    "losses of micro-batches, taken for means over rows, do not make that of the mini-batch: of the halves of a "
+    "micro-batch loss_fn would be {together:.6g}, and of the whole it is {whole:.6g}. {remedy}"
+)
+SUMS = "It sums over rows: give step(..., reduction='sum'), or have it end in .mean()"
+WEIGHS = (
+    "Give step(..., reduction=...), 'sum' or a function of the target that gives the weight of a micro-batch, or "
+    "'mean' if the mean of the losses of micro-batches is what is meant"
+)
+HALVES, NEARLY = 2, 1e-2
+
+
+class LossCall(NamedTuple):
+    """A loss of torch, by the name of its function, and what it averages over; of a call also the target."""
+
+    name: str
+    reduction: object
+    ignored: object
+    weight: Tensor | None
+    target: Tensor | None = None
+    of_rows: Mapping[str, Tensor] = {}  # what may have a row for each of the target's
+
+    @classmethod
+    def of(cls, name: str, arguments: Mapping[str, Any]) -> "LossCall":
+        """Reads arguments by name, those that were not given among them."""
+        reduction, weight, target = arguments.get("reduction"), arguments.get("weight"), arguments.get("target")
+        average, reduce = arguments.get("size_average"), arguments.get("reduce")  # older, and they overrule it
+        if average is not None or reduce is not None:
+            reduction = "none" if reduce is False else "sum" if average is False else "mean"
+        return cls(
+            name,
+            reduction,
+            arguments.get("ignore_index"),
+            weight.detach() if isinstance(weight, Tensor) else None,
+            target.detach().clone() if isinstance(target, Tensor) else None,
+            {key: value for key, value in arguments.items() if key in PER_ROW and isinstance(value, Tensor)},
+        )
+
+
+_signature = lru_cache(inspect.signature)
+
+
+def read_loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossCall | None:
+    """What a function of torch averages over, if it is a loss, by its name."""
+    if name not in OF_LABELS and name not in OF_ROWS:
+        return None
+    try:
+        given = _signature(getattr(functional, name)).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # calling it will raise
+        return None
+    given.apply_defaults()
+    return LossCall.of(name, given.arguments)
+
+
+def read_loss(loss_fn: object) -> LossCall | None:
+    """A loss of torch, also in a `functools.partial`; None of what is not torch's, or does more than torch's."""
+    keywords: dict[str, object] = {}
+    while isinstance(loss_fn, partial) and not loss_fn.args:
+        keywords = {**loss_fn.keywords, **keywords}
+        loss_fn = loss_fn.func
+    if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", nn.Module.__call__.__name__):
+        loss_fn = loss_fn.__self__
+    function = without_compiler(loss_fn)
+    if isinstance(function, nn.Module):
+        kind = type(function)
+        calls_torch = module_of_forward(function) == TORCH_LOSSES and "forward" not in vars(function)
+        if keywords or not calls_torch or kind.__call__ is not nn.Module.__call__:
+            return None
+        names = (OF_CLASSES.get(base.__name__) for base in kind.__mro__)
+        arguments = {name: getattr(function, name, None) for name in ("reduction", "ignore_index", *PER_ROW)}
+        return LossCall.of(next(filter(None, names), ""), arguments)
+    name = getattr(function, "__name__", "")
+    if getattr(functional, name, None) is not function:
+        return None
+    try:
+        given = _signature(function).bind(None, None, **keywords)
+    except (TypeError, ValueError):
+        return None
+    given.apply_defaults()
+    return LossCall.of(name, given.arguments)
+
+
+def module_of_forward(module: nn.Module) -> str:
+    """The module of Python that a module's forward was written in."""
+    return getattr(getattr(type(module), "forward", None), "__module__", "")
 
 
 def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
@@ -51,12 +155,13 @@ def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
     >>> len(find_contradiction(nn.MSELoss(), "sum")), find_contradiction(nn.MSELoss(), "mean")
     (1, [])
     """
-    own = (_arguments_of(loss_fn) or {}).get("reduction")
-    if reduction not in ("mean", "sum") or own not in ("mean", "sum") or own == reduction:
+    loss = read_loss(loss_fn)
+    if loss is None or {reduction, loss.reduction} != {"mean", "sum"}:
         return []
     return [
-        f"loss_fn has reduction={own!r} and step was given reduction={reduction!r}: losses of micro-batches, each a "
-        f"{own} over its rows, are put together by {reduction}; leave out step's reduction= to have the loss's own"
+        f"loss_fn has reduction={loss.reduction!r} and step was given reduction={reduction!r}: losses of "
+        f"micro-batches, each a {loss.reduction} over its rows, are put together by {reduction}; leave out step's "
+        f"reduction= to have the loss's own"
     ]
 
 
@@ -66,7 +171,7 @@ def find_reduction(loss_fn: object) -> Reduction | None:
     Raises:
         ValueError: It does not average: it gives a loss for each row.
 
-    >>> find_reduction(nn.MSELoss()), find_reduction(partial(functional.l1_loss, reduction="sum"))
+    >>> find_reduction(nn.KLDivLoss()), find_reduction(partial(functional.l1_loss, reduction="sum"))
     ('mean', 'sum')
     >>> count = find_reduction(nn.CrossEntropyLoss(ignore_index=0))
     >>> float(count(torch.tensor([2, 0, 1])))
@@ -74,118 +179,39 @@ def find_reduction(loss_fn: object) -> Reduction | None:
     >>> find_reduction(lambda output, target: output.sum()) is None
     True
     """
-    arguments = _arguments_of(loss_fn)
-    if arguments is None or arguments["reduction"] is None:
+    loss = read_loss(loss_fn)
+    if loss is None or loss.reduction is None:
         return None
-    match arguments["reduction"]:
-        case "none":
-            raise ValueError(
-                "loss_fn gives a loss for each row, by reduction='none', and step() needs one of each micro-batch: "
-                "add .mean(), as in loss_fn=lambda output, target: loss(output, target).mean(), or leave "
-                "reduction='none' out"
-            )
-        case "sum":
-            return "sum"
-        case "mean" if "ignore_index" in arguments:
-            return partial(sum_of_weights, ignored=arguments["ignore_index"], weight=arguments["weight"])
-    return "mean"
+    if loss.reduction == "none":
+        raise ValueError(
+            "loss_fn gives a loss for each row, by reduction='none', and step() needs one of each micro-batch: "
+            "add .mean(), as in loss_fn=lambda output, target: loss(output, target).mean(), or leave "
+            "reduction='none' out"
+        )
+    if loss.reduction == "sum":
+        return "sum"
+    if loss.name in OF_LABELS:
+        return partial(sum_of_weights, ignored=loss.ignored, weight=loss.weight)
+    return count_elements if loss.name in OF_ELEMENTS else "mean"
 
 
-def for_targets(reduction: Reduction, targets: Tree, loss_fn: object) -> Reduction:
-    """The same for these targets: where no label is ignored, no micro-batch need be looked at.
-
-    Ready-made micro-batches may have other lengths each: there a mean over elements counts these.
-    """
-    if isinstance(targets, MicroBatches) and reduction == "mean" and (_arguments_of(loss_fn) or {}).get(OF_ELEMENTS):
-        return count_elements if all(isinstance(part, Tensor) for part in targets) else reduction
-    if not isinstance(reduction, partial) or not isinstance(targets, Tensor):
-        return reduction
-    ignored = reduction.keywords["ignored"]
-    return reduction if ignored is None or (targets == ignored).any() else partial(reduction, ignored=None)
-
-
-def count_elements(target: Any) -> float:
-    """The elements of a target that is a tensor."""
-    return float(target.numel())
-
-
-def holds_ignored_labels(targets: Tree) -> bool:
-    """Whether a tensor of whole numbers among the targets has labels that torch's losses would ignore."""
-    return any(
-        bool((leaf == IGNORED).any())
-        for leaf in tree_leaves(targets)
-        if isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32, torch.int16)
-    )
+def count_elements(target: Tree) -> float:
+    """The elements of a target: ready-made micro-batches of as many rows may have other lengths."""
+    return float(target.numel()) if isinstance(target, Tensor) else 1.0
 
 
 def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequence[int]) -> None:
     """Checks that a loss of torch holds nothing that has a row for each of the mini-batch's."""
-    arguments = _arguments_of(loss_fn) if len(rows) > 1 else None
-    target = targets[0]
-    if arguments is None or not isinstance(target, Tensor) or not target.is_floating_point():
+    target, loss = targets[0], read_loss(loss_fn) if len(rows) > 1 else None
+    if loss is None or not isinstance(target, Tensor) or not target.is_floating_point():
         return
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.dim() >= target.dim() and value.shape[0] == sum(rows):
+    for name, value in loss.of_rows.items():
+        if value.dim() >= target.dim() and value.shape[0] == sum(rows):
             raise ValueError(
                 f"{name} of loss_fn has shape {tuple(value.shape)}, a row for each of the mini-batch's {sum(rows)}, "
                 f"and would meet micro-batches of {rows[0]}; hand it over among the targets, which are split: "
                 f"step(inputs, (targets, {name}), lambda output, t: loss(output, t[0], {name}=t[1]))"
             )
-
-
-def _arguments_of(loss_fn: object) -> LossArguments | None:
-    """The arguments of a loss of torch; None of what is not torch's, or does more than torch's."""
-    if isinstance(loss_fn, partial):
-        return None if loss_fn.args else _arguments_of_function(loss_fn.func, loss_fn.keywords)
-    if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", nn.Module.__call__.__name__):
-        return _arguments_of(loss_fn.__self__) if isinstance(loss_fn.__self__, nn.Module) else None
-    if isinstance(loss_fn, nn.Module):
-        return _arguments_of_module(loss_fn)
-    return _arguments_of_function(loss_fn, {})
-
-
-def _arguments_of_module(module: nn.Module) -> LossArguments | None:
-    module = without_compiler(module)
-    kind = type(module)
-    if (
-        module_of_forward(module) != TORCH_LOSSES
-        or kind.__call__ is not nn.Module.__call__
-        or "forward" in vars(module)
-    ):
-        return None
-    elements = any(base.__name__ in ELEMENTWISE for base in kind.__mro__)
-    return {name: getattr(module, name) for name in NAMES if hasattr(module, name)} | {OF_ELEMENTS: elements}
-
-
-def module_of_forward(module: nn.Module) -> str:
-    """The module of Python that a module's forward was written in."""
-    return getattr(getattr(type(module), "forward", None), "__module__", "")
-
-
-def _arguments_of_function(called: object, keywords: Mapping[str, object]) -> LossArguments | None:
-    if isinstance(called, (partial, nn.Module)):  # a partial of these
-        return None if keywords else _arguments_of(called)
-    function = without_compiler(called)
-    known = getattr(functional, getattr(function, "__name__", ""), None)
-    if not callable(known) or known is not function:
-        return None
-    defaults, needed = _keywords(known)
-    if not keywords.keys() <= defaults.keys() | needed or not needed <= keywords.keys():
-        return None  # calling it will raise
-    arguments = {**defaults, **keywords}
-    found = {name: arguments[name] for name in NAMES if name in arguments}
-    average, reduce = arguments.get("size_average"), arguments.get("reduce")  # older, and they overrule it
-    if average is not None or reduce is not None:
-        found["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
-    return {"reduction": None, **found, OF_ELEMENTS: known.__name__ in ELEMENTWISE}
-
-
-@lru_cache
-def _keywords(function: Callable[..., object]) -> tuple[LossArguments, set[str]]:
-    """What a function takes behind its output and target: defaults by name, and the names of what must be given."""
-    behind = list(inspect.signature(function).parameters.values())[2:]
-    needed = {parameter.name for parameter in behind if parameter.default is inspect.Parameter.empty}
-    return {parameter.name: parameter.default for parameter in behind if parameter.name not in needed}, needed
 
 
 def sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
@@ -202,19 +228,39 @@ def sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
     return (found if counts is None else found.mul(counts)).sum()
 
 
+def is_shifted(target: Tensor | None, labels: object) -> bool | None:
+    """Whether a loss was given labels from the second on; None if these are not its labels.
+
+    It may be given all of them several times, once for each word ahead that it looks for.
+
+    >>> labels = torch.tensor([[1, 2, 3]])
+    >>> is_shifted(torch.tensor([1, 2, 3]), labels), is_shifted(torch.tensor([2, 3]), labels)
+    (False, True)
+    """
+    if target is None or not isinstance(labels, Tensor) or not labels.dim():
+        return None
+    if labels.is_floating_point() or target.is_floating_point():
+        return False if labels.shape == target.shape and torch.equal(labels, target) else None
+    if labels.numel() and not target.numel() % labels.numel():
+        arranged = target.reshape(-1, *labels.shape)
+        if torch.equal(arranged, labels.expand_as(arranged)):
+            return False
+        if labels.dim() > 1 and torch.equal(arranged[..., :-1], labels[..., 1:].expand_as(arranged[..., :-1])):
+            return True
+    elif labels.dim() > 1 and target.numel() == labels[..., 1:].numel():
+        return True if torch.equal(target.reshape(labels[..., 1:].shape), labels[..., 1:]) else None
+    return None
+
+
 def call_loss(
     loss_fn: Callable[..., object], output: Tree, target: Tree, popped: Mapping[str, object]
 ) -> tuple[Tensor, object]:
     """The loss of a micro-batch, and metrics or `NO_METRICS`; the function may work in place on what it is given."""
     target = replace_tensors(target, _with_own_version)
-    return _read_loss(loss_fn(replace_tensors(output, _clone_of_leaf_view), target, **popped))
-
-
-def _read_loss(returned: object) -> tuple[Tensor, object]:
-    """What a loss function returned: a loss that is a scalar tensor, and metrics or `NO_METRICS`."""
-    loss, metrics = returned, NO_METRICS
-    if isinstance(returned, tuple) and len(returned) == 2 and not hasattr(returned, "loss"):
-        loss, metrics = returned
+    loss = loss_fn(replace_tensors(output, _clone_of_leaf_view), target, **popped)
+    metrics = NO_METRICS
+    if isinstance(loss, tuple) and len(loss) == 2 and not hasattr(loss, "loss"):
+        loss, metrics = loss
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss if loss.dim() == 0 else loss.reshape(()), metrics
     raise TypeError(
@@ -231,13 +277,10 @@ def _found_and_remedy(loss: object) -> str:
         return f"{loss!r}, a number that gradients cannot come from: return the tensor itself, without .item()"
     if loss is None:
         return "None: does its `return` lack?"
-    if hasattr(loss, "loss"):
-        return f"a {type(loss).__name__}: return its .loss"
-    if isinstance(loss, (dict, list)):
-        return f"a {type(loss).__name__}: return the loss in it, or (loss, metrics)"
     if isinstance(loss, tuple):
         return f"a tuple of {len(loss)}: put what is not the loss into one, (loss, (..., ...))"
-    return repr(loss)
+    remedy = "return its .loss" if hasattr(loss, "loss") else "return the loss in it, or (loss, metrics)"
+    return f"a {type(loss).__name__}: {remedy}"
 
 
 def _with_own_version(target: Tensor) -> Tensor:
@@ -274,3 +317,159 @@ def own_loss(output: Tree, target: Tree = None) -> Tensor:
         return found
     kind = f"it is a {type(output).__name__}" if found is output else f"its loss is {type(found).__name__}"
     raise TypeError(NO_LOSS.format(found=kind))
+
+
+class LossReader(TorchFunctionMode):
+    """Notes the calls of torch's losses in what runs inside.
+
+    >>> calls = []
+    >>> with LossReader(calls):
+    ...     loss = nn.MSELoss()(torch.ones(2), torch.zeros(2))
+    >>> [call.name for call in calls]
+    ['mse_loss']
+    """
+
+    def __init__(self, calls: list[LossCall]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Sees a function of torch."""
+        if (loss := read_loss_call(getattr(func, "__name__", ""), args, kwargs or {})) is not None:
+            self.calls.append(loss)
+        return func(*args, **(kwargs or {}))
+
+
+def call_watched_loss(
+    loss_fn: Callable[..., object],
+    output: Tree,
+    target: Tree,
+    popped: Mapping[str, object],
+    *,
+    targets: Sequence[Tree],
+    weigh: Callable[[Reduction], None],
+    tell: Callable[[Sequence[str]], object],
+    tries: bool,
+) -> tuple[Tensor, object]:
+    """The loss of a micro-batch, as `call_loss` gives it, which is the first of a run.
+
+    Args:
+        loss_fn: None of torch's own.
+        output: Of the micro-batch.
+        target: Likewise.
+        popped: What the loss pops.
+        targets: Of all micro-batches.
+        weigh: Is told by what micro-batches are to be weighed.
+        tell: Is told what is to be said of it.
+        tries: Whether to call it on parts of the micro-batch too.
+    """
+    calls: list[LossCall] = []
+    kept = [replace_tensors(one, _copy) for one in (output, target)] if tries and not popped else None
+    before = _state_of(loss_fn) if tries else None
+    with LossReader(calls):
+        loss, metrics = call_loss(loss_fn, output, target, popped)
+    reduction = _find_reduction_in_calls(calls, target)
+    weigh(reduction or "mean")
+    unread = [] if reduction else list(_find_unread(calls, target, targets))
+    of_rows = unread and calls and all(call.reduction == "none" for call in calls)  # what comes of it, its rows say
+    if kept is None or values_differ(before, _state_of(loss_fn)):
+        tell(unread if tries or not of_rows else [])  # it was tried in the first run
+        return loss, metrics
+    parts = count_rows(output) if of_rows else HALVES
+    apart = _find_apart(loss_fn, kept[0], kept[1], reduction or "mean", parts)
+    tell(unread if of_rows and apart else apart or ([] if of_rows else unread))
+    return loss, metrics
+
+
+def _find_reduction_in_calls(calls: Sequence[LossCall], target: Tree) -> Reduction | None:
+    """By what the micro-batches of a loss are weighed that called torch's losses on labels in its target.
+
+    Labels that it was not given as they are, or that several calls average otherwise, give None.
+    """
+    averages = [one for one in calls if one.name in OF_LABELS and one.reduction == "mean" and one.target is not None]
+    found = [_reduction_of(call, target) for call in averages]
+    known = [one for one in found if one is not None]
+    if not found or len(known) < len(found) or any(one(target) != known[0](target) for one in known):
+        return None
+    return known[0]
+
+
+def _reduction_of(call: LossCall, target: Tree) -> "Callable[[Tree], float] | None":
+    for at, leaf in enumerate(tree_leaves(target)):
+        shifted = is_shifted(call.target, leaf)
+        if shifted is not None:
+            return partial(_weight_of_labels, at=at, shifted=shifted, ignored=call.ignored, weight=call.weight)
+    return None
+
+
+def _weight_of_labels(target: Tree, *, at: int, shifted: bool, ignored: object, weight: Tensor | None) -> float:
+    labels: Any = tree_leaves(target)[at]
+    return float(sum_of_weights(labels[..., 1:] if shifted else labels, ignored, weight))  # type: ignore[arg-type]
+
+
+def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree]) -> Iterator[str]:
+    """Tells of labels that count for more or less than others, in a loss of which it is not known how it averages."""
+    everywhere = _labels_in(targets)
+
+    def leaves_out(call: LossCall, given: Tensor) -> bool:
+        sizes = [leaf.numel() for leaf in _labels_in(target) if is_shifted(given, leaf) is None]
+        ignores = any(bool(leaf.eq(call.ignored).any()) for leaf in [given, *everywhere])  # type: ignore[call-overload]  # a number
+        return ignores or max(sizes, default=0) > given.numel()
+
+    of_labels = [(call, call.target) for call in calls if call.name in OF_LABELS and call.target is not None]
+    unread = [call.name for call, given in of_labels if call.weight is not None or leaves_out(call, given)]
+    if unread:
+        yield UNREAD.format(names=", ".join(dict.fromkeys(unread)))
+    elif not calls and any(bool((leaf == IGNORED).any()) for leaf in everywhere):
+        yield IGNORED_LABELS
+
+
+def _labels_in(target: Tree) -> list[Tensor]:
+    kinds = (torch.int64, torch.int32, torch.int16)
+    return [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dtype in kinds]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _state_of(loss_fn: object) -> object:
+    """What a loss reads, to be compared with later: a loss that writes is not tried."""
+    return note([*read_by_called(loss_fn), ("self", getattr(loss_fn, "__self__", None))])
+
+
+def _find_apart(
+    loss_fn: Callable[..., object], output: Tree, target: Tree, reduction: Reduction, parts: int
+) -> list[str]:
+    """Tells of a loss that the parts of a micro-batch do not make; one that has a single row is doubled."""
+    modules = [value for _, value in (*read_by_called(loss_fn), ("", loss_fn)) if isinstance(value, nn.Module)]
+    try:
+        if (rows := count_rows(output)) < parts or rows == 1:
+            parts = HALVES
+            output, target = merge([output] * HALVES), merge([target] * HALVES)
+        outputs = split(output, count_rows(output), parts, "output")
+        targets = split(target, count_rows(output), parts, "target")
+        with torch.no_grad(), ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(untouched(module))
+            whole, *losses = (
+                float(call_loss(loss_fn, o, t, {})[0])
+                for o, t in zip([output, *outputs], [target, *targets], strict=True)
+            )
+        weights = loss_weights(reduction, [count_rows(part) for part in outputs], targets)
+    except Exception:  # it takes no parts: there is nothing to compare
+        return []
+    together = sum(one * weight for one, weight in zip(losses, weights, strict=True) if weight)
+    if not math.isfinite(whole) or _is_nearly(together, whole):
+        return []
+    return [APART.format(together=together, whole=whole, remedy=SUMS if _is_nearly(sum(losses), whole) else WEIGHS)]
+
+
+def _is_nearly(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=NEARLY, abs_tol=NEARLY**2)

@@ -1,4 +1,8 @@
-"""A stage: consecutive layers on one device, tensors in, tensors out."""
+"""A stage: consecutive layers on one device, tensors in, tensors out.
+
+A stage that works in place on what it is given gets copies. Whether it does is found out by its first run in each
+combination of training modes.
+"""
 
 from bisect import bisect_right
 from collections import Counter
@@ -6,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gpipe._torch.autograd import next_node_number
-from gpipe.stages.boundary import BoundaryValue, InPlaceCheck, Modes, detach_boundary, find_ancestors, leaves_of
+from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_boundary, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.layout import copy_of, is_sharded, storage_address
 from gpipe.stages.recompute_check import differ, digest
@@ -25,7 +29,17 @@ LOSS = "loss_fn"
 
 _OWN: AbstractContextManager[object] = nullcontext()
 TRIES = 4
-"""Times that a layer is run twice to see whether it gives the same."""
+"""Times that a layer is run to see whether it gives the same."""
+Modes: TypeAlias = tuple[bool, ...]
+
+BEGUN_IN_PLACE = (
+    "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
+    "it is known"
+)
+SHARED_IN_PLACE = (
+    "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
+    "not change with it; let the layer work on a copy, or the layer before return a clone"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +71,13 @@ class Layer:
         """The name in the pipe of a parameter of the layer."""
         return f"{self.name}.{name}" if self.prefix is None else f"{self.prefix}{name}"
 
-    def run(self, value: Tree, popped: Mapping[str, Tensor | None], rng_key: RngKey) -> object:
-        """Runs the module, its randomness keyed."""
-        with self.aliased, PipeRngScope(rng_key.seed, rng_key.step, self.index, rng_key.micro_batch):
-            return self.module(value, **popped)
-
 
 @dataclass(slots=True)
 class LayerProgress:
-    """How far a run through a stage got: autograd's sequence number before each layer, and before the loss."""
+    """How far a run through a stage got: autograd's sequence number before each layer, and before the loss.
+
+    Messages name the layer `found`, to which an error was traced, instead of the last that began.
+    """
 
     numbers: list[int] = field(default_factory=list)
     found: str = ""
@@ -74,20 +86,13 @@ class LayerProgress:
         """Notes that the next layer begins, or behind the last layer the loss."""
         self.numbers.append(next_node_number())
 
-    def point_at(self, layer: "Layer | None") -> None:
-        """Notes the layer that an error was traced to: messages name it instead of the last that began."""
-        if layer is not None:
-            self.found = str(layer)
-
     def last_of(self, layers: Sequence[Layer]) -> str | None:
         """In words, what was begun last."""
         return self.found or layer_at(layers, len(self.numbers) - 1)
 
     def maker_of(self, number: int | None, layers: Sequence[Layer]) -> str | None:
         """In words, what made the autograd node with this sequence number."""
-        if number is None:
-            return None
-        return layer_at(layers, bisect_right(self.numbers, number) - 1)
+        return None if number is None else layer_at(layers, bisect_right(self.numbers, number) - 1)
 
 
 def layer_at(layers: Sequence[Layer], at: int) -> str | None:
@@ -118,7 +123,7 @@ class Stage:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
-        self.in_place = InPlaceCheck()
+        self.works_in_place: dict[Modes, bool] = {}  # on what it is given; not known, it gets copies
         self.first = self.layers[0].index
         self.shared: frozenset[Slot] = frozenset()  # where parameters stand that several layers use
 
@@ -165,17 +170,31 @@ class Stage:
             progress: Is told how far the run got.
             modes: Whether each layer is in training mode.
         """
-        stage_input = self.in_place.prepare(value, arrived, modes)
+        both = (value, arrived) if arrived else value
+        given, copies = tensors_in(both), self.works_in_place.get(modes, True)
+        if copies or type(both) is not Tensor:  # a layer may change the dict that it is given
+            both = replace_tensors(both, _copy if copies else _same)
+        used = tensors_in(both)
+        before = list(map(version, used))
+        main = both
+        if arrived:
+            main, arrived = both  # type: ignore[misc]  # the tuple of above
         held: dict[str, Stashed] = {}
         try:
-            made = self._run(stage_input.value, stage_input.arrived, held, rng_key, progress)
+            made = self._run(main, arrived, held, rng_key, progress)
         except RuntimeError:
-            self.in_place.forget(modes)
+            self.works_in_place.pop(modes, None)  # perhaps it has begun to, which torch refuses on a leaf
             raise
-        changed = self.in_place.check(stage_input, modes, self)
+        changed = [one for one, tensor, was in zip(given, used, before, strict=True) if version(tensor) != was]
+        if changed or not any(map(Tensor.is_inference, used)):
+            self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
+        if changed and not copies:
+            raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
+        if any(_share_storage(one, other) for one in changed for other in tensors_in(value)):
+            raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
         values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
-        popped = {pop.name: self._pop(pop, stage_input.arrived, held) for pop in for_loss}
-        return StageOutput(values, popped, changed)
+        popped = {pop.name: self._pop(pop, arrived, held) for pop in for_loss}
+        return StageOutput(values, popped, frozenset(map(id, changed)))
 
     def _run(
         self,
@@ -185,19 +204,15 @@ class Stage:
         rng_key: RngKey,
         progress: LayerProgress,
     ) -> Tree:
-        begun = progress.numbers
         for layer in self.layers:
-            begun.append(next_node_number())
-            if layer.pop or layer.stash:
-                value = self._run_with_skips(layer, value, arrived, held, rng_key)
-            else:
-                value = layer.run(value, {}, rng_key)
+            progress.numbers.append(next_node_number())
+            value = self._run_layer(layer, value, arrived, held, rng_key)
         return value
 
     def __str__(self) -> str:
         return f"stage {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
-    def _run_with_skips(
+    def _run_layer(
         self,
         layer: Layer,
         value: Tree,
@@ -205,8 +220,10 @@ class Stage:
         held: dict[str, Stashed],
         rng_key: RngKey,
     ) -> Tree:
-        popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
-        result = layer.run(value, popped, rng_key)
+        """Runs a layer, its randomness keyed, with what it pops and stashes."""
+        popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop} if layer.pop else {}
+        with layer.aliased, PipeRngScope(rng_key.seed, rng_key.step, layer.index, rng_key.micro_batch):
+            result = layer.module(value, **popped)
         if not layer.stash:
             return result
         result, tensors = unpack_stashes(result, layer.stash)
@@ -221,16 +238,33 @@ class Stage:
         """A layer that gives something else when it is given the same; None if none does so now."""
         held: dict[str, Stashed] = {}
         for layer in self.layers:
-            popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop}
-            made = [layer.run(replace_tensors(value, copy_of), popped, rng_key) for _ in range(TRIES)]
-            first, *others = ((digest([one]), set(map(id, leaves_of(tensors_in(one))))) for one in made)
+            tries = []
+            for _ in range(TRIES):
+                made = self._run_layer(layer, replace_tensors(value, copy_of), arrived, held, rng_key)
+                all_made = [made, *(held[name].tensor for name in layer.stash)]
+                tries.append((digest(all_made), set(map(id, leaves_of(tensors_in(all_made))))))
+            first, *others = tries
             if any(differ(first[0], other[0]) is True or first[1] != other[1] for other in others):
                 return layer
-            value = made[0]
-            if layer.stash:
-                value, tensors = unpack_stashes(value, layer.stash)
-                held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
+            value = made
         return None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy that lies like the tensor, so that later runs without a copy give the same bits."""
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return tensor  # expanded: torch itself refuses to work on it in place
+    return carry_attributes(tensor, copy_of(tensor))
+
+
+def _share_storage(one: Tensor, other: Tensor) -> bool:
+    return one is not other and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 class StageRun:

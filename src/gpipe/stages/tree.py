@@ -4,7 +4,7 @@ Finds tensors inside of objects that torch's pytree takes for leaves, so that no
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import TypeAlias
 
@@ -68,21 +68,19 @@ def hides_tensors(item: object) -> bool:
         found = todo.pop()
         if isinstance(found, Tensor):
             return True
-        for inner in () if isinstance(found, OPAQUE) else _referred_to(found):
+        if isinstance(found, OPAQUE):
+            continue
+        if isinstance(found, FunctionType):  # but not the module that it stands in
+            found = [found.__closure__, found.__defaults__, found.__kwdefaults__, found.__dict__]
+        for inner in gc.get_referents(found):
             if id(inner) not in seen:
                 seen.add(id(inner))
                 todo.append(inner)
     return False
 
 
-def _referred_to(found: object) -> Iterable[object]:
-    if isinstance(found, FunctionType):  # but not the module that it stands in
-        return [found.__closure__, found.__defaults__, found.__kwdefaults__, found.__dict__]
-    return gc.get_referents(found)
-
-
 def refuse_hidden_tensors(value: object) -> None:
     """Refuses a value with leaves that hide tensors."""
-    for leaf in tree_leaves(value):
+    for leaf in () if type(value) is Tensor else tree_leaves(value):
         if not isinstance(leaf, (Tensor, *OPAQUE)) and hides_tensors(leaf):
             raise TypeError(HIDDEN.format(name=type(leaf).__name__))

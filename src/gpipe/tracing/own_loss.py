@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_unflatten
-from gpipe.stages.loss_calls import OF_LABELS, OF_ROWS, LossCall, is_shifted
-from gpipe.stages.losses import own_loss, sum_of_weights
+from gpipe.stages.losses import OF_LABELS, OF_ROWS, LossCall, is_shifted, own_loss, sum_of_weights
 from gpipe.stages.microbatch import count_rows, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.checks import lacks_memory

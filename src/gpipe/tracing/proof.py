@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path
-from gpipe.stages.loss_calls import LossCall
+from gpipe.stages.losses import LossCall
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.stage import Layer, LayerProgress
 from gpipe.tracing.checks import is_of_code, refuse_failing_apart, refusing_leftovers

@@ -18,7 +18,7 @@ from gpipe._torch.modes import is_vmapped, saved_tensor_hooks
 from gpipe._torch.modules import hooks_of
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.layout import copy_of
-from gpipe.stages.loss_calls import LossCall, LossReader, read_loss_call
+from gpipe.stages.losses import LossCall, LossReader, read_loss_call
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import version
