@@ -16,7 +16,6 @@ from gpipe.stages.microbatch import (
     Reduction,
     as_tree,
     count_rows,
-    count_rows_of_parts,
     find_unsplit_lists,
     find_unsplittable,
     rows_of_parts,
@@ -142,7 +141,9 @@ def _take_alike(most: int, trees: Mapping[str, Tree]) -> tuple[list[int], list[l
             f"{parts} ready-made micro-batches were given to a pipe with micro_batches={most}; make the pipe with "
             f"micro_batches={parts}, or put several of them together"
         )
-    return count_rows_of_parts(given["inputs"]), [take_parts(tree) for tree in given.values()]
+    return [count_rows(part, m) for m, part in enumerate(given["inputs"])], [
+        take_parts(tree) for tree in given.values()
+    ]
 
 
 def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> list[Tree]:

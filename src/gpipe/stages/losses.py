@@ -277,7 +277,7 @@ def _found_and_remedy(loss: object) -> str:
         return f"{loss!r}, a number that gradients cannot come from: return the tensor itself, without .item()"
     if loss is None:
         return "None: does its `return` lack?"
-    if isinstance(loss, tuple):
+    if isinstance(loss, tuple) and not hasattr(loss, "loss"):
         return f"a tuple of {len(loss)}: put what is not the loss into one, (loss, (..., ...))"
     remedy = "return its .loss" if hasattr(loss, "loss") else "return the loss in it, or (loss, metrics)"
     return f"a {type(loss).__name__}: {remedy}"

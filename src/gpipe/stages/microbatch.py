@@ -5,7 +5,7 @@ Finds what in inputs and targets cannot be split by rows into micro-batches, and
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeGuard, overload
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
-from gpipe._torch.trees import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from gpipe._torch.trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from gpipe.stages.tree import Tree, hides_tensors
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
@@ -81,11 +74,7 @@ class MicroBatches(Sequence[Tree]):
     def __len__(self) -> int:
         return len(self.parts)
 
-    @overload
-    def __getitem__(self, at: int) -> Tree: ...
-    @overload
-    def __getitem__(self, at: slice) -> "MicroBatches": ...
-    def __getitem__(self, at: int | slice) -> Tree:
+    def __getitem__(self, at: Any) -> Any:
         return MicroBatches(self.parts[at]) if isinstance(at, slice) else self.parts[at]
 
 
@@ -96,60 +85,35 @@ def as_tree(given: Tree) -> Tree:
 
 def take_parts(given: MicroBatches) -> list[Tree]:
     """Ready-made micro-batches as the layers take them, with what is wrapped in `Whole` as it is."""
-    return [
-        part
-        if type(part) is Tensor
-        else tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Whole) else leaf, part)
-        for part in given.parts
-    ]
+    return [tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Whole) else leaf, part) for part in given.parts]
 
 
-def count_rows(inputs: Tree) -> int:
+def count_rows(inputs: Tree, at: int | None = None) -> int:
     """N, the rows of a mini-batch: the first dimension of its first tensor that has one.
+
+    Of a ready-made micro-batch `at` is its number.
 
     Raises:
         ValueError: There is no such tensor, or it has no rows.
     """
-    first = _first_with_rows(inputs)
-    if first is None:
-        raise ValueError(f"the inputs hold no tensor with rows; {_no_rows_in(inputs)}")
-    if not len(first):
-        raise ValueError(f"the mini-batch is empty: its first tensor has shape {tuple(first.shape)}; skip this batch")
-    return len(first)
-
-
-def count_rows_of_parts(inputs: MicroBatches) -> list[int]:
-    """The rows of each ready-made micro-batch of inputs, by what is not wrapped in `Whole`.
-
-    Raises:
-        ValueError: Some hold no tensor with rows, or no rows; all of them named.
-    """
-    found = [_first_with_rows(part) for part in inputs]
-    mistakes = [
-        f"inputs[{m}] holds no tensor with rows; {_no_rows_in(inputs[m])}"
-        if first is None
-        else f"inputs[{m}] is empty: its first tensor has shape {tuple(first.shape)}; leave this micro-batch out"
-        for m, first in enumerate(found)
-        if first is None or not len(first)
-    ]
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
-    return [len(first) for first in found if first is not None]
-
-
-def _first_with_rows(inputs: Tree) -> Tensor | None:
-    return next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
-
-
-def _no_rows_in(inputs: Tree) -> str:
+    holds, is_empty, remedy = "the inputs hold", "the mini-batch is empty", "skip this batch"
+    if at is not None:
+        holds, is_empty, remedy = f"inputs[{at}] holds", f"inputs[{at}] is empty", "leave this micro-batch out"
     leaves = tree_leaves(inputs)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+    if first is not None and len(first):
+        return len(first)
+    if first is not None:
+        raise ValueError(f"{is_empty}: its first tensor has shape {tuple(first.shape)}; {remedy}")
     if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
         instead = f"not numbers in a {type(inputs).__name__}: torch.tensor(...) makes one of them"
     elif isinstance(inputs, (dict, list, tuple)) and not leaves:
         instead = f"not an empty {type(inputs).__name__}"
     else:
         instead = f"not {'None' if inputs is None else 'a ' + type(inputs).__name__} without one"
-    return f"give at least one tensor whose first dimension is the batch, {instead}"
+    raise ValueError(
+        f"{holds} no tensor with rows; give at least one tensor whose first dimension is the batch, {instead}"
+    )
 
 
 def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
@@ -171,16 +135,13 @@ def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
     ]
     if mistakes:
         raise ValueError("\n".join(mistakes))
-    columns = [_split_leaf(leaf, parts) for _, leaf in leaves]
-    return [tree_unflatten([column[i] for column in columns], spec) for i in range(parts)]
-
-
-def _split_leaf(leaf: object, parts: int) -> Sequence[object]:
-    if isinstance(leaf, Whole):
-        return [leaf.tensor] * parts
-    if isinstance(leaf, Tensor) and leaf.dim() > 0:
-        return leaf.tensor_split(parts)
-    return [leaf] * parts
+    columns: list[Sequence[object]] = [
+        leaf.tensor_split(parts)
+        if isinstance(leaf, Tensor) and leaf.dim() > 0
+        else [leaf.tensor if isinstance(leaf, Whole) else leaf] * parts
+        for _, leaf in leaves
+    ]
+    return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)] if columns else [tree] * parts
 
 
 def merge(parts: Sequence[Tree]) -> Tree:
@@ -258,8 +219,7 @@ def _weight(returned: object) -> float:
         ) from error
 
 
-TWO_ROWS = 2
-"""What a model's forward is recorded on at least, if there are so many: BatchNorm in training refuses one."""
+TWO_ROWS = 2  # on which a model's forward is recorded, if there are so many: BatchNorm in training refuses one
 
 
 def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
@@ -273,12 +233,11 @@ def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
 
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator)
-
-
 INSIDE = (
     "gpipe.MicroBatches, which stand for all inputs or all targets and in no other value; put the other values into "
     "each micro-batch: gpipe.MicroBatches([(x, mask), ...])"
 )
+NUMPY = "a numpy array{}; give a tensor: torch.from_numpy(...)"
 
 
 def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
@@ -289,19 +248,46 @@ def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
     """
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
-    for path, leaf in tree_flatten_with_path(as_tree(tree), is_leaf=_is_packed)[0]:
-        name = f"{what}{keystr(path)}"
-        if isinstance(leaf, Tensor):
-            yield from _find_strange_layout(name, leaf, ready_made=isinstance(tree, MicroBatches))
-        elif isinstance(leaf, MicroBatches):
-            yield f"{name} is {INSIDE}"
-        elif isinstance(leaf, Whole):
-            if isinstance(leaf.tensor, np.ndarray):
-                yield f"{name} is a numpy array in gpipe.Whole; give a tensor: torch.from_numpy(...)"
-            elif isinstance(leaf.tensor, MicroBatches):
-                yield f"{name} is gpipe.Whole with {INSIDE}"
-        elif not isinstance(leaf, SIMPLE):
-            yield from _find_strange_kind(name, leaf)
+    ready_made = isinstance(tree, MicroBatches)
+    leaves, _ = tree_flatten_with_path(as_tree(tree), is_leaf=lambda value: isinstance(value, PackedSequence))
+    for path, leaf in leaves:
+        if not isinstance(leaf, (*SIMPLE, np.generic)) and (found := _why_not_split(leaf, ready_made=ready_made)):
+            yield f"{what}{keystr(path)} is {found}"
+
+
+def _why_not_split(leaf: object, *, ready_made: bool) -> str | None:
+    name = f"a {type(leaf).__name__}"
+    match leaf:
+        case Tensor() if leaf.is_nested:
+            return (
+                "a nested tensor, which has no rows to split; pad it, as in torch.nested.to_padded_tensor(t, 0.0), "
+                "and give a mask beside it"
+            )
+        case Tensor() if leaf.layout is not torch.strided and not ready_made:
+            return f"sparse ({leaf.layout}), which cannot be split into micro-batches; give t.to_dense()"
+        case MicroBatches():
+            return INSIDE
+        case Whole(np.ndarray()):
+            return NUMPY.format(" in gpipe.Whole")
+        case Whole(MicroBatches()):
+            return f"gpipe.Whole with {INSIDE}"
+        case Tensor() | Whole():
+            return None
+        case np.ndarray():
+            return NUMPY.format("")
+        case PackedSequence():
+            return f"{name}; give it padded, by nn.utils.rnn.pad_packed_sequence, and the lengths"
+        case DataLoader() | Dataset() | Iterator():
+            return f"{name}; give one mini-batch of it at a time: for x, y in ...: pipe.step(x, y, loss_fn)"
+    if hasattr(type(leaf), "__array__"):  # of pandas, JAX and the like
+        return f"{name}; give a tensor: torch.as_tensor(numpy.asarray(...))"
+    if hides_tensors(leaf):
+        return (
+            f"{name} that holds tensors, which cannot be seen, and so not be split; give tuples, lists or dicts of "
+            f"tensors, register the class by torch.utils._pytree.register_pytree_node, or wrap it in gpipe.Whole if "
+            f"every micro-batch needs it whole"
+        )
+    return None
 
 
 def find_unsplit_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
@@ -317,36 +303,3 @@ def find_unsplit_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
 
 def _is_plain_list(value: object) -> TypeGuard[list[object]]:
     return type(value) is list and all(isinstance(item, (int, float, str, bytes)) for item in value)
-
-
-def _is_packed(value: object) -> bool:
-    return isinstance(value, PackedSequence)
-
-
-def _find_strange_layout(name: str, tensor: Tensor, *, ready_made: bool) -> Iterator[str]:
-    if tensor.is_nested:
-        yield (
-            f"{name} is a nested tensor, which has no rows to split; pad it, as in "
-            f"torch.nested.to_padded_tensor(t, 0.0), and give a mask beside it"
-        )
-    elif tensor.layout is not torch.strided and not ready_made:
-        yield f"{name} is sparse ({tensor.layout}), which cannot be split into micro-batches; give t.to_dense()"
-
-
-def _find_strange_kind(name: str, leaf: object) -> Iterator[str]:
-    kind = type(leaf)
-    start = f"{name} is a {kind.__name__}"
-    if isinstance(leaf, np.ndarray):
-        yield f"{name} is a numpy array; give a tensor: torch.from_numpy(...)"
-    elif isinstance(leaf, PackedSequence):
-        yield f"{start}; give it padded, by nn.utils.rnn.pad_packed_sequence, and the lengths"
-    elif isinstance(leaf, (DataLoader, Dataset, Iterator)):
-        yield f"{start}; give one mini-batch of it at a time: for x, y in ...: pipe.step(x, y, loss_fn)"
-    elif hasattr(kind, "__array__") and not isinstance(leaf, np.generic):  # of pandas, JAX and the like
-        yield f"{start}; give a tensor: torch.as_tensor(numpy.asarray(...))"
-    elif hides_tensors(leaf):
-        yield (
-            f"{start} that holds tensors, which cannot be seen, and so not be split; give tuples, lists or "
-            f"dicts of tensors, register the class by torch.utils._pytree.register_pytree_node, or wrap it in "
-            f"gpipe.Whole if every micro-batch needs it whole"
-        )
