@@ -14,12 +14,11 @@ from gpipe.runtime.steps import Connections, Step
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import Gradients, attach_boundary, detach_boundary, failed_node, run_backward, set_apart
-from gpipe.stages.isolation import HOOKED, tensors_left_on
 from gpipe.stages.losses import NO_GRADIENT, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
-from gpipe.stages.side_effects import FirstRunCheck
+from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
 from gpipe.stages.stage import SHARED_IN_PLACE, LayerProgress, Stage, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 

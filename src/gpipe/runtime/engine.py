@@ -19,9 +19,9 @@ from gpipe.schedule.lower import (
 )
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, forward_only_rows, rows_in_training
-from gpipe.stages.isolation import find_shared_buffers, find_shared_norm
 from gpipe.stages.rng import CPU
 from gpipe.stages.shared_weights import Tied, find_shared
+from gpipe.stages.side_effects import find_shared_buffers
 from gpipe.stages.skips import Pop, find_loss_pops
 from gpipe.stages.stage import Stage, stage_of_layers
 
@@ -105,8 +105,6 @@ class Engine:
         for stage in self.stages:
             stage.shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
         self.shared_buffers = find_shared_buffers(self.stages)
-        if race := find_shared_norm(self.stages):
-            raise ValueError(race)
         self._reset()
 
     def _reset(self) -> None:

@@ -16,11 +16,11 @@ from gpipe.runtime.run import Run
 from gpipe.runtime.steps import CompiledRows
 from gpipe.runtime.thread_state import ThreadState
 from gpipe.runtime.threads import RankThreads
-from gpipe.stages.isolation import SharedBufferCheck
 from gpipe.stages.layout import is_sharded
 from gpipe.stages.losses import call_loss
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
 from gpipe.stages.rng import unseeded
+from gpipe.stages.side_effects import SharedBufferCheck
 from gpipe.stages.tree import version
 
 

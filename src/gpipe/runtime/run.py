@@ -22,12 +22,11 @@ from gpipe.runtime.thread_state import ThreadState
 from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import BoundaryValue, Gradients, detached
 from gpipe.stages.buffers import SavedBuffers
-from gpipe.stages.isolation import WeightOwners
 from gpipe.stages.losses import NO_METRICS, call_loss
 from gpipe.stages.messages import Label, Message
 from gpipe.stages.recompute_check import Fingerprint
 from gpipe.stages.shared_weights import WeightAliases
-from gpipe.stages.side_effects import FirstRunCheck
+from gpipe.stages.side_effects import FirstRunCheck, WeightOwners
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import LayerProgress, RngKey, StageRun
 from gpipe.stages.tree import Tree, tensors_in

@@ -1,19 +1,26 @@
-"""Notes what layers write beside what they return: weights, gradients, buffers, attributes, what closures hold.
+"""What layers write and read beside what they are given and return: weights, gradients, buffers, what closures hold.
 
 A pipe runs forwards ahead of backwards. Where one of them writes what another reads, the result would depend on the
 schedule. The first run of a stage shows it: what would be wrong is refused, what may be is told.
+
+Stages that reach into each other are refused: all of a weight's gradient must come from one stage, to be added up in
+order, and what a buffer holds would depend on which of its stages comes first.
 """
 
-from collections.abc import Iterator, Mapping
-from types import CellType, FunctionType, MethodType
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import FunctionType, MethodType
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe._torch.modules import hooks_before_forward, hooks_of
+from gpipe._torch.modules import NormWithStatistics, hooks_before_forward, hooks_of
+from gpipe.stages.boundary import leaves_of
+from gpipe.stages.buffers import Slot
+from gpipe.stages.layout import storage_address
 from gpipe.stages.recompute_check import Digest, differ, digest
-from gpipe.stages.stage import StageRun
+from gpipe.stages.stage import Layer, Stage, StageRun
 from gpipe.stages.tree import version
 
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -40,6 +47,18 @@ STATE_IN_BACKWARD = (
     "loop has it one micro-batch sooner: forwards go ahead of backwards here, and how far depends on the schedule"
 )
 
+FOREIGN = (
+    "the backward of {stage} reaches {name}, which is not its own: by a reference past the layers, in loss_fn, or in "
+    "a tensor that was left on a module{left}. Several partitions would add to its gradient at once. Hand on what is "
+    "needed as part of the value, or stash it and pop it where it is used, in the loss too (loss_fn.pop); let a "
+    "weight that several layers use be a parameter of each of them"
+)
+HOOKED = (
+    "{stage} puts a hook on a tensor that it is given (or retains its gradient), and another tensor that crosses the "
+    "cut with it was made from it: behind the cut the hook would see a part of the gradient. Put the hook where the "
+    "tensor is made, return a clone of the tensor for those who hook it, or keep both layers in one partition"
+)
+
 Place: TypeAlias = tuple[str, str]
 """A layer in words, and where in it."""
 
@@ -47,7 +66,7 @@ Place: TypeAlias = tuple[str, str]
 class TensorVersion(NamedTuple):
     """A tensor, and how often it had been changed in place."""
 
-    tensor: Tensor
+    tensor: Tensor | None
     version: int
 
 
@@ -61,16 +80,12 @@ def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]
     for words, root in layers.items():
         for path, module in root.named_modules():
             own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
-            for name in own.keys() - _set_by_torch(module):
+            # but for those that torch's own weight and spectral norm set before each forward
+            for name in own.keys() - {getattr(hook, "name", "") for hook in hooks_before_forward(module)}:
                 yield (words, f"its attribute {path and path + '.'}{name}"), own[name]
             for function in (type(module).forward, *own.values(), *hooks_of(module)):
                 for name, value in read_by_function(function):
                     yield (words, f"{name}, which it reads"), value
-
-
-def _set_by_torch(module: nn.Module) -> set[str]:
-    """The attributes that torch's own weight and spectral norm set before each forward."""
-    return {getattr(hook, "name", "") for hook in hooks_before_forward(module)}
 
 
 def read_by_function(function: object) -> Iterator[tuple[str, object]]:
@@ -79,8 +94,9 @@ def read_by_function(function: object) -> Iterator[tuple[str, object]]:
     if isinstance(inner, FunctionType):
         names = inner.__code__.co_names
         yield from ((name, inner.__globals__[name]) for name in names if name in inner.__globals__)
-        cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
-        yield from ((name, _content(cell)) for name, cell in cells)
+        for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
+            with suppress(ValueError):  # nothing in it yet
+                yield name, cell.cell_contents
 
 
 def read_by_called(called: object) -> Iterator[tuple[str, object]]:
@@ -90,13 +106,6 @@ def read_by_called(called: object) -> Iterator[tuple[str, object]]:
     else:
         yield from getattr(called, "__dict__", {}).items()
         yield from read_by_function(getattr(type(called), "forward", getattr(type(called), "__call__", None)))  # noqa: B004
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing yet
-        return None
 
 
 def snapshot(layers: Mapping[str, nn.Module]) -> Snapshot:
@@ -135,23 +144,14 @@ def values_differ(one: Value, other: Value) -> bool:
     return type(one) is not type(other) or one != other
 
 
-class Weight(NamedTuple):
-    """A parameter: its version, and its bits, since a write through `.data` counts as no version."""
-
-    version: int
-    digest: Digest
-
-
 class FirstRunCheck:
     """Looks at what the layers of a stage write in one run, the first that trains."""
 
     def __init__(self, run: StageRun) -> None:
         self._run, self._stage = run, run.stage
-        stage = run.stage
-        self._layers = {str(layer): layer.module for layer in stage.layers}
+        self._layers = {str(layer): layer.module for layer in run.stage.layers}
         self._began = snapshot(self._layers)
-        self._before: Snapshot = {}  # a backward
-        self._gradients = stage.gradients()
+        self._gradients = run.stage.gradients()
         self._written: list[str] = []  # weights, by a backward
         self._forwards = 0
         self.begin()
@@ -182,12 +182,11 @@ class FirstRunCheck:
     def before_backward(self) -> None:
         """Notes what there is; raises if an earlier backward has written weights."""
         self.refuse_written()
-        self._buffers = self._run.buffers.before()
-        self._before = snapshot(self._layers)
+        self._buffers, self._before = self._run.buffers.before(), snapshot(self._layers)
 
     def after_backward(self) -> list[str]:
         """What is to be told of the state that a backward has written."""
-        self._written += self._find_written()[1]  # by its bits: what is written as it was, a recompute may write
+        self.after_weights()
         buffers = {f"buffers of it ({type(m).__name__}.{name})" for m, name in self._run.buffers.after(self._buffers)}
         after = snapshot(self._layers)
         places = [
@@ -200,7 +199,7 @@ class FirstRunCheck:
         return [STATE_IN_BACKWARD.format(stage=self._stage, names="; ".join(names))] if names else []
 
     def after_weights(self) -> None:
-        """Looks at the weights behind the second part of a backward."""
+        """Looks at the weights behind a backward, or the second part of one."""
         self._written += self._find_written()[1]  # by its bits: what is written as it was, a recompute may write
 
     def refuse_written(self) -> None:
@@ -209,13 +208,15 @@ class FirstRunCheck:
             names = ", ".join(dict.fromkeys(self._written))
             raise RuntimeError(WEIGHTS_IN_BACKWARD.format(stage=self._stage, names=names))
 
-    def _read_weights(self) -> dict[str, Weight]:
-        """The weights by name; not those of embeddings with `max_norm`, which torch itself scales in forwards."""
-        if self._run.is_sharded:  # others stand in their places while layers run
-            return {}
+    def _read_weights(self) -> dict[str, tuple[int, Digest]]:
+        """Version and bits of the weights, since a write through `.data` counts as no version.
+
+        Not of those of embeddings with `max_norm`, which torch itself scales in forwards, nor of sharded modules:
+        other weights stand in their places while layers run.
+        """
         return {
-            layer.full_name(name): Weight(version(parameter), digest([parameter]))
-            for layer in self._stage.layers
+            layer.full_name(name): (version(parameter), digest([parameter]))
+            for layer in (() if self._run.is_sharded else self._stage.layers)
             for path, module in layer.module.named_modules()
             if getattr(module, "max_norm", None) is None
             for name, parameter in module.named_parameters(path, recurse=False)
@@ -226,5 +227,110 @@ class FirstRunCheck:
         """The names of the weights that were written since they were last looked at, and of those with other bits."""
         before, self._weights = self._weights, self._read_weights()
         same = [(name, before[name], now) for name, now in self._weights.items() if name in before]
-        bits = [name for name, was, now in same if bool(differ(was.digest, now.digest))]
-        return [name for name, was, now in same if was.version != now.version or name in bits], bits
+        bits = [name for name, was, now in same if bool(differ(was[1], now[1]))]
+        return [name for name, was, now in same if was[0] != now[0] or name in bits], bits
+
+
+class WeightOwners:
+    """Which stage each weight of a run belongs to."""
+
+    def __init__(self, stages: Sequence[Stage], shared: Iterable[Tensor]) -> None:
+        self._stages = stages
+        self._home: dict[int, int] = {}
+        for stage in stages:
+            for layer in stage.layers:
+                self._home.update(dict.fromkeys(map(id, layer.module.parameters()), stage.index))
+        for weight in shared:  # layers have aliases of these, and nothing else may use them
+            self._home[id(weight)] = -1
+        self._claims: dict[int, tuple[int, Tensor]] = {}  # of what belongs to no layer, the first stage that came
+        self._checked: set[int] = set()
+
+    def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
+        """Checks that a stage's first backward in a run reaches no weight of others; `given` are its input leaves."""
+        if stage in self._checked:
+            return
+        self._checked.add(stage)
+        own = set(map(id, given))
+        for leaf in leaves_of(roots):
+            if id(leaf) in own:
+                continue
+            first, _ = self._claims.setdefault(id(leaf), (stage, leaf))
+            if self._home.get(id(leaf), stage) != stage or first != stage:
+                self._refuse(stage, leaf, first)
+
+    def _refuse(self, at: int, leaf: Tensor, first: int) -> NoReturn:
+        names = [
+            f"{name} of {layer}"
+            for stage in self._stages
+            for layer in stage.layers
+            for name, parameter in layer.module.named_parameters()
+            if parameter is leaf
+        ]
+        name = names[-1] if names else f"a weight of shape {tuple(leaf.shape)}, which stage {first} uses too"
+        graphs = tensors_left_on(self._stages, graphs=True)
+        left = f" ({graphs})" if graphs else ""
+        (own,) = (stage for stage in self._stages if stage.index == at)
+        raise RuntimeError(FOREIGN.format(stage=own, name=name, left=left))
+
+
+def tensors_left_on(stages: Iterable[Stage], *, graphs: bool = False) -> str:
+    """In words, the attributes of modules where forwards left tensors, or such as have a graph."""
+    found = [
+        f"{name} of {layer}"
+        for stage in stages
+        for layer in stage.layers
+        for module in layer.module.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not (value.is_leaf and (graphs or value.requires_grad))
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def find_shared_buffers(stages: Sequence[Stage]) -> dict[Slot, str]:
+    """The buffers that several stages see, each with a layer of two of them: of one module, or in one memory.
+
+    Raises:
+        ValueError: They are running statistics of one module.
+    """
+    home: dict[object, tuple[Stage, Layer]] = {}
+    found: dict[Slot, str] = {}
+    places = (
+        (stage, layer, module) for stage in stages for layer in stage.layers for module in layer.module.modules()
+    )
+    for stage, layer, module in places:
+        for name, buffer in module._buffers.items():
+            address = 0 if buffer is None else storage_address(buffer)
+            for seen in (module, address) if address else (module,):
+                first = home.setdefault(seen, (stage, layer))
+                if first[0] is not stage:
+                    found[module, name] = f"{first[1]} and {layer}"
+        if isinstance(module, NormWithStatistics) and module.track_running_stats and home[module][0] is not stage:
+            raise ValueError(
+                f"{layer} uses a {type(module).__name__} that stage {home[module][0].index} uses too, and its "
+                f"running statistics would depend on which comes first; use one module for each, or put the layers "
+                f"into one stage"
+            )
+    return found
+
+
+class SharedBufferCheck:
+    """Watches the buffers that several stages see: a change would depend on which of them comes first."""
+
+    def __init__(self, shared_buffers: Mapping[Slot, str]) -> None:
+        self._shared = shared_buffers
+        self._before = self._read()
+
+    def _read(self) -> list[TensorVersion]:
+        tensors = (module._buffers.get(name) for module, name in self._shared)
+        return [TensorVersion(tensor, version(tensor)) for tensor in tensors]
+
+    def check(self) -> None:
+        """Checks that no shared buffer was changed."""
+        states = zip(self._shared.items(), self._before, self._read(), strict=True)
+        changed = [f"{name} ({users})" for ((_, name), users), before, now in states if values_differ(before, now)]
+        if changed:
+            raise RuntimeError(
+                f"a forward changed a buffer that layers of several stages use, so that the result depends on "
+                f"which comes first: {', '.join(changed)}; use one module for each, or put the layers into one "
+                f"stage"
+            )
