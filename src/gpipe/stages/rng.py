@@ -3,18 +3,15 @@
 torch keeps one generator for each device of a process, and rank threads would draw from it in any order. So a scope
 has generators of its own, which the random operations inside of it are given.
 
-Random operations, where a thread wants to see them: each is given a generator, and all others cost nothing.
-
 torch's dispatcher has a key that nothing uses. Kernels for the random operations stand there, above those of
-autograd, and whoever enters a `GeneratorScope` has its own thread go by that key. Operations that are made of others
-(`F.dropout`, `nn.LSTM`) are seen as those; what draws and takes no generator borrows the default one under a lock.
+autograd, and whoever enters a `GeneratorScope` has its own thread go by that key; all other operations cost nothing.
+Operations that are made of others (`F.dropout`, `nn.LSTM`) are seen as those; what draws and takes no generator
+borrows the default one under a lock.
 
-Has a recompute of `torch.utils.checkpoint`, in a backward, draw what its forward drew under a key.
-
-torch's checkpoint notes the state of the default generator before the forward, and sets it before the recompute. What
-draws under a key has nothing to do with that generator. So at the first draw inside of a checkpoint the state of the
-generator that is drawn from is written where torch noted the other: the recompute then begins there, whoever runs it.
-Frames of Python tell which checkpoints a draw is inside of.
+A recompute of `torch.utils.checkpoint`, in a backward, draws what its forward drew. torch's checkpoint notes the
+state of the default generator before the forward, and sets it before the recompute. So at the first draw inside of a
+checkpoint the state of the generator that is drawn from is written where torch noted the other: the recompute then
+begins there, whoever runs it. Frames of Python tell which checkpoints a draw is inside of.
 """
 
 import hashlib
@@ -23,10 +20,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -63,8 +58,6 @@ UNSEEN = (
     "must draw as often in a recompute as in its forward, on the same devices, and call "
     "torch.utils.checkpoint.checkpoint"
 )
-
-
 COMPILED = (
     "something random is drawn inside of torch.utils.checkpoint within compiled code, by a backend that runs it "
     "again by the state of torch's generator; compile by 'inductor', or what is inside of the checkpoint"
@@ -74,16 +67,18 @@ COMPILED = (
 class Generators(dict[torch.device, torch.Generator]):
     """The generators that a scope or a recompute draws from: one for each device, made when first drawn from."""
 
-    def __init__(self, start: Callable[[torch.device], torch.Generator]) -> None:
+    def __init__(self, start: Callable[[torch.device, torch.Generator], object]) -> None:
         super().__init__()
         self._start = start
 
     def __missing__(self, device: torch.device) -> torch.Generator:
-        self[device] = generator = self._start(device)
+        generator = torch.Generator("cpu" if device.type == "meta" else device)
+        self._start(device, generator)
+        self[device] = generator
         return generator
 
 
-def note(
+def _note(
     forward: CheckpointFrame, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool
 ) -> None:
     """Has a checkpoint's recompute begin where a generator stands now, at the first draw of its forward.
@@ -93,8 +88,12 @@ def note(
     """
     state = forward.state(device)
     if state is None:
+        why, remedy = "preserve_rng_state=False", "leave that out"
+        if forward.preserves:
+            why = f"the numbers are drawn on {device}, and none of its inputs is there"
+            remedy = f"give it one on {device}"
         if needed:
-            raise RuntimeError(_forgets(device, preserves=forward.preserves))
+            raise RuntimeError(FORGETS.format(why, remedy))
     elif not hasattr(state, MARK):
         state.copy_(generator.get_state())
         setattr(state, MARK, True)
@@ -102,68 +101,49 @@ def note(
             forward.release()
 
 
-def _forgets(device: torch.device, *, preserves: bool) -> str:
-    if preserves:
-        return FORGETS.format(
-            f"the numbers are drawn on {device}, and none of its inputs is there", f"give it one on {device}"
-        )
-    return FORGETS.format("preserve_rng_state=False", "leave that out")
+def _generators_of(frame: FrameType, seen: CheckpointFrame, *, sure: bool) -> Generators:
+    """The generators that a recompute, of which this is the frame, draws from, from its first draw to its last.
+
+    Raises:
+        RuntimeError: It must be `sure` that its forward drew under a key, and that did not.
+    """
+
+    def start(device: torch.device, generator: torch.Generator) -> None:
+        state = seen.state(device)
+        if state is None or (sure and not hasattr(state, MARK)):
+            raise RuntimeError(UNSEEN)
+        generator.set_state(state)
+
+    found: Generators = frame.f_locals.setdefault(GENERATORS, Generators(start))
+    return found
 
 
-@dataclass
-class Recompute:
-    """A recompute that is under way, as its frame shows it."""
-
-    frame: FrameType
-    seen: CheckpointFrame
-
-    def generators(self, *, sure: bool) -> Generators:
-        """The generators that the recompute draws from, from its first draw to its last.
-
-        Raises:
-            RuntimeError: It must be `sure` that its forward drew under a key, and that did not.
-        """
-
-        def start(device: torch.device) -> torch.Generator:
-            state = self.seen.state(device)
-            if state is None or (sure and not hasattr(state, MARK)):
-                raise RuntimeError(UNSEEN)
-            generator = torch.Generator("cpu" if device.type == "meta" else device)
-            generator.set_state(state)
-            return generator
-
-        names = self.frame.f_locals
-        if GENERATORS not in names:
-            names[GENERATORS] = Generators(start)
-        found: Generators = names[GENERATORS]
-        return found
-
-
-class Checkpoints(NamedTuple):
-    """The checkpoints that a draw is inside of: forwards, and the recompute, if it is in one, that they are in."""
-
-    forwards: list[CheckpointFrame]
-    recompute: Recompute | None
-
-
-def find_checkpoints(until: FrameType | None) -> Checkpoints:
-    """Looks up the stack, to the innermost recompute or to a frame.
+def _find_checkpoints(
+    until: FrameType | None,
+) -> tuple[list[CheckpointFrame], tuple[FrameType, CheckpointFrame] | None]:
+    """The checkpoints that a draw is inside of, up to a frame: forwards, and the recompute, if any, that they are in.
 
     Raises:
         RuntimeError: There is a checkpoint that nobody can look into.
     """
     forwards: list[CheckpointFrame] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not until:
+    for frame in _frames(until):
         seen = read_checkpoint(frame)
         if seen is not None and seen.recomputes:
-            return Checkpoints(forwards, Recompute(frame, seen))
+            return forwards, (frame, seen)
         if seen is not None:
             forwards.append(seen)
         elif reruns_by_default_generator(frame.f_code):
             raise RuntimeError(COMPILED)
+    return forwards, None
+
+
+def _frames(until: FrameType | None) -> Iterator[FrameType]:
+    """The frames around, from the caller's outwards, up to one."""
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame is not until:
+        yield frame
         frame = frame.f_back
-    return Checkpoints(forwards, None)
 
 
 CPU = torch.device("cpu")
@@ -177,17 +157,25 @@ _installed: list[Any] = []
 class GeneratorScope:
     """A context: inside, in this thread, what draws and was given no generator draws from `generator(device)`."""
 
+    in_backward = False
+    piped = True  # whether its backward will be run `InBackward`
     grad = True  # whether it was entered in grad mode
     _entered: tuple[Any, ...] = (None, None)  # the scope around, the frame that entered, and the same of before
 
-    @property
-    def entered_by(self) -> FrameType | None:
-        """The frame that entered the context: where to stop on a way up the stack."""
-        frame: FrameType | None = self._entered[1]
-        return frame
-
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator to draw from next on a device."""
+        forwards, recompute = _find_checkpoints(self._entered[1])
+        if recompute is None:
+            generator = self._own(device)
+        else:
+            generator = _generators_of(*recompute, sure=self.in_backward)[device]
+        needed = self.in_backward or self.grad or torch.is_grad_enabled()  # else no backward follows
+        for forward in forwards:
+            _note(forward, device, generator, needed=needed, releases=self.piped)
+        return generator
+
+    def _own(self, device: torch.device) -> torch.Generator:
+        """What draws outside of a recompute draws from."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -251,12 +239,13 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
     most = ours.index("generator") if "generator" in ours else len(ours)
 
     def kernel(keys: Any, *args: object, **kwargs: object) -> object:
-        given = kwargs.get("generator") or (args[most] if len(args) > most else None)
-        if _is_transformed() or (given is not None and not _is_default(given)):
+        given: Any = kwargs.get("generator") or (args[most] if len(args) > most else None)
+        says_more = given is not None and not is_one_generator(given, default_generator(given.device))
+        if says_more or is_vmapped() or is_traced_by_compiler():  # under `vmap` it will be drawn below
             return func.redispatch(keys & below, *args, **kwargs)
         device = _device_of(args, kwargs)
-        if keyed is None and _is_made_of_others(keys, device):
-            return func.redispatch(keys & below, *args, **kwargs)
+        if keyed is None and device.type in ("cpu", "meta") and not are_below_a_mode(keys):
+            return func.redispatch(keys & below, *args, **kwargs)  # it is made of others, which are seen in turn
         generator = stashed(SLOT).generator(device)
         leave_out(own, True)
         try:
@@ -268,21 +257,6 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
             leave_out(own, False)
 
     return untraced_kernel(kernel)  # it runs within compiled code too, and there dynamo would trace it
-
-
-def _is_made_of_others(keys: Any, device: torch.device) -> bool:
-    """Whether an operation draws by others that are seen in turn; below a mode or a subclass of Tensor none is."""
-    return device.type in ("cpu", "meta") and not are_below_a_mode(keys)
-
-
-def _is_transformed() -> bool:
-    """Whether a compiler looks on, so that nothing is drawn, or `vmap`, under which it will be, below."""
-    return is_vmapped() or is_traced_by_compiler()
-
-
-def _is_default(generator: Any) -> bool:
-    """Whether a generator that the caller passed is torch's own, which says no more than none."""
-    return is_one_generator(generator, default_generator(generator.device))
 
 
 def _device_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:
@@ -379,30 +353,17 @@ class rng_scope(GeneratorScope):  # noqa: N801  # it reads as a function at ever
     True
     """
 
-    piped = False  # whether its backward will be run `InBackward`
-
-    _generators: Generators | None = None
+    piped = False
 
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
         self._place = seed, step, layer, micro_batch
+        self._generators: Generators | None = None
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """The generator to draw from next on a device."""
-        found = find_checkpoints(self.entered_by)
-        if found.recompute is not None:
-            generator = found.recompute.generators(sure=False)[device]
-        else:
-            if self._generators is None:
-                self._generators = Generators(partial(_start, self._place))
-            generator = self._generators[device]
-        needed = self.grad or torch.is_grad_enabled()  # else no backward follows
-        for forward in found.forwards:
-            note(forward, device, generator, needed=needed, releases=self.piped)
-        return generator
-
-
-def _start(place: tuple[int, int, int, int], device: torch.device) -> torch.Generator:
-    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(rng_seed(*place))
+    def _own(self, device: torch.device) -> torch.Generator:
+        if self._generators is None:
+            seed = rng_seed(*self._place)
+            self._generators = Generators(lambda _, generator: generator.manual_seed(seed))
+        return self._generators[device]
 
 
 class PipeRngScope(rng_scope):
@@ -418,31 +379,15 @@ class InBackward(GeneratorScope):
         maker: Says in words which layer made an autograd node, given the node's sequence number.
     """
 
+    in_backward = True
+
     def __init__(self, maker: Callable[[int | None], str | None]) -> None:
         self._maker = maker
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """The generator to draw from next on a device.
-
-        Raises:
-            RuntimeError: This is no recompute.
-        """
-        found = find_checkpoints(self.entered_by)
-        if found.recompute is None:
-            raise RuntimeError(IN_BACKWARD.format(self._maker(_node(self.entered_by)) or "a layer"))
-        generator = found.recompute.generators(sure=True)[device]
-        for forward in found.forwards:
-            note(forward, device, generator, needed=True, releases=True)
-        return generator
-
-
-def _node(until: FrameType | None) -> int | None:
-    """The sequence number of the autograd node that runs: the outermost one, since others are made in a backward."""
-    found = running_node()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not until:
-        node = frame.f_locals.get("self")
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found = node
-        frame = frame.f_back
-    return None if found is None else node_number(found)
+    def _own(self, device: torch.device) -> torch.Generator:
+        node = running_node()
+        for frame in _frames(self._entered[1]):  # the outermost node, since others are made in a backward
+            found = frame.f_locals.get("self")
+            if isinstance(found, torch.autograd.function.BackwardCFunction):
+                node = found
+        raise RuntimeError(IN_BACKWARD.format(self._maker(None if node is None else node_number(node)) or "a layer"))
