@@ -289,8 +289,7 @@ REFUSED = {
     "a parameter": (nn.Parameter(torch.ones(2)), "Parameter"),
     "a named tuple": (Pair(1, torch.ones(2)), "Pair"),
     "a key that is an enum": ({Colour.RED: torch.ones(2)}, "Colour"),
-    "a defaultdict of one's own": (defaultdict[Any, Any](lambda: 0, {1: torch.ones(2)}), "lambda"),
-    "a key that is a dtype": ({torch.bool: torch.ones(2)}, "torch.bool"),
+    "a defaultdict of one's own": (defaultdict[Any, Any](lambda: 0, {1: torch.ones(2)}), "function"),
 }
 
 

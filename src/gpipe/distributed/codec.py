@@ -1,11 +1,11 @@
 """Messages as bytes: a layout that says what there is, and the bytes of the tensors behind it. No pickle.
 
 A tensor arrives as it lay when it left (layout.py), because the bits of what is computed from it depend on that. A
-layout is written and read once for as long as shapes stay the same: both ends keep those that they have seen.
+layout is read once for as long as shapes stay the same: both ends keep those that they have seen.
 
-What is no tensor is text: the tree of a value, and its leaves. It names no class, module or attribute that the other
-end would look up by itself: only kinds of the tables below, and, by the name under which they were registered with
-torch's pytrees *in that process*, classes of the user.
+What is no tensor is text, which names no class, module or attribute that the other end would look up by itself: only
+kinds of the tables below, and, by the name under which they were registered with torch's pytrees *in that process*,
+classes of the user.
 """
 
 import json
@@ -29,18 +29,29 @@ from gpipe._torch.trees import (
     tree_flatten,
     tree_unflatten,
 )
-from gpipe.distributed.frames import Damaged, check_shape, reading, why_too_wide
+from gpipe.distributed.frames import Damaged, reading
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
-from gpipe.stages.layout import alignment, allocate
+from gpipe.stages.layout import UNITS, alignment, allocate
 from gpipe.stages.messages import Message, Payload
 
 ALIGNED_BYTES = 64  # bytes: where in a message tensors begin
 CACHED_LAYOUTS = 1024  # layouts
-NOT_DENSE = (
-    "a {name} of layout {layout} cannot go to another process; return a dense torch.Tensor (of a DTensor, its "
-    "full_tensor() or to_local())"
-)
+MOST_DIMENSIONS = 64  # torch's kernels take no more
+SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
+"""Bytes that a tensor may reach over, and how many for each byte of it besides: a column of a wide matrix."""
+DEEPEST_TREE = 100  # containers around a leaf
 NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
+DTYPES = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+CONTAINERS = {kind.__name__: kind for kind in (tuple, list, dict, OrderedDict, torch.Size, deque, defaultdict)}
+FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, set, int, float, str)}
+"""What a defaultdict may make; a message may name nothing but this, those and classes that are registered."""
+LEAF = tree_flatten(0)[1]
+ADVICE = (
+    "return tensors, numbers, strings, None, or tuples, lists and dicts of them, or register the class with "
+    "torch.utils._pytree under a serialized_type_name, in every process"
+)
 
 Buffer: TypeAlias = bytearray | mmap.mmap
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
@@ -66,12 +77,24 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class At:
+    """Where a tensor belongs among the leaves of a message: its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """What a message holds: a tree, or None for a list of gradients; its leaves; and an extent for each tensor."""
 
     spec: TreeSpec | None
-    leaves: tuple[object, ...]
+    leaves: Sequence[object]
     extents: tuple[Extent, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes that the tensors take, with what aligns them."""
+        return self.extents[-1].end if self.extents else 0
 
 
 class Encoded(NamedTuple):
@@ -101,28 +124,26 @@ class Encoded(NamedTuple):
 
 def encode(message: Message) -> Encoded:
     """What is sent of a message; a TypeError says what in it cannot go to another process."""
+    numbered: dict[int, tuple[int, Tensor]] = {}
+    is_value = isinstance(message, BoundaryValue)
     if isinstance(message, BoundaryValue):
-        items, spec = tree_flatten(message.value)
-        tree = write_tree(spec)
+        written = _write(message.value, numbered)
     else:
-        items, tree = message, None
-    numbers: dict[int, int] = {}
-    tensors: list[Tensor] = []
-    leaves: list[object] = []
-    for item in items:
-        if not isinstance(item, Tensor):
-            leaves.append(write_leaf(item))
-            continue
-        if id(item) not in numbers:
-            if tree is not None:
-                _refuse_attributes(item)
-            numbers[id(item)] = len(tensors)
-            tensors.append(item)
-        leaves.append(["tensor", numbers[id(item)]])
-    shapes = tuple(map(shape_of, tensors))
-    extents = extents_of(shapes)
-    named = [[str(dtype).removeprefix("torch."), *others] for dtype, *others in shapes]
-    return Encoded(json.dumps([tree, leaves, named]).encode(), extents, _end_of(extents), tensors)
+        written = [_write(item, numbered) for item in message]
+    tensors = [tensor for _, tensor in numbered.values()]
+    shapes = [(str(dtype).removeprefix("torch."), *others) for dtype, *others in map(shape_of, tensors)]
+    for tensor in tensors if is_value else ():
+        if attributes := vars(tensor):
+            raise TypeError(
+                f"a tensor with attributes of somebody's own ({', '.join(attributes)}) cannot go to another process "
+                f"with them; return a tuple or a dict of the tensor and of what it is to carry"
+            )
+    text = json.dumps([is_value, written, shapes]).encode()
+    try:
+        layout = _read(text)  # as the other end will
+    except Damaged as error:
+        raise TypeError(f"this cannot go to another process: {error}; {ADVICE}") from error
+    return Encoded(text, layout.extents, layout.size, tensors)
 
 
 def payload_of(message: Message) -> tuple[Payload, ...]:
@@ -142,18 +163,6 @@ def _payload(dtype: torch.dtype, size: torch.Size, strides: tuple[int, ...]) -> 
     return Payload(str(dtype).removeprefix("torch."), tuple(size), extent.end)
 
 
-def _end_of(extents: Sequence[Extent]) -> int:
-    return extents[-1].end if extents else 0
-
-
-def _refuse_attributes(tensor: Tensor) -> None:
-    if vars(tensor):
-        raise TypeError(
-            f"a tensor with attributes of somebody's own ({', '.join(vars(tensor))}) cannot go to another process "
-            f"with them; return a tuple or a dict of the tensor and of what it is to carry"
-        )
-
-
 def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None = None) -> Message:
     """The message of a layout and the bytes behind it, which may be used again afterwards.
 
@@ -163,9 +172,8 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
         Damaged: Nothing writes that.
     """
     read = _read(layout)
-    needed = _end_of(read.extents)
-    if offset + needed > len(memory) or size not in (None, needed):
-        raise Damaged(f"tensors of {needed} bytes, in a message of {len(memory) - offset if size is None else size}")
+    if offset + read.size > len(memory) or size not in (None, read.size):
+        raise Damaged(f"tensors of {read.size} bytes, in a message of {size or len(memory) - offset}")
     tensors = [_take(extent, memory, offset) for extent in read.extents]
     items: list[Any] = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
     if read.spec is None:
@@ -177,10 +185,13 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
 def shape_of(tensor: Tensor) -> Shape:
     """What is known of a tensor before it comes; one that is not dense, or more than a tensor, is refused."""
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
-        raise TypeError(NOT_DENSE.format(name=type(tensor).__name__, layout=tensor.layout))
+        raise TypeError(
+            f"a {type(tensor).__name__} of layout {tensor.layout} cannot go to another process; return a dense "
+            f"torch.Tensor (of a DTensor, its full_tensor() or to_local())"
+        )
     if tensor.is_quantized:
         raise TypeError("a quantized tensor cannot go to another process; return its .dequantize()")
-    if too_wide := why_too_wide(tensor.dtype, tuple(tensor.shape), tensor.stride()):
+    if too_wide := _why_too_wide(tensor.dtype, tuple(tensor.shape), tensor.stride()):
         raise TypeError(too_wide)
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, alignment(tensor)
 
@@ -259,247 +270,134 @@ def lay(elements: Tensor, extent: Extent) -> Tensor:
     return tensor.requires_grad_() if wants_gradient else tensor
 
 
-@lru_cache(CACHED_LAYOUTS)
-def _read(layout: bytes) -> Layout:
-    with reading("a layout"):
-        spec, leaves, named = json.loads(layout.decode())  # of bytes it would guess the encoding
-        shapes = tuple(
-            (read_dtype(dtype), tuple(size), tuple(strides), wants, aligned)
-            for dtype, size, strides, wants, aligned in named
-        )
-        for shape in shapes:
-            check_shape(*shape)
-        tree = None if spec is None else read_tree(spec)
-        read = Layout(tree, tuple(map(read_leaf, leaves)), extents_of(shapes))
-        _check_whole(read)
-        return read
+def check_shape(shape: Shape) -> None:
+    """Checks that a tensor can lie like this, and takes little more memory than its elements need."""
+    dtype, size, strides, wants_gradient, aligned = shape
+    numbers = (*size, *strides)
+    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+        raise ValueError(f"sizes and strides {numbers}")
+    if len(size) != len(strides) or len(size) > MOST_DIMENSIONS:
+        raise ValueError(f"{len(size)} sizes and {len(strides)} strides")
+    if type(wants_gradient) is not bool or (wants_gradient and not (dtype.is_floating_point or dtype.is_complex)):
+        raise ValueError(f"a gradient {wants_gradient!r} of {dtype}")
+    if type(aligned) is not int or not 0 <= aligned < max(UNITS.values()):
+        raise ValueError(f"an address that is {aligned!r} past a unit")
+    if math.prod(max(n, 1) for n in size) * dtype.itemsize >= 2**63:
+        raise ValueError(f"a tensor of size {size}")
+    if too_wide := _why_too_wide(dtype, size, strides):
+        raise ValueError(too_wide)
 
 
-def _check_whole(read: Layout) -> None:
-    """Checks that all tensors that are named are there."""
-    numbers = {leaf.number for leaf in read.leaves if isinstance(leaf, At)}
-    if numbers != set(range(len(read.extents))):
-        raise ValueError(f"tensors {sorted(numbers)} of {len(read.extents)}")
-    if read.spec is not None and read.spec.num_leaves != len(read.leaves):
-        raise ValueError(f"{read.spec.num_leaves} leaves")
-
-
-# Trees and leaves, as text.
-
-DEEPEST_TREE = 100  # containers around a leaf
-DTYPES = {
-    str(value).removeprefix("torch."): value
-    for name in sorted(dir(torch))
-    if isinstance(value := getattr(torch, name), torch.dtype)
-}
-"""What a message may name as a dtype."""
-CONTAINERS = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict, "Size": torch.Size}
-FACTORIES: dict[str | None, Any] = {
-    None: None, "list": list, "dict": dict, "tuple": tuple, "set": set, "int": int, "float": float, "str": str,
-}  # fmt: skip
-"""What a message may name as what a defaultdict makes."""
-BUILT_IN = frozenset({*CONTAINERS.values(), deque, defaultdict, namedtuple})
-LEAF = tree_flatten(0)[1]
-
-Json = Any
-ADVICE = (
-    "return tensors, tuples, lists, dicts (keys: strings, numbers, None, tuples of them), or register the class "
-    "with torch.utils._pytree under a serialized_type_name, in every process"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """A leaf of a tree that is a tensor: its number among the tensors of the message."""
-
-    number: int
-
-
-def write_tree(spec: TreeSpec) -> str:
-    """The text of a tree, which `read_tree` reads; a TypeError where that could not make it again."""
-    try:
-        text = json.dumps(_written(spec))
-        _rebuild(text)
-        return text
-    except (NotImplementedError, ValueError, TypeError, RecursionError) as error:
-        raise TypeError(f"{spec} cannot go to another process: {error}; {ADVICE}") from error
-
-
-@lru_cache(CACHED_LAYOUTS)
-def _rebuild(text: str) -> None:
-    """Builds such a tree, as the other end will."""
-    read = read_tree(text)
-    tree_unflatten([None] * read.num_leaves, read)
-
-
-def _written(spec: TreeSpec) -> Json:
-    """A tree in words of JSON: None for a leaf, else the kind, what belongs to it, and the children."""
-    if spec.type is None:
+def _why_too_wide(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    """Why a tensor is laid too far apart to be laid so at the other end, if it is."""
+    if 0 in size:
         return None
-    kind, context = spec.type, spec.context
-    children = [_written(child) for child in spec.children()]
-    if kind in (tuple, list, torch.Size):
-        return [kind.__name__, None, children]
-    if kind in (dict, OrderedDict):
-        return [kind.__name__, [write_plain(key) for key in context], children]
-    if kind is deque:
-        return ["deque", context, children]
-    if kind is defaultdict:
-        return ["defaultdict", [_name_of_factory(context[0]), [write_plain(key) for key in context[1]]], children]
-    if kind is namedtuple:
-        return ["namedtuple", _registered_name(context), children]
-    name = _registered_name(kind)
-    write = context_writer(kind) or write_plain
-    return [f"registered {name}", write(context), children]
-
-
-def _registered_name(kind: type) -> str:
-    name = registered_name(kind)
-    if name is None:
-        raise TypeError(f"{kind.__name__} is not registered under a name")
-    return name
-
-
-def _name_of_factory(factory: object) -> str | None:
-    for name, known in FACTORIES.items():
-        if known is factory:
-            return name
-    raise TypeError(
-        f"a defaultdict that makes {factory!r} cannot be named; those of {', '.join(map(str, FACTORIES))} can"
+    pairs = [(n, stride) for n, stride in zip(size, strides, strict=True) if stride]  # others are only repeated
+    sent = math.prod(n for n, _ in pairs) * dtype.itemsize
+    reach = (sum((n - 1) * stride for n, stride in pairs) + 1) * dtype.itemsize
+    if reach <= SPARE_BYTES + REACH_PER_BYTE * sent:
+        return None
+    return (
+        f"a tensor of size {size} and strides {strides} would take {reach} bytes elsewhere, of which {sent} are its "
+        f"own; return its .contiguous()"
     )
 
 
-def read_tree(text: str) -> TreeSpec:
-    """The tree that `write_tree` wrote. Nothing is imported for it, and no attribute looked up by name.
+@lru_cache(CACHED_LAYOUTS)
+def _read(text: bytes) -> Layout:
+    with reading("a layout"):
+        is_value, written, named = json.loads(text.decode())  # of bytes it would guess the encoding
+        shapes = tuple(
+            (DTYPES[dtype], tuple(size), tuple(strides), *others) for dtype, size, strides, *others in named
+        )
+        for shape in shapes:
+            check_shape(shape)
+        if is_value:
+            leaves, spec = tree_flatten(_build(written, DEEPEST_TREE))
+        else:
+            leaves, spec = [_build(item, 0) for item in written], None
+        numbers = {leaf.number for leaf in leaves if isinstance(leaf, At)}
+        if numbers != set(range(len(shapes))):
+            raise ValueError(f"tensors {sorted(numbers)} of {len(shapes)}")
+        return Layout(spec, leaves, extents_of(shapes))
 
-    Raises:
-        ValueError: Nothing writes that, or it names what this process has not registered.
+
+def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
+    """A value in words of JSON, a tensor as its number: which it is given when it is first met.
+
+    What is no number or text is a list: its kind, and what belongs to that.
     """
-    try:
-        return _tree_of(json.loads(text), DEEPEST_TREE)
-    except RecursionError:
-        raise ValueError("a tree too deep") from None
-
-
-def _tree_of(written: Json, deepest: int) -> TreeSpec:
-    if written is None:
-        return LEAF
-    match written:
-        case [str(kind), context, list(children)] if deepest:
-            found = [_tree_of(child, deepest - 1) for child in children]
-        case _:
-            raise ValueError(f"there is no tree that is written as {_shown(written)}")
-    match kind, context:
-        case (("tuple" | "list" | "Size"), None):
-            return TreeSpec(CONTAINERS[kind], None, found)
-        case (("dict" | "OrderedDict"), list(keys)) if len(keys) == len(found):
-            return TreeSpec(CONTAINERS[kind], _keys(keys), found)
-        case "deque", None | int():
-            return TreeSpec(deque, context, found)
-        case "defaultdict", [str() | None as made, list(keys)] if made in FACTORIES and len(keys) == len(found):
-            return TreeSpec(defaultdict, [FACTORIES[made], _keys(keys)], found)
-        case "namedtuple", str(name):
-            known = _registered(name)
-            if len(getattr(known, "_fields", ())) == len(found):
-                return TreeSpec(namedtuple, known, found)
-        case _ if kind.startswith("registered "):
-            known = _registered(kind.removeprefix("registered "))
-            read = context_reader(known) or read_plain
-            return TreeSpec(known, read(context), found)
-    raise ValueError(f"there is no tree that is written as {_shown(written)}")
-
-
-def _registered(name: str) -> Any:
-    known = registered_class(name)
-    if known is None or known in BUILT_IN:
-        raise ValueError(f"{name[:200]!r} is not registered with torch.utils._pytree in this process; register it")
-    return known
-
-
-def _keys(written: list[Json]) -> list[Any]:
-    keys = list(map(read_plain, written))
-    try:
-        if len(set(keys)) == len(keys):
-            return keys
-    except TypeError:
-        pass
-    raise ValueError(f"these are no keys of a dict: {_shown(keys)}")
-
-
-def write_plain(value: object) -> Json:
-    """A key, or what a class keeps beside its tensors, in words of JSON."""
     kind = type(value)
-    if kind is float and not math.isfinite(value):  # type: ignore[arg-type]  # a float then
-        return {"float": repr(value)}
     if value is None or kind in (bool, int, float, str):
         return value
-    if kind in (tuple, list):
-        return {kind.__name__: [write_plain(item) for item in value]}  # type: ignore[attr-defined]  # a container then
-    raise TypeError(f"{value!r} is of type {kind.__name__}")
+    match value:
+        case Tensor():
+            return ["tensor", numbered.setdefault(id(value), (len(numbered), value))[0]]
+        case complex():
+            return ["complex", value.real, value.imag]
+        case bytes():
+            return ["bytes", value.hex()]
+        case torch.dtype():
+            return ["dtype", str(value).removeprefix("torch.")]
+        case Undefined():
+            return ["undefined"]
+        case type() if FACTORIES.get(kind_name := value.__name__) is value:
+            return ["type", kind_name]
+    parts, spec = _parts_of(value)
+    registered = registered_name(kind)
+    if spec.type is None or (registered is None and kind not in CONTAINERS.values()):
+        raise TypeError(f"a {kind.__name__} cannot go to another process; {ADVICE}")
+    children = [_write(part, numbered) for part in parts]
+    if kind in CONTAINERS.values():
+        return [kind.__name__, _write(spec.context, numbered), children]
+    if spec.type is namedtuple:
+        return [f"namedtuple {registered}", None, children]
+    write = context_writer(kind)
+    return [f"registered {registered}", write(spec.context) if write else _write(spec.context, numbered), children]
 
 
-def read_plain(written: Json) -> Any:
-    """What `write_plain` wrote."""
+def _parts_of(value: object) -> tuple[list[Any], TreeSpec]:
+    return tree_flatten(value, is_leaf=lambda part: part is not value)
+
+
+def _build(written: Any, deepest: int) -> object:
+    """What `_write` wrote, with `At` for tensors. Nothing is imported for it, and no attribute looked up by name."""
     match written:
         case None | bool() | int() | float() | str():
             return written
-        case {"float": ("inf" | "-inf" | "nan") as value, **other} if not other:
-            return float(value)
-        case {"tuple": list(items), **other} if not other:
-            return tuple(map(read_plain, items))
-        case {"list": list(items), **other} if not other:
-            return list(map(read_plain, items))
-    raise ValueError(f"there is no value that is written as {_shown(written)}")
-
-
-def _shown(written: object) -> str:
-    text = repr(written)
-    return text if len(text) < 100 else f"{text[:100]}..."
-
-
-def write_leaf(leaf: object) -> list[Any]:
-    """A leaf that is no tensor, in words of JSON: its type, and what it is."""
-    match leaf:
-        case None | bool() | int() | float() | str() if type(leaf) in (type(None), bool, int, float, str):
-            return ["value", leaf]
-        case complex():
-            return ["complex", leaf.real, leaf.imag]
-        case bytes():
-            return ["bytes", leaf.hex()]
-        case torch.Size():
-            return ["size", *leaf]
-        case torch.dtype():
-            return ["dtype", str(leaf).removeprefix("torch.")]
-        case Undefined():
-            return ["undefined"]
-    raise TypeError(
-        f"a {type(leaf).__name__} cannot go to another process; return tensors, numbers, strings, None, or tuples, "
-        f"lists and dicts of them"
-    )
-
-
-def read_leaf(written: Json) -> object:
-    """What `write_leaf` wrote; `["tensor", number]` is where a tensor was."""
-    match written:
         case ["tensor", int(number)] if number is not True and number >= 0:
             return At(number)
-        case ["value", None | bool() | int() | float() | str() as value]:
-            return value
         case ["complex", int() | float() as real, int() | float() as imaginary]:
             return complex(real, imaginary)
-        case ["bytes", str(value)]:
-            return bytes.fromhex(value)
-        case ["size", *sizes] if all(type(size) is int for size in sizes):
-            return torch.Size(sizes)
-        case ["dtype", str(name)]:
-            return read_dtype(name)
+        case ["bytes", str(digits)]:
+            return bytes.fromhex(digits)
+        case ["dtype", str(name)] if name in DTYPES:
+            return DTYPES[name]
+        case ["type", str(name)] if name in FACTORIES:
+            return FACTORIES[name]
         case ["undefined"]:
             return UNDEFINED
-    raise ValueError(f"there is no leaf that is written as {_shown(written)}")
+        case [str(name), context, list(children)] if deepest:
+            return _container(name, context, [_build(child, deepest - 1) for child in children], deepest)
+    raise ValueError(f"there is nothing that is written as {repr(written)[:100]}")
 
 
-def read_dtype(name: object) -> torch.dtype:
-    """The dtype of a name."""
-    if isinstance(name, str) and name in DTYPES:
-        return DTYPES[name]
-    raise ValueError(f"there is no dtype {_shown(name)}")
+def _container(name: str, context: Any, parts: list[object], deepest: int) -> object:
+    leaves = [LEAF] * len(parts)
+    if name in CONTAINERS:
+        context = _build(context, deepest - 1)
+        made = tree_unflatten(parts, TreeSpec(CONTAINERS[name], context, leaves))
+        again, spec = _parts_of(made)
+        if (again, spec.context) != (parts, context):  # other keys, or too few
+            raise ValueError(f"there is no {name} of {len(parts)} parts and {repr(context)[:100]}")
+        return made
+    form, _, known = name.partition(" ")
+    kind = registered_class(known)
+    if kind is None or kind in CONTAINERS.values() or form not in ("namedtuple", "registered"):
+        raise ValueError(f"{name[:200]!r} is not registered with torch.utils._pytree in this process; register it")
+    if form == "registered":
+        read = context_reader(kind)
+        return tree_unflatten(parts, TreeSpec(kind, read(context) if read else _build(context, deepest - 1), leaves))
+    if len(getattr(kind, "_fields", ())) != len(parts):
+        raise ValueError(f"{known} is no named tuple of {len(parts)} parts")
+    return tree_unflatten(parts, TreeSpec(namedtuple, kind, leaves))

@@ -10,7 +10,6 @@ peer's death is seen at once, and no more memory is taken than has come.
 
 import errno
 import fcntl
-import math
 import mmap
 import os
 import resource
@@ -22,19 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import torch
-
 from gpipe.errors import RemoteError, heard
-from gpipe.stages.layout import UNITS
 from gpipe.stages.messages import Label
-
-MOST_DIMENSIONS = 64  # torch's kernels take no more
-SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
-"""Bytes that a tensor may reach over, and how many for each byte of it besides: a column of a wide matrix."""
-TOO_WIDE = (
-    "a tensor of size {size} and strides {strides} would take {reach} bytes elsewhere, of which {sent} are its "
-    "own; return its .contiguous()"
-)
 
 
 class Damaged(ValueError):  # noqa: N818 a state of the message
@@ -53,38 +41,6 @@ def reading(what: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, LookupError, RuntimeError, RecursionError, OverflowError, AttributeError) as error:
         raise Damaged(f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}") from error
-
-
-def check_shape(
-    dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], wants_gradient: object, aligned: object
-) -> None:
-    """Checks that a tensor can lie like this, and takes little more memory than its elements need."""
-    numbers = (*size, *strides)
-    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
-        raise ValueError(f"sizes and strides {numbers}")
-    if len(size) != len(strides) or len(size) > MOST_DIMENSIONS:
-        raise ValueError(f"{len(size)} sizes and {len(strides)} strides")
-    if type(wants_gradient) is not bool or (wants_gradient and not (dtype.is_floating_point or dtype.is_complex)):
-        raise ValueError(f"a gradient {wants_gradient!r} of {dtype}")
-    if type(aligned) is not int or not 0 <= aligned < max(UNITS.values()):
-        raise ValueError(f"an address that is {aligned!r} past a unit")
-    if math.prod(max(n, 1) for n in size) * dtype.itemsize >= 2**63:
-        raise ValueError(f"a tensor of size {size}")
-    too_wide = why_too_wide(dtype, size, strides)
-    if too_wide:
-        raise ValueError(too_wide)
-
-
-def why_too_wide(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-    """Why a tensor is laid too far apart to be laid so at the other end, if it is."""
-    if 0 in size:
-        return None
-    pairs = [(n, stride) for n, stride in zip(size, strides, strict=True) if stride]  # others are only repeated
-    sent = math.prod(n for n, _ in pairs) * dtype.itemsize
-    reach = (sum((n - 1) * stride for n, stride in pairs) + 1) * dtype.itemsize
-    if reach <= SPARE_BYTES + REACH_PER_BYTE * sent:
-        return None
-    return TOO_WIDE.format(size=size, strides=strides, reach=reach, sent=sent)
 
 
 LIMITS = (errno.EMFILE, errno.ENFILE)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gpipe._torch.trees import tree_flatten, tree_unflatten
 from gpipe.distributed import codec
-from gpipe.distributed.frames import Gone, check_shape, reading
+from gpipe.distributed.frames import Gone, reading
 from gpipe.distributed.mesh import Position, rank_of
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Message
@@ -152,7 +152,7 @@ class NcclGroups:
             sent: Any = packed.value
             is_value, tree, described = sent  # what `pack` gave
             for _, dtype, size, strides, wants_gradient, aligned, _ in described:
-                check_shape(dtype, tuple(size), tuple(strides), wants_gradient, aligned)
+                codec.check_shape((dtype, tuple(size), tuple(strides), wants_gradient, aligned))
         return Coming(is_value, tree, [self._expect(peer, *one) for one in described])
 
     def _expect(
