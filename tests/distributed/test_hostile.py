@@ -83,7 +83,7 @@ def tree_of(written: object) -> str:
 HOSTILE_LAYOUTS = {
     "no JSON": "[true,",
     "deep": "[" * 100_000,
-    "a deep tree": '[true, ' + '["list", null, [' * 300 + "null" + "]]" * 300 + ", []]",
+    "a deep tree": "[true, " + '["list", null, [' * 300 + "null" + "]]" * 300 + ", []]",
     "of an encoding that would have to be guessed, and loaded": "[1]".encode("utf-16-be").decode("latin-1"),
     "NaN": layout_of([float("nan")], [1]),
     "infinite": layout_of([float("inf")], [1]),

@@ -34,7 +34,7 @@ def listening(monkeypatch: pytest.MonkeyPatch, *, crosses_hosts: bool = False) -
 
 def connect(own: Listener, local: bool = True) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
-    connection.connect(own.address.path if local else (own.address.host, own.address.port))
+    connection.connect(f"{own.address.folder}/listener" if local else (own.address.host, own.address.port))
     return connection
 
 
@@ -131,7 +131,7 @@ def test_who_does_not_connect_is_named_also_if_strangers_come_all_the_time(monke
 
 def test_only_its_user_can_come_to_the_path_and_it_is_gone_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(monkeypatch) as own:
-        folder = Path(own.address.path).parent
+        folder = Path(own.address.folder)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert listening_sockets([os.getpid()]) == []  # no port
     assert not folder.exists()

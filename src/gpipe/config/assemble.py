@@ -59,7 +59,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     if not is_joined():
         _find_position(asked)  # says what is missing
     with Rendezvous() as rendezvous, explaining_limits():
-        position = rendezvous.position = _find_position(asked)
+        position = _find_position(asked)
         settings = _settle_together(asked, position, rendezvous)
         processes = Processes(
             _engine(settings, position),
@@ -137,7 +137,7 @@ def _find_position(asked: Arguments) -> Position:
 def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> Settings:
     """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
     drawn = draw_seed() if asked.seed is None else None
-    every = rendezvous.greet({"drawn": drawn, "memory": memory_of(position.device)})
+    every = rendezvous.greet(position, {"drawn": drawn, "memory": memory_of(position.device)})
     seed = every[0]["drawn"] if asked.seed is None else asked.seed
     if asked.remat == AUTO and asked.memory is None:
         asked = replace(asked, memory=memory_by_row(position, rendezvous.hosts, [one["memory"] for one in every]))

@@ -1,55 +1,49 @@
-"""How the ranks of a pipe come to do the same between runs: `agree` gathers a value from each, or raises on all."""
+"""How the ranks of a pipe come to do the same: `agree` gathers a value from each between runs, or raises on all.
+
+Before a run the first stage sends the others of its replica a header, which they compare with what they would do.
+"""
 
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+import torch
+
+from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.frames import Damaged, damaged, reading
+from gpipe.distributed.mesh import Position
 from gpipe.errors import RemoteError
+from gpipe.stages.messages import Control, Label
 
 LONGEST_SHOWN = 300  # characters of a setting; what is longer is cut, and compared by its checksum
 
 
-class Communicator(Protocol):
-    """The processes of a pipe; in one process there is one rank, however many stages it runs.
+class Communicator:
+    """The processes of a pipe, as one of them talks to all; this one is alone, however many stages it runs.
 
     Attributes:
         rank: The number of this process.
         size: How many processes there are.
     """
 
-    @property
-    def rank(self) -> int: ...  # noqa: D102 see above
-    @property
-    def size(self) -> int: ...  # noqa: D102
+    rank: int = 0
+    size: int = 1
 
     def exchange(self, message: bytes, /) -> list[bytes]:
         """Sends a message to all processes, and gathers those of all, by rank. Every process calls it, as often."""
-
-    def gone(self) -> Collection[int]:
-        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
-
-
-class SingleProcess:
-    """The communicator of one process."""
-
-    rank = 0
-    size = 1
-
-    def exchange(self, message: bytes, /) -> list[bytes]:
-        """Gives the message."""
         return [message]
 
     def gone(self) -> Collection[int]:
-        """No rank: there is none but this process."""
+        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
         return ()
 
 
 def communicator_of(pipe: object) -> Communicator:
     """The processes that a pipe, or plain layers, are trained by."""
-    return getattr(pipe, "_processes", None) or SingleProcess()
+    return getattr(pipe, "_processes", None) or Communicator()
 
 
 class FirstError:
@@ -98,7 +92,7 @@ def agree(
         RemoteError: Another rank has one.
         ValueError: The settings differ, on all ranks alike.
 
-    >>> agree(SingleProcess(), {"epoch": 3}, same={"seed": 1})
+    >>> agree(Communicator(), {"epoch": 3}, same={"seed": 1})
     [{'epoch': 3}]
     """
     settings = {name: _shown(setting) for name, setting in (same or {}).items()}
@@ -152,3 +146,88 @@ def _shown(setting: object) -> str:
     if len(text) <= LONGEST_SHOWN:
         return text
     return f"{text[:LONGEST_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"
+
+
+@dataclass(frozen=True)
+class Header:
+    """One run, in whole numbers. What stands before `ready_made` every process knows for itself.
+
+    Attributes:
+        call: The number of the call whose backward it is.
+        own_loss: Whether the loss is the model's own.
+        ready_made: Whether the micro-batches were given as such.
+        path: The number of the path that a model takes that is replayed.
+        rows: Of each micro-batch.
+        own_weights: Of each micro-batch in the model's own loss, if it gives one.
+    """
+
+    request: int
+    step_number: int = 0
+    trains: int = 0
+    in_training: int = 0
+    gathers: int = 0
+    call: int = 0
+    checksum: int = 0
+    own_loss: int = 0
+    ready_made: int = 0
+    path: int = 0
+    rows: tuple[int, ...] = ()
+    own_weights: tuple[float, ...] = ()
+
+
+KNOWN = len(fields(Header)) - 2  # numbers before those of each micro-batch
+WORDS = {
+    "request": "what was called (0 step, 1 the pipe itself, 2 backward, 3 clip_grad_norm_, 4 saving or the like)",
+    "step_number": "the step number",
+    "trains": "whether gradients are enabled",
+    "in_training": "whether the pipe is in training mode",
+    "gathers": "gather",
+    "call": "the call that backward belongs to",
+    "own_loss": "whether the loss is the model's own",
+    "checksum": "the checksum of the program (of schedule=, if that is a function, remat, and what layers share)",
+}
+
+
+def compare_headers(
+    net: Endpoint,
+    position: Position,
+    first: int,
+    own: Header,
+    checksum: Callable[[Header], int] = lambda header: 0,
+) -> Header:
+    """Gives all processes of a replica the header of that of the first stage, if they do the same.
+
+    `checksum` is that of the table for a header.
+
+    Raises:
+        ValueError: This process does something else.
+    """
+    label = Label(Control.HEADER, 0, gradient=False)
+    if net.rank == first:
+        header = replace(own, checksum=checksum(own))
+        *known, rows, weights = vars(header).values()
+        value = torch.tensor([len(rows), *known, *rows, *weights], dtype=torch.float64, device="cpu")
+        for peer in position.ranks_of_replica:
+            if peer != first:
+                net.send_value(peer, label, value)
+        return header
+    try:
+        with reading("a header"):
+            count, *numbers = net.receive_value(first, label).tolist()
+            known, weights = numbers[: KNOWN + int(count)], numbers[KNOWN + int(count) :]
+            header = Header(*map(int, known[:KNOWN]), tuple(map(int, known[KNOWN:])), tuple(weights))
+    except Damaged as error:
+        raise damaged(first, error) from error
+    if header.request == own.request and header.trains == own.trains:
+        own = replace(own, checksum=checksum(header))
+    if mistakes := differences({first: _in_words(header), net.rank: _in_words(own)}):
+        mistakes = mistakes[:1] if header.request != own.request else mistakes  # all else follows
+        raise ValueError(
+            f"the processes have come apart: {'; '.join(mistakes)}. Call the pipe in every process, as often, and "
+            f"with the same arguments"
+        )
+    return header
+
+
+def _in_words(header: Header) -> dict[str, str]:
+    return {words: str(int(getattr(header, name))) for name, words in WORDS.items()}

@@ -79,7 +79,7 @@ class Connection:
         """Reads the control channel."""
         for kind, what in self.control.read():
             if kind == FAILED:
-                self.reports.append(_read_report(what))
+                self.reports.append(read_report(what))
 
     def events(self, *, reading: bool, writing: bool) -> int:
         """What to poll for: that a slot is free comes by `control`."""
@@ -226,16 +226,13 @@ class Connection:
 TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceback": str}
 
 
-def _read_report(message: bytes) -> Mapping[str, Any]:
+def read_report(message: bytes) -> Mapping[str, Any]:
+    """A report of a failure, which must be one."""
     with reading("a report"):
-        return checked_report(json.loads(message.decode("utf-8", "surrogatepass")))
-
-
-def checked_report(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report, which must be one."""
-    if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
-        raise ValueError(f"{sorted(report)}")
-    return report
+        report: Mapping[str, Any] = json.loads(message.decode("utf-8", "surrogatepass"))
+        if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
+            raise ValueError(f"{sorted(report)}")
+        return report
 
 
 class TcpConnection(Connection):

@@ -1,5 +1,6 @@
 """What one of several processes shares with the others in a mini-batch: messages, agreement, reductions, progress."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.distributed.agree import differences
+from gpipe.distributed.agree import Header, compare_headers, differences
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import Seen, Status
-from gpipe.distributed.handshake import Header, compare_headers
-from gpipe.distributed.mesh import Position
-from gpipe.distributed.records import join_records, recorded_text
+from gpipe.distributed.mesh import Position, host_name
 from gpipe.distributed.reduce import (
     add_over_replicas,
     add_over_stages,
@@ -28,15 +27,17 @@ from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.notes import in_words
+from gpipe.runtime.recorder import Recorder, RemoteRecord
 from gpipe.runtime.run import Output, Run
 from gpipe.runtime.steps import CompiledRows
-from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.action import Action, Kind, parse_action
 from gpipe.schedule.program import Program
+from gpipe.schedule.timeline import Span, Timeline
 from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import Gradients
 from gpipe.stages.layout import is_sharded
 from gpipe.stages.losses import own_loss
-from gpipe.stages.messages import Control, Label, Message, ReadyEvent
+from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Traffic
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress, layer_at
 from gpipe.stages.tree import Tree
@@ -77,14 +78,9 @@ class ProcessContext(Context):
     def entered(self, *, notes: bool) -> Iterator[None]:
         """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
         net = self.net = self.linked()
-        try:
-            net.begin()
-            net.noted = [] if notes else None
+        with net.in_run(notes=notes):
             self._began, self._waited = time.perf_counter(), net.waited
             yield
-        except BaseException as error:
-            net.fail(error)
-            raise
 
     def agree(self, run: Run, request: Request) -> None:
         """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
@@ -169,13 +165,13 @@ class ProcessContext(Context):
         busy = time.perf_counter() - self._began - (net.waited - self._waited)
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
         try:
-            gathered = net.exchange((value, seconds, None if recorder is None else recorded_text(recorder, run, net)))
+            gathered = net.exchange((value, seconds, None if recorder is None else _recorded(recorder, run, net)))
         except TypeError as error:
             error.add_note(f"rank {net.rank} was telling the others the metrics that loss_fn returned")
             raise
         run.settle()
         if recorder is not None:
-            join_records(recorder, net.rank, [text for _, _, text in gathered])
+            _join_records(recorder, net.rank, [text for _, _, text in gathered])
         if trains and not net.rank:
             for finding in self.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
                 logger.warning(finding)
@@ -322,3 +318,32 @@ class _Watched(list[int]):
     def append(self, number: int) -> None:
         super().append(number)
         self._count[0] = len(self)
+
+
+# Timelines of all processes, put together: each sends what it recorded of a run.
+
+
+def _recorded(recorder: Recorder, run: Run, net: Endpoint) -> str:
+    timeline, program = recorder.runs[-1].timeline, run.compiled.program
+    spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
+    traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(net.noted or ()))
+    moved = traffic.moved(-recorder.began).to_json()
+    return json.dumps([host_name(), recorder.began, timeline.seconds, spans, moved])
+
+
+def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None]) -> None:
+    """Makes one timeline of those of all processes, if all of them record."""
+    records = []
+    for remote, text in enumerate(texts):
+        if text is not None:
+            host, began, seconds, spans, traffic = json.loads(text)
+            actions = tuple(Span(remote, parse_action(action), start, end) for action, start, end in spans)
+            records.append(RemoteRecord(host, began, Timeline(1, actions, seconds), Traffic.of_json(traffic)))
+    if len(records) == len(texts):
+        recorder.join(rank, records)
+        return
+    recorder.forget()
+    logger.warning(
+        "this step is not in the recording, since rank %s does not record: gpipe.record(pipe) in every process",
+        ", ".join(str(remote) for remote, text in enumerate(texts) if text is None),
+    )

@@ -16,6 +16,7 @@ What a process is woken by while it waits for others.
 
 import logging
 import math
+import mmap
 import os
 import select
 import time
@@ -95,10 +96,10 @@ class Endpoint:
         rank: int,
         links: Mapping[int, Connection],
         limit: float,
+        status: Status,
+        shared: Mapping[int, mmap.mmap],
         groups: NcclGroups | None = None,
-        shown: Callable[[], object] = object,
     ) -> None:
-        """Also shows the others of this host what this process is at; `shown` is called once it can be seen."""
         self.rank = rank
         self.size = len(links) + 1
         self.links = dict(links)
@@ -106,14 +107,14 @@ class Endpoint:
         self.at = 0
         self.waited = 0.0
         self.noted: list[Crossed] | None = None
-        self.status = Status()
+        self.status = status
         self._groups = groups
         self._parting = False
         self._warns_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
         self._sources: Collection[int] = ()
         self._poll = Poll(self.links)
-        self.detector = FailureDetector(self.links, self.status.shared_with(self.links, limit, shown), limit)
+        self.detector = FailureDetector(self.links, shared, limit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
@@ -121,6 +122,17 @@ class Endpoint:
     def run(self) -> int:
         """The number of the current run."""
         return self.detector.run
+
+    @contextmanager
+    def in_run(self, *, notes: bool) -> Iterator[None]:
+        """Around what all processes do together: whoever fails inside has all fail. `notes` what crosses."""
+        try:
+            self.begin()
+            self.noted = [] if notes else None
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def begin(self) -> None:
         """Begins a run."""

@@ -4,18 +4,15 @@ What a process is at, for the others of its host to see: also when it is stuck o
 """
 
 import mmap
-import os
 import select
-import socket
 import struct
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.frames import Damaged, Gone, check_memory, damaged, make_memory, too_many_files
+from gpipe.distributed.frames import Damaged, Gone, damaged
 from gpipe.errors import RemoteError, folded, heard
 
 _STATUS = struct.Struct("<IiI?d")
@@ -32,72 +29,37 @@ class Seen(NamedTuple):
     since: float
 
     @classmethod
-    def read(cls, memory: mmap.mmap | bytearray) -> "Seen":
+    def read(cls, memory: mmap.mmap) -> "Seen":
         """What a process notes in such memory just now."""
         return cls(*_STATUS.unpack_from(memory))
 
 
 class Status:
-    """A process's own words on what it is at, in memory that the others of its host can read."""
+    """A process's own words on what it is at, in memory that the others of its host can read: a file in a folder."""
 
-    def __init__(self) -> None:
-        self._handle = make_memory("gpipe status", _STATUS.size) if hasattr(os, "memfd_create") else None
-        self._memory = bytearray(_STATUS.size) if self._handle is None else mmap.mmap(self._handle, _STATUS.size)
-        self.layers = memoryview(self._memory)[_LAYERS_OFFSET : _LAYERS_OFFSET + 4].cast("I")  # [0]: how many began
+    def __init__(self, folder: str | None = None) -> None:
+        if folder is None:
+            self.memory = mmap.mmap(-1, _STATUS.size)
+        else:
+            with open(f"{folder}/status", "x+b") as file:
+                file.write(bytes(_STATUS.size))
+                file.flush()
+                self.memory = mmap.mmap(file.fileno(), _STATUS.size)
+        self.layers = memoryview(self.memory)[_LAYERS_OFFSET : _LAYERS_OFFSET + 4].cast("I")  # [0]: how many began
+
+    @staticmethod
+    def of_other(folder: str) -> mmap.mmap:
+        """What a process of this host shows in its folder."""
+        with open(f"{folder}/status", "rb") as file:
+            return mmap.mmap(file.fileno(), _STATUS.size, prot=mmap.PROT_READ)
 
     def reach(self, run: int, at: int) -> None:
         """Notes a place among the actions."""
-        _STATUS.pack_into(self._memory, 0, run, at, 0, False, time.monotonic())
+        _STATUS.pack_into(self.memory, 0, run, at, 0, False, time.monotonic())
 
     def wait(self, waits: bool) -> None:
         """Notes whether this process waits for another."""
-        self._memory[_WAITS_OFFSET] = waits
-
-    def shared_with(
-        self, links: Mapping[int, Connection], limit: float, shown: Callable[[], object] = object
-    ) -> dict[int, mmap.mmap]:
-        """Lets the processes of this host read this, calls `shown`, and gives what they show before the limit."""
-        local = {peer: link.control.connection for peer, link in links.items() if link.is_local}
-        if self._handle is None:
-            shown()
-            return {}
-        for connection in local.values():
-            with suppress(ConnectionError):  # it is gone, see below
-                socket.send_fds(connection, [b"."], [self._handle])
-        shown()
-        found = {}
-        for peer, connection in local.items():
-            handle = _shown(peer, connection, limit)
-            try:
-                check_memory(handle, _STATUS.size)
-                found[peer] = mmap.mmap(handle, _STATUS.size, prot=mmap.PROT_READ)
-            except Damaged as error:
-                raise damaged(peer, error) from error
-            finally:
-                os.close(handle)
-        os.close(self._handle)
-        self._handle = None
-        return found
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-
-
-def _shown(peer: int, connection: socket.socket, limit: float) -> int:
-    connection.settimeout(limit)
-    try:
-        _, handles, flags, _ = socket.recv_fds(connection, 1, 1)
-    except TimeoutError:
-        raise heard(f"rank {peer} did not link up within {limit:g} s", peer) from None
-    except ConnectionError:
-        handles, flags = [], 0
-    if flags & socket.MSG_CTRUNC:
-        raise too_many_files()
-    if not handles:
-        raise heard(f"rank {peer} is gone; it ended while the processes linked up", peer)
-    connection.setblocking(False)
-    return handles[0]
+        self.memory[_WAITS_OFFSET] = waits
 
 
 Report: TypeAlias = Mapping[str, Any]

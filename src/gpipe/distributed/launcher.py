@@ -1,6 +1,5 @@
 """Under torchrun: no process outlives the launcher that started it."""
 
-import errno
 import os
 import signal
 import socket
@@ -68,21 +67,13 @@ def find_launcher() -> int:
 
 
 def was_gone(launcher: int) -> bool:
-    """Whether the launcher was gone before anybody looked, as far as that can be told for sure."""
-    try:
-        name = Path(f"/proc/{launcher}/comm").read_text().strip()
-        program = os.path.basename(os.readlink(f"/proc/{launcher}/exe"))
-    except OSError as error:  # not Linux, or another user's
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return False  # nothing can be told
-        name = program = ""
-    if "python" in program:  # also in a container whose first process it is; but others may take processes in
-        return _is_silent()
-    return launcher <= 1 or name in ADOPTERS or _is_silent()
+    """Whether the launcher was gone before anybody looked, as far as that can be told for sure.
 
-
-def _is_silent() -> bool:
-    """Whether nobody is where the launcher of a single host keeps its store."""
+    Then something else has taken this process in, and where the launcher of a single host kept its store nobody is.
+    """
+    with suppress(OSError):  # not Linux, or there is no descriptor left
+        if Path(f"/proc/{launcher}/comm").read_text().strip() in ADOPTERS:
+            return True
     known = os.environ
     if known.get("GROUP_WORLD_SIZE") != "1" or known.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False

@@ -14,14 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpipe.distributed.agree import agree
 from gpipe.distributed.connection import Connection, TcpConnection
-from gpipe.distributed.failures import REPORT_SECONDS
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.failures import REPORT_SECONDS, Status
 from gpipe.distributed.frames import LIMITS
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.nccl import NcclGroups
 from gpipe.distributed.rendezvous import LINKING, Rendezvous
 from gpipe.errors import heard
 
@@ -32,11 +34,10 @@ LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, u
 POLL_SECONDS = 0.02  # between two looks whether another process has failed
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a process listens, and the token that those who connect must know."""
+class Address(NamedTuple):
+    """Where a process listens, the token that those who connect must know, and a folder for those of its host."""
 
-    path: str
+    folder: str
     host: str
     port: int
     token: str
@@ -49,43 +50,40 @@ class Hello(NamedTuple):
     stream: str
 
 
-def connect(rendezvous: Rendezvous) -> dict[int, Connection]:
-    """Connects this process with the others of its pipe, by their ranks there; all do so at the same time."""
-    position = rendezvous.position
-    assert position is not None
+def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | None) -> Endpoint:
+    """Connects this process with the others of its pipe, which do so at the same time; ends the rendezvous."""
     hosts = [rendezvous.hosts[member] for member in position.members]
-    is_local = [host == hosts[position.rank] for host in hosts]
-    with ExitStack() as on_failure, Listener(crosses_hosts=not all(is_local)) as listener:
-        addresses = [Address(**remote) for remote in agree(rendezvous, asdict(listener.address))]
+    local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
+    with ExitStack() as on_failure, Listener(crosses_hosts=len(local) < len(hosts)) as listener:
+        status = Status(listener.address.folder)
+        addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
+        shared = {peer: Status.of_other(addresses[peer].folder) for peer in local - {position.rank}}
         sockets: dict[Hello, socket.socket] = {}
         for peer in range(position.rank):
             for stream in STREAMS:
-                found = _reach(rendezvous, peer, stream, addresses[peer], local=is_local[peer])
+                hello = Hello(position.rank, stream)
+                try:
+                    found = dial(addresses[peer], hello, position.silence, local=peer in local)
+                except OSError as error:
+                    if error.errno not in LIMITS:  # it soon says why, or is gone
+                        rendezvous.check(REPORT_SECONDS)
+                        raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
+                    raise
                 sockets[Hello(peer, stream)] = on_failure.enter_context(found)
-        later = range(position.rank + 1, len(position.members))
+        later = range(position.rank + 1, len(hosts))
         sockets |= listener.accept(later, min(LINK_SECONDS, position.timeout), rendezvous.check)
         for end in sockets.values():
             on_failure.enter_context(end)
             _keep_alive(end, position.silence)
-        links = {
-            peer: (Connection if local else TcpConnection)(*(sockets[Hello(peer, stream)] for stream in STREAMS))
-            for peer, local in enumerate(is_local)
-            if peer != position.rank
-        }
+        links = {}
+        for peer in sorted({hello.peer for hello in sockets}):
+            kind = Connection if peer in local else TcpConnection
+            links[peer] = kind(*(sockets[Hello(peer, stream)] for stream in STREAMS))
+            on_failure.callback(links[peer].close)
+        net = Endpoint(position.rank, links, position.timeout, status, shared, groups)
+        rendezvous.close()
         on_failure.pop_all()
-        return links
-
-
-def _reach(rendezvous: Rendezvous, peer: int, stream: str, address: Address, *, local: bool) -> socket.socket:
-    """Connects to a process; if it cannot be reached, it soon says why, or is gone."""
-    assert rendezvous.position is not None
-    try:
-        return dial(address, Hello(rendezvous.position.rank, stream), rendezvous.position.silence, local=local)
-    except OSError as error:
-        if error.errno in LIMITS:
-            raise
-        rendezvous.check(REPORT_SECONDS)
-        raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
+        return net
 
 
 def dial(address: Address, hello: Hello, seconds: float, *, local: bool) -> socket.socket:
@@ -93,7 +91,7 @@ def dial(address: Address, hello: Hello, seconds: float, *, local: bool) -> sock
     connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
     try:
         connection.settimeout(seconds)
-        connection.connect(address.path if local else (address.host, address.port))
+        connection.connect(f"{address.folder}/listener" if local else (address.host, address.port))
         connection.settimeout(None)
         connection.sendall(f"{address.token} {hello.peer} {hello.stream}".ljust(HELLO_BYTES).encode())
     except BaseException:
@@ -112,14 +110,13 @@ class Listener:
         self._sockets: list[socket.socket] = []
         self._folder = tempfile.mkdtemp(prefix="gpipe-", dir="/tmp" if is_long else None)  # mode 0700
         try:
-            path = str(Path(self._folder) / "listener")
-            self._listen(socket.AF_UNIX, path)
+            self._listen(socket.AF_UNIX, str(Path(self._folder) / "listener"))
             if crosses_hosts:
                 host, port = self._listen(socket.AF_INET, (host, 0))
         except BaseException:
             self.__exit__()
             raise
-        self.address = Address(path, host, port, secrets.token_hex(16))
+        self.address = Address(self._folder, host, port, secrets.token_hex(16))
 
     def _listen(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> Any:
         self._sockets.append(socket.socket(family))

@@ -1,8 +1,11 @@
 """The position of a process in the mesh: its row, its replica, and who else trains the same pipe."""
 
 import os
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,3 +146,12 @@ def timeout_of_world() -> float:
     """Seconds that the process group waits for others."""
     assert dist.group.WORLD is not None
     return seconds_of_group(dist.group.WORLD)
+
+
+def host_name() -> str:
+    """What is the same for processes that share memory, a network and a clock."""
+    parts = [socket.gethostname(), str(os.getuid())]
+    with suppress(OSError):  # not Linux
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts += [os.readlink(f"/proc/self/ns/{shared}") for shared in ("net", "mnt")]
+    return " ".join(parts)

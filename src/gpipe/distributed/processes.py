@@ -1,27 +1,24 @@
 """The processes of one pipe: their links, and what they say to each other between runs."""
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from gpipe.distributed.agree import SingleProcess, agree
+from gpipe.distributed.agree import Communicator, Header, compare_headers
 from gpipe.distributed.context import ProcessContext
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.frames import explaining_limits
-from gpipe.distributed.handshake import Header, compare_headers
 from gpipe.distributed.listener import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
 from gpipe.distributed.rendezvous import LINKING, Rendezvous
-from gpipe.distributed.stragglers import stragglers_among
+from gpipe.distributed.stragglers import Stragglers
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine
 from gpipe.stages.batchnorm import find_replica_drift
 from gpipe.stages.tree import Tree
 
 
-class OneProcess(SingleProcess):
+class OneProcess(Communicator):
     """The only process of a pipe."""
 
     position: Position | None = None
@@ -73,7 +70,7 @@ class Processes(OneProcess):
         self.position: Position = position
         self.sync_batch_norm = sync_batch_norm
         self.rank, self.size = position.rank, len(position.members)
-        self._stragglers = stragglers_among(engine.placement, costs, position.replicas, measured=measured)
+        self._stragglers = Stragglers(engine.placement, costs, position.replicas, measured=measured)
         self._net: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,24 +85,13 @@ class Processes(OneProcess):
 
     def link(self, rendezvous: Rendezvous) -> None:
         """Makes the links to the other processes, who do so at the same time; the last that the rendezvous is for."""
-        links = connect(rendezvous)
-        try:
-            shown = partial(agree, rendezvous)
-            groups = groups_for(self.position, self.engine.crossings())
-            self._net = Endpoint(self.position.rank, links, self.position.timeout, groups, shown)
-            rendezvous.close()
-        except BaseException:
-            for link in links.values():
-                link.close()
-            self._net = None
-            raise
+        self._net = connect(rendezvous, self.position, groups_for(self.position, self.engine.crossings()))
 
     def linked(self) -> Endpoint:
         """The links, made anew by all processes at once if they were closed."""
         if self._net is None:
             with Rendezvous() as rendezvous, explaining_limits():
-                rendezvous.position = self.position
-                rendezvous.greet()
+                rendezvous.greet(self.position)
                 rendezvous.phase = LINKING
                 self.link(rendezvous)
         assert self._net is not None
@@ -117,22 +103,11 @@ class Processes(OneProcess):
             self.engine, self.linked, self.position, self._stragglers, sync_batch_norm=self.sync_batch_norm
         )
 
-    @contextmanager
-    def _meeting(self) -> Iterator[Endpoint]:
-        net = self.linked()
-        try:
-            net.begin()
-            net.noted = None
-            yield net
-        except BaseException as error:
-            net.fail(error)
-            raise
-
     def gather(self, request: Request, value: Tree) -> list[Any]:
         """Gathers a value from all processes between runs, by rank."""
-        with self._meeting() as net:
-            first = self.position.rank_of(self.engine.placement[0])
-            compare_headers(net, self.position, first, Header(request))
+        net = self.linked()
+        with net.in_run(notes=False):
+            compare_headers(net, self.position, self.position.rank_of(self.engine.placement[0]), Header(request))
             return net.exchange(value)
 
     def exchange(self, message: bytes, /) -> list[bytes]:

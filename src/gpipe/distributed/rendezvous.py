@@ -4,28 +4,32 @@ All go through the same phases and exchange something at the end of each. So who
 phase in which the others wait for it.
 """
 
+import atexit
 import json
 import logging
 import math
-import os
-import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from queue import Empty
+from itertools import count
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gpipe.distributed.agree import agree
-from gpipe.distributed.connection import checked_report
+from gpipe.distributed.agree import Communicator, agree
+from gpipe.distributed.connection import read_report
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, SILENT_SECONDS, Report, error_of, report_of
-from gpipe.distributed.frames import Damaged, damaged, reading
-from gpipe.distributed.mesh import Position, timeout_of_world
-from gpipe.distributed.world import Kind, Received, WorldChannel
+from gpipe.distributed.frames import Damaged, damaged
+from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.errors import heard
 
 logger = logging.getLogger("gpipe")
@@ -36,30 +40,126 @@ BUILDING = "while it built its layers"
 LINKING = "while the processes linked up"
 BETTER_REASON_SECONDS = 0.2  # from the first bad news on, in which a better reason may come
 
+VALUE, LAST, FAILURE = (
+    b"=",
+    b".",
+    b"!",
+)  # what a message is, as its first byte; nothing follows the last, or a failure
+FIRST_TAG = 0x67700000  # of messages; whoever else sends through this group counts from 0
+FOREVER = timedelta(days=365)
+LARGEST_MESSAGE_BYTES = 2**26
+FAREWELL_SECONDS = 1.0  # that a process which fails waits for the others to take that in
 
-class Rendezvous:
+_opened: "WeakKeyDictionary[dist.ProcessGroup, count[int]]" = WeakKeyDictionary()  # none reads another's messages
+_gloo: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
+
+
+def gloo_group() -> dist.ProcessGroup:
+    """The world's group, or one beside it that uses gloo; all processes of the world call it."""
+    world = dist.group.WORLD
+    assert world is not None
+    if "cpu:gloo" in str(dist.get_backend_config()):
+        return world
+    if world not in _gloo:
+        _gloo[world] = dist.new_group(backend="gloo")
+    return _gloo[world]
+
+
+class WorldChannel:
+    """Sends messages to all other processes, and has theirs in `received`, by sender, as soon as they are here.
+
+    gloo reports a death at once, but only to who waits for a message from that very process; torch's store reports
+    none. So a thread for each other process waits for its next message, as long as the rendezvous lasts; an empty one
+    stands for the end of a process.
+
+    A thread that waits in gloo while the interpreter ends would take the process down with it, should the other end
+    be gone just then. So whoever leaves early waits a little for the others, and hangs up at the end.
+    """
+
+    def __init__(self) -> None:
+        self.received: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        self.peers = [peer for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
+        self._group = gloo_group()
+        self._tag = FIRST_TAG + next(_opened.setdefault(self._group, count())) % 2**20
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+        self._threads = [
+            threading.Thread(target=self._receive_all, args=[peer], name=f"gpipe receives {peer}", daemon=True)
+            for peer in self.peers
+        ]
+        atexit.register(self._hang_up)
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: bytes) -> None:
+        """Sends a message to all others, and waits for nobody."""
+        size = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
+        body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        for peer in self.peers:
+            with suppress(RuntimeError):  # it is gone, and the thread that receives from it says so
+                for sent in (size, body):
+                    self._under_way.append((self._group.send([sent], peer, self._tag), sent))
+
+    def close(self, seconds: float = FAREWELL_SECONDS) -> None:
+        """Waits until all have sent and received all; threads go on with it, for those who come late."""
+        until = time.monotonic() + seconds
+        self._threads.append(threading.Thread(target=self._await_sent, name="gpipe sends", daemon=True))
+        self._threads[-1].start()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            atexit.unregister(self._hang_up)
+
+    def _receive_all(self, peer: int) -> None:
+        message = VALUE
+        try:
+            while message[:1] == VALUE:
+                (size,) = self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), peer).tolist()
+                if not 0 < size <= LARGEST_MESSAGE_BYTES:
+                    raise RuntimeError(f"a message of {size} bytes")
+                message = self._receive(torch.empty(size, dtype=torch.uint8, device="cpu"), peer).numpy().tobytes()
+                self.received.put((peer, message))
+        except RuntimeError:
+            self.received.put((peer, b""))
+
+    def _receive(self, memory: Tensor, peer: int) -> Tensor:
+        self._group.recv([memory], peer, self._tag).wait(FOREVER)  # how long is too long is for those to say who wait
+        return memory
+
+    def _await_sent(self) -> None:
+        for work, _ in self._under_way:
+            with suppress(RuntimeError):
+                work.wait(FOREVER)
+
+    def _hang_up(self) -> None:
+        """Has gloo end the connections on which threads still wait, as it does after a timeout."""
+        for peer in self.peers:
+            with suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], peer, self._tag).wait(timedelta(milliseconds=1))
+        for thread in self._threads:
+            thread.join(FAREWELL_SECONDS)
+
+
+class Rendezvous(Communicator):
     """A communicator of the processes that build one pipe; `with` it, whoever fails inside tells the others.
 
-    They raise a RemoteError of it wherever they wait.
+    They raise a RemoteError of it wherever they wait. Before `greet` it speaks of the whole world.
 
     Attributes:
-        position: Where this process stands, once that is known; until then it exchanges with the whole world.
         hosts: The host of each process of the world, once all have greeted.
         phase: What this process does now, in words.
     """
 
     def __init__(self) -> None:
-        self.position: Position | None = None
         self.hosts: list[str] = []
         self.phase = COMING
-        self._rank_in_world = dist.get_rank()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._members: Sequence[int] = range(self.size)
         self._timeout = timeout_of_world()
         self._began = time.monotonic()
-        self._messages: dict[int, deque[bytes]] = {
-            peer: deque() for peer in range(dist.get_world_size()) if peer != self._rank_in_world
-        }
-        self._failures: list[Report] = []
         self._channel = WorldChannel()
+        self._messages: dict[int, deque[bytes]] = {peer: deque() for peer in self._channel.peers}
+        self._failures: list[Report] = []
+        self._has_ended = False
 
     def __enter__(self) -> Self:
         return self
@@ -68,58 +168,32 @@ class Rendezvous:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            report = report_of(error, 0, self.rank, self.phase)
-            self._channel.send(json.dumps(report).encode(), Kind.FAILURE)
+            if not self._has_ended:
+                report = report_of(error, 0, self.rank, self.phase)
+                self._channel.send(FAILURE + json.dumps(report).encode())
             self._channel.close()
 
-    @property
-    def rank(self) -> int:
-        """The number of this process, in the pipe if that is known."""
-        return self._number(self._rank_in_world)
-
-    @property
-    def size(self) -> int:
-        """How many processes the pipe has, or the world as long as it has none."""
-        return len(self._members)
-
-    @property
-    def _members(self) -> Sequence[int]:
-        return range(len(self._messages) + 1) if self.position is None else self.position.members
-
-    def _number(self, member: int) -> int:
-        """The rank of a process of the world in the pipe, if it is known there."""
-        return self._members.index(member) if member in self._members else member
-
-    def gone(self) -> tuple[int, ...]:
-        """None that is known: who is gone ends the rendezvous."""
-        return ()
-
-    def greet(self, value: Any = None) -> list[Any]:
+    def greet(self, position: Position, value: Any = None) -> list[Any]:
         """Begins: gathers a value from each process of the world, by its number there; all run the same versions."""
         installed = f"gpipe {_version('gpipe')}, torch {_version('torch')}"
-        position, self.position = self.position, None
-        try:
-            gathered = agree(self, {"host": _host(), "value": value}, same={"what is installed": installed})
-        finally:
-            self.position = position
+        gathered = agree(self, {"host": host_name(), "value": value}, same={"what is installed": installed})
+        self.rank, self.size, self._members = position.rank, len(position.members), position.members
         self.hosts = [remote["host"] for remote in gathered]
         self.phase = SETTLING
         return [remote["value"] for remote in gathered]
 
-    def exchange(self, message: bytes, /) -> list[bytes]:
-        """Sends a message to all processes of the pipe, and gathers those of all, by rank."""
-        return self._exchange(message, Kind.VALUE)
-
     def close(self) -> None:
         """Ends it, once all have come to its end."""
-        self._exchange(b"-", Kind.LAST)
+        self._has_ended = True
+        self.exchange(b"", kind=LAST)
         self._channel.close(self._timeout)
 
-    def _exchange(self, message: bytes, kind: Kind) -> list[bytes]:
-        self._channel.send(message, kind)
+    def exchange(self, message: bytes, /, *, kind: bytes = VALUE) -> list[bytes]:
+        """Sends a message to all processes of the pipe, and gathers those of all, by rank."""
+        self._channel.send(kind + message)
         until, warns_at = time.monotonic() + self._timeout, time.monotonic() + LONG_WAIT_SECONDS
         while missing := [peer for peer, messages in self._messages.items() if not messages]:
-            if self._receive(min(until, warns_at) - time.monotonic()):
+            if self._take(min(until, warns_at) - time.monotonic()):
                 continue
             if time.monotonic() >= until:
                 limit = f"{self._timeout:g} s, the timeout of the process group"
@@ -127,8 +201,42 @@ class Rendezvous:
             logger.warning(self._silent(missing, f"{LONG_WAIT_SECONDS:g} s"))
             warns_at = math.inf
         gathered = {peer: messages.popleft() for peer, messages in self._messages.items()}
-        gathered[self._rank_in_world] = message
-        return [gathered[member] for member in self._members]
+        return [gathered.get(member, message) for member in self._members]
+
+    def check(self, seconds: float = 0.0) -> None:
+        """Raises if another process has failed, or does so in so many seconds."""
+        until = time.monotonic() + seconds
+        while self._take(until - time.monotonic()):
+            pass
+
+    def _take(self, seconds: float) -> bool:
+        """Takes the next message, if it comes in so many seconds; whether it did.
+
+        The first failure is raised: as a process reports it itself, if one soon does; else it names who is gone.
+        """
+        try:
+            peer, message = self._channel.received.get(timeout=max(seconds, 0.0))
+        except Empty:
+            return False
+        if message[:1] in (VALUE, LAST):
+            self._messages[peer].append(message[1:])
+            return True
+        self._failures.append(self._failure(self._number(peer), message[1:]))
+        if len(self._failures) == 1:
+            self.check(BETTER_REASON_SECONDS)
+            raise error_of(max(self._failures, key=lambda report: bool(report["type"])))
+        return True
+
+    def _failure(self, peer: int, message: bytes) -> Report:
+        if message:
+            try:
+                return read_report(message)
+            except Damaged as error:
+                raise damaged(peer, error) from error
+        text = f"rank {peer} is gone; it ended {self.phase}"
+        if self.phase == COMING and time.monotonic() - self._began > SILENT_SECONDS:  # gloo reports both alike
+            text += ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
+        return {"run": 0, "rank": peer, "type": "", "message": text, "traceback": ""}
 
     def _silent(self, peers: Sequence[int], seconds: str) -> str:
         last = self.phase.removeprefix("while ")
@@ -136,66 +244,9 @@ class Rendezvous:
             f"rank {self._number(peer)} said nothing for {seconds}; last known: {last}" for peer in peers
         )
 
-    def check(self, seconds: float = 0.0) -> None:
-        """Raises if another process has failed, or does so in so many seconds."""
-        until = time.monotonic() + seconds
-        while self._receive(until - time.monotonic()):
-            pass
-
-    def _receive(self, seconds: float) -> bool:
-        """Takes the next message, if it comes in so many seconds; whether it did."""
-        try:
-            received = self._channel.received.get(timeout=max(seconds, 0.0))
-        except Empty:
-            return False
-        failure = self._failure(received)
-        if failure is not None:
-            self._failures.append(failure)
-            if len(self._failures) == 1:
-                self._raise_best()
-        elif received.message is not None:
-            self._messages[received.peer].append(received.message)
-        return True
-
-    def _failure(self, received: Received) -> Report | None:
-        """The failure that a message tells of, if it does."""
-        peer = self._number(received.peer)
-        if received.message is None:
-            message = f"rank {peer} is gone; it ended {self.phase}"
-            if self.phase == COMING and time.monotonic() - self._began > SILENT_SECONDS:  # gloo reports both alike
-                message += (
-                    ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
-                )
-            return {"run": 0, "rank": peer, "type": "", "message": message, "traceback": ""}
-        if received.kind is not Kind.FAILURE:
-            return None
-        try:
-            with reading("a report"):
-                return checked_report(json.loads(received.message.decode()))
-        except Damaged as error:
-            raise damaged(peer, error) from error
-
-    def _raise_best(self) -> None:
-        """Raises the failure that a process reports itself, if one comes soon; else names who is gone."""
-        self.check(BETTER_REASON_SECONDS)
-        reported = [report for report in self._failures if report["type"]]
-        raise error_of(reported[0] if reported else self._failures[0])
-
-
-def _host() -> str:
-    """What is the same for processes that share memory and a network."""
-    named: list[Callable[[], str]] = [
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        lambda: os.readlink("/proc/self/ns/net"),
-        lambda: os.readlink("/proc/self/ns/mnt"),
-    ]
-    parts = [socket.gethostname()]
-    for name in named:
-        try:
-            parts.append(name())
-        except OSError:
-            continue
-    return " ".join([*parts, str(os.getuid())])
+    def _number(self, member: int) -> int:
+        """The rank of a process of the world in the pipe, if it is known there."""
+        return self._members.index(member) if member in self._members else member
 
 
 def _version(package: str) -> str:

@@ -1,6 +1,5 @@
 """Who is slow among the processes of a pipe, so that all others wait for it."""
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
@@ -19,32 +18,27 @@ def ratios(busy: Sequence[float], shares: Sequence[float]) -> list[float]:
     >>> ratios(busy=[1.0, 1.0, 1.0, 6.0], shares=[1.0, 1.0, 1.0, 2.0])
     [1.0, 1.0, 1.0, 3.0]
     """
-    paces = [own / share if share else 0.0 for own, share in zip(busy, shares, strict=True)]
+    paces = [seconds / share if share else 0.0 for seconds, share in zip(busy, shares, strict=True)]
     ordered, middle = sorted(paces), (len(paces) - 1) // 2
-    found = []
-    for pace in paces:
-        at = middle + 1 if bisect_left(ordered, pace) <= middle else middle  # without the rank's own
-        others = ordered[at] if at < len(ordered) else pace
-        found.append(pace / others if others else 0.0)
-    return found
+    above = ordered[min(middle + 1, len(paces) - 1)]  # the median of the others of those up to the middle
+    others = [above if pace <= ordered[middle] else ordered[middle] for pace in paces]
+    return [pace / other if other else 0.0 for pace, other in zip(paces, others, strict=True)]
 
 
 class Stragglers:
     """Finds ranks that are slow in most of the last steps, and names each once.
 
-    The share of a rank is what its layers cost, if that was measured. Numbers of parameters say little of time: then
+    The share of a rank is what its stages cost, if that was measured. Numbers of parameters say little of time: then
     a rank can only be compared with those of other replicas that have the same layers.
     """
 
-    def __init__(
-        self, costs: Sequence[float], replicas: int, *, measured: bool, stages: Sequence[str] | None = None
-    ) -> None:
-        self._rows = len(costs)
-        self._stages = [f"stage {row}" for row in range(self._rows)] if stages is None else stages
+    def __init__(self, placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> None:
+        self._rows = max(placement) + 1
         self._measured = measured
-        ranks = range(len(costs) * replicas)
-        self._alike = [ranks] if measured else [ranks[row :: len(costs)] for row in range(len(costs))]
-        self._shares = list(costs if measured else [1.0] * len(costs)) * replicas
+        self._held = [[stage for stage, row in enumerate(placement) if row == rank] for rank in range(self._rows)]
+        ranks = range(self._rows * replicas)
+        self._alike = [ranks] if measured else [ranks[row :: self._rows] for row in range(self._rows)]
+        self._shares = [sum(costs[stage] for stage in held) if measured else 1.0 for held in self._held] * replicas
         self._last = [deque[float](maxlen=WINDOW) for _ in ranks]
         self._named: set[int] = set()
         self._steps = 0
@@ -55,29 +49,23 @@ class Stragglers:
         if self._steps <= WARMING_UP:
             return []
         for alike in self._alike:
-            theirs = ratios([busy[rank] for rank in alike], [self._shares[rank] for rank in alike])
-            for rank, ratio in zip(alike, theirs, strict=True):
+            found = ratios([busy[rank] for rank in alike], [self._shares[rank] for rank in alike])
+            for rank, ratio in zip(alike, found, strict=True):
                 self._last[rank].append(ratio)
-        found = []
-        for rank, seen in enumerate(self._last):
-            slow = seen[-1] >= SLOW and busy[rank] >= NOTICEABLE and rank not in self._named
-            if slow and len(seen) >= ENOUGH and median_low(seen) >= SLOW:
-                self._named.add(rank)
-                found.append(self._say(rank, median_low(seen), busy[rank]))
-        return found
+        slow = [
+            rank
+            for rank, last in enumerate(self._last)
+            if len(last) >= ENOUGH and min(last[-1], median_low(last)) >= SLOW and busy[rank] >= NOTICEABLE
+        ]
+        new = [rank for rank in slow if rank not in self._named]
+        self._named.update(new)
+        return [self._in_words(rank, median_low(self._last[rank]), busy[rank]) for rank in new]
 
-    def _say(self, rank: int, ratio: float, seconds: float) -> str:
+    def _in_words(self, rank: int, ratio: float, seconds: float) -> str:
         replica, row = divmod(rank, self._rows)
+        stages = f"stage{'s' * (len(self._held[row]) > 1)} {', '.join(map(str, self._held[row]))}"
         share = "its share by the measured costs" if self._measured else "what the same layers take in other replicas"
         return (
-            f"rank {rank} ({self._stages[row]}, replica {replica}) is slow, and the others wait for it: it was busy "
-            f"{ratio:.1f} times {share}, {seconds:.3g} s in the last step; something else may use its device"
+            f"rank {rank} ({stages}, replica {replica}) is slow, and the others wait for it: it was busy {ratio:.1f} "
+            f"times {share}, {seconds:.3g} s in the last step; something else may use its device"
         )
-
-
-def stragglers_among(placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> Stragglers:
-    """What finds slow ranks, by what the stages of each cost."""
-    held = [[stage for stage, row in enumerate(placement) if row == rank] for rank in range(max(placement) + 1)]
-    names = [f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" for stages in held]
-    by_row = [sum(costs[stage] for stage in stages) for stages in held] if costs else [1.0] * len(held)
-    return Stragglers(by_row, replicas, measured=measured, stages=names)

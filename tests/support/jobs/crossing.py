@@ -57,8 +57,8 @@ def train_remotely(rank: int, world: int, *args: Any) -> Json:
     """Likewise, as if each process had a host of its own: by TCP, with clocks compared by what was done."""
     host: Any = {"return_value": f"host {rank}"}
     with (
-        mock.patch("gpipe.distributed.records._host", **host),
-        mock.patch("gpipe.distributed.rendezvous._host", **host),
+        mock.patch("gpipe.distributed.context.host_name", **host),
+        mock.patch("gpipe.distributed.rendezvous.host_name", **host),
         mock.patch("gpipe.distributed.listener.own_host", return_value="127.0.0.1"),
     ):
         return train(rank, world, *args)

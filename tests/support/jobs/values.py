@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "dataclass": (lambda y: Held(y), "a Held holds tensors where torch cannot see them"),
     "sparse": (lambda y: y.detach().to_sparse(), "a Tensor of layout torch.sparse_coo cannot go"),
     "subclass": (lambda y: y.detach().as_subclass(Marked), "a Marked of layout torch.strided cannot go"),
-    "key": (lambda y: {1j: y}, "cannot go to another process"),
+    "key": (lambda y: {frozenset(): y}, "cannot go to another process"),
     "metrics": (lambda y: None, "a object cannot go"),
 }
 
