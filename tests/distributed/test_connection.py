@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.distributed.codec import decode, encode
+from gpipe.distributed.codec import encode
 from gpipe.distributed.connection import INLINE_BYTES, Connection, TcpConnection
 from gpipe.distributed.frames import CHUNK_BYTES, SLOTS, ControlChannel, Frame, Gone
 from gpipe.stages.boundary import BoundaryValue
@@ -90,7 +90,7 @@ def take(link: Connection, sender: Connection | None = None) -> tuple[Frame, Ten
     until(is_here)
     head = link.head()
     assert head is not None
-    found = decode(*link.message(head))
+    found = link.message(head)
     assert isinstance(found, BoundaryValue)
     link.done(head)
     return head, found.value
@@ -198,7 +198,7 @@ def test_a_message_may_be_longer_than_the_memory_that_it_comes_through(kind: typ
             until(lambda: one.has_left() & (other.head() is not None))
             head = other.head()
             assert head is not None
-            found = decode(*other.message(head))
+            found = other.message(head)
             assert isinstance(found, BoundaryValue)
             assert found.value[0] == text
             other.done(head)

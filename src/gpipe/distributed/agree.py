@@ -6,7 +6,7 @@ Before a run the first stage sends the others of its replica a header, which the
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -171,8 +171,8 @@ class Header:
     own_loss: int = 0
     ready_made: int = 0
     path: int = 0
-    rows: tuple[int, ...] = ()
-    own_weights: tuple[float, ...] = ()
+    rows: tuple[int, ...] = field(default=(), kw_only=True)
+    own_weights: tuple[float, ...] = field(default=(), kw_only=True)
 
 
 KNOWN = len(fields(Header)) - 2  # numbers before those of each micro-batch
@@ -215,7 +215,7 @@ def compare_headers(
         with reading("a header"):
             count, *numbers = net.receive_value(first, label).tolist()
             known, weights = numbers[: KNOWN + int(count)], numbers[KNOWN + int(count) :]
-            header = Header(*map(int, known[:KNOWN]), tuple(map(int, known[KNOWN:])), tuple(weights))
+            header = Header(*map(int, known[:KNOWN]), rows=tuple(map(int, known[KNOWN:])), own_weights=tuple(weights))
     except Damaged as error:
         raise damaged(first, error) from error
     if header.request == own.request and header.trains == own.trains:

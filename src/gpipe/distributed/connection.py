@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe.distributed.codec import Buffer, Encoded
+from gpipe.distributed.codec import Encoded, decode
 from gpipe.distributed.frames import (
     CHUNK_BYTES,
     FAILED,
@@ -41,7 +41,7 @@ from gpipe.distributed.frames import (
     make_memory,
     reading,
 )
-from gpipe.stages.messages import Label
+from gpipe.stages.messages import Label, Message
 
 INLINE_BYTES = 2**15
 """Bytes up to which tensors go through the stream: there two processes take about 25 us."""
@@ -185,15 +185,15 @@ class Connection:
         finally:
             os.close(handle)
 
-    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
-        """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
+    def message(self, frame: Frame) -> Message:
+        """The next message, which stays the next until `done`."""
         arrived = self._arrived
         start = arrived.start + HEADER.size
         behind = start + frame.layout
         layout = bytes(arrived.memory[start:behind])
         if frame.slot < 0:
-            return layout, arrived.memory, behind
-        return layout, self._theirs[frame.slot].memory, SLOT_HEADER_BYTES
+            return decode(layout, arrived.memory, behind, size=frame.size)
+        return decode(layout, self._theirs[frame.slot].memory, SLOT_HEADER_BYTES, size=frame.size)
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message, and lets the other end use the memory of this one again."""
@@ -271,9 +271,6 @@ class TcpConnection(Connection):
         self._hear()
         return self._unsent < SLOTS
 
-    def want_room(self) -> None:
-        """Nothing to ask for: the thread that writes always rings."""
-
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
         """Puts a message on its way, for which there must be room; it leaves by itself."""
         head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).pack()
@@ -288,10 +285,6 @@ class TcpConnection(Connection):
         if data.nbytes:
             self._unsent += 1
             self._outbox.put(data)
-        return True
-
-    def flush(self) -> bool:
-        """Everything leaves by itself."""
         return True
 
     def has_left(self) -> bool:
@@ -323,10 +316,10 @@ class TcpConnection(Connection):
         if self._broken is not None and not self._inbox:
             raise Gone(self._broken)
 
-    def message(self, frame: Frame) -> tuple[bytes, Buffer, int]:
-        """The layout of the next message, where its tensors' bytes are, and from where on; until `done`."""
+    def message(self, frame: Frame) -> Message:
+        """The next message, which stays the next until `done`."""
         _, layout, memory = self._inbox[0]
-        return layout, memory, 0
+        return decode(layout, memory, size=frame.size)
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message."""

@@ -28,10 +28,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe.distributed.codec import Encoded, decode, encode, payload_of
+from gpipe.distributed.codec import Encoded, encode, payload_of
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Seen, Status, in_no_step, report_of
-from gpipe.distributed.frames import Damaged, Frame, Gone, damaged
+from gpipe.distributed.frames import Damaged, Gone, damaged
 from gpipe.distributed.nccl import Coming, NcclGroups
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
@@ -51,17 +51,12 @@ class Poll:
             self._poll.register(link.control.connection, select.POLLIN)
             self._poll.register(link, 0)
 
-    def watch(self, peer: int, *, reading: bool, writing: bool = False) -> None:
-        """Watches the stream of a process for messages, or for that more can be written; or for neither."""
-        events = self._links[peer].events(reading=reading, writing=writing)
-        if self._watched[peer] != events:
-            self._watched[peer] = events
-            self._poll.modify(self._links[peer], events)
-
-    def watch_only(self, peers: Collection[int]) -> None:
-        """Watches no streams but of these, as far as they are watched."""
-        for peer in [peer for peer, events in self._watched.items() if events and peer not in peers]:
-            self.watch(peer, reading=False)
+    def watch(self, wanted: Mapping[int, int]) -> None:
+        """Watches the streams of these processes for such events, and no others."""
+        for peer, events in self._watched.items():
+            if events != wanted.get(peer, 0):
+                self._watched[peer] = wanted.get(peer, 0)
+                self._poll.modify(self._links[peer], self._watched[peer])
 
     def ignore(self, peer: int) -> None:
         """Is not woken by the control channel of a process any more."""
@@ -153,18 +148,14 @@ class Endpoint:
 
     def send(self, peer: int, label: Label, message: Message) -> None:
         """Puts a message on its way to a process; waits for room."""
-        if self.noted is None:
-            self._encode_and_send(peer, label, message)
-            return
-        started = time.perf_counter()
-        begun = self._encode_and_send(peer, label, message)
-        self.noted.append(Crossed(True, peer, label, payload_of(message), started, begun, time.perf_counter()))
-
-    def _encode_and_send(self, peer: int, label: Label, message: Message) -> float:
+        asked = time.perf_counter()
         if self._groups is None:
-            return self._send(peer, label, encode(message))
-        packed, following = self._groups.pack(peer, message)
-        return self._send(peer, label, encode(packed), following)
+            begun = self._send(peer, label, encode(message))
+        else:
+            packed, following = self._groups.pack(peer, message)
+            begun = self._send(peer, label, encode(packed), following)
+        if self.noted is not None:
+            self.noted.append(Crossed(True, peer, label, payload_of(message), asked, begun, time.perf_counter()))
 
     def send_value(self, peer: int, label: Label, value: Tree) -> None:
         """Puts a value on its way that belongs to no graph."""
@@ -192,29 +183,20 @@ class Endpoint:
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message from a process."""
-        if self.noted is None:
-            return self._receive(peer, label)
-        started = time.perf_counter()
-        message, mark = self._receive(peer, label)
-        self.noted.append(Crossed(False, peer, label, payload_of(message), started, started, time.perf_counter()))
-        return message, mark
-
-    def _receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
-        key = (peer, label)
+        asked = time.perf_counter()
         self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
-        while key not in self._early:
-            try:
-                taken = self._take(peer, label)
-            except Gone:
-                self.detector.raise_lost(peer)
-            if not taken:
-                self._poll.watch(peer, reading=taken is None)
-                self._wait(peer)
-        message, mark = self._early.pop(key)
         try:
-            return (message.finish() if isinstance(message, Coming) else message), mark
+            while (peer, label) not in self._early:
+                if not (taken := self._take(peer, label)):
+                    self._wait(peer, reading=taken is None)
+            message, mark = self._early.pop((peer, label))
+            if isinstance(message, Coming):
+                message = message.finish()
         except Gone as gone:
             self.detector.raise_lost(peer, gone)
+        if self.noted is not None:
+            self.noted.append(Crossed(False, peer, label, payload_of(message), asked, asked, time.perf_counter()))
+        return message, mark
 
     def receive_value(self, peer: int, label: Label) -> Any:
         """Waits for what a process sends by `send_value`."""
@@ -225,46 +207,37 @@ class Endpoint:
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
+        link, groups = self.links[peer], self._groups
         try:
-            return self._take_sound(peer, wanted)
+            head = link.head()  # of those that are thrown away, too: new slots come with them
+            if head is None:
+                return None
+            is_stale = head.run < self.run
+            if head.run > self.run:  # the peer has failed, and gone on; its report will come
+                return False
+            if not is_stale and head.label != wanted and self.due.get(head.label, -1) > self.at:
+                return False
+            if groups is not None:  # what follows comes also for what is thrown away
+                with groups.all_or_nothing():
+                    message: Message | Coming = groups.expect(peer, link.message(head))
+                    link.done(head)
+            else:
+                message = [] if is_stale else link.message(head)
+                link.done(head)
         except Damaged as error:
             raise damaged(peer, error) from error
-
-    def _take_sound(self, peer: int, wanted: Label | None) -> bool | None:
-        link = self.links[peer]
-        head = link.head()  # of those that are thrown away, too: new slots come with them
-        if head is None:
-            return None
-        if head.run > self.run:  # the peer has failed, and gone on; its report will come
-            return False
-        if head.run == self.run:
-            label = head.label
-            if label != wanted and self.due.get(label, -1) > self.at:
-                return False
-            self._early[peer, label] = (self._open(peer, link, head), head.sent or None)
-        elif self._groups is not None:  # what follows comes all the same
-            self._open(peer, link, head)
-        else:
-            link.done(head)
+        if not is_stale:
+            self._early[peer, head.label] = (message, head.sent or None)
         return True
 
-    def _open(self, peer: int, link: Connection, head: Frame) -> Message | Coming:
-        if self._groups is None:
-            message = decode(*link.message(head), size=head.size)
-            link.done(head)
-            return message
-        with self._groups.all_or_nothing():
-            coming = self._groups.expect(peer, decode(*link.message(head), size=head.size))
-            link.done(head)
-            return coming
-
-    def _wait(self, peer: int, *, room: int | None = None) -> None:
+    def _wait(self, peer: int, *, reading: bool = False, room: int | None = None) -> None:
         """Waits until something happens that may help; takes what is due meanwhile (note "Room").
 
-        Who waits for a message has looked for it already, and found that peer's stream empty or not to be read on;
-        others wait until there is room for so many bytes.
+        Who waits for a message has looked for it already, and found that peer's stream empty (`reading`) or not to be
+        read on; others wait until there is room for so many bytes.
         """
         writing = room is not None
+        watched = {peer: self.links[peer].events(reading=reading, writing=False)}
         for source in {*self._sources, peer} if writing else self._sources:
             if source != peer or writing:
                 try:
@@ -272,10 +245,11 @@ class Endpoint:
                         pass
                 except Gone:
                     self.detector.raise_lost(source)
-                self._poll.watch(source, reading=taken is None, writing=writing and source == peer)
-        self._poll.watch_only({*self._sources, peer})  # others are left from an earlier wait
+                writes = writing and source == peer
+                watched[source] = self.links[source].events(reading=taken is None, writing=writes)
         if room is not None and self.links[peer].has_room(room):
             return  # came meanwhile, and is not announced again
+        self._poll.watch(watched)
         started = time.perf_counter()
         self.status.wait(True)
         is_control = self._sleep(peer)
@@ -346,8 +320,7 @@ class Endpoint:
         """Waits until what was sent to a process needs this one no more; who is gone by now has it."""
         with suppress(Gone):
             while not self.links[peer].has_left():
-                self._poll.watch(peer, reading=True)
-                self._wait(peer)
+                self._wait(peer, reading=True)
 
     @contextmanager
     def _at_parting(self) -> Iterator[None]:

@@ -4,8 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-from gpipe.schedule.schedules import Placement
-
 SLOW = 2.0  # times its share
 WINDOW, ENOUGH = 5, 3  # steps that are looked at, and how many of them must be there
 NOTICEABLE = 0.05  # seconds a step; below it, it does not matter who is slow
@@ -32,7 +30,7 @@ class Stragglers:
     a rank can only be compared with those of other replicas that have the same layers.
     """
 
-    def __init__(self, placement: Placement, costs: Sequence[float], replicas: int, *, measured: bool) -> None:
+    def __init__(self, placement: Sequence[int], costs: Sequence[float], replicas: int, *, measured: bool) -> None:
         self._rows = max(placement) + 1
         self._measured = measured
         self._held = [[stage for stage, row in enumerate(placement) if row == rank] for rank in range(self._rows)]
