@@ -17,8 +17,8 @@ Assumed, since no two GPUs were at hand: that NCCL's queues of several groups go
 many tensors are under way is not bounded here. The groups last as long as the world's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -101,7 +101,8 @@ class NcclGroups:
         numbers = matchings(pairs_of(position.rows, position.replicas, crossings)) if backend else {}
         self._groups = _groups(numbers, backend, position.timeout)
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._arriving = _stream(position.device)
+        device = position.device  # where room is made, its stream: not behind what is queued to be computed
+        self._arriving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ended = False
         for (low, high), _ in sorted(numbers.items(), key=lambda item: item[1]):
             if self._rank in (low, high):
@@ -127,12 +128,13 @@ class NcclGroups:
         follow = (self._rank, peer) in self._groups
         described, following = [], []
         for tensor, positions in found.values():
-            (extent,) = codec.extents_of((codec.shape_of(tensor),))
+            shape = codec.shape_of(tensor)
+            (extent,) = codec.extents_of((shape,))
             elements = codec.flat(tensor, extent) if extent.end else None
             if follow and elements is not None:
                 following.append(elements.view(torch.uint8))
                 elements = None
-            described.append((positions, *extent.shape, elements))
+            described.append((positions, shape, elements))
         is_value = isinstance(message, BoundaryValue)
         return BoundaryValue((is_value, tree_unflatten(leaves, spec), described), []), following
 
@@ -141,40 +143,30 @@ class NcclGroups:
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         for tensor in following:
             with _breaking_off():
-                work = _begun(dist.isend(tensor, self._members[peer], self._groups[self._rank, peer]))
+                work = dist.isend(tensor, self._members[peer], self._groups[self._rank, peer])
             self._under_way.append((work, tensor))
 
     def expect(self, peer: int, packed: Message) -> Coming:
         """Has room for what follows a message that the link brought: for each in its order, as soon as it is here."""
         with reading("a message for a GPU"):
-            if not isinstance(packed, BoundaryValue):
-                raise TypeError("gradients")
-            sent: Any = packed.value
+            sent: Any = packed.value if isinstance(packed, BoundaryValue) else ()
             is_value, tree, described = sent  # what `pack` gave
-            for _, dtype, size, strides, wants_gradient, aligned, _ in described:
-                codec.check_shape((dtype, tuple(size), tuple(strides), wants_gradient, aligned))
-        return Coming(is_value, tree, [self._expect(peer, *one) for one in described])
-
-    def _expect(
-        self,
-        peer: int,
-        positions: list[int],
-        dtype: torch.dtype,
-        size: Sequence[int],
-        strides: tuple[int, ...],
-        wants_gradient: bool,
-        aligned: int,
-        elements: Tensor | None,
-    ) -> tuple[list[int], codec.Extent, Tensor, dist.Work | None]:
-        (extent,) = codec.extents_of(((dtype, tuple(size), strides, wants_gradient, aligned),))
-        if elements is not None or not extent.end:
-            elements = torch.empty(0, dtype=dtype, device="cpu") if elements is None else elements
-            return positions, extent, elements.to(self._device), None
-        with self._arriving(), _breaking_off():
-            elements = torch.empty(extent.end, dtype=torch.uint8, device=self._device)
-            work = _begun(dist.irecv(elements, self._members[peer], self._groups[peer, self._rank]))
-        self._under_way.append((work, elements))  # also if the message is thrown away
-        return positions, extent, elements, work
+            for _, shape, _ in described:
+                codec.check_shape(shape)
+            extents = [codec.extents_of((shape,))[0] for _, shape, _ in described]
+        tensors = []
+        for (positions, _, elements), extent in zip(described, extents, strict=True):
+            work = None
+            if elements is not None or not extent.end:
+                elements = torch.empty(0) if elements is None else elements
+                elements = elements.to(self._device)
+            else:
+                with torch.cuda.stream(self._arriving), _breaking_off():
+                    elements = torch.empty(extent.end, dtype=torch.uint8, device=self._device)
+                    work = dist.irecv(elements, self._members[peer], self._groups[peer, self._rank])
+                self._under_way.append((work, elements))  # also if the message is thrown away
+            tensors.append((positions, extent, elements, work))
+        return Coming(is_value, tree, tensors)
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -235,16 +227,3 @@ def _breaking_off() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise Gone(str(error)) from error
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # this process is in the group
-    return work
-
-
-def _stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Where room is made: not behind what is queued to be computed."""
-    if device.type != "cuda":
-        return nullcontext
-    stream = torch.cuda.Stream(device)
-    return lambda: torch.cuda.stream(stream)
