@@ -144,6 +144,7 @@ class NcclGroups:
         for tensor in following:
             with _breaking_off():
                 work = dist.isend(tensor, self._members[peer], self._groups[self._rank, peer])
+            assert work is not None  # this process is in the group
             self._under_way.append((work, tensor))
 
     def expect(self, peer: int, packed: Message) -> Coming:
@@ -164,6 +165,7 @@ class NcclGroups:
                 with torch.cuda.stream(self._arriving), _breaking_off():
                     elements = torch.empty(extent.end, dtype=torch.uint8, device=self._device)
                     work = dist.irecv(elements, self._members[peer], self._groups[peer, self._rank])
+                assert work is not None
                 self._under_way.append((work, elements))  # also if the message is thrown away
             tensors.append((positions, extent, elements, work))
         return Coming(is_value, tree, tensors)
