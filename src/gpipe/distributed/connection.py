@@ -5,50 +5,103 @@ goes through the stream itself. Within a host what is large goes through one of 
 stream says which: memory without a name, that is gone with the last process that has it. Between hosts two threads
 keep a few messages under way.
 
-The control channel carries what must never wait behind messages: that a slot is free again, that a rank failed, that
-a process is gone.
+The control channel carries what must never wait behind messages: that a rank failed, that a process is gone, and, as
+an empty message, that a slot is free again.
 """
 
+import fcntl
 import json
+import mmap
 import os
 import select
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from gpipe.distributed.codec import Encoded, decode
 from gpipe.distributed.frames import (
     CHUNK_BYTES,
-    FAILED,
-    FREE,
     HEADER,
-    SLOT_HEADER_BYTES,
     SLOTS,
     Arrived,
     ControlChannel,
     Damaged,
     Frame,
     Gone,
-    Slot,
-    check_memory,
-    make_memory,
     reading,
 )
 from gpipe.stages.messages import Label, Message
 
 INLINE_BYTES = 2**15
 """Bytes up to which tensors go through the stream: there two processes take about 25 us."""
-
-Piece: TypeAlias = bytes | bytearray | memoryview
+SLOT_HEADER_BYTES = 64  # where in a slot the message begins
 ALLOCATED_AT_ONCE_BYTES = 2**26  # bytes that a message is said to have and that are allocated before they are here
 LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
+TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceback": str}
+
+
+def read_report(message: bytes) -> Mapping[str, Any]:
+    """A report of a failure, which must be one."""
+    with reading("a report"):
+        report: Mapping[str, Any] = json.loads(message.decode("utf-8", "surrogatepass"))
+        if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
+            raise ValueError(f"{sorted(report)}")
+        return report
+
+
+class Slot:
+    """Shared memory for one message, mapped from a handle.
+
+    Ahead of the message stand two bytes: whether it is taken, written by both ends, and whether the sender waits for
+    any slot to be free, and is to get a message then. So most messages need no other.
+
+    `unsent` is the handle that the other end must still be sent; also if an interrupt came in between.
+    """
+
+    def __init__(self, handle: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.unsent: int | None = None
+        self.memory = mmap.mmap(handle, SLOT_HEADER_BYTES + capacity)
+
+    @classmethod
+    def make(cls, capacity: int) -> "Slot":
+        """A new one, in memory without a name; whoever has it cannot take it away from the others."""
+        handle = os.memfd_create("gpipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(handle, SLOT_HEADER_BYTES + capacity)
+            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            slot = cls(handle, capacity)
+        except BaseException:
+            os.close(handle)
+            raise
+        slot.unsent = handle
+        return slot
+
+    @classmethod
+    def of_other(cls, handle: int, capacity: int) -> "Slot":
+        """One of the other end, if its memory is of this size for good: else reading it could kill this process."""
+        try:
+            sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        except OSError:  # no such memory at all
+            sealed = 0
+        try:
+            if not sealed or os.fstat(handle).st_size != SLOT_HEADER_BYTES + capacity:
+                raise Damaged(f"a handle of memory that is not {SLOT_HEADER_BYTES + capacity} bytes for good")
+            return cls(handle, capacity)
+        finally:
+            os.close(handle)
+
+    @property
+    def taken(self) -> bool:
+        """Whether a message is in it."""
+        return bool(self.memory[0])
 
 
 class Connection:
@@ -67,7 +120,7 @@ class Connection:
         self._arrived = Arrived(stream)
         self._head: Frame | None = None
         self._leaving = b""
-        self._handle: int | None = None
+        self._leaving_slot: Slot | None = None  # whose handle goes with that
         self._own: list[Slot] = []
         self._theirs: dict[int, Slot] = {}
 
@@ -75,15 +128,22 @@ class Connection:
         """What to poll."""
         return self._stream.fileno()
 
-    def listen(self) -> None:
-        """Reads the control channel."""
-        for kind, what in self.control.read():
-            if kind == FAILED:
-                self.reports.append(read_report(what))
-
     def events(self, *, reading: bool, writing: bool) -> int:
         """What to poll for: that a slot is free comes by `control`."""
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing and self._leaving else 0)
+
+    def listen(self) -> None:
+        """Reads the control channel."""
+        self.reports += [read_report(message) for message in self.control.read() if message]
+
+    def report(self, what: Mapping[str, Any]) -> None:
+        """Tells the other end that a rank failed."""
+        self.control.send(json.dumps(what, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the other host has answered nothing."""
+        return 0.0
 
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be put on its way now."""
@@ -94,7 +154,7 @@ class Connection:
     def want_room(self) -> None:
         """Asks for a message when there may be room again."""
         for slot in self._own:
-            slot.want()
+            slot.memory[1] = 1
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
         """Puts a message on its way, for which there must be room; what the stream does not take is for `flush`.
@@ -104,86 +164,68 @@ class Connection:
         """
         layout, size = message.layout, message.size
         if size <= INLINE_BYTES or not hasattr(os, "memfd_create"):
-            head = Frame(run, label, -1, len(layout), size, 0, sent).pack()
-            return self._send([head, layout, *message.pieces()], len(head) + len(layout) + size)
-        at = self._slot_of(size)
+            return self._send(Frame(run, label, -1, len(layout), size, 0, sent).pack(), layout, *message.pieces())
+        at = self._free_slot(size)
         slot = self._own[at]
         message.write(torch.frombuffer(slot.memory, dtype=torch.uint8, offset=SLOT_HEADER_BYTES))
-        slot.take()
-        handle, slot.unsent = slot.unsent, None
-        capacity = slot.capacity if handle is not None else 0
-        head = Frame(run, label, at, len(layout), size, capacity, sent).pack()
-        return self._send([head, layout], len(head) + len(layout), handle)
+        slot.memory[0] = 1
+        capacity = 0 if slot.unsent is None else slot.capacity
+        return self._send(Frame(run, label, at, len(layout), size, capacity, sent).pack(), layout, slot=slot)
 
-    def _slot_of(self, size: int) -> int:
-        """A free slot that is large enough; made, if there is none."""
+    def _free_slot(self, size: int) -> int:
+        """A free slot that is large enough; if there is none, a new one, at both ends in place of one too small."""
         free = [at for at, slot in enumerate(self._own) if not slot.taken]
         for at in free:
             if self._own[at].capacity >= size:
                 return at
-        capacity = 1 << (size - 1).bit_length()
-        handle = make_memory("gpipe", SLOT_HEADER_BYTES + capacity)
-        slot = Slot(handle, capacity)
-        slot.unsent = handle
+        slot = Slot.make(1 << (size - 1).bit_length())
         if len(self._own) < SLOTS:
             self._own.append(slot)
             return len(self._own) - 1
-        old, self._own[free[0]] = self._own[free[0]], slot  # instead of one that is too small, at both ends
+        old, self._own[free[0]] = self._own[free[0]], slot
         if old.unsent is not None:
             os.close(old.unsent)
         return free[0]
 
-    def _send(self, pieces: Sequence[Piece], size: int, handle: int | None = None) -> bool:
-        """Gives the stream what it takes, a handle with the first byte; the rest is left for `flush`."""
+    def _send(self, *pieces: bytes | bytearray | memoryview, slot: Slot | None = None) -> bool:
+        """Gives the stream what it takes, a new slot's handle with the first byte; the rest is left for `flush`."""
         try:
-            handles = [] if handle is None else [handle]
-            sent = socket.send_fds(self._stream, pieces, handles) if handles else self._stream.sendmsg(pieces)
+            if slot is None or slot.unsent is None:
+                sent = self._stream.sendmsg(pieces)
+            else:
+                sent = socket.send_fds(self._stream, pieces, [slot.unsent])
+                os.close(slot.unsent)
+                slot.unsent = None
         except BlockingIOError:
-            self._leaving, self._handle = b"".join(pieces), handle
-            return False
+            sent = 0
         except OSError as error:
             raise Gone(str(error)) from error
-        if handle is not None:
-            os.close(handle)
-        self._leaving = b"" if sent == size else b"".join(pieces)[sent:]
-        self._handle = None
-        return not self._leaving
+        left = sum(memoryview(piece).nbytes for piece in pieces) - sent
+        self._leaving, self._leaving_slot = (b"".join(pieces)[-left:], slot) if left else (b"", None)
+        return not left
 
     def flush(self) -> bool:
         """Sends what is left of a message; whether nothing is."""
-        return not self._leaving or self._send([self._leaving], len(self._leaving), self._handle)
+        return not self._leaving or self._send(self._leaving, slot=self._leaving_slot)
 
     def has_left(self) -> bool:
         """Whether all messages are on their way, and would arrive also if this process ended now."""
         return self.flush()
-
-    @property
-    def silent(self) -> float:
-        """Seconds for which the other host has answered nothing."""
-        return 0.0
 
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
         if self._head is None:
             frame = self._arrived.first()
             if frame is not None and frame.capacity:
-                self._open_slot(frame)
+                if not self._arrived.handles:
+                    raise Damaged("a new slot without a handle")
+                self._theirs[frame.slot] = Slot.of_other(self._arrived.handles.popleft(), frame.capacity)
             if frame is not None and frame.slot >= 0:
                 slot = self._theirs.get(frame.slot)
                 if slot is None or frame.size > slot.capacity:
                     raise Damaged(f"a message of {frame.size} bytes in a slot that has no room for it")
             self._head = frame
         return self._head
-
-    def _open_slot(self, frame: Frame) -> None:
-        if not self._arrived.handles:
-            raise Damaged("a new slot without a handle")
-        handle = self._arrived.handles.popleft()
-        try:
-            check_memory(handle, SLOT_HEADER_BYTES + frame.capacity)
-            self._theirs[frame.slot] = Slot(handle, frame.capacity)
-        finally:
-            os.close(handle)
 
     def message(self, frame: Frame) -> Message:
         """The next message, which stays the next until `done`."""
@@ -199,12 +241,12 @@ class Connection:
         """Goes on to the next message, and lets the other end use the memory of this one again."""
         self._head = None
         self._arrived.drop()
-        if frame.slot >= 0 and self._theirs[frame.slot].free():
-            self.control.send(FREE, b"")
-
-    def report(self, what: Mapping[str, Any]) -> None:
-        """Tells the other end that a rank failed."""
-        self.control.send(FAILED, json.dumps(what, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        if frame.slot >= 0:
+            memory = self._theirs[frame.slot].memory
+            memory[0] = 0
+            if memory[1]:
+                memory[1] = 0
+                self.control.send(b"")
 
     def close(self) -> None:
         """Ends the connection."""
@@ -214,25 +256,11 @@ class Connection:
         """Lets go of a connection that another process goes on with, the one that this one was forked from."""
         self._stream.close()
         self.control.connection.close()
-        unsent = [self._handle, *(slot.unsent for slot in self._own)]
-        for handle in (*self._arrived.handles, *unsent):
+        for handle in (*self._arrived.handles, *(slot.unsent for slot in self._own)):
             if handle is not None:
                 os.close(handle)
-        self._handle = None
         for held in (self._arrived.handles, self._own, self._theirs):
             held.clear()
-
-
-TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceback": str}
-
-
-def read_report(message: bytes) -> Mapping[str, Any]:
-    """A report of a failure, which must be one."""
-    with reading("a report"):
-        report: Mapping[str, Any] = json.loads(message.decode("utf-8", "surrogatepass"))
-        if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
-            raise ValueError(f"{sorted(report)}")
-        return report
 
 
 class TcpConnection(Connection):
@@ -249,8 +277,7 @@ class TcpConnection(Connection):
         self._outbox: SimpleQueue[memoryview | None] = SimpleQueue()
         self._unsent = 0
         self._room = threading.Semaphore(SLOTS)
-        self._broken: str | None = None
-        self._damaged: Damaged | None = None
+        self._broken: Exception | None = None
         self._threads = [
             threading.Thread(target=work, name=f"gpipe {work.__name__}", daemon=True)
             for work in (self._keep_reading, self._keep_writing)
@@ -265,6 +292,17 @@ class TcpConnection(Connection):
     def events(self, *, reading: bool, writing: bool) -> int:
         """What to poll for."""
         return select.POLLIN if reading or writing else 0
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the other host has answered nothing, if this system says so: it is asked every second."""
+        if not hasattr(socket, "TCP_INFO"):
+            return 0.0
+        try:
+            known = self.control.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
+        except OSError:
+            return 0.0
+        return float(struct.unpack_from("=I", known, LAST_ANSWER)[0]) / 1000
 
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be put on its way now."""
@@ -292,17 +330,6 @@ class TcpConnection(Connection):
         self._hear()
         return not self._unsent
 
-    @property
-    def silent(self) -> float:
-        """Seconds for which the other host has answered nothing, if this system says so: it is asked every second."""
-        if not hasattr(socket, "TCP_INFO"):
-            return 0.0
-        try:
-            known = self.control.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
-        except OSError:
-            return 0.0
-        return float(struct.unpack_from("=I", known, LAST_ANSWER)[0]) / 1000
-
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
         self._hear()
@@ -311,10 +338,8 @@ class TcpConnection(Connection):
     def _hear(self) -> None:
         with suppress(BlockingIOError):
             self._unsent -= self._bell.recv(CHUNK_BYTES).count(b"w")
-        if self._damaged is not None and not self._inbox:  # after the bell: what it rang for is there by now
-            raise self._damaged
-        if self._broken is not None and not self._inbox:
-            raise Gone(self._broken)
+        if self._broken is not None and not self._inbox:  # after the bell: what it rang for is there by now
+            raise self._broken
 
     def message(self, frame: Frame) -> Message:
         """The next message, which stays the next until `done`."""
@@ -337,10 +362,9 @@ class TcpConnection(Connection):
                 self._ring.send(b"r")
                 self._room.acquire()
         except Damaged as error:
-            self._damaged = error
-            self._break(ConnectionError(str(error)))
+            self._break(error)
         except (OSError, MemoryError) as error:
-            self._break(OSError(str(error)))
+            self._break(Gone(str(error)))
 
     def _keep_writing(self) -> None:
         try:
@@ -349,10 +373,10 @@ class TcpConnection(Connection):
                 del data
                 self._ring.send(b"w")
         except OSError as error:
-            self._break(error)
+            self._break(Gone(str(error)))
 
-    def _break(self, error: OSError) -> None:
-        self._broken = str(error)
+    def _break(self, error: Exception) -> None:
+        self._broken = self._broken or error
         with suppress(OSError):
             self._ring.send(b"!")
 

@@ -1,4 +1,4 @@
-"""What goes over the connection of two processes: frames and control messages, and slots of memory that they share.
+"""What goes over the connection of two processes: the frames of messages, and messages that must never wait for them.
 
 What a peer sends is believed only as far as it can be: a hostile message costs no memory and no process.
 
@@ -9,8 +9,6 @@ peer's death is seen at once, and no more memory is taken than has come.
 """
 
 import errno
-import fcntl
-import mmap
 import os
 import resource
 import socket
@@ -23,6 +21,21 @@ from typing import NamedTuple
 
 from gpipe.errors import RemoteError, heard
 from gpipe.stages.messages import Label
+
+SLOTS = 4
+"""Messages that may be under way from one process to another and not yet taken."""
+CHUNK_BYTES = 2**16
+LARGEST_LAYOUT_BYTES = 2**26  # bytes: some hundred thousand tensors
+LARGEST_CONTROL_BYTES = 2**20
+HEADER = struct.Struct("<IiI?hIQQd")
+_CONTROL = struct.Struct("<I")
+_HANDLES = socket.CMSG_SPACE(64)  # bytes, room for the handles that come at once
+MOST_HANDLES = 2**10  # those of new slots, not read yet: messages that small fit into the sockets' own memory
+LIMITS = (errno.EMFILE, errno.ENFILE)
+
+
+class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
+    """The process at the other end has ended, or cannot be reached any more."""
 
 
 class Damaged(ValueError):  # noqa: N818 a state of the message
@@ -43,14 +56,6 @@ def reading(what: str) -> Iterator[None]:
         raise Damaged(f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-LIMITS = (errno.EMFILE, errno.ENFILE)
-
-
-def too_many_files() -> OSError:
-    """What to raise where the system leaves out, without a word, handles that would be too many."""
-    return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
 @contextmanager
 def explaining_limits() -> Iterator[None]:
     """Has an error that comes of too few file descriptors say what to do."""
@@ -64,24 +69,6 @@ def explaining_limits() -> Iterator[None]:
                 f"allow more where it is started, as by `ulimit -n {max(4096, 4 * may)}`"
             )
         raise
-
-
-LARGEST_LAYOUT_BYTES = 2**26  # bytes: some hundred thousand tensors
-LARGEST_CONTROL_BYTES = 2**20
-SLOTS = 4
-"""Messages that may be under way from one process to another and not yet taken."""
-SLOT_HEADER_BYTES = 64  # where in a slot the message begins
-CHUNK_BYTES = 2**16
-FREE, FAILED = b"S", b"F"
-
-HEADER = struct.Struct("<IiI?hIQQd")
-_CONTROL = struct.Struct("<cI")
-_HANDLES = socket.CMSG_SPACE(64)  # bytes, room for the handles that come at once
-MOST_HANDLES = 2**10  # those of new slots, not read yet: messages that small fit into the sockets' own memory
-
-
-class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
-    """The process at the other end has ended, or cannot be reached any more."""
 
 
 class Frame(NamedTuple):
@@ -104,11 +91,8 @@ class Frame(NamedTuple):
         """Reads what `pack` wrote, or raises `Damaged`."""
         run, route, micro_batch, gradient, *rest = HEADER.unpack_from(memory, start)
         frame = cls(run, Label(route, micro_batch, gradient), *rest)
-        if (
-            not -1 <= frame.slot < SLOTS
-            or frame.layout > LARGEST_LAYOUT_BYTES
-            or max(frame.size, frame.capacity) >= 2**62
-        ):
+        is_sound = -1 <= frame.slot < SLOTS and frame.layout <= LARGEST_LAYOUT_BYTES
+        if not is_sound or max(frame.size, frame.capacity) >= 2**62:
             raise Damaged(f"a header that gpipe does not send: {frame}")
         return frame
 
@@ -154,9 +138,11 @@ class Arrived:
     def _read(self, needed: int) -> bool:
         """Reads what the stream has, as far as there is room, for a first message of so many bytes."""
         if self.end == len(self.memory) or self.start + min(needed, CHUNK_BYTES) > len(self.memory):
-            self._make_room(
-                min(needed, max(CHUNK_BYTES, 2 * (self.end - self.start)))
-            )  # as much as comes, not as is said
+            arrived, size = self.memory[self.start : self.end], self.end - self.start
+            room = min(needed, max(CHUNK_BYTES, 2 * size))  # as much as comes, not as is said
+            memory = self.memory if room <= len(self.memory) else bytearray(room)
+            memory[:size] = arrived  # and no interrupt comes between this and the next line, which calls nothing
+            self.memory, self.start, self.end = memory, 0, size
         try:
             count, ancillary, flags, _ = self._stream.recvmsg_into([memoryview(self.memory)[self.end :]], _HANDLES)
         except BlockingIOError:
@@ -168,74 +154,11 @@ class Arrived:
         self.end += count
         for _, _, data in ancillary:
             self.handles.extend(array("i", data))
-        if flags & socket.MSG_CTRUNC:
-            raise too_many_files()
+        if flags & socket.MSG_CTRUNC:  # the system leaves out, without a word, handles that would be too many
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(self.handles) > MOST_HANDLES:
             raise Damaged(f"{len(self.handles)} handles that no message names")
         return True
-
-    def _make_room(self, needed: int) -> None:
-        arrived, size = self.memory[self.start : self.end], self.end - self.start
-        memory = self.memory if needed <= len(self.memory) else bytearray(needed)
-        memory[:size] = arrived  # and no interrupt comes between this and the next line, which calls nothing
-        self.memory, self.start, self.end = memory, 0, size
-
-
-def make_memory(name: str, size: int) -> int:
-    """A handle of memory without a name that can be shared; whoever has it cannot take it away from the others."""
-    handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(handle, size)
-        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-def check_memory(handle: int, size: int) -> None:
-    """Checks that a handle is memory of this size, which nobody can take away from under whoever reads it."""
-    try:
-        sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    except OSError:  # no such memory at all
-        sealed = 0
-    if not sealed or os.fstat(handle).st_size != size:
-        raise Damaged(f"a handle of memory that is not {size} bytes for good")
-
-
-class Slot:
-    """Shared memory for one message.
-
-    Ahead of the message stand two bytes: whether it is taken, written by both ends, and whether the sender waits for
-    any slot to be free, and is to get a message then. So most messages need no other.
-
-    `unsent` is the handle that the other end must still be sent; also if an interrupt came in between.
-    """
-
-    def __init__(self, handle: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.unsent: int | None = None
-        self.memory = mmap.mmap(handle, SLOT_HEADER_BYTES + capacity)
-
-    @property
-    def taken(self) -> bool:
-        """Whether a message is in it."""
-        return bool(self.memory[0])
-
-    def take(self) -> None:
-        """Has it for a message."""
-        self.memory[0] = 1
-
-    def want(self) -> None:
-        """Asks for a message when it is free."""
-        self.memory[1] = 1
-
-    def free(self) -> bool:
-        """Lets it be used again; whether the sender waits for a message of it."""
-        self.memory[0] = 0
-        wanted = bool(self.memory[1])
-        self.memory[1] = 0
-        return wanted
 
 
 class ControlChannel:
@@ -244,13 +167,13 @@ class ControlChannel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
+        self.gone = False
         self._arrived = bytearray()
         self._leaving = bytearray()
-        self.gone = False
 
-    def send(self, kind: bytes, what: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Sends something; who leaves much unread gets the rest with the next, and who is gone needs none."""
-        self._leaving += _CONTROL.pack(kind, len(what)) + what
+        self._leaving += _CONTROL.pack(len(message)) + message
         self._flush()
 
     def _flush(self) -> None:
@@ -262,7 +185,7 @@ class ControlChannel:
         except OSError:
             self._leaving.clear()
 
-    def read(self) -> list[tuple[bytes, bytes]]:
+    def read(self) -> list[bytes]:
         """What has come meanwhile; notes when the other end is gone."""
         self._flush()
         try:
@@ -275,11 +198,12 @@ class ControlChannel:
             self.gone = True
         found = []
         while len(self._arrived) >= _CONTROL.size:
-            kind, size = _CONTROL.unpack_from(self._arrived)
+            (size,) = _CONTROL.unpack_from(self._arrived)
             if size > LARGEST_CONTROL_BYTES:
                 raise Damaged(f"a control message of {size} bytes")
-            if len(self._arrived) < _CONTROL.size + size:
+            end = _CONTROL.size + size
+            if len(self._arrived) < end:
                 break
-            found.append((kind, bytes(self._arrived[_CONTROL.size : _CONTROL.size + size])))
-            del self._arrived[: _CONTROL.size + size]
+            found.append(bytes(self._arrived[_CONTROL.size : end]))
+            del self._arrived[:end]
         return found
