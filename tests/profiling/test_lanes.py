@@ -6,16 +6,17 @@ from itertools import pairwise
 import pytest
 
 from gpipe.profiling.lanes import (
+    IDLE,
     find_ruler,
     fitted,
     lanes,
     lanes_text,
     legend,
     letter_of,
-    named,
+    margin,
     needed,
     panel,
-    widest,
+    rulers,
 )
 from gpipe.profiling.svg import is_bright, nth_stages, shade
 from gpipe.schedule.action import Action, Kind
@@ -35,12 +36,12 @@ def timed(name: str, *size: int) -> Timeline:
 def test_a_lane_has_the_actions_of_its_rank_in_order_and_idle_time_between(name: str) -> None:
     program = program_of(name, 4, 8)
     timeline = figures(program).timeline
-    ruler = widest([timeline])
+    ruler = rulers([timeline])[0]
     nth = nth_stages(timeline)
     for rank, (row, lane) in enumerate(zip(program.rows, lanes(timeline, ruler), strict=True)):
         labels = [(letter_of(a.kind, nth[rank, a.stage]), str(a.micro_batch)) for a in row]
-        assert re.findall(r"([A-Za-z])(\d+)", "".join(piece.text for piece in lane)) == labels
-        idle = sum(len(piece.text) for piece in lane if piece.kind is None)
+        assert re.findall(r"([A-Za-z])(\d+)", lane.plain) == labels
+        idle = sum(piece.end - piece.start for piece in lane.spans if piece.style == IDLE)
         assert idle == ruler.column(timeline.seconds - timeline.busy(rank))
 
 
@@ -57,10 +58,7 @@ def test_lanes_fill_no_more_than_the_width_and_begin_where_actions_do(name: str,
         assert all(len(line) <= width for line in drawn)
         assert len(axis) <= width + len("10")
         for rank, lane in enumerate(lanes(timeline, ruler, colored=colored)):
-            starts, at = [], 0
-            for piece in lane:
-                starts += [at] if piece.kind else []
-                at += len(piece.text)
+            starts = [piece.start - margin(4) for piece in lane.spans if piece.style != IDLE]
             assert starts == [ruler.column(span.start) for span in timeline.spans if span.rank == rank]
 
 
@@ -94,7 +92,7 @@ def test_third_stages_have_marks() -> None:
 def test_recorded_steps_can_be_drawn_too() -> None:
     timeline = pipelined(2, 8)
     assert find_ruler([timeline], 400) is not None
-    assert len(lanes(timeline, widest([timeline]))) == 2
+    assert len(lanes(timeline, rulers([timeline])[0])) == 2
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
@@ -102,16 +100,15 @@ def test_by_a_fitted_ruler_any_timeline_fills_the_width(width: int) -> None:
     tiny = Span(0, Action(Kind.RECOMPUTE, 0, 0), 0.0, 1e-9)
     for timeline in (pipelined(3, 8), pipelined(2, 100), Timeline(1, (tiny,), 1.0)):
         ruler = fitted([timeline], width)
-        for text, lane in named(lanes(timeline, ruler)):
-            assert len("".join(piece.text for piece in lane)) == width
-            assert len(text) <= width
-    assert [piece.kind for piece in lanes(timeline, ruler)[0]] == [None]
+        assert {len(lane) for lane in lanes(timeline, ruler)} == {width}
+    assert {piece.style for piece in lanes(timeline, ruler)[0].spans} == {IDLE}
 
 
 def test_in_a_fitted_lane_what_has_no_room_for_a_label_has_none() -> None:
     spans = [(0.0, 0.5), (0.5, 0.52), (0.52, 1.0)]
     timeline = Timeline(1, tuple(Span(0, Action(Kind.FORWARD, 0, m), *when) for m, when in enumerate(spans)), 1.0)
-    assert [text for text, _ in named(lanes(timeline, fitted([timeline], 28)))] == ["rank 0  F0------- F2-------"]
+    (lane,) = lanes(timeline, fitted([timeline], 28))
+    assert lane.plain.rstrip() == "rank 0  F0------- F2-------"
 
 
 def test_colors_tell_kinds_and_stages_apart() -> None:

@@ -1,17 +1,17 @@
 """What holds recorded steps back, and what would make them faster: each remedy with the gain that it would give."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from statistics import fmean
 
 from gpipe.planner.search.cuts import partition
-from gpipe.profiling.breakdown import Breakdown, program_of_run, replicas_of
+from gpipe.profiling.breakdown import Breakdown, on_paper, program_of_run, replicas_of
 from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import COMPUTE, Kind
-from gpipe.schedule.cost import unit_costs
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
-from gpipe.schedule.simulate import simulate
 from gpipe.schedule.timeline import Timeline
 
 Seconds = Mapping[tuple[int, Kind], float]
@@ -55,7 +55,7 @@ BY_SHARE: Mapping[str, str] = {
 """What each part of the time would give if it were gone."""
 RECOMPUTE = (
     "Recomputing takes {share:.1%} of the time, for less memory: where memory allows, remat='never' would give "
-    "{gain} x"
+    "{most}{gain:.2f} x"
 )
 ONE_THREAD = (
     "All ranks run in one thread (driver='lockstep'), one after the other: driver='threads' would give up to "
@@ -148,9 +148,8 @@ def compare(timelines: Sequence[Timeline], predicted: Timeline, why_longer: str)
     text = f"pipeline: {typical.seconds * 1000:.1f} ms measured, {predicted.seconds * 1000:.1f} ms predicted"
     if abs(more) <= APART:
         return text
-    work = (
-        sum(map(typical.busy, range(typical.ranks))) / (sum(map(predicted.busy, range(predicted.ranks))) or 1.0) - 1
-    )
+    worked, expected = (sum(map(each.busy, range(each.ranks))) for each in (typical, predicted))
+    work = worked / (expected or 1.0) - 1
     why = f"what ranks compute took {_than(work)} than when it was measured"
     if more > 0 and why_longer:
         why = why_longer
@@ -167,34 +166,31 @@ def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
     """What other cuts, no recompute and smaller micro-batches would give."""
     if not steps.timelines[-1].is_step:
         return
-    program = program_of_run(replicas_of(steps.timelines[-1])[0])
+    by_replica = list(zip(*map(replicas_of, steps.timelines), strict=True))
+    program = program_of_run(by_replica[0][-1])
     if len(steps.partition.layers) != program.stages:
         return
-    seconds = _mean_seconds([replica for timeline in steps.timelines for replica in replicas_of(timeline)])
-    wall, now = steps.breakdown.seconds, _length(program, seconds)
+    seconds = _mean_seconds(chain(*by_replica))
+    now, wall, shares = _length(program, seconds), steps.breakdown.seconds, steps.breakdown.shares
 
     def gain(length: float) -> float:
         return wall / (wall - now + length)
 
     text, moved, is_free = _other_cuts(steps, seconds)
-    cuts_gain = gain(_length(program, moved))
-    yield Advice(cuts_gain, text.format(gain=cuts_gain), is_free)
-    yield from _slow_ranks(steps, program, wall)
+    yield _remedy(gain(_length(program, moved)), text, is_free=is_free)
+    yield from _slow_ranks(program, [_mean_seconds(runs) for runs in by_replica], wall)
     bare = gain(_length(program.only({*Kind} - {Kind.RECOMPUTE}), seconds))
-    share = steps.breakdown.shares.get("recompute", 0.0)
-    yield Advice(bare, RECOMPUTE.format(share=share, gain=f"{bare:.2f}"), is_free=False)
-    yield from _smaller_micro_batches(steps, program, seconds)
-
-
-def _smaller_micro_batches(steps: RecordedSteps, program: Program, seconds: Seconds) -> Iterator[Advice]:
-    """Twice as many micro-batches, where there are rows for them and they would not begin to be recomputed."""
+    yield _remedy(bare, RECOMPUTE, is_free=False, share=shares.get("recompute", 0.0), most="")
     forward = fmean(seconds.get((stage, Kind.FORWARD), 0.0) for stage in range(program.stages))
     has_rows = steps.micro_batches in (None, program.micro_batches)
-    kept_whole = steps.recomputes and not any(action.kind is Kind.RECOMPUTE for action in program.actions)
-    if program.ranks > 1 and forward > TINY and has_rows and not kept_whole:
-        share = steps.breakdown.shares["bubble"]
-        gain, more = 1 / (1 - share / 2), 2 * program.micro_batches
-        yield Advice(gain, MORE_MICRO_BATCHES.format(share=share, more=more, gain=gain), is_free=False)
+    recomputes = any(action.kind is Kind.RECOMPUTE for action in program.actions)
+    if program.ranks > 1 and forward > TINY and has_rows and (recomputes or not steps.recomputes):
+        halved, more = 1 / (1 - shares["bubble"] / 2), 2 * program.micro_batches
+        yield _remedy(halved, MORE_MICRO_BATCHES, is_free=False, share=shares["bubble"], more=more)
+
+
+def _remedy(gain: float, text: str, *, is_free: bool = True, **numbers: object) -> Advice:
+    return Advice(gain, text.format(gain=gain, **numbers), is_free)
 
 
 def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, bool]:
@@ -204,19 +200,16 @@ def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, b
     longer = f"Stage {slowest} takes {stages[slowest] / mean - 1:.0%} longer than the mean stage"
     stage_of = [stage for stage, layers in enumerate(cuts.layers) for _ in range(layers)]
     shares = [share for first, end in cuts.bounds for share in _shares(cuts.chain.costs[first:end])]
-    best = partition(
-        [stages[stage] * share for stage, share in zip(stage_of, shares, strict=True)], len(stages), balance="minmax"
-    )
+    costs = [stages[stage] * share for stage, share in zip(stage_of, shares, strict=True)]
+    best = partition(costs, len(stages), balance="minmax")
     if best.layers == cuts.layers:
         better = "no cuts are better" if steps.measured else BY_GUESS
         even = {key: some * mean / (stages[key[0]] or 1.0) for key, some in seconds.items()}
         return f"{longer}, and {better}: lighter layers in it would give up to {{gain:.2f}} x", even, False
-    moved: dict[tuple[int, Kind], float] = {}
+    moved: defaultdict[tuple[int, Kind], float] = defaultdict(float)
     for stage, (first, end) in enumerate(best.bounds):
-        for layer in range(first, end):
-            for kind in COMPUTE:
-                part = seconds.get((stage_of[layer], kind), 0.0) * shares[layer]
-                moved[stage, kind] = moved.get((stage, kind), 0.0) + part
+        for layer, kind in product(range(first, end), COMPUTE):
+            moved[stage, kind] += seconds.get((stage_of[layer], kind), 0.0) * shares[layer]
     text = f"{longer}: partitions={list(best.layers)} in place of {list(cuts.layers)} would give {{gain:.2f}} x"
     return text, moved, True
 
@@ -227,53 +220,44 @@ def _shares(costs: Sequence[float]) -> list[float]:
     return [float(cost) / total if total else 1 / len(costs) for cost in costs]
 
 
-def _slow_ranks(steps: RecordedSteps, program: Program, wall: float) -> Iterator[Advice]:
+def _slow_ranks(program: Program, replicas: Sequence[Seconds], wall: float) -> Iterator[Advice]:
     """Ranks that take longer than those of other replicas with the same layers: it is not the layers."""
-    by_step = [replicas_of(timeline) for timeline in steps.timelines]
-    replicas = [_mean_seconds(runs) for runs in zip(*by_step, strict=True)]
     lengths = [_length(program, seconds) for seconds in replicas]
-    for rank in range(program.ranks):
+    for rank, (replica, seconds) in product(range(program.ranks), enumerate(replicas)):
         held = {stage for stage, holder in enumerate(program.rank_of) if holder == rank}
-        busy = [sum(some for (stage, _), some in seconds.items() if stage in held) for seconds in replicas]
-        for replica, seconds in enumerate(replicas):
-            others = [some for at, some in enumerate(busy) if at != replica]
-            if not others or busy[replica] <= (1 + SLOWER) * max(others):
-                continue
+        busy = [sum(some for (stage, _), some in own.items() if stage in held) for own in replicas]
+        others = busy[:replica] + busy[replica + 1 :]
+        if others and busy[replica] > (1 + SLOWER) * max(others):
             pace = max(others) / busy[replica]
             mended = {key: some * pace if key[0] in held else some for key, some in seconds.items()}
-            rest = max(length for at, length in enumerate(lengths) if at != replica)
+            rest = max(lengths[:replica] + lengths[replica + 1 :])
             gain = wall / (wall - max(lengths) + max(_length(program, mended), rest))
-            number = replica * program.ranks + rank
-            yield Advice(gain, SLOW_RANK.format(rank=number, more=1 / pace - 1, gain=gain))
+            yield _remedy(gain, SLOW_RANK, rank=replica * program.ranks + rank, more=1 / pace - 1)
 
 
-def _mean_seconds(timelines: Sequence[Timeline]) -> Seconds:
+def _mean_seconds(timelines: Iterable[Timeline]) -> Seconds:
     """What an action of each kind takes at each stage, in the mean."""
-    seconds: dict[tuple[int, Kind], list[float]] = {}
-    for timeline in timelines:
-        for span in timeline.spans:
-            if span.action.kind in COMPUTE:
-                seconds.setdefault((span.action.stage, span.action.kind), []).append(span.seconds)
+    seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in chain(*(timeline.spans for timeline in timelines)):
+        if span.action.kind in COMPUTE:
+            seconds[span.action.stage, span.action.kind].append(span.seconds)
     return {key: fmean(some) for key, some in seconds.items()}
 
 
 def _length(program: Program, seconds: Seconds) -> float:
     """How long a program takes whose actions take so long, and closing actions no time."""
-    costs = unit_costs(program.stages)
-    return simulate(program, costs, lambda action: seconds.get((action.stage, action.kind), 0.0)).timeline.seconds
+    return on_paper(program, lambda action: seconds.get((action.stage, action.kind), 0.0)).seconds
 
 
 def _by_share(steps: RecordedSteps) -> Iterator[Advice]:
     """What each part would give if it were gone."""
-    shares = dict(steps.breakdown.shares)
+    shares, texts = dict(steps.breakdown.shares), dict(BY_SHARE)
     if steps.driver != "process":  # nothing crosses a link: a message that is late is a thread that is late
         shares["late starts"] += shares.pop("communication", 0.0)
-    if not steps.timelines[-1].is_step and (share := shares.get("recompute", 0.0)):
-        gain = 1 / (1 - share)
-        yield Advice(gain, RECOMPUTE.format(share=share, gain=f"up to {gain:.2f}"), is_free=False)
-    for name, text in BY_SHARE.items():
-        share = shares.get(name, 0.0)
-        gain = 1 / (1 - share) if share < 1 else 1.0
-        if name == "late starts" and steps.driver == "lockstep":
-            text = ONE_THREAD
-        yield Advice(gain, text.format(share=share, gain=gain))
+    if steps.driver == "lockstep":
+        texts["late starts"] = ONE_THREAD
+    if not steps.timelines[-1].is_step:
+        texts["recompute"] = RECOMPUTE
+    for name, text in texts.items():
+        if 0 < (share := shares.get(name, 0.0)) < 1:
+            yield _remedy(1 / (1 - share), text, is_free=text is not RECOMPUTE, share=share, most="up to ")

@@ -16,13 +16,13 @@ data                           |--------|
 window   |----------------------------------|---------------------|     a run, and all until the next begins
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import floor
 from statistics import fmean
 from textwrap import wrap
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
@@ -33,7 +33,6 @@ from gpipe.schedule.timeline import Span, Timeline
 if TYPE_CHECKING:  # the table is printed without torch
     from gpipe.runtime.recorder import Interval, RecordedRun
 
-T = TypeVar("T")
 WIDTH = 88
 NOTHING = "nothing was recorded: make a step while gpipe.record(pipe) is on"
 ALWAYS = ("forward", "backward", "bubble", "imbalance", "late starts")
@@ -129,28 +128,22 @@ def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
     """
     if not timelines:
         raise ValueError(NOTHING)
-    steps = [_of_step(timeline) for timeline in timelines]
-    busy = tuple(map(fmean, zip(*(step.busy for step in steps), strict=True)))
-    mean = _mean(steps)
-    shares = {name: mean.shares[name] for name in MEANING if name in mean.shares}
-    return replace(mean, shares=shares, steps=len(steps), busy=busy)
-
-
-def _mean(each: Sequence[Breakdown]) -> Breakdown:
-    """The mean of some, weighted by their length; of what is said by rank, the first's."""
+    by_step = [[_of_replica(replica) for replica in replicas_of(timeline)] for timeline in timelines]
+    each = [one for replicas in by_step for one in replicas]
     whole = sum(one.seconds for one in each)
 
-    def mean(parts: Sequence[Mapping[T, float]]) -> dict[T, float]:
-        names = dict.fromkeys(name for some in parts for name in some)
+    def mean(parts: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
+        """Weighted by the length of the steps."""
         weighted = list(zip(parts, each, strict=True))
         return {name: sum(some.get(name, 0.0) * one.seconds for some, one in weighted) / whole for name in names}
 
-    return replace(
-        each[0],
+    return Breakdown(
         seconds=whole / len(each),
-        shares=mean([one.shares for one in each]),
-        bubble=mean([one.bubble for one in each]),
+        steps=len(by_step),
+        shares=mean([one.shares for one in each], [name for name in MEANING if any(name in o.shares for o in each)]),
+        bubble=mean([one.bubble for one in each], each[0].bubble),
         theory=fmean(one.theory for one in each),
+        busy=tuple(map(fmean, zip(*([busy for one in some for busy in one.busy] for some in by_step), strict=True))),
         stage_seconds=tuple(map(fmean, zip(*(one.stage_seconds for one in each), strict=True))),
     )
 
@@ -159,16 +152,10 @@ def replicas_of(timeline: Timeline) -> list[Timeline]:
     """The timeline of each replica of the pipeline, its ranks counted from 0."""
     stages = [{span.action.stage for span in timeline.spans if span.rank == rank} for rank in range(timeline.ranks)]
     ranks = next((rank for rank in range(1, len(stages)) if stages[0] and stages[rank] == stages[0]), len(stages))
-    return [
-        replace(
-            timeline,
-            ranks=ranks,
-            spans=tuple(
-                replace(span, rank=span.rank - first) for span in timeline.spans if first <= span.rank < first + ranks
-            ),
-        )
-        for first in range(0, timeline.ranks, ranks)
-    ]
+    spans: list[list[Span]] = [[] for _ in range(0, timeline.ranks, ranks)]
+    for span in timeline.spans:
+        spans[span.rank // ranks].append(replace(span, rank=span.rank % ranks))
+    return [replace(timeline, ranks=ranks, spans=tuple(own)) for own in spans]
 
 
 def program_of_run(timeline: Timeline) -> Program:
@@ -186,80 +173,67 @@ def _of_rank(spans: Iterable[Span], rank: int) -> list[Span]:
     return sorted((span for span in spans if span.rank == rank), key=lambda span: (span.start, span.end))
 
 
-def _of_step(timeline: Timeline) -> Breakdown:
-    each = [_of_replica(replica) for replica in replicas_of(timeline)]
-    return replace(_mean(each), busy=tuple(busy for one in each for busy in one.busy))
+def on_paper(program: Program, seconds: Callable[[Action], float]) -> Timeline:
+    """The actions of a program one after another, each as long as is said, as soon as they can be done."""
+    return simulate(program, unit_costs(program.stages), seconds).timeline
 
 
 def _of_replica(timeline: Timeline) -> Breakdown:
     ranks, program = timeline.ranks, program_of_run(timeline)
     wall = timeline.seconds + sum(timeline.other.values())
     seconds = dict.fromkeys(MEANING, 0.0)
+    of_stage = [0.0] * program.stages
     for span in timeline.spans:
         seconds[KINDS[span.action.kind]] += span.seconds / ranks
+        if span.action.kind in COMPUTE:
+            of_stage[span.action.stage] += span.seconds / program.micro_batches
     occupied = sum(seconds.values())
-    durations, alike = _durations(timeline)
-    on_paper = min(_length(program, durations), timeline.seconds)
-    equal = simulate(program, unit_costs(program.stages), alike.__getitem__).timeline
-    at_best = min(equal.seconds, on_paper)
-    seconds["late starts"] = timeline.seconds - on_paper
-    seconds["imbalance"] = on_paper - at_best
+    took = _durations(timeline)
+    alike = {
+        kind: fmean(own for action, own in took.items() if action.kind is kind)
+        for kind in {each.kind for each in took}
+    }
+    measured = min(on_paper(program, took.__getitem__).seconds, timeline.seconds)
+    equal = on_paper(program, lambda action: alike[action.kind])
+    at_best = min(equal.seconds, measured)
+    seconds["late starts"] = timeline.seconds - measured
+    seconds["imbalance"] = measured - at_best
     seconds["bubble"] = max(0.0, at_best - occupied)
     for name, other in timeline.other.items():
         seconds[name] += other
     shares = {name: seconds[name] / wall for name in MEANING if seconds[name] or name in ALWAYS}
     return Breakdown(
-        wall,
-        1,
-        shares,
-        _parts_of_bubble(equal, shares["bubble"]),
-        equal_bubble(program),
-        tuple(sum(s.seconds for s in timeline.spans if s.rank == rank) / wall for rank in range(ranks)),
-        _stage_seconds(timeline, program),
+        seconds=wall,
+        steps=1,
+        shares=shares,
+        bubble=_parts_of_bubble(equal, shares["bubble"]),
+        theory=equal_bubble(program),
+        busy=tuple(sum(s.seconds for s in timeline.spans if s.rank == rank) / wall for rank in range(ranks)),
+        stage_seconds=tuple(of_stage),
     )
 
 
-def _length(program: Program, durations: Mapping[Action, float]) -> float:
-    return simulate(program, unit_costs(program.stages), durations.__getitem__).timeline.seconds
-
-
-def _durations(timeline: Timeline) -> tuple[dict[Action, float], dict[Action, float]]:
-    """How long each action took, what it received included; and how long it would if all of its kind took alike."""
-    own: dict[Action, float] = {}
-    for rank in {span.rank for span in timeline.spans}:
+def _durations(timeline: Timeline) -> dict[Action, float]:
+    """How long each action took, what it received included."""
+    found: dict[Action, float] = {}
+    for rank in range(timeline.ranks):
         lead = 0.0
         for span in _of_rank(timeline.spans, rank):
-            if span.action.kind in TRANSFERS:
-                lead += span.seconds
-                continue
-            own[span.action] = lead + span.seconds
-            lead = 0.0
-    by_kind: dict[Kind, list[float]] = {}
-    for action, seconds in own.items():
-        by_kind.setdefault(action.kind, []).append(seconds)
-    return own, {action: fmean(by_kind[action.kind]) for action in own}
+            lead += span.seconds
+            if span.action.kind not in TRANSFERS:
+                found[span.action], lead = lead, 0.0
+    return found
 
 
 def _parts_of_bubble(equal: Timeline, share: float) -> dict[str, float]:
     """The bubble before the first action of each rank, behind its last, and between."""
-    filling = draining = stalls = 0.0
-    for rank in range(equal.ranks):
-        own = _of_rank(equal.spans, rank)
-        if own:
-            filling += own[0].start
-            draining += equal.seconds - own[-1].end
-            stalls += sum(max(0.0, later.start - before.end) for before, later in pairwise(own))
-    whole = filling + draining + stalls
-    parts = {"filling": filling, "draining": draining, "stalls": stalls}
+    parts = dict.fromkeys(("filling", "draining", "stalls"), 0.0)
+    for own in filter(None, (_of_rank(equal.spans, rank) for rank in range(equal.ranks))):
+        parts["filling"] += own[0].start
+        parts["draining"] += equal.seconds - own[-1].end
+        parts["stalls"] += sum(max(0.0, later.start - before.end) for before, later in pairwise(own))
+    whole = sum(parts.values())
     return {name: share * part / whole if whole else 0.0 for name, part in parts.items()}
-
-
-def _stage_seconds(timeline: Timeline, program: Program) -> tuple[float, ...]:
-    found = [0.0] * program.stages
-    for span in timeline.spans:
-        if span.action.kind in COMPUTE:
-            found[span.action.stage] += span.seconds / program.micro_batches
-    return tuple(found)
 
 
 def windows(
@@ -279,16 +253,20 @@ def windows(
     if not runs:
         return []
     entries = [_entry(run, inside) for run in runs]
-    apart = _apart(inside, updates, loads)
-    known = [end for _, end in (*inside, *updates, *(run.when for run in runs))]
+    known = max(end for _, end in (*inside, *updates, *(run.when for run in runs)))
+    kinds = [inside], [inside, updates], [inside, updates, loads]  # an optimizer may call the pipe, a loader both
     found = []
-    for run, start, end in zip(runs, entries, [*entries[1:], max(known)], strict=True):
+    for run, start, end in zip(runs, entries, [*entries[1:], known], strict=True):
         began, ended = run.when
         rest = (start, began), (ended, end)
-        host, update, data = (sum(_shared(marks, part) for part in rest) for marks in apart)
-        between = sum(until - since for since, until in rest) - data - update - host
-        host += max(0.0, ended - began - run.timeline.seconds)
-        other = {"data": data, "weight update": update, "host": host, "between steps": max(0.0, between)}
+        marked = [sum(_covered(chain(*marks), part) for part in rest) for marks in kinds]
+        host = marked[0] + max(0.0, ended - began - run.timeline.seconds)
+        other = {
+            "data": marked[2] - marked[1],
+            "weight update": marked[1] - marked[0],
+            "host": host,
+            "between steps": max(0.0, sum(until - since for since, until in rest) - marked[2]),
+        }
         found.append(replace(run.timeline, other=other))
     return found
 
@@ -299,35 +277,18 @@ def _entry(run: "RecordedRun", inside: Iterable["Interval"]) -> float:
     return min(began, next((start for start, end in inside if start <= run.when[1] <= end), began))
 
 
-def _apart(*each: Iterable["Interval"]) -> "list[list[Interval]]":
-    """Marks of several kinds, each without what those before it cover: an optimizer may call the pipe, a loader both.
+def _covered(marks: Iterable["Interval"], part: "Interval") -> float:
+    """The seconds of a part of time in which there is a mark.
 
-    >>> _apart([(1.0, 2.0)], [(0.0, 3.0)], [(2.5, 4.0)])
-    [[(1.0, 2.0)], [(0.0, 1.0), (2.0, 3.0)], [(3.0, 4.0)]]
+    >>> _covered([(0.0, 3.0), (2.5, 4.0)], (1.0, 9.0))
+    3.0
     """
-    covered: list[Interval] = []
-    found = []
-    for marks in each:
-        free = [piece for mark in marks for piece in _without(mark, covered)]
-        found.append(free)
-        covered = sorted((*covered, *free))
-    return found
-
-
-def _without(mark: "Interval", covered: Iterable["Interval"]) -> Iterator["Interval"]:
-    start, end = mark
-    for since, until in covered:
-        if until <= start or since >= end:
-            continue
-        if start < since:
-            yield start, since
-        start = max(start, until)
-    if start < end:
-        yield start, end
-
-
-def _shared(marks: Iterable["Interval"], part: "Interval") -> float:
-    return sum(max(0.0, min(mark[1], part[1]) - max(mark[0], part[0])) for mark in marks)
+    seconds, since = 0.0, part[0]
+    for start, end in sorted(marks):
+        until = min(end, part[1])
+        seconds += max(0.0, until - max(start, since))
+        since = max(since, until)
+    return seconds
 
 
 def percentages(shares: Mapping[str, float]) -> dict[str, float]:

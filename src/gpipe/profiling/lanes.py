@@ -1,22 +1,16 @@
-"""Timelines as lanes of characters, for terminals and docstrings: a lane for each rank, time from left to right.
-
-    rank 0  F0 .. .. B0---
-    rank 1  .. F0 B0--- ..
+"""Timelines in columns of text: a lane for each rank, as wide as its actions take, under the same ruler for all.
 
 Where there are no colours, a letter tells the kind: that of the table at a rank's first stage, small at its second,
 and with a mark from its third on. Where there are, the background does, lighter at later stages.
-
-Lanes on a terminal: their colours, where it has them, what colours and letters mean, and what is said of them.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from math import floor
-from typing import TypeAlias
 
 from rich.text import Text
 
-from gpipe.profiling.svg import Unit, is_bright, nth_stages, shade
+from gpipe.profiling.svg import Unit, is_bright, kinds_in, most_stages, nth_stages, shade
 from gpipe.schedule.action import COMPUTE, NAMES, Kind
 from gpipe.schedule.cost import Costs
 from gpipe.schedule.program import Program
@@ -28,22 +22,9 @@ BETWEEN = 2
 TICK = 8
 """Columns that a time on the axis has at least."""
 EPSILON = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some columns of a lane: an action, or where there is no kind idle time.
-
-    >>> Piece("F0 ", Kind.FORWARD).text
-    'F0 '
-    """
-
-    text: str
-    kind: Kind | None = None
-    nth: int = 0  # which of its rank's stages it is, from 0
-
-
-Lane: TypeAlias = tuple[Piece, ...]
+IDLE = "dim"
+"""The style of idle time."""
+ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +43,10 @@ class Ruler:
     def column(self, seconds: float) -> int:
         """Where something begins that begins at this time."""
         return floor(seconds / self.seconds * self.unit + 0.5 + EPSILON)
+
+    def columns(self, timelines: Collection[Timeline]) -> int:
+        """The columns that timelines fill, with the names of their ranks."""
+        return max(margin(timeline.ranks) + self.column(timeline.seconds) for timeline in timelines)
 
     def axis(self, seconds: float) -> str:
         """Round times under the columns where they are, up to the end.
@@ -86,17 +71,7 @@ def lanes_text(program: Program, costs: Costs | None = None) -> str:
     rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..
     """
     timeline = figures(program, costs).timeline
-    ruler = widest([timeline])
-    return "\n".join(text for text, _ in named(lanes(timeline, ruler)))
-
-
-def named(drawn: Iterable[Lane]) -> Iterator[tuple[str, Lane]]:
-    """Each lane as text, behind the name of its rank, and as pieces, of which the first is that name."""
-    drawn = tuple(drawn)
-    names = [f"rank {rank}" for rank in range(len(drawn))]
-    for name, lane in zip(names, drawn, strict=True):
-        pieces = (Piece(name.ljust(margin(len(drawn)))), *lane)
-        yield "".join(piece.text for piece in pieces).rstrip(), pieces
+    return "\n".join(lane.plain.rstrip() for lane in lanes(timeline, rulers([timeline])[0]))
 
 
 def margin(ranks: int) -> int:
@@ -104,11 +79,13 @@ def margin(ranks: int) -> int:
     return len(f"rank {ranks - 1}") + BETWEEN
 
 
-def widest(timelines: Collection[Timeline], *, colored: bool = False) -> Ruler:
-    """The ruler by which the shortest action has its whole label and a gap."""
-    labels = [_labels(span, nth, colored)[0] for timeline in timelines for span, nth in _drawn(timeline)]
-    shortest = min(span.seconds for timeline in timelines for span, _ in _drawn(timeline))
-    return Ruler(max(map(len, labels)) + 1, shortest)
+def rulers(timelines: Collection[Timeline], *, colored: bool = False) -> list[Ruler]:
+    """From that by which the shortest action has its whole label and a gap, to that of which it has the least."""
+    drawn = [each for timeline in timelines for each in _drawn(timeline)]
+    labels = [_labels(span, nth, colored) for span, nth in drawn]
+    most, least = max(len(each[0]) for each in labels) + 1, max(len(each[-1]) for each in labels)
+    shortest = min(span.seconds for span, _ in drawn)
+    return [Ruler(unit, shortest) for unit in range(most, least - 1, -1)]
 
 
 def find_ruler(timelines: Collection[Timeline], width: int, *, colored: bool = False) -> Ruler | None:
@@ -119,9 +96,13 @@ def find_ruler(timelines: Collection[Timeline], width: int, *, colored: bool = F
     >>> find_ruler([timeline], width=40).unit, find_ruler([timeline], width=19)
     (2, None)
     """
-    ruler = widest(timelines, colored=colored)
-    units = (Ruler(unit, ruler.seconds) for unit in range(ruler.unit, _narrowest(timelines, colored) - 1, -1))
-    return next((ruler for ruler in units if columns(timelines, ruler) <= width), None)
+    each = rulers(timelines, colored=colored)
+    return next((ruler for ruler in each if ruler.columns(timelines) <= width), None)
+
+
+def needed(timelines: Collection[Timeline], *, colored: bool = False) -> int:
+    """The columns that timelines fill at the least."""
+    return rulers(timelines, colored=colored)[-1].columns(timelines)
 
 
 def fitted(timelines: Collection[Timeline], width: int) -> Ruler:
@@ -134,44 +115,38 @@ def fitted(timelines: Collection[Timeline], width: int) -> Ruler:
     return Ruler(1, max(timeline.seconds for timeline in timelines) / room)
 
 
-def needed(timelines: Collection[Timeline], *, colored: bool = False) -> int:
-    """The columns that timelines fill at the least."""
-    shortest = widest(timelines, colored=colored).seconds
-    return columns(timelines, Ruler(_narrowest(timelines, colored), shortest))
-
-
-def columns(timelines: Collection[Timeline], ruler: Ruler) -> int:
-    """The columns that timelines fill, with the names of their ranks."""
-    return max(margin(timeline.ranks) + ruler.column(timeline.seconds) for timeline in timelines)
-
-
-def _narrowest(timelines: Collection[Timeline], colored: bool) -> int:
-    return max(len(_labels(span, nth, colored)[-1]) for timeline in timelines for span, nth in _drawn(timeline))
-
-
-def lanes(timeline: Timeline, ruler: Ruler, *, colored: bool = False) -> tuple[Lane, ...]:
-    """The lanes of a timeline, one a rank.
+def lanes(timeline: Timeline, ruler: Ruler, *, colored: bool = False) -> list[Text]:
+    """The lanes of a timeline, one a rank, behind its name; each action has the style of its kind.
 
     All actions of a kind have labels of one sort: the longest for which there is room. By a ruler of `fitted`, those
     that have no room for any label have none, and those shorter than half a column may not show.
     """
-    drawn = list(_drawn(timeline))
-    sorts = _sorts(drawn, ruler, colored)
-    found: list[list[Piece]] = [[] for _ in range(timeline.ranks)]
-    ends = [0] * timeline.ranks
+    drawn, stages, before = list(_drawn(timeline)), most_stages([timeline]), margin(timeline.ranks)
+    sorts: dict[Kind, int] = {}
     for span, nth in drawn:
-        start = max(ruler.column(span.start), ends[span.rank])
-        end = max(ruler.column(span.end), start)
+        labels, room = _labels(span, nth, colored), ruler.column(span.end) - ruler.column(span.start)
+        sort = next((sort for sort, label in enumerate(labels) if len(label) <= room), 0)
+        sorts[span.action.kind] = max(sorts.get(span.action.kind, 0), sort)
+    found = [Text(f"rank {rank}".ljust(before)) for rank in range(timeline.ranks)]
+
+    def rest(rank: int, until: int) -> None:
+        """Dots up to a column, with gaps where shortest actions, one after another, would have them."""
+        dots = range(len(found[rank]) - before, until)
+        gap = ruler.unit - 1 if ruler.unit > 1 else None
+        found[rank].append("".join(" " if column % ruler.unit == gap else "." for column in dots), IDLE)
+
+    for span, nth in drawn:
         kind, lane = span.action.kind, found[span.rank]
-        lane.append(Piece(_idle(ends[span.rank], start, ruler.unit)))
-        filling = "-" if end - start > ruler.unit and not colored else " "
-        label = _labels(span, nth, colored)[sorts.get(kind, 0)]
-        text = _filled(label if len(label) <= end - start else "", end - start, filling)
-        lane.append(Piece(text, kind, nth))
-        ends[span.rank] = end
-    for end, lane in zip(ends, found, strict=True):
-        lane.append(Piece(_idle(end, ruler.column(timeline.seconds), ruler.unit)))
-    return tuple(tuple(piece for piece in lane if piece.text) for lane in found)
+        rest(span.rank, ruler.column(span.start))
+        room = ruler.column(span.end) - (len(lane) - before)
+        label = _labels(span, nth, colored)[sorts[kind]]
+        label = label if len(label) <= room else ""
+        if len(label) < room:  # the last column is a gap
+            label = label.ljust(room - 1, "-" if room > ruler.unit and not colored else " ") + " "
+        lane.append(label, style(kind, nth, stages))
+    for rank in range(timeline.ranks):
+        rest(rank, ruler.column(timeline.seconds))
+    return found
 
 
 def _drawn(timeline: Timeline) -> Iterator[tuple[Span, int]]:
@@ -200,33 +175,19 @@ def letter_of(kind: Kind, nth: int) -> str:
     return (kind.value.lower() if nth % 2 else kind.value) + "'" * (nth // 2)
 
 
-def _sorts(drawn: Iterable[tuple[Span, int]], ruler: Ruler, colored: bool) -> Mapping[Kind, int]:
-    """By kind, which of its labels there is room for at each of its actions that has room for one."""
-    found: dict[Kind, int] = {}
-    for span, nth in drawn:
-        labels, room = _labels(span, nth, colored), ruler.column(span.end) - ruler.column(span.start)
-        sort = next((sort for sort, label in enumerate(labels) if len(label) <= room), 0)
-        found[span.action.kind] = max(found.get(span.action.kind, 0), sort)
-    return found
+def style(kind: Kind, nth: int, stages: int) -> str:
+    """How rich is to paint an action of a kind at the n-th of so many stages of a rank.
 
-
-def _filled(label: str, room: int, filling: str) -> str:
-    """A label in so many columns, the last of which is a gap if it can be spared."""
-    return label if len(label) >= room else label.ljust(room - 1, filling) + " "
-
-
-def _idle(start: int, end: int, unit: int) -> str:
-    """Dots, with gaps where shortest actions, one after another, would have them."""
-    return "".join(" " if unit > 1 and column % unit == unit - 1 else "." for column in range(start, end))
-
-
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+    >>> style(Kind.FORWARD, 0, stages=1)
+    '#ffffff on #4477aa'
+    """
+    color = shade(kind, nth, stages)
+    return f"{'#1f2328' if is_bright(color) else '#ffffff'} on {color}"
 
 
 def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -> Iterator[Text]:
     """The lanes of a timeline, and under them the time, in milliseconds or as it is.
 
-    >>> from gpipe.schedule.simulate import figures
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> timeline = figures(program_of("gpipe", ranks=2, micro_batches=2)).timeline
     >>> for line in panel(timeline, Ruler(unit=3, seconds=1.0), colored=False):
@@ -235,54 +196,39 @@ def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -
     rank 1  .. F0 F1 B0--- B1--- .. ..
     time    0              5
     """
-    stages = 1 + max(nth_stages(timeline).values(), default=0)
-    for text, lane in named(lanes(timeline, ruler, colored=colored)):
-        yield _colored(lane, stages) if colored else Text(text)
+    for lane in lanes(timeline, ruler, colored=colored):
+        yield lane if colored else Text(lane.plain.rstrip())
     factor = 1000 if unit == "ms" else 1
-    times = Ruler(ruler.unit, ruler.seconds * factor).axis(timeline.seconds * factor)
-    yield Text((unit or "time").ljust(margin(timeline.ranks)) + times, "dim" if colored else "")
-
-
-def _colored(lane: Lane, stages: int) -> Text:
-    name, *pieces = lane
-    text = Text(name.text)
-    for piece in pieces:
-        text.append(piece.text, "dim" if piece.kind is None else _style(piece.kind, piece.nth, stages))
-    return text
-
-
-def _style(kind: Kind, nth: int, stages: int) -> str:
-    color = shade(kind, nth, stages)
-    return f"{'#1f2328' if is_bright(color) else '#ffffff'} on {color}"
+    times = replace(ruler, seconds=ruler.seconds * factor).axis(timeline.seconds * factor)
+    yield Text((unit or "time").ljust(margin(timeline.ranks)) + times, IDLE if colored else "")
 
 
 def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
     r"""What the colours of lanes mean, or the letters.
 
-    >>> from gpipe.schedule.simulate import figures
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> print(*legend([figures(program_of("zb_v", 2, 2)).timeline], colored=False), sep="\n")
     F forward   I backward, inputs   W backward, weights   . idle
     f, i, w at a rank's second stage
     """
-    found = {span.action.kind for timeline in timelines for span in timeline.spans} & COMPUTE
-    kinds = [kind for kind in NAMES if kind in found]
-    stages = 1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0)
-    letters = [(f" {kind.value} ", _style(kind, 0, stages)) if colored else kind.value for kind in kinds]
+    kinds = [kind for kind in kinds_in(timelines) if kind in COMPUTE]
+    letters = [(f" {kind.value} ", style(kind, 0, stages=1)) if colored else kind.value for kind in kinds]
     words = [Text.assemble(letter, f" {NAMES[kind]}") for letter, kind in zip(letters, kinds, strict=True)]
     yield Text("   ").join([*words, Text(". idle")])
+    stages = most_stages(timelines)
     if stages > 1 and colored:
         yield Text("lighter at a rank's later stages")
     elif stages > 1:
-        later = [", ".join(letter_of(kind, nth) for kind in kinds) for nth in range(1, stages)]
-        names = (f"at a rank's {name} stage" for name in ORDINALS[1:])
-        yield Text("; ".join(f"{some} {name}" for some, name in zip(later, names, strict=False)))
+        each = zip(range(1, stages), ORDINALS, strict=False)
+        later = (
+            f"{', '.join(letter_of(kind, nth) for kind in kinds)} at a rank's {name} stage" for nth, name in each
+        )
+        yield Text("; ".join(later))
 
 
 def words(found: Figures) -> Iterator[str]:
     r"""What a schedule costs, in a few lines.
 
-    >>> from gpipe.schedule.simulate import figures
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> print(*words(figures(program_of("1f1b", ranks=4, micro_batches=8))), sep="\n")
     bubble 27.3%: 33 from beginning to end, of which a rank works 24

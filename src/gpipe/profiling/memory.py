@@ -168,7 +168,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._start = _read()
-        self._end: tuple[float, float, float] | None = None
+        self._end: tuple[float, ...] = ()
 
     def stop(self) -> None:
         """Ends it."""
@@ -176,20 +176,18 @@ class Meter:
 
     def others(self) -> OtherProcesses | None:
         """The cores that other processes used, and how many there are; None where that cannot be known."""
-        end = self._end or _read()
-        if self._start is None or end is None:
-            return None
-        wall, every, own = (until - since for since, until in zip(self._start, end, strict=True))
+        each = zip(self._start, self._end or _read(), strict=False)
+        wall, every, own = tuple(until - since for since, until in each) or (0.0, 0.0, 0.0)
         if wall < ENOUGH:
             return None
         return OtherProcesses(max(0.0, every - own) / wall, os.cpu_count() or 1)
 
 
-def _read() -> tuple[float, float, float] | None:
-    """Now, and the seconds that processors have worked: for all processes, for this one."""
+def _read() -> tuple[float, ...]:
+    """Now, and the seconds that processors have worked: for all processes, for this one; empty if nobody says."""
     try:
         ticks = [int(number) for number in STAT.read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):
-        return None
+        return ()
     busy = sum(number for at, number in enumerate(ticks) if at not in IDLE) / os.sysconf("SC_CLK_TCK")
     return time.perf_counter(), busy, time.process_time()

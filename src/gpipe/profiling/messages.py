@@ -16,13 +16,6 @@ SCHEMA = {"schema": "gpipe.messages", "version": 1}
 """The first line of a file."""
 NO_MESSAGES = "{path} does not begin with {schema}; give a file that recording.save('messages.jsonl') wrote"
 REDUCED = {Control.GRADIENTS, Control.SUMMED_GRADIENTS}
-NAMES = {
-    Control.TIED_GRADIENTS: "shared weights",
-    Control.DEFERRED_STATISTICS: "statistics",
-    Control.BATCHNORM: "batch norm",
-    Control.OUTPUT: "output",
-}
-"""What messages beside those of routes are called; what is not here is words about the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,60 +67,65 @@ def messages_of(runs: Sequence[RecordedRun]) -> list[Message]:
     """All messages and reductions of some runs, run by run in the order in which ranks came to them."""
     found: list[Message] = []
     for step, run in enumerate(runs):
-        by_one_clock = [traffic.moved(-runs[0].when[0]) for traffic in run.traffic]
-        found += sorted(_messages(step, by_one_clock), key=lambda message: (message.asked, message.rank))
+        traffic = [each.moved(-runs[0].when[0]) for each in run.traffic]  # by one clock
+        sent = {
+            (rank, one.peer, one.label): one.begun
+            for rank, own in enumerate(traffic)
+            for one in own.crossed
+            if one.sends
+        }
+        each = [message for rank, own in enumerate(traffic) for message in _of_rank(step, rank, own, sent)]
+        found += sorted(each, key=lambda message: (message.asked, message.rank))
     return found
 
 
-def _messages(step: int, every: Sequence[Traffic]) -> Iterator[Message]:
-    begun = {
-        (rank, one.peer, one.label): one.begun for rank, own in enumerate(every) for one in own.crossed if one.sends
-    }
-    for rank, own in enumerate(every):
-        yield from _reductions(step, rank, own)
-        for one in own.crossed:
-            if one.label.route >= 0 or _control(one.label) in NAMES:
-                sent = one.begun if one.sends else begun.get((one.peer, rank, one.label), one.asked)
-                yield _message(step, rank, own, one, min(max(one.asked, sent), one.ended))
+def _of_rank(step: int, rank: int, own: Traffic, sent: Mapping[tuple[int, int, Label], float]) -> Iterator[Message]:
+    yield from _reductions(step, rank, own)
+    for one in own.crossed:
+        named = _named(one, own)
+        if named is not None:
+            begun = one.begun if one.sends else sent.get((one.peer, rank, one.label), one.asked)
+            what, stage, micro_batch = named
+            yield Message(
+                kind="send" if one.sends else "receive",
+                rank=rank,
+                peer=one.peer,
+                step=step,
+                micro_batch=micro_batch,
+                what=what,
+                stage=stage,
+                phase="backward" if one.label.gradient else "forward",
+                bytes=sum(tensor.size for tensor in one.tensors),
+                dtypes=tuple(tensor.dtype for tensor in one.tensors),
+                shapes=tuple(tensor.shape for tensor in one.tensors),
+                asked=one.asked,
+                begun=min(max(one.asked, begun), one.ended),
+                ended=one.ended,
+            )
+
+
+def _named(one: Crossed, own: Traffic) -> tuple[str, int | None, int | None] | None:
+    """What a message is, and of which stage and micro-batch; None: words about the run."""
+    route, number, gradient = one.label
+    if route >= 0:
+        ends = parse_route(own.routes[route])
+        return own.routes[route], ends.source if one.sends is not gradient else ends.target, number
+    match _control(one.label):
+        case Control.BATCHNORM:  # one that is used several times counts on
+            return "batch norm", None, number % own.micro_batches
+        case Control.DEFERRED_STATISTICS:
+            return "statistics", number, None
+        case Control.OUTPUT:
+            return "output", None, number
+        case Control.TIED_GRADIENTS:
+            return "shared weights", None, None
+        case _:
+            return None
 
 
 def _control(label: Label) -> Control:
     """What a label that has no route is of; those of BatchNorm are numbered downwards."""
     return Control(max(label.route, Control.BATCHNORM))
-
-
-def _message(step: int, rank: int, own: Traffic, one: Crossed, begun: float) -> Message:
-    what, stage, micro_batch = _named(one, own)
-    return Message(
-        kind="send" if one.sends else "receive",
-        rank=rank,
-        peer=one.peer,
-        step=step,
-        micro_batch=micro_batch,
-        what=what,
-        stage=stage,
-        phase="backward" if one.label.gradient else "forward",
-        bytes=sum(tensor.size for tensor in one.tensors),
-        dtypes=tuple(tensor.dtype for tensor in one.tensors),
-        shapes=tuple(tensor.shape for tensor in one.tensors),
-        asked=one.asked,
-        begun=begun,
-        ended=one.ended,
-    )
-
-
-def _named(one: Crossed, own: Traffic) -> tuple[str, int | None, int | None]:
-    """What a message is, and of which stage and micro-batch."""
-    route, number, gradient = one.label
-    if route >= 0:
-        name = own.routes[route]
-        ends = parse_route(name)
-        return name, ends.source if one.sends is not gradient else ends.target, number
-    control = _control(one.label)
-    if control is Control.BATCHNORM:  # one that is used several times counts on
-        return NAMES[control], None, number % own.micro_batches
-    stage = number if control is Control.DEFERRED_STATISTICS else None
-    return NAMES[control], stage, number if control is Control.OUTPUT else None
 
 
 def _reductions(step: int, rank: int, own: Traffic) -> Iterator[Message]:
@@ -177,16 +175,9 @@ def read_messages(path: str | Path) -> list[Message]:
     head, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
     if head != json.dumps(SCHEMA):
         raise ValueError(NO_MESSAGES.format(path=path, schema=json.dumps(SCHEMA)))
-    return [_message_of(json.loads(line)) for line in lines]
+    return [Message(**{name: _tuples(value) for name, value in json.loads(line).items()}) for line in lines]
 
 
-def _message_of(fields: Mapping[str, Any]) -> Message:
-    peer, shapes = fields["peer"], fields["shapes"]
-    return Message(
-        **{
-            **fields,
-            "peer": tuple(peer) if isinstance(peer, list) else peer,
-            "dtypes": tuple(fields["dtypes"]),
-            "shapes": tuple(map(tuple, shapes)),
-        }
-    )
+def _tuples(value: Any) -> Any:
+    """The tuples that JSON has made lists of."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

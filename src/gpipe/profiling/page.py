@@ -1,24 +1,21 @@
 """A run as one page of HTML that needs nothing else: neither a network nor files beside it.
 
 All text is escaped, and the page's own policy forbids it to load anything. What has no data has no section. Colours
-follow the reader's light or dark mode; `page.js` draws the timeline, which is the only part that needs a script.
-
-The timelines of a page, as the JSON that its script draws: small, whole numbers, names in a table.
-
-A run of many steps has some of them drawn, so that the page stays one that opens at once.
+follow the reader's light or dark mode; `page.js` draws the timeline, which is the only part that needs a script, from
+JSON: small, whole numbers, names in a table. Of a run of many steps some are drawn, so that it opens at once.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from itertools import cycle
 from math import floor, isfinite, log10
 
+from gpipe.planner.search.device import bytes_text
 from gpipe.profiling.breakdown import MEANING, percentages
 from gpipe.profiling.stored import Report
-from gpipe.profiling.svg import COLORS, is_bright, kinds_in, nth_stages, shade
+from gpipe.profiling.svg import COLORS, is_bright, kinds_in, most_stages, note_of, nth_stages, shade
 from gpipe.schedule.action import NAMES, TRANSFERS, Action, Kind
 from gpipe.schedule.timeline import Timeline
 
@@ -27,6 +24,9 @@ MOST_SPANS = 30_000
 MOST_STEPS = 100
 PARTS = 1_000_000
 """Into so many parts a step is divided: times are whole numbers of them. Zoomed in furthest, one is two pixels."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+REST = ("#bbbbbb", "#8c96a3", "#aa3377", "#e07b39", "#66ccee", "#997755", "#cc6688", "#5566bb", "#77aa99", "#d0a0d0")
+"""Colours of parts that are no kind of action, in the order in which they come."""
 
 
 def drawn_steps(report: Report) -> tuple[int, ...]:
@@ -40,10 +40,11 @@ def drawn_steps(report: Report) -> tuple[int, ...]:
     room = max(1, min(MOST_STEPS, MOST_SPANS // max(1, longest)))
     if len(steps) <= room:
         return tuple(range(len(steps)))
+    if room == 1:
+        return (report.typical,)
     slowest = max(range(len(steps)), key=lambda step: steps[step].seconds)
-    others = room - 2
-    evenly = (round(at * (len(steps) - 1) / max(1, others - 1)) for at in range(others))
-    return tuple(sorted({report.typical, slowest, *evenly} if room > 1 else {report.typical}))
+    evenly = (round(at * (len(steps) - 1) / max(1, room - 3)) for at in range(room - 2))
+    return tuple(sorted({report.typical, slowest, *evenly}))
 
 
 def steps_json(report: Report) -> str:
@@ -58,37 +59,17 @@ def steps_json(report: Report) -> str:
     >>> steps_json(Report("", timelines=(Timeline(1, (Span(0, parse_action("0F2"), 0.1, 0.3),), 0.5),)))[11:91]
     '"number":1,"seconds":0.5,"ranks":[{"busy":0.4,"actions":[0,2,200000,400000]}],"o'
     """
-    table = ActionTable.of([*report.timelines, *([report.predicted] if report.predicted else [])])
-    steps = [
-        {"number": step + 1, **_encoded(report.timelines[step], table), "other": dict(report.timelines[step].other)}
-        for step in drawn_steps(report)
-    ]
-    predicted = None if report.predicted is None else _encoded(report.predicted, table)
-    members = {"steps": steps, "predicted": predicted, "actions": table.entries, "parts": PARTS}
-    return json.dumps(members, separators=(",", ":"), allow_nan=False)
+    stages = most_stages(_all_timelines(report))
+    places: dict[tuple[Action, int], int] = {}  # whatever their micro-batch, actions are written once
+    table: list[dict[str, object]] = []
 
-
-@dataclass
-class ActionTable:
-    """What actions are, whatever their micro-batch: each is written once."""
-
-    stages: int
-    """The most stages of a rank."""
-    entries: list[dict[str, object]] = field(default_factory=list)
-    _places: dict[tuple[Action, int], int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, timelines: Iterable[Timeline]) -> "ActionTable":
-        """An empty table, for these timelines."""
-        return cls(1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0))
-
-    def place(self, action: Action, nth: int) -> int:
-        """Where an action at the n-th stage of its rank stands, which is entered if it is not there."""
-        key = (Action(action.kind, action.stage, route=action.route), nth)
-        if key not in self._places:
-            self._places[key] = len(self.entries)
-            color = shade(action.kind, nth, self.stages)
-            self.entries.append(
+    def place(action: Action, nth: int) -> int:
+        """Where an action at the n-th stage of its rank stands in the table, which is entered if it is not there."""
+        key = Action(action.kind, action.stage, route=action.route), nth
+        if key not in places:
+            places[key] = len(table)
+            color = shade(action.kind, nth, stages)
+            table.append(
                 {
                     "name": NAMES[action.kind],
                     "stage": action.stage,
@@ -98,28 +79,31 @@ class ActionTable:
                     "thin": action.kind in TRANSFERS,
                 }
             )
-        return self._places[key]
+        return places[key]
+
+    def encoded(timeline: Timeline) -> dict[str, object]:
+        part, nth = timeline.seconds / PARTS, nth_stages(timeline)
+        lanes: list[list[int]] = [[] for _ in range(timeline.ranks)]
+        begun = [0] * timeline.ranks
+        for span in sorted(timeline.spans, key=lambda span: span.start):
+            start, end, action = round(span.start / part), round(span.end / part), span.action
+            micro_batch = -1 if action.micro_batch is None else action.micro_batch
+            of_rank = place(action, nth[span.rank, action.stage]), micro_batch, start - begun[span.rank], end - start
+            lanes[span.rank] += of_rank
+            begun[span.rank] = start
+        busy = (round(timeline.busy(rank) / timeline.seconds, 4) for rank in range(timeline.ranks))
+        ranks = [{"busy": share, "actions": lane} for share, lane in zip(busy, lanes, strict=True)]
+        return {"seconds": timeline.seconds, "ranks": ranks}
+
+    numbered = ((step + 1, report.timelines[step]) for step in drawn_steps(report))
+    steps = [{"number": number, **encoded(timeline), "other": dict(timeline.other)} for number, timeline in numbered]
+    predicted = None if report.predicted is None else encoded(report.predicted)
+    members = {"steps": steps, "predicted": predicted, "actions": table, "parts": PARTS}
+    return json.dumps(members, separators=(",", ":"), allow_nan=False)
 
 
-def _encoded(timeline: Timeline, table: ActionTable) -> dict[str, object]:
-    part = timeline.seconds / PARTS
-    nth = nth_stages(timeline)
-    lanes: list[list[int]] = [[] for _ in range(timeline.ranks)]
-    begun = [0] * timeline.ranks
-    for span in sorted(timeline.spans, key=lambda span: span.start):
-        start, end, action = round(span.start / part), round(span.end / part), span.action
-        micro_batch = -1 if action.micro_batch is None else action.micro_batch
-        place = table.place(action, nth[span.rank, action.stage])
-        lanes[span.rank] += [place, micro_batch, start - begun[span.rank], end - start]
-        begun[span.rank] = start
-    busy = [round(timeline.busy(rank) / timeline.seconds, 4) for rank in range(timeline.ranks)]
-    ranks = [{"busy": share, "actions": lane} for share, lane in zip(busy, lanes, strict=True)]
-    return {"seconds": timeline.seconds, "ranks": ranks}
-
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-REST = ("#bbbbbb", "#8c96a3", "#aa3377", "#e07b39", "#66ccee", "#997755", "#cc6688", "#5566bb", "#77aa99", "#d0a0d0")
-"""Colours of parts that are no kind of action, in the order in which they come."""
+def _all_timelines(report: Report) -> list[Timeline]:
+    return [*report.timelines, *([] if report.predicted is None else [report.predicted])]
 
 
 def report_html(report: Report) -> str:
@@ -132,9 +116,8 @@ def report_html(report: Report) -> str:
     Raises:
         ValueError: A timeline is 0 seconds long.
     """
-    if any(timeline.seconds <= 0 for timeline in (*report.timelines, report.predicted) if timeline is not None):
+    if any(timeline.seconds <= 0 for timeline in _all_timelines(report)):
         raise ValueError("a page draws timelines that are longer than 0 seconds each")
-    sections = (_timeline(report), _breakdown(report), _memory(report), _losses(report), _configuration(report))
     return "\n".join(
         (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -146,7 +129,11 @@ def report_html(report: Report) -> str:
             f"<style>\n{_own('page.css')}</style>\n</head>\n<body>",
             *_header(report),
             "<main>",
-            *(line for section in sections for line in section),
+            *_section("timeline", "Timeline", _timeline(report)),
+            *_section("breakdown", "Where the time went", _breakdown(report)),
+            *_section("memory", "Memory at the peak", _memory(report)),
+            *_section("losses", "Loss", _losses(report)),
+            *_section("configuration", "Configuration", _configuration(report)),
             "</main>",
             *_script(report),
             "</body>\n</html>\n",
@@ -156,6 +143,14 @@ def report_html(report: Report) -> str:
 
 def _own(name: str) -> str:
     return files("gpipe.profiling").joinpath(name).read_text(encoding="utf-8")
+
+
+def _section(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
+    """A part of the page, if there is something in it."""
+    if lines := list(lines):
+        yield f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>'
+        yield from lines
+        yield "</section>"
 
 
 def _header(report: Report) -> Iterator[str]:
@@ -173,44 +168,35 @@ def _header(report: Report) -> Iterator[str]:
 
 def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
     """The numbers that one looks for first: a name, a value, and what to hold it against."""
+    predicted, losses = report.predicted, report.losses
     if report.timelines:
         typical, steps = report.timelines[report.typical], len(report.timelines)
         yield "step", lasts(typical.seconds), f"median of {steps}" if steps > 1 else ""
-        if report.predicted is not None:
-            yield "predicted", lasts(report.predicted.seconds), _compared(typical.seconds / report.predicted.seconds)
-        beside = "" if report.predicted is None else f"predicted {percent(report.predicted.idle_share())}"
-        yield "not computing", percent(typical.idle_share()), beside or "of all ranks’ time"
-    elif report.predicted is not None:
-        yield "predicted step", lasts(report.predicted.seconds), f"idle {percent(report.predicted.idle_share())}"
+        beside = "of all ranks’ time"
+        if predicted is not None:
+            ratio = typical.seconds / predicted.seconds
+            more = f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
+            yield (
+                "predicted",
+                lasts(predicted.seconds),
+                f"it took {f'{ratio:.1f} times as long' if ratio >= 2 else more}",
+            )
+            beside = f"predicted {percent(predicted.idle_share())}"
+        yield "not computing", percent(typical.idle_share()), beside
+    elif predicted is not None:
+        yield "predicted step", lasts(predicted.seconds), f"idle {percent(predicted.idle_share())}"
     if report.memory:
         peaks = [sum(parts.values()) for parts in report.memory]
-        yield "peak memory", held(max(peaks)), f"rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""
-    if report.losses:
-        first = f"from {_number(report.losses[0])}" if len(report.losses) > 1 else ""
-        yield "last loss", _number(report.losses[-1]), first
-
-
-def _compared(ratio: float) -> str:
-    """How long a step took beside what was predicted of it."""
-    if ratio >= 2:
-        return f"it took {ratio:.1f} times as long"
-    return f"it took {percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
-
-
-def _section(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
-    yield f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>'
-    yield from lines
-    yield "</section>"
+        yield "peak memory", bytes_text(max(peaks)), f"rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""
+    if losses:
+        yield "last loss", f"{losses[-1]:.4g}", f"from {losses[0]:.4g}" if len(losses) > 1 else ""
 
 
 def _timeline(report: Report) -> Iterator[str]:
-    drawn = [*report.timelines, *([report.predicted] if report.predicted else [])]
-    if drawn:
-        yield from _section("timeline", "Timeline", _timeline_lines(report, drawn))
-
-
-def _timeline_lines(report: Report, drawn: Sequence[Timeline]) -> Iterator[str]:
     """What the script fills and listens to."""
+    drawn = _all_timelines(report)
+    if not drawn:
+        return
     yield from _step_choice(report)
     yield '<div class="tools"><output id="range"></output><span class="buttons">'
     for name, sign, title in (("out", "−", "zoom out"), ("in", "+", "zoom in"), ("whole", "whole step", "all of it")):
@@ -223,10 +209,8 @@ def _timeline_lines(report: Report, drawn: Sequence[Timeline]) -> Iterator[str]:
     yield '<div id="view" tabindex="0" role="application" aria-label="timeline" aria-describedby="keys">'
     yield '<div id="strip"><canvas id="canvas"></canvas></div></div><div id="tip" role="status"></div></div>'
     yield '<p id="outside" class="soft"></p>'
-    several = any(nth for timeline in drawn for nth in nth_stages(timeline).values())
-    note = "numbers: micro-batch" + ("; lighter: later stage" if several else "")
-    kinds = ((NAMES[kind], f"background:{COLORS[kind]}") for kind in kinds_in(drawn))
-    yield from _legend([*kinds, ("idle", "background:var(--idle)"), (note, "")])
+    kinds = ((NAMES[kind], COLORS[kind]) for kind in kinds_in(drawn))
+    yield from _legend([*kinds, ("idle", "var(--idle)"), (note_of(drawn), "")])
     yield (
         '<p id="keys" class="soft">Point at an action to follow its micro-batch; drag across to zoom, or Ctrl and '
         "wheel, or two fingers. Keys: arrows go from action to action, + and − zoom, 0 shows the whole step.</p>"
@@ -246,22 +230,17 @@ def _step_choice(report: Report) -> Iterator[str]:
         seconds = report.timelines[step].seconds
         label = f"step {step + 1}: {lasts(seconds)}" + (", the typical one" if step == report.typical else "")
         checked = " checked" if step == report.typical else ""
-        yield (
-            f'<label title="{label}"><input type="radio" name="step" value="{step + 1}"{checked} '
-            f'aria-label="{label}">'
-            f'<i style="height:{seconds / longest:.1%}"></i></label>'
-        )
+        radio = f'<input type="radio" name="step" value="{step + 1}"{checked} aria-label="{label}">'
+        yield f'<label title="{label}">{radio}<i style="height:{seconds / longest:.1%}"></i></label>'
     yield "</div></fieldset>"
 
 
 def _breakdown(report: Report) -> Iterator[str]:
-    if report.shares:
-        yield from _section("breakdown", "Where the time went", _breakdown_lines(report))
-
-
-def _breakdown_lines(report: Report) -> Iterator[str]:
     """A bar of all parts, and a row for each."""
-    shares, colors, rounded = report.shares, part_colors(report.shares), percentages(report.shares)
+    shares = report.shares
+    if not shares:
+        return
+    colors, rounded = part_colors(shares), percentages(shares)
     whole = [timeline.seconds + sum(timeline.other.values()) for timeline in report.timelines]
     yield from _bar(shares, colors, sum(shares.values()))
     yield '<div class="wide"><table><thead><tr><th>part</th><th class="number">share</th>'
@@ -283,9 +262,8 @@ def part_colors(names: Iterable[str]) -> dict[str, str]:
     {'backward': '#228833', 'bubble': '#bbbbbb'}
     """
     known = {**{NAMES[kind]: color for kind, color in COLORS.items()}, "communication": COLORS[Kind.SEND]}
-    rest = [name for name in names if name not in known]
-    others = {name: REST[at % len(REST)] for at, name in enumerate(rest)}
-    return {name: known.get(name) or others[name] for name in names}
+    rest = cycle(REST)
+    return {name: known.get(name) or next(rest) for name in names}
 
 
 def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) -> Iterator[str]:
@@ -298,94 +276,73 @@ def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) ->
 
 
 def _memory(report: Report) -> Iterator[str]:
-    if report.memory:
-        yield from _section("memory", "Memory at the peak", _memory_lines(report))
-
-
-def _memory_lines(report: Report) -> Iterator[str]:
     """A bar for each rank, with what is in it; all bars are on one scale."""
-    names = list(dict.fromkeys(name for parts in report.memory for name in parts))
+    names = dict.fromkeys(name for parts in report.memory for name in parts)
     colors = dict(zip(names, cycle(COLORS.values()), strict=False))
-    most = max(sum(parts.values()) for parts in report.memory)
+    most = max((sum(parts.values()) for parts in report.memory), default=0)
     for rank, parts in enumerate(report.memory):
-        text = ", ".join(f"{escape(name)} {held(count)}" for name, count in parts.items())
-        yield f'<div class="rank"><p><b>rank {rank}</b><span>{held(sum(parts.values()))}</span></p>'
+        text = ", ".join(f"{escape(name)} {bytes_text(count)}" for name, count in parts.items())
+        yield f'<div class="rank"><p><b>rank {rank}</b><span>{bytes_text(sum(parts.values()))}</span></p>'
         yield from _bar(parts, colors, most)
         if "inside" in parts and report.predicted_memory:
-            text += f"; {held(report.predicted_memory[rank])} predicted"
+            text += f"; {bytes_text(report.predicted_memory[rank])} predicted"
         yield f"<small>{text}</small></div>"
-    yield from _legend((escape(name), f"background:{colors[name]}") for name in names)
+    if names:
+        yield from _legend((escape(name), colors[name]) for name in names)
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """A patch, by its style, for each name, which is HTML."""
+    """A patch, by its colour, for each name, which is HTML."""
     yield '<ul class="legend">'
-    for name, style in entries:
-        patch = f'<i style="{style}"></i>' if style else ""
+    for name, color in entries:
+        patch = f'<i style="background:{color}"></i>' if color else ""
         yield f"<li>{patch}{name}</li>"
     yield "</ul>"
 
 
 def _losses(report: Report) -> Iterator[str]:
-    if report.losses:
-        yield from _section("losses", "Loss", _losses_lines(report))
-
-
-def _losses_lines(report: Report) -> Iterator[str]:
     """A curve, broken where a loss is no finite number; the script says what is pointed at."""
     losses, each = report.losses, report.loss_each
-    odd = [at + 1 for at, loss in enumerate(losses) if not isfinite(loss)]
+    odd = [str(at + 1) for at, loss in enumerate(losses) if not isfinite(loss)]
     finite = [loss for loss in losses if isfinite(loss)]
     if finite:
-        low, high = min(finite), max(finite)
-        label = f"loss of {len(losses)} {each}s, from {_number(losses[0])} to {_number(losses[-1])}"
-        points = " ".join(map(repr, losses))
-        yield f'<div class="curve" data-each="{each}" data-losses="{points}">'
-        yield f'<span class="high">{_number(high)}</span><span class="low">{_number(low)}</span>'
+        label = f"loss of {len(losses)} {each}s, from {losses[0]:.4g} to {losses[-1]:.4g}"
+        yield f'<div class="curve" data-each="{each}" data-losses="{" ".join(map(repr, losses))}">'
+        yield f'<span class="high">{max(finite):.4g}</span><span class="low">{min(finite):.4g}</span>'
         yield f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        for run in _runs(losses):
-            yield f'<polyline points="{" ".join(_point(at, losses, low, high) for at in run)}"/>'
+        yield from _curve(losses, min(finite), max(finite))
         yield f'</svg><span class="first">{each} 1</span><span class="last">{len(losses)}</span></div>'
     if odd:
-        some = ", ".join(map(str, odd[:10])) + (", ..." if len(odd) > 10 else "")
+        some = ", ".join(odd[:10]) + (", ..." if len(odd) > 10 else "")
         yield f'<p class="warning">no finite number at {each} {some}</p>'
 
 
-def _runs(losses: Sequence[float]) -> Iterator[list[int]]:
-    """Where losses are finite, one run after another; a run of one is drawn twice, so that it shows."""
-    run: list[int] = []
+def _curve(losses: Sequence[float], low: float, high: float) -> Iterator[str]:
+    """A line for each run of finite losses; a run of one is drawn twice, so that it shows."""
+    run: list[str] = []
     for at, loss in enumerate([*losses, float("nan")]):
         if isfinite(loss):
-            run.append(at)
+            x = 100 * at / max(1, len(losses) - 1)
+            y = 100 * (high - loss) / (high - low) if high > low else 50.0
+            run.append(f"{x:.2f},{y:.2f}")
         elif run:
-            yield run if len(run) > 1 else run * 2
+            yield f'<polyline points="{" ".join(run if len(run) > 1 else run * 2)}"/>'
             run = []
-
-
-def _point(at: int, losses: Sequence[float], low: float, high: float) -> str:
-    x = 100 * at / max(1, len(losses) - 1)
-    y = 100 * (high - losses[at]) / (high - low) if high > low else 50.0
-    return f"{x:.2f},{y:.2f}"
 
 
 def _configuration(report: Report) -> Iterator[str]:
     if report.configuration:
-        rows = (
-            f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
-            for name, value in report.configuration.items()
-        )
-        yield from _section("configuration", "Configuration", ['<dl class="settings">', *rows, "</dl>"])
+        yield '<dl class="settings">'
+        for name, value in report.configuration.items():
+            yield f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        yield "</dl>"
 
 
 def _script(report: Report) -> Iterator[str]:
-    if report.timelines or report.predicted is not None:
+    if _all_timelines(report):
         data = steps_json(report).replace("<", "\\u003c")  # no text in it may end the element
         yield f'<script type="application/json" id="data">{data}</script>'
     yield f"<script>\n{_own('page.js')}</script>"
-
-
-def _number(loss: float) -> str:
-    return f"{loss:.4g}"
 
 
 def percent(share: float) -> str:
@@ -403,22 +360,8 @@ def lasts(seconds: float) -> str:
     >>> lasts(0.01234), lasts(0.9996), lasts(2e-7), lasts(0.0)
     ('12.3 ms', '1.00 s', '0.200 µs', '0 ms')
     """
-    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-    return _in_units(seconds, units, "ms")
-
-
-def held(count: float) -> str:
-    """A number of bytes likewise.
-
-    >>> held(123), held(5 * 2**20)
-    ('123 B', '5.00 MiB')
-    """
-    return _in_units(count, {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}, "B")
-
-
-def _in_units(amount: float, units: Mapping[str, float], of_zero: str) -> str:
-    if not amount:
-        return f"0 {of_zero}"
-    name, size = next(((n, s) for n, s in units.items() if amount >= s * 0.9995), list(units.items())[-1])
-    value = amount / size
-    return f"{value:.{max(0, 2 - floor(log10(float(f'{value:.3g}'))))}f} {name}"
+    if not seconds:
+        return "0 ms"
+    size, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= 0.9995 * s), (1e-6, "µs"))
+    value = seconds / size
+    return f"{value:.{max(0, 2 - floor(log10(float(f'{value:.3g}'))))}f} {unit}"

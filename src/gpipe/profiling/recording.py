@@ -5,9 +5,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gpipe.errors import is_count
 from gpipe.planner.watch import Watch
 from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
 from gpipe.profiling.advice import SOME_CORES, Advice, RecordedSteps, advise, compare, explain
@@ -74,34 +75,33 @@ class Recording(Recorder):
 
         def before(*_: Any) -> None:
             if (recording := own()) is not None:
-                recording._begin_update()
+                recording._begun.append(time.perf_counter())
 
         def after(optimizer: Optimizer, *_: Any) -> None:
             if (recording := own()) is not None:
                 recording._end_update(optimizer)
 
-        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        for hook in self._hooks:
-            weakref.finalize(self, hook.remove)
+        self._hooks = ExitStack()
+        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            self._hooks.callback(hook.remove)
+        weakref.finalize(self, self._hooks.close)
+        self._is_on = True
         pipe.recorder = self
 
     def stop(self) -> None:
         """Ends recording; what was recorded stays."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._is_on = False
+        self._hooks.close()
         if self._pipe.recorder is self:
             self._pipe.recorder = self._before
         self._meter.stop()
 
     def __enter__(self) -> Self:
-        if not self._hooks:
+        if not self._is_on:
             raise ValueError("this recording has been stopped; gpipe.record(pipe) makes another")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
@@ -155,13 +155,15 @@ class Recording(Recorder):
         Raises:
             ValueError: No step was recorded.
         """
-        memory = [
-            {name: size for name, size in asdict(held).items() if size is not None} for held in self.memory().values()
-        ]
-        steps, peaks = self._steps(title), self._pipe.prediction.peak_bytes
-        known = tuple(memory) if len(memory) == steps.timelines[0].ranks else ()  # of other processes it is not
+        steps, memory = self._steps(title), [asdict(held) for held in self.memory().values()]
+        known = len(memory) == steps.timelines[0].ranks  # of other processes it is not
+        sizes = ({name: size for name, size in held.items() if size is not None} for held in memory if known)
         return replace(
-            steps, shares=self.breakdown().shares, sentence=self.explain(), memory=known, predicted_memory=peaks or ()
+            steps,
+            shares=self.breakdown().shares,
+            sentence=self.explain(),
+            memory=tuple(sizes),
+            predicted_memory=self._pipe.prediction.peak_bytes or (),
         )
 
     def _steps(self, title: str) -> Report:
@@ -245,16 +247,16 @@ class Recording(Recorder):
     def beside_prediction(self) -> str:
         """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
         prediction, steps = self._pipe.prediction, [timeline for timeline in self.timelines if timeline.is_step]
-        return compare(steps, prediction.timeline, self._why()) if prediction.unit == "seconds" and steps else ""
-
-    def _why(self) -> str:
-        """Why steps may take longer than predicted, where that is known."""
-        if self._driver == "lockstep" and self._pipe.prediction.program.ranks > 1:
-            return "all ranks run in one thread (driver='lockstep')"
-        if self._watches is not None:
-            return "memory was watched, which takes time"
-        others = self._others()
-        return str(others) if others is not None and others.cores > SOME_CORES else ""
+        if prediction.unit != "seconds" or not steps:
+            return ""
+        why, others = "", self._others()
+        if self._driver == "lockstep" and prediction.program.ranks > 1:
+            why = "all ranks run in one thread (driver='lockstep')"
+        elif self._watches is not None:
+            why = "memory was watched, which takes time"
+        elif others is not None and others.cores > SOME_CORES:
+            why = str(others)
+        return compare(steps, prediction.timeline, why_longer=why)
 
     @property
     def _driver(self) -> str:
@@ -278,9 +280,6 @@ class Recording(Recorder):
     def _others(self) -> OtherProcesses | None:
         """What other processes used; of several processes of a pipe that is not known."""
         return self._meter.others() if self._pipe._processes.position is None else None
-
-    def _begin_update(self) -> None:
-        self._begun.append(time.perf_counter())
 
     def _end_update(self, optimizer: Optimizer) -> None:
         start = self._begun.pop() if self._begun else time.perf_counter()
@@ -317,6 +316,6 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+    if not is_count(keep):
         raise ValueError(f"keep={keep!r}: how many of the last steps are kept, 1 or more")
     return Recording(pipe, keep, memory=memory)

@@ -1,7 +1,7 @@
 """What is kept of a run as JSON: its report, to be drawn without what made it, and its steps as trace events."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, TypeAlias
@@ -78,20 +78,23 @@ def report_json(report: Report) -> str:
     >>> text[:51], read_report(text).losses
     ('{"format": "gpipe report 1", "title": "two ranks", ', (2.5, inf))
     """
-    members = {
-        "format": FORMAT,
-        "title": report.title,
-        "configuration": {name: _plain(value) for name, value in report.configuration.items()},
-        "sentence": report.sentence,
-        "shares": {name: _plain(share) for name, share in report.shares.items()},
-        "memory": [dict(parts) for parts in report.memory],
-        "predicted_memory": list(report.predicted_memory),
-        "losses": [_plain(loss) for loss in report.losses],
-        "loss_each": report.loss_each,
-        "predicted": None if report.predicted is None else _timeline_members(report.predicted),
-        "timelines": [_timeline_members(timeline) for timeline in report.timelines],
-    }
-    return json.dumps(members, allow_nan=False)
+    return json.dumps(_plain({"format": FORMAT, **vars(report)}), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """A value in what JSON has."""
+    match value:
+        case Timeline():
+            spans = [[span.rank, str(span.action), span.start, span.end] for span in value.spans]
+            return {**_plain(vars(value)), "spans": spans}
+        case Mapping():
+            return {name: _plain(part) for name, part in value.items()}
+        case tuple():
+            return [_plain(part) for part in value]
+        case float() if not isfinite(value):
+            return str(value)
+        case _:
+            return value
 
 
 def read_report(text: str) -> Report:
@@ -110,42 +113,36 @@ def read_report(text: str) -> Report:
         if found != FORMAT:
             raise ValueError(f"its format is {found!r}, and this gpipe reads {FORMAT!r}")
         return _read(members)
-    except RecursionError:
-        raise ValueError("it is nested more deeply than any report") from None
-    except KeyError as missing:
-        raise ValueError(f"it has no {missing}") from None
-    except OverflowError:
-        raise ValueError("a number in it is too large") from None
-    except (AttributeError, TypeError) as odd:
-        raise ValueError(f"a value in it is of another type than it is written with ({odd})") from None
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as odd:
+        why = f"{type(odd).__name__}: {odd}"
+        raise ValueError(
+            f"a value in it is missing, or of another type or size than it is written with ({why})"
+        ) from None
 
 
 def _read(members: Mapping[str, Any]) -> Report:
-    each = members["loss_each"]
-    if each not in ("step", "epoch"):
-        raise ValueError(f"its loss_each is {each!r}, and a loss is of a 'step' or an 'epoch'")
     memory = tuple({name: _bytes(count) for name, count in parts.items()} for parts in members["memory"])
     predicted_memory = tuple(map(_bytes, members.get("predicted_memory", ())))
     if memory and predicted_memory and len(memory) != len(predicted_memory):
-        few = f"{len(predicted_memory)} rank{'s' * (len(predicted_memory) > 1)}"
-        raise ValueError(f"it predicts the memory of {few}, and has that of {len(memory)}")
+        raise ValueError(f"it predicts the memory of {len(predicted_memory)} ranks, and has that of {len(memory)}")
+    if members["loss_each"] not in ("step", "epoch"):
+        raise ValueError(f"its loss_each is {members['loss_each']!r}, and a loss is of a 'step' or an 'epoch'")
     return Report(
         title=str(members["title"]),
         configuration={name: _setting(value) for name, value in members["configuration"].items()},
         timelines=tuple(map(_timeline, members["timelines"])),
         predicted=None if members["predicted"] is None else _timeline(members["predicted"]),
-        shares={name: _amount(share) for name, share in members["shares"].items()},
+        shares=_amounts(members["shares"]),
         memory=memory,
         predicted_memory=predicted_memory,
         losses=tuple(map(float, members["losses"])),
-        loss_each=each,
+        loss_each=members["loss_each"],
         sentence=str(members["sentence"]),
     )
 
 
-def _plain(value: Setting) -> Setting:
-    """A number that JSON lacks, as text."""
-    return str(value) if isinstance(value, float) and not isfinite(value) else value
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _setting(value: object) -> Setting:
@@ -154,16 +151,12 @@ def _setting(value: object) -> Setting:
     raise TypeError(f"{value!r} in the configuration")
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _amount(value: str | float) -> float:
-    """A time or a share: finite, and not negative."""
-    amount = float(value)
-    if not 0 <= amount <= LARGEST:
-        raise ValueError(f"a time or share is {amount}")
-    return amount
+def _amounts(each: Mapping[str, Any]) -> dict[str, float]:
+    """Times or shares by name: finite, and not negative."""
+    amounts = {name: float(value) for name, value in each.items()}
+    if wrong := [amount for amount in amounts.values() if not 0 <= amount <= LARGEST]:
+        raise ValueError(f"a time or share is {wrong[0]}")
+    return amounts
 
 
 def _bytes(value: int) -> int:
@@ -172,33 +165,20 @@ def _bytes(value: int) -> int:
     return int(value)
 
 
-def _timeline_members(timeline: Timeline) -> Mapping[str, object]:
-    return {
-        "ranks": timeline.ranks,
-        "seconds": timeline.seconds,
-        "other": dict(timeline.other),
-        "spans": [[span.rank, str(span.action), span.start, span.end] for span in timeline.spans],
-    }
-
-
 def _timeline(members: Mapping[str, Any]) -> Timeline:
-    ranks, seconds = int(members["ranks"]), _amount(members["seconds"])
+    ranks, seconds = int(members["ranks"]), _amounts({"": members["seconds"]})[""]
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"a timeline of {ranks} ranks; a page draws 1 to {MOST_RANKS}")
     if seconds < SHORTEST:
         raise ValueError(f"a timeline is {seconds} seconds long")
-    spans = tuple(_span(span, ranks, seconds) for span in members["spans"])
-    return Timeline(ranks, spans, seconds, {name: _amount(some) for name, some in members["other"].items()})
-
-
-def _span(members: Sequence[Any], ranks: int, seconds: float) -> Span:
-    rank, action, start, end = members
-    action, start, end = parse_action(action), float(start), float(end)
-    if not 0 <= rank < ranks:
-        raise ValueError(f"a span is of rank {rank}, and its timeline has {ranks} ranks")
-    if not -SLACK * seconds <= start <= end <= (1 + SLACK) * seconds:
-        raise ValueError(f"a span lies from {start} to {end} seconds, outside of its step of {seconds}")
-    return Span(int(rank), action, start, end)
+    spans = tuple(Span(int(rank), parse_action(it), float(a), float(b)) for rank, it, a, b in members["spans"])
+    for span in spans:
+        if not 0 <= span.rank < ranks:
+            raise ValueError(f"a span is of rank {span.rank}, and its timeline has {ranks} ranks")
+        if not -SLACK * seconds <= span.start <= span.end <= (1 + SLACK) * seconds:
+            when = f"from {span.start} to {span.end} seconds"
+            raise ValueError(f"a span lies {when}, outside of its step of {seconds}")
+    return Timeline(ranks, spans, seconds, _amounts(members["other"]))
 
 
 MICROSECONDS = 1e6  # the unit of trace events
@@ -213,37 +193,25 @@ def trace_json(timelines: Iterable[Timeline]) -> str:
     '{"traceEvents": [], "displayTimeUnit": "ms"}'
     """
     timelines = tuple(timelines)
-    ranks = max((timeline.ranks for timeline in timelines), default=0)
-    events: list[dict[str, object]] = [track for rank in range(ranks) for track in _track(rank)]
+    events: list[dict[str, object]] = []
+    for rank in range(max((timeline.ranks for timeline in timelines), default=0)):
+        track = {"ph": "M", "pid": 0, "tid": rank}
+        events.append({**track, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+        events.append({**track, "name": "thread_sort_index", "args": {"sort_index": rank}})
+
+    def note(rank: int, name: str, category: str, start: float, seconds: float, about: Mapping[str, object]) -> None:
+        when = {"ts": round(start * MICROSECONDS, 3), "dur": round(seconds * MICROSECONDS, 3)}
+        events.append({"ph": "X", "pid": 0, "tid": rank, "name": name, "cat": category, **when, "args": about})
+
     start = 0.0
     for step, timeline in enumerate(timelines):
-        events += (_action(span, step, start) for span in timeline.spans)
+        for span in timeline.spans:
+            action = span.action
+            about = {"step": step, "stage": action.stage, "micro-batch": action.micro_batch}
+            note(span.rank, str(action), NAMES[action.kind], start + span.start, span.seconds, about)
         start += timeline.seconds
         for name, seconds in timeline.other.items():
-            events += (_slice(rank, name, name, start, seconds, step=step) for rank in range(timeline.ranks))
+            for rank in range(timeline.ranks):
+                note(rank, name, name, start, seconds, {"step": step})
             start += seconds
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _track(rank: int) -> Iterator[dict[str, object]]:
-    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-
-
-def _action(span: Span, step: int, start: float) -> dict[str, object]:
-    action = span.action
-    about = {"step": step, "stage": action.stage, "micro-batch": action.micro_batch}
-    return _slice(span.rank, str(action), NAMES[action.kind], start + span.start, span.seconds, **about)
-
-
-def _slice(rank: int, name: str, category: str, start: float, seconds: float, **about: object) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": rank,
-        "name": name,
-        "cat": category,
-        "ts": round(start * MICROSECONDS, 3),
-        "dur": round(seconds * MICROSECONDS, 3),
-        "args": about,
-    }

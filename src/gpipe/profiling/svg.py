@@ -6,7 +6,9 @@ Where a rank holds several stages, the boxes of later ones are lighter. A file t
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil, floor, log10
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Literal, TypeAlias
@@ -14,7 +16,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from gpipe.profiling.stored import Report
 from gpipe.schedule.action import NAMES, TRANSFERS, Kind
-from gpipe.schedule.timeline import Span, Timeline
+from gpipe.schedule.timeline import Timeline
 
 COLORS = {
     Kind.FORWARD: "#4477aa",
@@ -32,6 +34,29 @@ LIGHTEST = 0.55
 """The share of white in the colours of a rank's last stage, if it has several."""
 BRIGHT = 0.3
 """The luminance from which on dark type is easier to read."""
+WIDTH = 960
+LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
+PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
+BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
+DIGIT, LETTER = 7, 6.5  # rough widths of type
+SHARPNESS = 3
+"""Points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper."""
+NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give a path that ends in .svg"
+
+Unit: TypeAlias = Literal["ms", ""]
+"""What times are written in: milliseconds, or units that have no name, of which one is a second of the timeline."""
+
+STYLE = """
+text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
+.page { fill: #ffffff } .idle { fill: #e4e7eb } .grid { stroke: #c8cdd3 } .box { stroke: #ffffff; stroke-width: .6 }
+.title { font-size: 14px; font-weight: 600 } .soft { font-size: 11px; fill: #59636e }
+.label { font-size: 11px; fill: #ffffff } .ink { fill: #1f2328 }
+.label, .tick { text-anchor: middle } .right { text-anchor: end }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .page { fill: #0d1117 } .idle { fill: #2a313c } .grid { stroke: #3d444d }
+  .box { stroke: #0d1117 } .soft { fill: #9198a1 } .label { fill: #ffffff } .ink { fill: #1f2328 }
+}
+"""
 
 
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
@@ -42,10 +67,17 @@ def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
     >>> nth_stages(figures(program_of("zb_v", ranks=2, micro_batches=2)).timeline)
     {(0, 0): 0, (0, 3): 1, (1, 1): 0, (1, 2): 1}
     """
-    stages: dict[int, set[int]] = {}
-    for span in timeline.spans:
-        stages.setdefault(span.rank, set()).add(span.action.stage)
-    return {(rank, stage): nth for rank in sorted(stages) for nth, stage in enumerate(sorted(stages[rank]))}
+    held = sorted({(span.rank, span.action.stage) for span in timeline.spans})
+    return {each: nth for _, own in groupby(held, key=itemgetter(0)) for nth, each in enumerate(own)}
+
+
+def most_stages(timelines: Iterable[Timeline]) -> int:
+    """How many stages the rank with the most has.
+
+    >>> most_stages([Timeline(1, (), 1.0)])
+    1
+    """
+    return 1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0)
 
 
 def kinds_in(timelines: Iterable[Timeline]) -> list[Kind]:
@@ -65,8 +97,7 @@ def shade(kind: Kind, nth: int, stages: int) -> str:
     ['#4477aa', '#779cc1', '#abc2d9']
     """
     white = LIGHTEST * nth / max(1, stages - 1)
-    parts = (int(COLORS[kind][at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in bytes.fromhex(COLORS[kind][1:]))
 
 
 def is_bright(color: str) -> bool:
@@ -75,35 +106,9 @@ def is_bright(color: str) -> bool:
     >>> is_bright("#4477aa"), is_bright("#abc2d9")
     (False, True)
     """
-    red, green, blue = ((int(color[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
+    red, green, blue = ((part / 255) ** 2.2 for part in bytes.fromhex(color[1:]))
     luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return luminance > BRIGHT
-
-
-WIDTH = 960
-LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
-PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
-BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
-DIGIT, LETTER = 7, 6.5  # rough widths of type
-SHARPNESS = 3
-"""Points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper."""
-PICTURES = (".svg", ".png")
-NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give a path that ends in .svg"
-
-Unit: TypeAlias = Literal["ms", ""]
-"""What times are written in: milliseconds, or units that have no name, of which one is a second of the timeline."""
-
-STYLE = """
-text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
-.page { fill: #ffffff } .idle { fill: #e4e7eb } .grid { stroke: #c8cdd3 } .box { stroke: #ffffff; stroke-width: .6 }
-.title { font-size: 14px; font-weight: 600 } .soft { font-size: 11px; fill: #59636e }
-.label { font-size: 11px; fill: #ffffff } .ink { fill: #1f2328 }
-.label, .tick { text-anchor: middle } .right { text-anchor: end }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .page { fill: #0d1117 } .idle { fill: #2a313c } .grid { stroke: #3d444d }
-  .box { stroke: #0d1117 } .soft { fill: #9198a1 } .label { fill: #ffffff } .ink { fill: #1f2328 }
-}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
     """Draws one step as an SVG document: a lane for each rank, a box for each action, time in milliseconds.
 
     >>> from gpipe.schedule.action import parse_action
+    >>> from gpipe.schedule.timeline import Span
     >>> timeline_svg(Timeline(1, (Span(0, parse_action("0F0"), 0.0, 0.1),), 0.2))[:4]
     '<svg'
     """
@@ -149,6 +155,7 @@ def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms", width: i
     Of a table whose costs are in proportions alone, `unit=""` writes times as they are.
 
     >>> from gpipe.schedule.action import parse_action
+    >>> from gpipe.schedule.timeline import Span
     >>> step = Timeline(1, (Span(0, parse_action("0F0"), 0.0, 0.1),), 0.2)
     >>> "200 ms, utilization 50%" in timelines_svg({"before": step, "after": step})
     True
@@ -159,13 +166,18 @@ def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms", width: i
     if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
         raise ValueError("a picture needs at least one timeline, each longer than 0 seconds")
     scale = Scale(max(timeline.seconds for timeline in timelines.values()), width, unit)
+    said = {}
     panels, y = list[str](), float(PAD)
     for title, timeline in timelines.items():
-        panels += _panel(title, timeline, scale, y)
-        y += _height(timeline) + BETWEEN
+        lasts = f"{timeline.seconds * 1000:.0f} ms" if unit == "ms" else f"{timeline.seconds:g}"
+        said[title] = f"{lasts}, utilization {1 - timeline.idle_share():.0%}"
+        panels.append(f'<text class="title" x="{PAD}" y="{y + 14:g}">{escape(title)}</text>')
+        panels.append(f'<text class="right" x="{width - RIGHT:g}" y="{y + 14:g}">{said[title]}</text>')
+        panels += _panel(timeline, scale, y + TITLE)
+        y += TITLE + timeline.ranks * (LANE + GAP) + BETWEEN
     y -= BETWEEN
     legend, bottom = _legend(timelines.values(), width, y + AXIS)
-    said = "; ".join(f"{title}: {_utilization(timeline, scale)}" for title, timeline in timelines.items())
+    label = quoteattr("; ".join(f"{title}: {text}" for title, text in said.items()))
     size = f'viewBox="0 0 {width} {ceil(bottom)}" width="{width}" height="{ceil(bottom)}"'
     ticks = (
         f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">'
@@ -174,7 +186,7 @@ def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms", width: i
     )
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(said)}>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={label}>',
             f"<style>{STYLE}</style>",
             f'<rect class="page" width="{width}" height="{ceil(bottom)}" rx="6"/>',
             *panels,
@@ -185,33 +197,30 @@ def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms", width: i
     )
 
 
-def _height(timeline: Timeline) -> int:
-    return TITLE + timeline.ranks * (LANE + GAP)
-
-
-def _utilization(timeline: Timeline, scale: Scale) -> str:
-    lasts = f"{timeline.seconds * 1000:.0f} ms" if scale.unit == "ms" else f"{timeline.seconds:g}"
-    return f"{lasts}, utilization {1 - timeline.idle_share():.0%}"
-
-
-def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
-    """A title, lines through the lanes at round times, and for each rank a lane with its boxes."""
-    yield f'<text class="title" x="{PAD}" y="{y + 14:g}">{escape(title)}</text>'
-    yield f'<text class="right" x="{scale.width - RIGHT:g}" y="{y + 14:g}">{_utilization(timeline, scale)}</text>'
+def _panel(timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
+    """Lines through the lanes at round times, and for each rank a lane with its boxes."""
+    tops = [y + rank * (LANE + GAP) for rank in range(timeline.ranks)]
     for tick in scale.ticks():
-        yield f'<path class="grid" d="M{scale(tick):.2f} {y + TITLE - GAP:g}V{y + _height(timeline):g}"/>'
-    tops = [y + TITLE + rank * (LANE + GAP) for rank in range(timeline.ranks)]
+        yield f'<path class="grid" d="M{scale(tick):.2f} {y - GAP:g}V{tops[-1] + LANE + GAP:g}"/>'
     for rank, top in enumerate(tops):
         idle = 1 - timeline.busy(rank) / timeline.seconds
         yield f'<text x="{PAD}" y="{top + 12:g}">rank {rank}</text>'
         yield f'<text class="soft" x="{PAD}" y="{top + 26:g}">{idle:.0%} idle</text>'
         width = scale(timeline.seconds) - LEFT
         yield f'<rect class="idle" x="{LEFT}" y="{top:g}" width="{width:.2f}" height="{LANE}"/>'
-    numbered, nth = _numbered(timeline, scale), nth_stages(timeline)
-    stages = 1 + max(nth.values(), default=0)
+    numbered, nth, stages = _numbered(timeline, scale), nth_stages(timeline), most_stages([timeline])
     for span in timeline.spans:
-        color = shade(span.action.kind, nth[span.rank, span.action.stage], stages)
-        yield from _box(span, color, scale, tops[span.rank], numbered)
+        kind, micro_batch = span.action.kind, span.action.micro_batch
+        color = shade(kind, nth[span.rank, span.action.stage], stages)
+        x, width, top = scale(span.start), scale(span.end) - scale(span.start), tops[span.rank]
+        shape, top, height = ("line", top + LANE - LINE, LINE) if kind in TRANSFERS else ("box", top, BOX)
+        lasts = f"{scale.shown(span.seconds):.2f} {scale.unit}".rstrip()
+        tip = escape(f"{span.action}: {NAMES[kind]}, {lasts} from {scale.shown(span.start):.2f}")
+        place = f'x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height}"'
+        yield f'<rect class="{shape}" {place} fill="{color}"><title>{tip}</title></rect>'
+        if kind in numbered and width >= DIGIT * len(str(micro_batch)):
+            ink = "label ink" if is_bright(color) else "label"
+            yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{top + 17:g}">{micro_batch}</text>'
 
 
 def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
@@ -224,37 +233,27 @@ def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
     return frozenset(kind for kind, some in widths.items() if median(some) >= DIGIT * longest + 2)
 
 
-def _box(span: Span, color: str, scale: Scale, top: float, numbered: frozenset[Kind]) -> Iterator[str]:
-    kind, micro_batch = span.action.kind, span.action.micro_batch
-    x, width = scale(span.start), scale(span.end) - scale(span.start)
-    thin = kind in TRANSFERS
-    y, height = (top + LANE - LINE, LINE) if thin else (top, BOX)
-    lasts = f"{scale.shown(span.seconds):.2f} {scale.unit}".rstrip()
-    tip = f"{span.action}: {NAMES[kind]}, {lasts} from {scale.shown(span.start):.2f}"
-    yield (
-        f'<rect class="{"line" if thin else "box"}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height}" '
-        f'fill="{color}"><title>{escape(tip)}</title></rect>'
-    )
-    if kind in numbered and width >= DIGIT * len(str(micro_batch)):
-        ink = "label ink" if is_bright(color) else "label"
-        yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{y + 17:g}">{micro_batch}</text>'
+def note_of(timelines: Iterable[Timeline]) -> str:
+    """What numbers and shades in a picture mean.
+
+    >>> note_of([Timeline(1, (), 1.0)])
+    'numbers: micro-batch'
+    """
+    return "numbers: micro-batch" + ("; lighter: later stage" if most_stages(timelines) > 1 else "")
 
 
 def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[list[str], float]:
     """A patch and a word for each kind that occurs, what numbers and shades mean, and where the legend ends."""
-    kinds = kinds_in(timelines)
-    several = any(nth for timeline in timelines for nth in nth_stages(timeline).values())
-    note = "numbers: micro-batch" + ("; lighter: later stage" if several else "")
+    note = note_of(timelines)
     is_wide = width >= WIDTH  # else the note has a line of its own
     left = float(LEFT if is_wide else PAD)
     room = width - RIGHT - (LETTER * len(note) if is_wide else 0)
+    entries = [(NAMES[kind], f'fill="{COLORS[kind]}"') for kind in kinds_in(timelines)]
     lines, x, y = list[str](), left, top
-    for kind in (*kinds, None):
-        word = "idle" if kind is None else NAMES[kind]
+    for word, paint in (*entries, ("idle", 'class="idle"')):
         taken = 17 + LETTER * len(word) + 22
         if x + taken > room and x > left:
             x, y = left, y + LEGEND
-        paint = 'class="idle"' if kind is None else f'fill="{COLORS[kind]}"'
         lines.append(f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>')
         lines.append(f'<text x="{x + 17:g}" y="{y + 10:g}">{word}</text>')
         x += taken
@@ -268,7 +267,6 @@ def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[
 def typical_svg(report: Report) -> str:
     """Draws the step of median length, and below it what was predicted; the report must have a step.
 
-    >>> from gpipe.schedule.timeline import Timeline
     >>> typical_svg(Report("", timelines=(Timeline(1, (), 0.2),)))[:4]
     '<svg'
     """
@@ -299,4 +297,4 @@ def write_picture(path: Path, svg: str) -> None:
                 raise ImportError(NO_RENDERER) from error
             path.write_bytes(bytes(svg_to_bytes(svg_string=svg, background="white", zoom=SHARPNESS)))
         case other:
-            raise ValueError(f"{path} has the suffix {other!r}; a picture has {' or '.join(PICTURES)}")
+            raise ValueError(f"{path} has the suffix {other!r}; a picture has .svg or .png")
