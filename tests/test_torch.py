@@ -62,8 +62,8 @@ ALLOWED = {
 """Private names, of torch or others, that modules beside `_torch` may use."""
 UNDOCUMENTED = {
     "redispatch": {"stages/rng.py"},
-    "autocast_increment_nesting": {"runtime/thread_state.py"},
-    "autocast_decrement_nesting": {"runtime/thread_state.py"},
+    "autocast_increment_nesting": {"runtime/threads.py"},
+    "autocast_decrement_nesting": {"runtime/threads.py"},
     "BackwardCFunction": {"stages/boundary.py", "stages/rng.py"},
     "conv_flop_count": {"planner/counts.py"},
     "WeakIdKeyDictionary": {"stages/outline.py"},

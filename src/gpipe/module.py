@@ -39,29 +39,29 @@ class Partitioned(nn.Module):
 
     def _hold_layers(self) -> None:
         """Takes the layers of this process for modules: at last, and not by add_module, whatever they are named."""
-        replayed = self._settings.replayed
-        if replayed is None:
+        traced = self._settings.traced
+        if traced is None:
             self._modules.update(self._own_layers())
             return
-        model = replayed.model
+        model = traced.model
         hold_state_of(self, model)
         self.__dict__["training"] = model.training
         if self._processes.position is not None:
-            self._foreign = replayed.names.of_others(self._own_layers())
+            self._foreign = traced.names.of_others(self._own_layers())
 
     def _own_layers(self) -> dict[str, nn.Module]:
         return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
 
     @property
     def is_model(self) -> bool:
-        """Whether this is a model that is replayed, and no sequence of layers."""
-        return self._settings.replayed is not None
+        """Whether this is a model that is traced, and no sequence of layers."""
+        return self._settings.traced is not None
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of all modules, as on the model itself."""
         super().train(mode)
-        if self._settings.replayed is not None:
-            self._settings.replayed.model.training = mode
+        if self._settings.traced is not None:
+            self._settings.traced.model.training = mode
         return self
 
     def __len__(self) -> int:
@@ -145,20 +145,20 @@ class Partitioned(nn.Module):
     @property
     def stage_of(self) -> dict[str, int]:
         """The stage of each layer of this process, by its name; of a model, of each parameter and buffer by its."""
-        replayed = self._settings.replayed
-        if replayed is None:
+        traced = self._settings.traced
+        if traced is None:
             return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}
         layers = [(layer.name, stage.index) for stage in self._engine.own for layer in stage.layers]
-        return {name: stage for layer, stage in reversed(layers) for name in replayed.names.in_layer(layer)}
+        return {name: stage for layer, stage in reversed(layers) for name in traced.names.in_layer(layer)}
 
     @property
     def held_before(self) -> frozenset[str]:
         """The names of what the process of an earlier layer has too, under the same name."""
-        replayed = self._settings.replayed
-        if replayed is None or self._processes.position is None:
+        traced = self._settings.traced
+        if traced is None or self._processes.position is None:
             return frozenset()
         own = {layer.name for stage in self._engine.own for layer in stage.layers}
-        homes = replayed.names.first_layers()
+        homes = traced.names.first_layers()
         return frozenset(name for name, layer in homes.items() if layer not in own)
 
     @property

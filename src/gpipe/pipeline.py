@@ -1,7 +1,7 @@
 """`GPipe`, the facade that a user sees."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.context import Request
 from gpipe.runtime.engine import Wanted
 from gpipe.runtime.inputs import (
-    StepInputs,
     check_loss_fn,
     check_numbers,
     read_scale,
@@ -42,13 +41,19 @@ from gpipe.runtime.inputs import (
 from gpipe.runtime.passes import run_step
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Run
-from gpipe.runtime.thread_state import ThreadState
+from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
-from gpipe.stages.losses import call_watched_loss, check_weights_of_rows, find_contradiction, own_loss
+from gpipe.stages.losses import (
+    call_watched_loss,
+    check_weights_of_rows,
+    find_contradiction,
+    find_reduction,
+    own_loss,
+)
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
@@ -269,90 +274,83 @@ class GPipe(Partitioned):
                 others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
-        run = self._new_run()
-        before = self._examination.look(run.step) if run.trains and run.training else None
         is_own = self.is_model and targets is None and loss_fn is None
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
+        run, before = self._new_run()
+        run.loss_fn = own_loss if is_own else loss_fn
         with run.context.entered(notes=self.recorder is not None):
             scale = read_scale(scale, scaler, self._engine.stages[-1].device, processes=self._processes.size)
-            given = StepInputs(plain(inputs), targets, own_loss if is_own else loss_fn, reduction, scale)
-            parts = self._split(run, given)
+            parts = self._split(run, plain(inputs), targets, reduction)
             run.context.agree(run, Request.STEP)
-            self._weigh(run, given, parts)
+            self._weigh(run, targets, parts, reduction, scale)
             run_step(run)
             results = run.context.finish(run, run.result(), trains=run.trains)
-        losses = [loss for loss, _ in results if loss is not None]
-        metrics = [metric for _, some in results if some is not None for metric in some]
-        loss = sum(losses[1:], start=losses[0])
-        self._end(run, before, self, given.loss_fn)
+        loss, metrics = None, list[object]()
+        for share, some in results:
+            if share is not None:
+                loss = share if loss is None else loss + share
+            metrics += some or ()
+        self._end(run, before, self, loss_fn)
         return (loss, metrics) if metrics else loss
 
-    def _split(self, run: Run, given: StepInputs) -> list[Tree]:
+    def _split(self, run: Run, inputs: Tree, targets: Tree, reduction: Reduction | None) -> list[Tree]:
         """Cuts the inputs of a step into micro-batches, and targets that are read here as well, which it gives."""
         if self.reads_targets:
-            check_loss_fn(given.loss_fn)
-            if given.reduction is not None:
-                run.tell(find_contradiction(given.loss_fn, given.reduction))
-        values: list[Tree] = []
-        targets: list[list[Tree]] = []
+            check_loss_fn(run.loss_fn)
+            if reduction is not None:
+                run.tell(find_contradiction(run.loss_fn, reduction))
+        values, parts = list[Tree](), list[list[Tree]]()
         if self.reads_inputs:
-            with_targets = {"targets": given.targets} if self.reads_targets and not given.is_own else {}
-            rows, (values, *targets) = split_alike(self.micro_batches, inputs=given.inputs, **with_targets)
-            run.rows, run.ready_made = tuple(rows), isinstance(given.inputs, MicroBatches)
-            values = self._choose_path(run, values, run.context.sum_over_replicas if given.is_own else None)
+            both = self.reads_targets and run.loss_fn is not own_loss
+            values, *parts = self._cut(run, {"inputs": inputs} | ({"targets": targets} if both else {}))
         if run.trains:
             refuse_gradients_of_inputs(values)
         run.inputs = [BoundaryValue(value, []) for value in values]
-        run.loss_fn = given.loss_fn
-        if self._engine.stashes or hasattr(given.loss_fn, "pop"):
-            popped = skip_names(given.loss_fn, "pop")
+        if self._engine.stashes or hasattr(run.loss_fn, "pop"):
+            popped = skip_names(run.loss_fn, "pop")
             refuse_unused_stashes(self._engine.layers, popped)
             run.loss_pops = find_loss_pops(self._engine.layers, popped)
-        return targets[0] if targets else []
+        return parts[0] if parts else []
 
-    def _choose_path(
-        self,
-        run: Run,
-        values: list[Tree],
-        sum_over_replicas: Callable[[float], float] | None = None,
-        *,
-        for_output: bool = False,
-    ) -> list[Tree]:
-        """What the first stage takes of each micro-batch; of a traced model, what its path through it takes."""
-        replayed = self._settings.replayed
-        if replayed is None:
-            return values
-        begun = replayed.begin(values, sum_over_replicas, for_output=for_output)
-        run.path, run.own_weights = begun.trace, tuple(begun.shares)
-        run.tell(begun.findings)
-        return begun.states
+    def _cut(self, run: Run, trees: Mapping[str, Tree], *, for_output: bool = False) -> list[list[Tree]]:
+        """Cuts trees into micro-batches; of a traced model, the inputs are then what its path through it takes."""
+        rows, (values, *others) = split_alike(self.micro_batches, **trees)
+        run.rows, run.ready_made = tuple(rows), isinstance(trees["inputs"], MicroBatches)
+        if (traced := self._settings.traced) is not None:
+            over_replicas = run.context.sum_over_replicas if run.loss_fn is own_loss else None
+            begun = traced.begin(values, over_replicas, for_output=for_output)
+            run.path, run.own_weights = begun.trace, tuple(begun.shares)
+            run.tell(begun.findings)
+            values = begun.states
+        return [values, *others]
 
-    def _weigh(self, run: Run, given: StepInputs, targets: list[Tree]) -> None:
+    def _weigh(self, run: Run, targets: Tree, parts: list[Tree], reduction: Reduction | None, scale: float) -> None:
         """Gives a run its targets and what each micro-batch counts for, where the last stage is."""
         if not self.reads_targets:
             return
-        if given.is_own:
-            run.context.check_same(reduction="the model's own", scale=given.scale)
+        if run.loss_fn is own_loss:
+            run.context.check_same(reduction="the model's own", scale=scale)
             run.targets = [None] * len(run.rows)
-            run.weigh(run.own_weights, given.scale)
+            run.weigh(run.own_weights, scale)
             return
-        reduction = given.find_reduction()
-        told = "weights of the targets" if callable(reduction) else str(reduction or "mean")
-        run.context.check_same(reduction=told, scale=given.scale)
-        run.targets = targets or split_targets(given.targets, run.rows, ready_made=run.ready_made)
+        found = find_reduction(run.loss_fn) if reduction is None else reduction
+        told = "weights of the targets" if callable(found) else str(found or "mean")
+        run.context.check_same(reduction=told, scale=scale)
+        run.targets = parts or split_targets(targets, run.rows, ready_made=run.ready_made)
         over_replicas = run.context.sum_over_replicas
-        if reduction is not None:
-            if given.reduction is None:
-                check_weights_of_rows(given.loss_fn, run.targets, run.rows)
-            run.weigh(loss_weights(reduction, run.rows, run.targets, over_replicas), given.scale)
-            return
 
         def weigh(reduction: Reduction) -> None:
-            run.weigh(loss_weights(reduction, run.rows, run.targets, over_replicas), given.scale)
+            run.weigh(loss_weights(reduction, run.rows, run.targets, over_replicas), scale)
 
-        tries, targets = run.examines, list(run.targets)
-        run.call_loss = partial(call_watched_loss, targets=targets, weigh=weigh, tell=run.tell, tries=tries)
+        if found is None:  # only a call of the loss will show it
+            run.call_loss = partial(
+                call_watched_loss, targets=list(run.targets), weigh=weigh, tell=run.tell, tries=run.examines
+            )
+            return
+        if reduction is None:
+            check_weights_of_rows(run.loss_fn, run.targets, run.rows)
+        weigh(found)
 
     @checked_entrance(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)
     @untraced
@@ -378,43 +376,34 @@ class GPipe(Partitioned):
             inputs = batch if inputs is None else {"inputs": inputs, **batch}
         refuse_tangents(inputs)
         refuse_tracing()
-        run = self._new_run()
-        before = self._examination.look(run.step) if run.trains and run.training else None
+        run, before = self._new_run()
         with run.context.entered(notes=self.recorder is not None):
             if run.trains and not gather and self._processes.position is not None:
                 raise ValueError(NEEDS_GATHER)
             self._calls += 1
             run.call, run.gathers = self._calls, gather
-            leaves = self._enter(run, inputs)
+            leaves: list[list[Tensor]] = []
+            wanted = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
+            if self.reads_inputs or wanted:  # else others read them, and no gradient comes back
+                (values,) = self._cut(run, {"inputs": inputs}, for_output=True)
+                cuts = list(map(detach_boundary, values))
+                run.inputs, leaves = [crossing for crossing, _ in cuts], [roots for _, roots in cuts]
             run.context.agree(run, Request.CALL)
             if not self.reads_inputs:
                 run.inputs = [BoundaryValue(None, [])] * len(run.rows)
                 run.input_gradients = {m: [] for m in range(len(run.rows))}
             if run.trains:
-                outputs = pipelined(run, leaves or [[]] * len(run.rows))
+                outputs = pipelined(run, leaves)
             else:
                 run_step(run)
                 made = run.take_outputs() if self.reads_targets else []
                 made = run.context.gather_outputs(made, len(run.rows)) if gather else made
                 outputs = [output.value for output in made]
-                run.context.finish(run)
-        returned = self._as_given(run, outputs)
+            returned = self._as_given(run, outputs)
+            run.input_shapes = run.context.finish(run, [list(root.shape) for roots in leaves for root in roots])
+        run.context.check_inputs(run.input_shapes)  # by all alike: nobody need be told
         self._end(run, before)
         return returned
-
-    def _enter(self, run: Run, inputs: Tree) -> list[list[Tensor]]:
-        """Cuts the inputs of a call, if they are read here; gives the tensors that want a gradient of each part.
-
-        Where others read them, they are cut for these tensors alone, which are the same in all processes.
-        """
-        wanted = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
-        if not self.reads_inputs and not wanted:
-            return []
-        rows, (values,) = split_alike(self.micro_batches, inputs=inputs)
-        run.rows, run.ready_made = tuple(rows), isinstance(inputs, MicroBatches)
-        cuts = [detach_boundary(value) for value in self._choose_path(run, values, for_output=True)]
-        run.inputs = [crossing for crossing, _ in cuts]
-        return [roots for _, roots in cuts]
 
     def _as_given(self, run: Run, outputs: list[Tree]) -> Tree:
         """Outputs as inputs were given: together, or of each ready-made micro-batch; None where there are none."""
@@ -424,9 +413,10 @@ class GPipe(Partitioned):
             return outputs
         return join(outputs, run.rows, run.own_weights) if self.is_model else merge(outputs)
 
-    def _new_run(self) -> Run:
-        modes = ThreadState.here()
-        return Run(
+    def _new_run(self) -> tuple[Run, Before | None]:
+        """A mini-batch that begins here, and, if it trains, what is to be compared when it has ended."""
+        modes, examination = ThreadState.here(), self._examination
+        run = Run(
             self._engine,
             self._processes.context(),
             modes,
@@ -434,9 +424,10 @@ class GPipe(Partitioned):
             self.step_number,
             self.training,
             self.recorder,
-            examines=self._examination.fresh and self.training and modes.grad,
-            tell=self._examination.tell,
+            examines=examination.fresh and self.training and modes.grad,
+            tell=examination.tell,
         )
+        return run, examination.look(run.step) if run.trains and run.training else None
 
     def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None, loss_fn: object = None) -> None:
         """Counts a mini-batch that has ended well, tells what it has shown, and notes when the caller was inside."""
@@ -467,7 +458,7 @@ class GPipe(Partitioned):
             TypeError: The norm is no number.
         """
         check_numbers(max_norm=max_norm, norm_type=norm_type)
-        names = () if self._settings.replayed is None else self._settings.replayed.parameter_names
+        names = () if self._settings.traced is None else self._settings.traced.parameter_names
         return clip_grad_norm_(self._processes, self, self.devices[0], max_norm, norm_type, names)
 
     def summary(self) -> str:

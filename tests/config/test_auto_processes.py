@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gpipe.config.weigh import memory_by_row
+from gpipe.config.assemble import memory_by_row
 from gpipe.distributed.mesh import Position
 from tests.support.jobs import automatic as jobs
 from tests.support.processes.launch import WorkerPool

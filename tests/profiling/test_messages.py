@@ -210,10 +210,11 @@ def test_clocks_of_hosts_are_laid_side_by_side() -> None:
         return RemoteRecord(host, began, Timeline(1, done, 5.0), Traffic(("x:0>1",), 4, own))
 
     recorder = Recorder(1)
-    recorder.runs.append(RecordedRun(Timeline(1, (), 5.0), (10.0, 15.0)))
+    recorder.ended = RecordedRun(Timeline(1, (), 5.0), (10.0, 15.0))
     first, last = {"0F0": (0.0, 1.0), "0B0": (4.0, 5.0)}, {"1F0": (2.0, 2.5), "1B0": (2.5, 3.0)}
     sent, received = crossed(True, 1, VALUE, 0.5, 0.5, 0.75), crossed(False, 0, VALUE, 0.25, 0.25, 1.0)
     recorder.join(0, [record("one", 10.0, first, sent), record("other", 110.0, last, received)])
+    recorder.keep()
     assert [(m.kind, m.asked, m.begun, m.ended) for m in messages_of(recorder.runs)] == [
         ("receive", 0.25, 0.5, 1.0),
         ("send", 0.5, 0.5, 0.75),

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
 from gpipe._torch.dispatcher import STASHED, stash
-from gpipe.runtime.threads import NAME, Task, _collect, _serve, _wait_for_those_that_end
+from gpipe.runtime.threads import NAME, Task, _collect, _end_all, _serve
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
 
 X, Y = torch.randn(6, 3), torch.randn(6, 2)
@@ -414,7 +414,7 @@ def test_threads_that_are_about_to_end_are_waited_for_at_exit(monkeypatch: pytes
     """Those of a pipe that was closed a moment ago; others are not ours to wait for."""
     threads = [Ending(name=f"{NAME} 1"), Ending(name="another")]
     monkeypatch.setattr(threading, "enumerate", lambda: threads)
-    _wait_for_those_that_end()
+    _end_all()
     assert [thread.waited for thread in threads] == [True, False]
 
 

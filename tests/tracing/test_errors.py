@@ -120,8 +120,8 @@ def test_a_fresh_object_among_the_inputs_takes_the_known_path(make: Callable[[in
     with gpipe.GPipe(Net(nn.Linear(W, W)), 2, 2, sample={"x": x, "options": make(0)}, costs="params") as pipe:
         for at in range(3):
             pipe.step({"x": x, "options": make(at)})
-        assert pipe._settings.replayed is not None
-        assert len(pipe._settings.replayed.traces) == 1
+        assert pipe._settings.traced is not None
+        assert len(pipe._settings.traced.traces) == 1
 
 
 def test_an_objects_settings_lead_to_paths_of_their_own() -> None:

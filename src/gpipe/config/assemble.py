@@ -2,19 +2,19 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.config.arguments import AUTO, Arguments, Mistakes, draw_seed, follow_plan
-from gpipe.config.schedules import count_ranks, read_schedule
+from gpipe.config.arguments import AUTO, Arguments
+from gpipe.config.check import Mistakes, count_ranks, draw_seed, read_schedule
 from gpipe.config.settings import Settings, settle
-from gpipe.config.weigh import memory_by_row
 from gpipe.distributed.agree import agree
 from gpipe.distributed.frames import explaining_limits
 from gpipe.distributed.launcher import end_with_launcher
@@ -47,13 +47,13 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
         ValueError: Something cannot be, or differs between the processes.
         RemoteError: Another process failed, or is gone.
     """
-    asked = follow_plan(asked)
+    asked = asked.follow_plan()
     if asked.driver != "process" and asked.mesh is None:
-        settings = settle(asked, replayed=_replayed(asked))
-        if settings.replayed is not None:
+        settings = settle(asked, traced=_read_model(asked))
+        if settings.traced is not None:
             if any(device.type != "cpu" for device in settings.devices):  # then no device will have all of it
-                settings.replayed.learn_all(_first(asked))
-            settings.replayed.realize(range(len(settings.layers)), settings.seed)
+                settings.traced.learn_all(_first(asked))
+            settings.traced.realize(range(len(settings.layers)), settings.seed)
         return settings, OneProcess(_engine(settings, None))
     end_with_launcher()
     if not is_joined():
@@ -70,15 +70,15 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
         )
         processes.link(rendezvous)
         engine = processes.engine
-        if settings.replayed is None:
+        if settings.traced is None:
             release(engine.stages, engine.own)
         else:
-            release(engine.stages, engine.own, settings.replayed.buffers_between())
-            settings.replayed.let_go()
+            release(engine.stages, engine.own, settings.traced.buffers_between())
+            settings.traced.let_go()
         return settings, processes
 
 
-def _replayed(asked: Arguments) -> TracedModel | None:
+def _read_model(asked: Arguments) -> TracedModel | None:
     """The model, recorded on the first micro-batch of the sample; None of a sequence of layers."""
     fits = is_model(asked.model) and is_count(asked.micro_batches)
     return read_model(asked.model, _first(asked) if fits else asked.sample, asked.blocks)
@@ -92,7 +92,11 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
     row = None if position is None else position.row
     own = [stage for stage, rank in enumerate(settings.placement) if row in (None, rank)]
     devices = [settings.devices[rank] for rank in settings.placement]
-    stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own, _maker_of_stages(settings))
+    make: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage
+    if (traced := settings.traced) is not None:
+        stage_of = [stage for stage, count in enumerate(settings.layers_per_partition) for _ in range(count)]
+        make = partial(TracedStage, parts=traced.parts, traces=traced.traces, stage_of=stage_of)
+    stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own, make)
     if settings.sync_batch_norm:
         find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike
     return Engine(
@@ -102,7 +106,7 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
         settings.schedule,
         settings.remat,
         unsplit=settings.unsplit,
-        traced=settings.replayed,
+        traced=traced,
         tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
         intra_op_threads=settings.intra_op_threads,
@@ -112,19 +116,11 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
     )
 
 
-def _maker_of_stages(settings: Settings) -> Callable[[int, Sequence[Layer], torch.device], Stage]:
-    if settings.replayed is None:
-        return Stage
-    stage_of = [stage for stage, count in enumerate(settings.layers_per_partition) for _ in range(count)]
-    parts, traces = settings.replayed.parts, settings.replayed.traces
-    return partial(TracedStage, parts=parts, traces=traces, stage_of=stage_of)
-
-
 def _find_position(asked: Arguments) -> Position:
     """Where this process stands among several."""
-    mistakes = Mistakes()
     ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
-    position, mistakes.found = find_position(asked.mesh, asked.partitions, ranks)
+    position, found = find_position(asked.mesh, asked.partitions, ranks)
+    mistakes = Mistakes(found)
     mistakes.check(
         asked.driver in ("process", None),
         f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
@@ -132,6 +128,23 @@ def _find_position(asked: Arguments) -> Position:
     mistakes.raise_all()
     assert position is not None
     return position
+
+
+def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[float]) -> list[float]:
+    """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's.
+
+    Args:
+        position: Of this process.
+        hosts: Of each process of the world.
+        memory: Of the device of each.
+    """
+    shared = position.device.type == "cpu"
+    each = [own / (hosts.count(host) if shared else 1) for own, host in zip(memory, hosts, strict=True)]
+    replicas = range(position.replicas)
+    return [
+        min(each[position.members[position.rank_of(row, replica)]] for replica in replicas)
+        for row in range(position.rows)
+    ]
 
 
 def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> Settings:
@@ -146,15 +159,15 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     if position.rank:
         told = agree(rendezvous)[0]
         costs = told["costs"]  # who measures by himself would cut elsewhere
-    replayed = _replayed(asked)
-    if replayed is None:
+    traced = _read_model(asked)
+    if traced is None:
         sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
     else:
-        replayed.learn_all(_first(asked))
-        sketch = Outline(dict(replayed.layers), {}, 0, [])
+        traced.learn_all(_first(asked))
+        sketch = Outline(dict(traced.layers), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
-    settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, replayed)
+    settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, traced)
     if not position.rank:
         each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
         costs, measured = list(settings.costs), settings.in_seconds
@@ -166,31 +179,23 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
             settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=frozenset(told["unsplit"])
         )
     rendezvous.phase = BUILDING
-    settings = _with_own_layers(settings, position, sketch, asked.ties)
+    own = [at for at, row in enumerate(_row_of_layers(settings)) if row == position.row]
+    if traced is not None:
+        traced.realize(own, settings.seed)
+    else:
+        named, found = realize(sketch, own)
+        Mistakes(found).raise_all()
+        settings = replace(settings, layers=named, tied=_tie(named, asked.ties, sketch, own))
     _compare(rendezvous, settings, asked)
     if position.replicas > 1:
-        _compare_weights(rendezvous, settings, position)
+        _compare_weights(rendezvous, settings, own)
     return settings
 
 
-def _own(settings: Settings, position: Position) -> list[int]:
-    """The indices of this process's layers."""
-    counts = zip(settings.placement, settings.layers_per_partition, strict=True)
-    row_of = [row for row, count in counts for _ in range(count)]
-    return [layer for layer, row in enumerate(row_of) if row == position.row]
-
-
-def _with_own_layers(
-    settings: Settings, position: Position, sketch: Outline, ties: Sequence[Sequence[str]]
-) -> Settings:
-    own = _own(settings, position)
-    if settings.replayed is not None:
-        settings.replayed.realize(own, settings.seed)
-        return settings
-    mistakes = Mistakes()
-    named, mistakes.found = realize(sketch, own)
-    mistakes.raise_all()
-    return replace(settings, layers=named, tied=_tie(named, ties, sketch, own))
+def _row_of_layers(settings: Settings) -> Iterator[int]:
+    """The row of the process that has each layer."""
+    for row, count in zip(settings.placement, settings.layers_per_partition, strict=True):
+        yield from repeat(row, count)
 
 
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
@@ -207,8 +212,8 @@ def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> No
         deferred_batch_norm=settings.deferred_batch_norm,
         sync_batch_norm=settings.sync_batch_norm,
         ties=[list(group) for group in asked.ties],
-        sample=[] if settings.replayed is None else settings.replayed.sample_names,
-        path=[] if settings.replayed is None else settings.replayed.outlines(),
+        sample=[] if settings.traced is None else settings.traced.sample_names,
+        path=[] if settings.traced is None else settings.traced.outlines(),
         **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
     )
     agree(rendezvous, same=same)
@@ -220,14 +225,14 @@ def _words(layer: nn.Module) -> str:
     return f"{type(layer).__name__}({', '.join(shapes)})"
 
 
-def _compare_weights(rendezvous: Rendezvous, settings: Settings, position: Position) -> None:
+def _compare_weights(rendezvous: Rendezvous, settings: Settings, own: Sequence[int]) -> None:
     """Checks that the replicas begin with the same weights: they would stay as far apart as they are.
 
     Raises:
         ValueError: Names the layers whose weights differ.
     """
     layers = list(settings.layers.items())
-    every = agree(rendezvous, {str(at): _checksum(layers[at][1]) for at in _own(settings, position)})
+    every = agree(rendezvous, {str(at): _checksum(layers[at][1]) for at in own})
     found = {(int(at), checksum) for theirs in every for at, checksum in theirs.items()}
     several = Counter(at for at, _ in found)
     apart = [

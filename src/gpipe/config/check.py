@@ -1,51 +1,57 @@
-"""Checks the arguments of a pipe, all of them together, and reads what they say."""
+"""Checks the arguments of a pipe, all of them together, and reads what they say: mistakes are raised in one error."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
-from gpipe.config.arguments import (
-    Arguments,
-    Mistakes,
-    check_auto,
-    check_costs,
-    check_layers,
-    check_measurable,
-    check_numbers_and_names,
-    read_devices,
-    read_remat,
-    read_seed,
-)
-from gpipe.config.schedules import read_placement, read_schedule
+from gpipe.config.arguments import AUTO, Arguments, Costs, Driver
 from gpipe.distributed.mesh import Position
-from gpipe.schedule.lower import Remat
-from gpipe.schedule.schedules import Placement, Schedule
+from gpipe.errors import int_remedy, is_count
+from gpipe.schedule.lower import REMATS, Remat
+from gpipe.schedule.partition import Balance
+from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
+from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
+from gpipe.schedule.schedules.by_name import GivenProgram, MadeProgram, check_given, unknown, unplaced, without_table
 from gpipe.stages.microbatch import find_unsplittable
 from gpipe.stages.outline import Outline
-from gpipe.stages.sequence import build_layers, find_without_values
-from gpipe.stages.shared_weights import Tied
+from gpipe.stages.sequence import build_layers, find_invalid_layers, find_without_values
+from gpipe.stages.shared_weights import Tied, find_ties
+from gpipe.stages.skips import find_pops
+from gpipe.stages.tree import Tree
 from gpipe.tracing.layers_of import why_not_layers
 from gpipe.tracing.model import TracedModel
 
-FLOPS_OF_MODEL = "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'"
-MEASURED_WITHOUT_VALUES = "costs cannot be measured of a model without values; give costs=[...] or 'params'"
+
+class Mistakes(list[str]):
+    """The mistakes noted so far."""
+
+    def check(self, condition: bool, text: str) -> bool:
+        """Notes a mistake unless the condition holds."""
+        if not condition:
+            self.append(text)
+        return condition
+
+    def check_known(self, name: str, value: object, known: Sequence[str]) -> None:
+        """Notes a mistake unless the value is one of those known."""
+        self.check(value in known, f"{name}={value!r}; known are {', '.join(map(repr, known))}")
+
+    def raise_all(self) -> None:
+        """Raises what was found, if anything.
+
+        Raises:
+            ValueError: Lists every mistake.
+        """
+        if self:
+            raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in dict.fromkeys(self)))
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the user gave, read and without mistakes; defaults are filled in where they depend on no cost.
-
-    Attributes:
-        asked: The arguments.
-        layers: By name.
-        tied: The parameters that are one.
-        seed: Of all randomness.
-        schedule: By which the stages work.
-        placement: The rank of each stage.
-        remat: What each stage recomputes; with `"auto"` everything, until costs are known.
-        devices: Of the partitions.
-    """
+    """What the user gave, read and without mistakes; defaults are filled in where they depend on no cost."""
 
     asked: Arguments
     layers: dict[str, nn.Module]
@@ -53,12 +59,12 @@ class Checked:
     seed: int
     schedule: Schedule
     placement: Placement
-    remat: tuple[Remat, ...]
+    remat: tuple[Remat, ...]  # with "auto" everything, until costs are known
     devices: tuple[torch.device, ...]
 
 
 def check(
-    asked: Arguments, position: Position | None, outline: Outline | None, replayed: TracedModel | None
+    asked: Arguments, position: Position | None, outline: Outline | None, traced: TracedModel | None
 ) -> Checked:
     """Checks all arguments; they are those of `settle`.
 
@@ -67,44 +73,305 @@ def check(
     """
     mistakes = Mistakes()
     seed = read_seed(asked.seed, mistakes)
-    named, wrong = _find_layers(asked, outline, replayed, seed)
-    known = 0 if wrong else len(named)
-    check_measurable(asked, outline, mistakes)
-    tied = check_layers(named, wrong, asked.ties, mistakes) if replayed is None else ()
+    layers: dict[str, nn.Module] = {}
+    wrong = why_not_layers(asked.model, asked.blocks) if traced is None else []
+    if traced is not None:
+        layers.update(traced.layers)
+    elif not wrong:
+        layers, wrong = build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
+    known = 0 if wrong else len(layers)
+    tied = check_layers(layers, wrong, asked.ties, mistakes) if traced is None else ()
     check_numbers_and_names(asked, mistakes)
     check_costs(asked.costs, asked.sample, known, mistakes)
-    mistakes.found += find_unsplittable("sample", asked.sample)
+    mistakes.check(
+        outline is None or not outline.makers or not (asked.in_seconds or callable(asked.costs)),
+        "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
+    )
+    mistakes += find_unsplittable("sample", asked.sample)
     schedule = read_schedule(asked, mistakes)
     placement = read_placement(asked, schedule, known, mistakes)
     remat = read_remat(asked.remat, len(placement), mistakes)
-    check_auto(asked, len(set(placement)), mistakes)
+    check_memory(asked, len(set(placement)), mistakes)
     devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
-    if replayed is not None:
-        asked = _check_for_model(asked, replayed, mistakes)
+    if traced is not None:
+        asked = _check_for_model(asked, traced, mistakes)
     elif all(device.type != "meta" for device in devices):
         makers = {} if outline is None else outline.makers
-        modules = {name: layer for at, (name, layer) in enumerate(named.items()) if at not in makers}
-        mistakes.found += find_without_values(modules)
+        modules = {name: layer for at, (name, layer) in enumerate(layers.items()) if at not in makers}
+        mistakes += find_without_values(modules)
     mistakes.raise_all()
-    return Checked(asked, named, tied, seed, schedule, placement, remat, devices)
+    return Checked(asked, layers, tied, seed, schedule, placement, remat, devices)
 
 
-def _find_layers(
-    asked: Arguments, outline: Outline | None, replayed: TracedModel | None, seed: int
-) -> tuple[dict[str, nn.Module], list[str]]:
-    """The layers by name, and what is wrong with what they are made of."""
-    if replayed is not None:
-        return dict(replayed.layers), []
-    if wrong := why_not_layers(asked.model, asked.blocks):
-        return {}, wrong
-    return build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
+def draw_seed() -> int:
+    """Draws a seed from torch's generator."""
+    return int(torch.randint(2**62, (), device="cpu").item())
 
 
-def _check_for_model(asked: Arguments, replayed: TracedModel, mistakes: Mistakes) -> Arguments:
+def read_seed(seed: int | None, mistakes: Mistakes) -> int:
+    """The seed, drawn if there is none."""
+    if seed is None:
+        return draw_seed()
+    fits = isinstance(seed, int) and -(2**63) <= seed < 2**63
+    mistakes.check(fits, f"seed={seed!r}; give a whole number of 64 bits, or None to draw one from torch")
+    return seed if fits else 0
+
+
+def check_layers(
+    named: dict[str, nn.Module], wrong: Sequence[str], ties: Sequence[Sequence[str]], mistakes: Mistakes
+) -> Tied:
+    """Notes layers that cannot be run, beside what is known to be wrong; gives the slots of tied weights."""
+    mistakes += wrong
+    mistakes.check(bool(named) or bool(wrong), "layers is empty; give at least one layer")
+    mistakes += find_invalid_layers(named)
+    try:
+        find_pops(list(named.values()))
+    except ValueError as error:
+        mistakes += str(error).splitlines()
+    if not all(isinstance(name, str) for group in map(_listed, _listed(ties)) for name in group):
+        mistakes.append(f"ties={ties!r}; give groups of names: [('0.weight', '5.weight')]")
+        return ()
+    tied, wrong_ties = find_ties(named, ties)
+    mistakes += wrong_ties
+    return tied
+
+
+def _listed(value: object) -> list[Any]:
+    """What is in a list; of what is none, None."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [None]
+
+
+def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
+    """Notes numbers below 1, and names of a driver or balance that are not known."""
+    m, threads = asked.micro_batches, asked.intra_op_threads
+    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
+    mistakes.check(not is_count(m) or m <= MOST_MICRO_BATCHES, too_many(m))
+    mistakes.check(
+        is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
+    )
+    if asked.driver is not None:
+        mistakes.check_known("driver", asked.driver, get_args(Driver))
+    mistakes.check_known("balance", asked.balance, get_args(Balance))
+    mistakes.check(
+        not (asked.deferred_batch_norm and asked.sync_batch_norm),
+        "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "
+        "they are those of all replicas already, so leave out the first",
+    )
+
+
+def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
+    """Notes costs that are none, too few or too many, or cannot be had without a sample."""
+    by_name = isinstance(costs, str)
+    if callable(costs) or (by_name and costs in ("time", "flops")):
+        wanted = repr(costs) if by_name else "a function"
+        mistakes.check(sample is not None, f"costs={wanted} needs sample=, an example mini-batch of inputs")
+    elif isinstance(costs, Sequence) and not by_name:
+        mistakes.check(
+            not layers or len(costs) == layers,
+            f"costs has {len(costs)} numbers for {layers} layers; give one for each",
+        )
+        for at, cost in enumerate(costs):
+            good = isinstance(cost, (int, float)) and 0 <= cost < float("inf")
+            mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
+    else:
+        mistakes.check(
+            costs is None or (by_name and costs == "params"),
+            f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None",
+        )
+
+
+def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
+    """The rematerialization of each stage; where it is found later, for the time being everywhere."""
+    if remat == AUTO:
+        return tuple[Remat, ...](["always"]) * stages
+    each = [remat] * max(stages, 1) if isinstance(remat, str) or not isinstance(remat, Sequence) else list(remat)
+    mistakes.check(
+        not stages or len(each) == stages, f"remat has {len(each)} entries for {stages} stages; give one for each"
+    )
+    mistakes.check(
+        all(item >= 0 if type(item) is int else item in REMATS for item in each),
+        f"remat={remat!r}; known are {', '.join(map(repr, REMATS))}, or how many micro-batches at once keep what is "
+        f"inside, a whole number of at least 0; or one of these for each stage; or 'auto'",
+    )
+    return tuple(each)  # type: ignore[arg-type]  # checked above
+
+
+def check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
+    """Notes what `remat="auto"` lacks, and memory that is none or for nothing."""
+    is_auto, memory = asked.remat == AUTO, asked.memory
+    mistakes.check(
+        not is_auto or asked.sample is not None,
+        "remat='auto' needs sample=, an example mini-batch, to count what layers keep",
+    )
+    if memory is not None:
+        mistakes.check(is_auto, "memory= is for remat='auto'; leave it out, or give remat='auto'")
+        each = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+        good = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0 for one in each)
+        mistakes.check(
+            good and (not ranks or len(each) == ranks),
+            f"memory={memory!r}; give bytes, more than 0, one number or one for each of {ranks} partitions",
+        )
+
+
+def read_devices(
+    devices: object, ranks: int, position: Position | None, mistakes: Mistakes
+) -> tuple[torch.device, ...]:
+    """The device of each partition; that of the process if there are several."""
+    if position is not None:
+        mistakes.check(
+            devices is None,
+            "devices is for one process; each of several has the device of the mesh, and of LOCAL_RANK",
+        )
+        return (position.device,) * ranks
+    if devices is None:
+        there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+        return tuple(there[rank % len(there)] for rank in range(ranks))
+    each: list[Any] = [devices] * max(ranks, 1)
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        each = list(devices)
+    mistakes.check(
+        not ranks or len(each) == ranks,
+        f"devices has {len(each)} entries for {ranks} partitions; give one for each",
+    )
+    found = [_read_device(item, mistakes) for item in each]
+    return tuple(device for device in found if device is not None)
+
+
+def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
+    try:
+        device = torch.device(item)
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        mistakes.append(f"device {item!r} cannot be used: {str(error).splitlines()[0]}")
+        return None
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_for_model(asked: Arguments, traced: TracedModel, mistakes: Mistakes) -> Arguments:
     """Checks what a model cannot be given; the arguments with the costs of one without values filled in."""
-    mistakes.check(asked.costs != "flops", FLOPS_OF_MODEL)
+    mistakes.check(
+        asked.costs != "flops",
+        "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'",
+    )
     mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")
-    if not replayed.lacks_values:
+    if not traced.lacks_values:
         return asked
-    mistakes.check(not callable(asked.costs) and asked.costs != "time", MEASURED_WITHOUT_VALUES)
+    mistakes.check(
+        not callable(asked.costs) and asked.costs != "time",
+        "costs cannot be measured of a model without values; give costs=[...] or 'params'",
+    )
     return replace(asked, costs="params" if asked.costs is None else asked.costs)
+
+
+# What each rank holds and in which order it works: partitions, schedule, stages_per_rank.
+
+
+def read_schedule(asked: Arguments, mistakes: Mistakes) -> Schedule:
+    """The schedule, by its name, as a program, or as a function that makes one; GPipe's where it is a mistake."""
+    wanted, gpipe = asked.schedule, SCHEDULES["gpipe"]
+    if isinstance(wanted, str):
+        mistakes.check(wanted in SCHEDULES, unknown(wanted))
+        return SCHEDULES.get(wanted, gpipe)
+    if not isinstance(wanted, Program) and not callable(wanted):
+        mistakes.append(f"{unknown(wanted)}, a Program, or a function of K and M that gives one")
+        return gpipe
+    mistakes.check(
+        asked.stages_per_rank is None,
+        f"stages_per_rank={asked.stages_per_rank!r} is for schedules by name; a program says it by itself",
+    )
+    if not isinstance(wanted, Program):
+        made = MadeProgram(wanted, asked.micro_batches)
+        name = getattr(wanted, "__qualname__", type(wanted).__name__)
+        return Schedule(name, made.rows, made.placement, stages_per_rank=0)
+    try:
+        check_given(wanted)
+    except ValueError as error:
+        mistakes.append(f"schedule: {error}")
+        return gpipe
+    given = GivenProgram(wanted)
+    return Schedule("a program", given.rows, given.placement, stages_per_rank=0)
+
+
+def count_ranks(asked: Arguments, schedule: Schedule) -> int:
+    """K, the number of ranks, as far as the arguments can say it; else 0."""
+    partitions, each = asked.partitions, _stages_of_each(asked, schedule)
+    if isinstance(partitions, int):
+        return partitions if is_count(partitions) else 0
+    stages = len(partitions) if isinstance(partitions, Sequence) and not isinstance(partitions, str) else 0
+    if each:
+        return 0 if stages % each else stages // each
+
+    def fits(ranks: int) -> bool:
+        try:
+            return len(schedule.placement(ranks, 0) or ()) == stages
+        except Exception:  # of the user's function, which need not have a program for every K
+            return False
+
+    return next(filter(fits, range(stages, 0, -1)), 0)
+
+
+def _stages_of_each(asked: Arguments, schedule: Schedule) -> int:
+    """The stages on each rank; 0 where the schedule says it by itself."""
+    each = asked.stages_per_rank
+    return each if each is not None and schedule.stages_per_rank and is_count(each) else schedule.stages_per_rank
+
+
+def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: Mistakes) -> Placement:
+    """The rank of each stage, or nothing if it cannot be; how many layers there are is not known where that is 0."""
+    partitions, m = asked.partitions, asked.micro_batches
+    mistakes.check(
+        asked.stages_per_rank is None or is_count(asked.stages_per_rank),
+        f"stages_per_rank={asked.stages_per_rank!r}; give a whole number of at least 1"
+        f"{int_remedy(asked.stages_per_rank)}, or None for what the schedule has",
+    )
+    ranks, each = count_ranks(asked, schedule), _stages_of_each(asked, schedule)
+    least = ranks * max(each, 1)
+    if not _are_counts(partitions, ranks, each, layers, mistakes):
+        return ()
+    if layers and least > layers:  # before a table is built of so many
+        mistakes.append(_too_few_layers(partitions, least, layers))
+        return ()
+    try:
+        placement = schedule.placement(ranks, each)
+    except ValueError as error:  # of the user's function, say
+        mistakes.append(f"schedule: {error}")
+        return ()
+    if not placement:
+        why = unplaced(schedule, ranks, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks"
+        mistakes.append(why)
+        return ()
+    if is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.rows(placement, m):
+        mistakes.append(without_table(schedule, placement, m))
+    if isinstance(partitions, int) and 0 < layers < len(placement):
+        mistakes.append(_too_few_layers(partitions, len(placement), layers))
+        return ()
+    return placement
+
+
+def _are_counts(partitions: Any, ranks: int, each: int, layers: int, mistakes: Mistakes) -> bool:
+    """Notes what is wrong with the number of partitions, or with the layers of each stage."""
+    if isinstance(partitions, Sequence) and not isinstance(partitions, str) and partitions:
+        counts = list(partitions)
+        if mistakes.check(all(map(is_count, counts)), f"partitions={counts}; each partition needs at least 1 layer"):
+            mistakes.check(
+                not layers or sum(counts) == layers,
+                f"partitions={counts} adds up to {sum(counts)} layers, but there are {layers}",
+            )
+        places = f"puts {each} on each rank; give a multiple of that" if each else "is of another number of stages"
+        return mistakes.check(ranks > 0, f"partitions={counts} has {len(counts)} stages, and the schedule {places}")
+    several = isinstance(partitions, (set, np.ndarray, torch.Tensor))
+    remedy = ", as a list of ints" if several else int_remedy(partitions)
+    return mistakes.check(
+        is_count(partitions),
+        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{remedy}",
+    )
+
+
+def _too_few_layers(partitions: object, stages: int, layers: int) -> str:
+    several = "" if stages == partitions else f", {stages} stages in all"
+    return (
+        f"partitions={partitions}{several}, but there are only {layers} layers; give at most that, or cut the "
+        f"layers finer"
+    )

@@ -1,22 +1,30 @@
-"""What a pipe is made of, once the arguments are checked, the defaults filled in and the layers cut."""
+"""What a pipe is made of: arguments checked, defaults filled in, layers weighed and cut."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from gpipe.config.arguments import Arguments, Driver
-from gpipe.config.check import check
-from gpipe.config.weigh import weigh
+from gpipe.config.arguments import AUTO, Arguments, Costs, Driver
+from gpipe.config.check import Checked, check
 from gpipe.distributed.mesh import Position
-from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat
-from gpipe.schedule.partition import Partition
+from gpipe.planner.counts import count_parameters
+from gpipe.planner.measure import as_in_training, measure_by, measure_seconds, memory_of
+from gpipe.planner.profile import count_flops, profile_layers
+from gpipe.planner.search.cuts import partition
+from gpipe.planner.search.fitting import fitting_remat
+from gpipe.schedule.action import Kind
+from gpipe.schedule.cost import StageCost, stage_cost
+from gpipe.schedule.lower import Remat, place_recompute, unsplit_stages
+from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import Schedule
+from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
 from gpipe.schedule.simulate import Prediction, predict
+from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.outline import Outline
 from gpipe.stages.shared_weights import Tied, tie
+from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
 
 
@@ -40,7 +48,7 @@ class Settings:
     intra_op_threads: int
     deferred_batch_norm: bool
     sync_batch_norm: bool
-    replayed: TracedModel | None = None  # if the layers are parts of a model
+    traced: TracedModel | None = None  # if the layers are parts of a model
     tied: Tied = ()  # over processes: where identity cannot show it
 
     @property
@@ -62,9 +70,9 @@ def settle(
     asked: Arguments,
     position: Position | None = None,
     outline: Outline | None = None,
-    replayed: TracedModel | None = None,
+    traced: TracedModel | None = None,
 ) -> Settings:
-    """Checks all arguments, fills in the defaults and cuts the layers.
+    """Checks all arguments, fills in the defaults, measures or counts what layers cost, and cuts them.
 
     With the outline of one of several processes, layers that are given as callables stay on the meta device.
 
@@ -72,31 +80,125 @@ def settle(
         asked: What the user gave.
         position: Where this process stands among several.
         outline: All layers, if there are several processes.
-        replayed: The model, if it is one.
+        traced: The model, if it is one.
 
     Raises:
-        ValueError: Lists every mistake, each with what to do.
+        ValueError: Lists every mistake, each with what to do. Or, with `remat="auto"`, the layers do not fit, though
+            everything is recomputed.
     """
-    checked = check(asked, position, outline, replayed)
+    checked = check(asked, position, outline, traced)
+    asked, plan = checked.asked, checked.asked.plan
     if position is None:
         tie(checked.tied)
-    weighed, asked = weigh(checked, replayed), checked.asked
+    schedule, placement, micro_batches = checked.schedule, checked.placement, asked.micro_batches
+    layers, sample = _alone(asked, list(checked.layers.values()), traced)
+    some = min(micro_batches, 2 * len(set(placement)))  # a fill, a middle and a drain show what pays
+    program = _bare(schedule, placement, some if schedule.rows(placement, some) is not None else micro_batches)
+    cuts, seconds = _cut(checked, layers, sample, program)
+    measured = asked.in_seconds
+    if plan is not None and asked.costs is plan.work:  # then nothing was measured anew
+        seconds, measured = plan.costs, plan.measured
+    held = plan.costs if plan is not None and micro_batches == plan.micro_batches else None
+    remat = checked.remat
+    if asked.remat == AUTO:
+        held = count_stages(layers, sample, cuts)
+        remat = _fit(_bare(schedule, placement, micro_batches), held, _limits(asked, checked.devices))
+    if seconds is not None and all(cost.weight_share is not None for cost in seconds):
+        unsplit = unsplit_stages(place_recompute(program, remat), seconds)  # where it would not pay
+    else:  # where nothing can wait
+        trains = [any(p.requires_grad for p in layer.parameters()) for layer in checked.layers.values()]
+        unsplit = frozenset(stage for stage, (first, end) in enumerate(cuts.bounds) if not any(trains[first:end]))
     return Settings(
         layers=checked.layers,
-        partition=weighed.partition,
-        placement=checked.placement,
-        stage_costs=weighed.seconds,
-        in_seconds=weighed.in_seconds,
-        stage_bytes=weighed.bytes,
-        unsplit=weighed.unsplit,
-        micro_batches=asked.micro_batches,
-        remat=weighed.remat,
+        partition=cuts,
+        placement=placement,
+        stage_costs=seconds,
+        in_seconds=measured,
+        stage_bytes=held,
+        unsplit=unsplit,
+        micro_batches=micro_batches,
+        remat=remat,
         devices=checked.devices,
-        schedule=checked.schedule,
+        schedule=schedule,
         driver=asked.driver,  # type: ignore[arg-type]  # checked above
         seed=checked.seed,
         intra_op_threads=asked.intra_op_threads,
         deferred_batch_norm=asked.deferred_batch_norm,
         sync_batch_norm=asked.sync_batch_norm,
-        replayed=replayed,
+        traced=traced,
     )
+
+
+def _alone(
+    asked: Arguments, layers: Sequence[nn.Module], traced: TracedModel | None
+) -> tuple[Sequence[nn.Module], Tree]:
+    """The layers as they run one by one, and what the first takes of the sample's first micro-batch."""
+    if traced is None:
+        return layers, first_micro_batch(asked.sample, asked.micro_batches)
+    sample = first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
+    return traced.alone(), sample if sample is None else traced.begin([sample]).states[0]
+
+
+def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
+    """The table of forwards and backwards of a mini-batch."""
+    return Program.of(rows_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement)
+
+
+def _cut(
+    checked: Checked, layers: Sequence[nn.Module], sample: Tree, program: Program
+) -> tuple[Partition, tuple[StageCost, ...] | None]:
+    """Cuts the layers into stages, as the user says or by what they cost; the seconds of each, where measured."""
+    asked, devices = checked.asked, checked.devices
+    found = None
+    with as_in_training(devices[0], asked.intra_op_threads):
+        if asked.in_seconds:
+            parts = any(action.kind is Kind.BACKWARD_WEIGHT for action in program.actions)
+            at_once = len(devices) if asked.driver in (None, "threads") and asked.mesh is None else 1
+            found = measure_seconds(layers, sample, devices[0], at_once=at_once, parts=parts)
+            forwards = 1 if "never" in checked.remat else 2
+            costs: Sequence[float] = [forwards * each.forward + each.backward for each in found]
+        else:
+            costs = _find_costs(asked.costs, layers, sample)
+    if isinstance(asked.partitions, int):
+        cuts = partition(costs, program.stages, balance=asked.balance)
+    else:
+        cuts = given(asked.partitions, costs)
+    return cuts, None if found is None else tuple(stage_cost(found[first:end]) for first, end in cuts.bounds)
+
+
+def _find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequence[float]:
+    if callable(costs):
+        return measure_by(layers, sample, costs)
+    match costs:
+        case "flops":
+            return count_flops(layers, sample)
+        case None | "params" | "time":  # time was measured before
+            return count_parameters(layers)
+        case _:
+            return costs
+
+
+def count_stages(layers: Sequence[nn.Module], sample: Tree, cuts: Partition) -> tuple[StageCost, ...]:
+    """What the stages of layers that run one by one hold of such a micro-batch as the sample, in bytes."""
+    as_it_is = 1  # micro-batch, whatever its rows
+    profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers)).of_micro_batch(as_it_is)
+    return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
+
+
+def _fit(program: Program, costs: Sequence[StageCost], limits: Sequence[float]) -> tuple[Remat, ...]:
+    """What each stage recomputes by `remat="auto"`."""
+    try:
+        return fitting_remat(program, costs, limits)
+    except ValueError as error:
+        raise ValueError(
+            f"remat='auto': {error}; take more partitions, more micro-batches, other cuts, or more memory="
+        ) from None
+
+
+def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:
+    """The bytes that each rank may hold."""
+    if isinstance(asked.memory, Sequence):
+        return list(asked.memory)
+    if isinstance(asked.memory, (int, float)):
+        return [asked.memory] * len(devices)
+    return [memory_of(device) / list(devices).count(device) for device in devices]

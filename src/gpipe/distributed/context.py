@@ -139,14 +139,14 @@ class ProcessContext(Context):
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
         """Checks that the inputs of a call have a graph in all processes alike, or none; by the shapes in each."""
-        expected = shapes[self.first]
-        wrong = [rank for rank in self.position.ranks_of_replica if shapes[rank] and shapes[rank] != expected]
-        if wrong:
-            raise ValueError(
-                f"the inputs of rank {wrong[0]} that require a gradient have the shapes {shapes[wrong[0]]}, those "
-                f"of rank {self.first}, which reads them, {expected}; give all processes the same, or those that do "
-                f"not read inputs None"
-            )
+        for rank, own in enumerate(shapes):
+            first = self.position.rank_of(self.engine.placement[0], rank // self.position.rows)
+            if own and own != shapes[first]:  # said by all alike
+                raise ValueError(
+                    f"the inputs of rank {rank} that require a gradient have the shapes {own}, those of rank "
+                    f"{first}, which reads them, {shapes[first]}; give all processes the same, or those that do not "
+                    f"read inputs None"
+                )
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
         """Gives the gradients of a call's inputs to every process whose inputs have a graph."""
@@ -172,6 +172,7 @@ class ProcessContext(Context):
         run.settle()
         if recorder is not None:
             _join_records(recorder, net.rank, [text for _, _, text in gathered])
+            recorder.keep()
         if trains and not net.rank:
             for finding in self.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
                 logger.warning(finding)
@@ -324,7 +325,8 @@ class _Watched(list[int]):
 
 
 def _recorded(recorder: Recorder, run: Run, net: Endpoint) -> str:
-    timeline, program = recorder.runs[-1].timeline, run.compiled.program
+    assert recorder.ended is not None
+    timeline, program = recorder.ended.timeline, run.compiled.program
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
     traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(net.noted or ()))
     moved = traffic.moved(-recorder.began).to_json()
@@ -342,7 +344,7 @@ def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None]) ->
     if len(records) == len(texts):
         recorder.join(rank, records)
         return
-    recorder.forget()
+    recorder.ended = None
     logger.warning(
         "this step is not in the recording, since rank %s does not record: gpipe.record(pipe) in every process",
         ", ".join(str(remote) for remote, text in enumerate(texts) if text is None),

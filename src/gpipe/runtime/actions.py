@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -14,12 +15,12 @@ from gpipe.runtime.steps import Connections, Step
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import Gradients, attach_boundary, detach_boundary, failed_node, run_backward, set_apart
-from gpipe.stages.losses import NO_GRADIENT, call_loss
+from gpipe.stages.losses import NO_GRADIENT, NO_METRICS, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
 from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
-from gpipe.stages.stage import SHARED_IN_PLACE, LayerProgress, Stage, StageOutput, StageRun
+from gpipe.stages.stage import SHARED_IN_PLACE, Stage, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
 Work: TypeAlias = Callable[[Run, Rank, Step], None]
@@ -35,7 +36,7 @@ def receive(run: Run, rank: Rank, step: Step) -> ReadyEvent:
             taken.append(rank.handed.pop(label))
         else:
             message, mark = run.context.receive(rank.rank, peer, label)
-            taken.append(rank.stream.take(message, mark))
+            taken.append(message if rank.stream.alone else rank.stream.take(message, mark))
     return mark
 
 
@@ -58,7 +59,8 @@ def forward(run: Run, rank: Rank, step: Step) -> None:
     saved = rank.saved[at, m] = Saved(given)  # type: ignore[arg-type]  # crossings, since it is a forward
     again = m in ends.recomputed
     before = own.buffers.before() if again else None
-    if check := _check(run, rank, at):
+    check = _check(run, rank, at) if run.examines else None
+    if check:
         check.before_forward()
     with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING:
         made = _run_layers(run, own, ends, saved, m)
@@ -89,8 +91,8 @@ def recompute(run: Run, rank: Rank, step: Step) -> None:
     """R: runs a stage's layers once more, for their graph; the bits must be those of the forward."""
     at, m = step.stage, step.micro_batch
     own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
-    if check := _check(run, rank, at):
-        check.refuse_written()
+    if run.examines:
+        _check(run, rank, at).refuse_written()
     aside = rank.deferred[at].aside() if at in rank.deferred else _NOTHING
     with own.buffers.as_before(saved.snapshot) if saved.snapshot else _NOTHING, aside:
         made = _run_layers(run, own, ends, saved, m)
@@ -101,11 +103,10 @@ def recompute(run: Run, rank: Rank, step: Step) -> None:
     if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it
         rank.doubts.append(differs)
     saved.snapshot = None
-    saved.roots = (
-        [detach_boundary(value)[1] for value in made.values]
-        if ends.outs
-        else [_last_roots(run, rank, saved, made, m)]
-    )
+    if ends.outs:
+        saved.roots = [roots for _, roots in map(detach_boundary, made.values)]
+    else:
+        saved.roots = [_last_roots(run, rank, saved, made, m)]
 
 
 def backward(run: Run, rank: Rank, step: Step) -> None:
@@ -113,27 +114,28 @@ def backward(run: Run, rank: Rank, step: Step) -> None:
     at, m = step.stage, step.micro_batch
     own, saved = rank.stages[at], rank.saved[at, m]
     returned = rank.taken if step.takes else [_last_gradients(run, rank, saved, m)]
-    roots = [root for some in saved.roots for root in some]
-    gradients = [gradient for some in returned for gradient in some]  # type: ignore[union-attr]  # gradients, since it is a backward
+    roots: list[Tensor] = [*chain.from_iterable(saved.roots)]
+    gradients: Gradients = [*chain.from_iterable(returned)]  # type: ignore[arg-type]  # since it is a backward
     returned.clear()
     saved.roots = []
     leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
     if run.owners is not None:
         run.owners.check(at, roots, leaves)
-    if check := _check(run, rank, at):
+    check = _check(run, rank, at) if run.examines else None
+    if check:
         check.before_backward()
-    pending = [one.pending for (stage, _), one in rank.saved.items() if stage == at and one.pending is not None]
+    waiting = rank.waiting[at]
     with InBackward(partial(saved.progress.maker_of, layers=own.stage.layers)):
         if step.action.kind is Kind.BACKWARD or own.is_sharded:
-            for one in pending:
+            for one in waiting.values():
                 backward_weight(one)
             run_backward(roots, gradients)
         else:
-            saved.pending = backward_input(roots, gradients, leaves, pending)
+            waiting[m] = backward_input(roots, gradients, leaves, list(waiting.values()))
     if check:
         run.findings += check.after_backward()
     del gradients
-    set_apart(saved.gradients, saved.pending.gradients if saved.pending else ())
+    set_apart(saved.gradients, waiting[m].gradients if m in waiting else ())
     if at:
         send(run, rank, step, saved.gradients)
     else:
@@ -145,14 +147,15 @@ def backward(run: Run, rank: Rank, step: Step) -> None:
 
 def backward_of_weights(run: Run, rank: Rank, step: Step) -> None:
     """W: runs the second part of a backward, which adds up the gradients of weights that waited."""
-    saved = rank.saved[step.stage, step.micro_batch]
-    if saved.pending is not None:
-        layers = rank.stages[step.stage].stage.layers
-        with InBackward(partial(saved.progress.maker_of, layers=layers)):
-            backward_weight(saved.pending)
-        if check := _check(run, rank, step.stage):
-            check.after_weights()
-    del rank.saved[step.stage, step.micro_batch]
+    at, m = step.stage, step.micro_batch
+    saved, waiting = rank.saved[at, m], rank.waiting[at]
+    if m in waiting:
+        with InBackward(partial(saved.progress.maker_of, layers=rank.stages[at].stage.layers)):
+            backward_weight(waiting[m])
+        if run.examines:
+            _check(run, rank, at).after_weights()
+        del waiting[m]
+    del rank.saved[at, m]
 
 
 def commit(run: Run, rank: Rank, step: Step) -> None:
@@ -180,16 +183,17 @@ WORK: dict[Kind, Work] = {
 
 def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
     """In words, the layer in which an action failed, as far as that can be known."""
-    layers = rank.stages[action.stage].stage.layers
-    saved = None if action.micro_batch is None else rank.saved.get((action.stage, action.micro_batch))
-    if saved is None:
+    at, m = action.stage, action.micro_batch
+    layers = rank.stages[at].stage.layers
+    if m is None or (at, m) not in rank.saved:
         return None
+    progress = rank.saved[at, m].progress
     if action.kind in BACKWARDS:
-        layer = saved.progress.maker_of(failed_node(error), layers)
+        layer = progress.maker_of(failed_node(error), layers)
     elif action.kind is Kind.BACKWARD_WEIGHT:
-        layer = saved.progress.maker_of(saved.pending.next_node if saved.pending else None, layers)
+        layer = progress.maker_of(rank.waiting[at][m].next_node if m in rank.waiting[at] else None, layers)
     else:
-        layer = saved.progress.last_of(layers)
+        layer = progress.last_of(layers)
     return layer or f"one of {', '.join(map(str, layers))}"
 
 
@@ -199,55 +203,54 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
     saved.progress = run.context.new_progress()  # of this time, not of the one before
     for crossing in saved.given:
         crossing.check(stage)
-    entered = [attach_boundary(crossing) for crossing in saved.given]
+    entered = list(map(attach_boundary, saved.given))
     saved.gradients = [one.gradients for one in entered]
     arrived = {name: one.value for name, one in zip(ends.skips_in, entered, strict=False)}
     for_loss = () if ends.outs else run.loss_pops
-    value, key = entered[-1].value, run.rng_key(m)
     with run.thread_state.around_layers():
-        made = stage.forward(value, arrived, ends.skips_out, for_loss, key, saved.progress, own.modes)
-    for end, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
-        hooked = one.hooked()
-        known = crossing.ancestors is not None
-        if hooked & (crossing.ancestors or set()) or (
-            hooked and not known and (len(one.aliases) > 1 or not end.alone)
-        ):
-            raise RuntimeError(HOOKED.format(stage=stage))
+        made = stage.forward(
+            entered[-1].value, arrived, ends.skips_out, for_loss, run.rng_key(m), saved.progress, own.modes
+        )
+    for route, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
+        if hooked := one.hooked():
+            alone = len(one.aliases) == 1 and len(run.connections[route.source].outs) == 1
+            if hooked & crossing.ancestors if crossing.ancestors is not None else not alone:
+                raise RuntimeError(HOOKED.format(stage=stage))
         if crossing.shares_storage and not made.changed.isdisjoint(map(id, tensors_in(one.value))):
             raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
     return made
 
 
-def _check(run: Run, rank: Rank, at: int) -> FirstRunCheck | None:
-    if run.examines and at not in rank.checks:
+def _check(run: Run, rank: Rank, at: int) -> FirstRunCheck:
+    if at not in rank.checks:
         rank.checks[at] = FirstRunCheck(rank.stages[at])
-    return rank.checks.get(at)
+    return rank.checks[at]
 
 
 def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -> list[Tensor]:
-    """What gradients come back to at the last stage: the loss, or what of the output wants one."""
+    """What gradients come back to at the last stage: what of the output wants one, or the loss.
+
+    A loss is computed once: in the forward of its micro-batch, or in the recompute if there is one.
+    """
     if run.loss_fn is None:
         return [tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad]
-    return [_loss(run, rank, made, m, saved.progress)]
-
-
-def _loss(run: Run, rank: Rank, made: StageOutput, m: int, progress: LayerProgress) -> Tensor:
-    """The loss of a micro-batch, computed once: in its forward, or in its recompute if there is one."""
     target = run.targets[m]
-    assert run.loss_fn is not None
-    progress.enter()
+    saved.progress.enter()
     if not rank.stream.alone:
         target = replace_tensors(target, lambda tensor: rank.stream.bring(tensor, None))
     call, run.call_loss = run.call_loss, call_loss
     with run.thread_state.around_layers(), PipeRngScope(run.seed, run.step, len(run.engine.layers), run.first + m):
-        loss, run.metrics[m] = call(run.loss_fn, made.values[0], target, made.for_loss)
+        loss, metrics = call(run.loss_fn, made.values[0], target, made.for_loss)
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)
+    if metrics is not NO_METRICS:
+        run.metrics[m] = metrics
     run.losses[m] = loss.detach().clone()  # mse_loss keeps the memory of all that it added up
-    return loss
+    return [loss]
 
 
 def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
+    """What comes back to the roots of the last stage."""
     if run.loss_fn is None:
         return rank.stream.take_gradients(run.output_gradients[m], None)
     gradient = run.loss_gradients[m]

@@ -6,6 +6,7 @@ is dropped takes everything with it.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,96 +38,77 @@ SECOND_BACKWARD = (
 )
 
 
-class Call:
-    """One forward of all processes, and its backward whenever that comes."""
-
-    def __init__(self, run: Run, inputs: Sequence[Tensor]) -> None:
-        self._run: Run | None = run  # until its backward
-        self._shapes = [list(tensor.shape) for tensor in inputs]
-        self._devices = [tensor.device for tensor in inputs]
-        self._context, self._notes = run.context, run.recorder is not None
-        self._wants: list[tuple[bool, ...]] = []
-
-    def forward(self) -> list[Output]:
-        """Runs all forwards; gives the outputs of all micro-batches, in every process."""
-        run = self._run
-        assert run is not None
-        run_forward(run)
-        outputs = run.context.gather_outputs(run.take_outputs(), len(run.rows))
-        self._wants = [output.wants_gradient for output in outputs]
-        self._wanted = run.context.finish(run, self._shapes)
-        run.context.check_inputs(self._wanted)
-        return outputs
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Runs all backwards; gives the gradients of the inputs' leaves, micro-batch after micro-batch.
-
-        Over processes the gradients of the output count that the one with the last stage has, and those of the
-        inputs come to all whose inputs have a graph.
-        """
-        with self._context.entered(notes=self._notes):
-            run, self._run = self._run, None
-            if run is None:
-                raise RuntimeError(SECOND_BACKWARD)
-            run.context.agree(run, Request.BACKWARD)
-            run.output_gradients = self._parted(gradients)
-            run_backward(run)
-            run.tell(run.findings)
-            found = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
-            found = run.context.share_input_gradients(found, self._wanted)
-            run.context.finish(run)
-        return [
-            moved(gradient, device) if isinstance(gradient, Tensor) else None
-            for device, gradient in zip(self._devices, found, strict=True)
-        ]
-
-    def _parted(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """The gradients of those tensors of each output that want one.
-
-        Where there are none at all, autograd came here all the same, and so they are undefined.
-        """
-        remaining = iter(gradients)
-        parted: list[Gradients] = [
-            [gradient for wanted, gradient in zip(wants, remaining, strict=False) if wanted] for wants in self._wants
-        ]
-        unused = [all(gradient is None for gradient in some) for some in parted]
-        runs_all = self._context.awaits_backwards or all(unused)
-        return [
-            [UNDEFINED] * len(some) if runs_all and without else some
-            for some, without in zip(parted, unused, strict=True)
-        ]
-
-
 def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
-    """Runs the forward of a call as one autograd node; gives the output of each micro-batch.
+    """Runs the forward of a call as one autograd node; gives the output of each micro-batch, in every process.
 
     `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up what comes back to one
     tensor in the order of the node's inputs: that of the micro-batches.
     """
-    inputs = [leaf for found in leaves for leaf in found]
     anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
     outputs: list[Output] = []
-    tensors = iter(_Pipelined.apply(Call(run, inputs), outputs, anchor, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch
+    tensors = iter(_Pipelined.apply(run, outputs, anchor, *chain.from_iterable(leaves)))  # type: ignore[no-untyped-call]  # untyped in torch
     return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
 
 
 class _Pipelined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, outputs: list[Output], anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        outputs += call.forward()
+    def forward(ctx: Any, run: Run, outputs: list[Output], anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        run_forward(run)
+        outputs += run.context.gather_outputs(run.take_outputs(), len(run.rows))
         tensors = [tensor for output in outputs for tensor in tensors_in(output.value)]
-        wants = [want for output in outputs for want in output.wants_gradient]
-        ctx.call = call
+        ctx.wants = [output.wants_gradient for output in outputs]
+        ctx.run, ctx.context, ctx.notes = run, run.context, run.recorder is not None
+        ctx.devices = [leaf.device for leaf in leaves]
         ctx.anchor = get_gradient_edge(anchor).node
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t, wanted in zip(tensors, wants, strict=True) if not wanted))
+        wants = chain.from_iterable(ctx.wants)
+        ctx.mark_non_differentiable(*(tensor for tensor, wanted in zip(tensors, wants, strict=True) if not wanted))
         return tuple(tensors)
 
     @staticmethod
     @entrance
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Runs all backwards; gives the gradients of the leaves, micro-batch after micro-batch.
+
+        Over processes the gradients of the output count that the one with the last stage has, and those of the
+        inputs come to all whose inputs have a graph.
+        """
         if torch.is_grad_enabled():
             raise RuntimeError(CREATE_GRAPH)
         if not will_run(ctx.anchor):
             raise RuntimeError(ONLY_SOME)
-        return (None, None, None, *ctx.call.backward(gradients))
+        with ctx.context.entered(notes=ctx.notes):
+            run: Run | None
+            run, ctx.run = ctx.run, None
+            if run is None:
+                raise RuntimeError(SECOND_BACKWARD)
+            run.context.agree(run, Request.BACKWARD)
+            run.output_gradients = _parted(ctx.wants, gradients, runs_all=run.context.awaits_backwards)
+            run_backward(run)
+            run.tell(run.findings)
+            found = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
+            found = run.context.share_input_gradients(found, run.input_shapes)
+            run.context.finish(run)
+        given = (
+            moved(gradient, device) if isinstance(gradient, Tensor) else None
+            for device, gradient in zip(ctx.devices, found, strict=True)
+        )
+        return (None, None, None, *given)
+
+
+def _parted(
+    wants: Sequence[Sequence[bool]], gradients: Sequence[Tensor | None], *, runs_all: bool
+) -> list[Gradients]:
+    """The gradients of those tensors of each output that want one; of an output that has none, perhaps undefined.
+
+    So it is where other replicas wait for its backward; or where there are none at all: autograd came here all the
+    same.
+    """
+    remaining = iter(gradients)
+    parted: list[Gradients] = [[g for wanted, g in zip(some, remaining, strict=False) if wanted] for some in wants]
+    unused = [all(gradient is None for gradient in some) for some in parted]
+    runs_all = runs_all or all(unused)
+    return [
+        [UNDEFINED] * len(some) if runs_all and without else some
+        for some, without in zip(parted, unused, strict=True)
+    ]

@@ -6,6 +6,7 @@ implementation, for one of several processes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
@@ -48,10 +49,8 @@ class Context:
     awaits_backwards = False
 
     def __init__(self, ranks: int) -> None:
-        self._queues: list[SimpleQueue[tuple[Label, Message, ReadyEvent] | None]] = [
-            SimpleQueue() for _ in range(ranks)
-        ]
-        self._early: list[dict[Label, tuple[Message, ReadyEvent]]] = [{} for _ in range(ranks)]
+        self._queues = [SimpleQueue[tuple[Label, Message, ReadyEvent] | None]() for _ in range(ranks)]
+        self._early = defaultdict[int, dict[Label, tuple[Message, ReadyEvent]]](dict)  # by rank, which alone asks
         self.cancelled = False
 
     # Between processes, before and after a pass over the micro-batches.
@@ -84,6 +83,8 @@ class Context:
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
         """Ends a pass once all processes have come to its end; gathers a value from each."""
         run.settle()
+        if run.recorder is not None:
+            run.recorder.keep()
         return [value]
 
     # Of ranks, in a pass.

@@ -1,7 +1,7 @@
 """The engine of a pipe: its stages, and the tables that mini-batches run."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe.runtime.steps import CompiledProgram
 from gpipe.runtime.streams import RankStream, streams_on
@@ -25,6 +25,9 @@ from gpipe.stages.side_effects import find_shared_buffers
 from gpipe.stages.skips import Pop, find_loss_pops
 from gpipe.stages.stage import Stage, stage_of_layers
 
+if TYPE_CHECKING:
+    from gpipe.tracing.model import TracedModel
+
 
 class Wanted(NamedTuple):
     """What a program is made for: `halved` for a loss that is computed outside."""
@@ -34,17 +37,6 @@ class Wanted(NamedTuple):
     halved: bool = False
     loss_pops: tuple[Pop, ...] = ()
     path: int = 0  # of a model that is replayed
-
-
-class Routes(Protocol):
-    """What engines need to know of a traced model: what skips stages, on each path that its forward takes."""
-
-    @property
-    def traces(self) -> Sequence[object]:
-        """Those that are known."""
-
-    def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
-        """The uses, on a path, of tensors that have routes of their own."""
 
 
 class Engine:
@@ -57,7 +49,7 @@ class Engine:
         schedule: In which order ranks do what they do.
         remat: Of each stage.
         unsplit: The stages whose backwards are never split.
-        traced: The paths of the model, if the stages are parts of one that is traced.
+        traced: The model, if the stages are parts of one that is traced.
         tied: Parameters that are one though the modules do not show it.
         threaded: Whether each rank has a thread.
         intra_op_threads: CPU threads of one operation.
@@ -75,7 +67,7 @@ class Engine:
         remat: Sequence[Remat],
         *,
         unsplit: Collection[int] = (),
-        traced: Routes | None = None,
+        traced: "TracedModel | None" = None,
         tied: Tied = (),
         threaded: bool,
         intra_op_threads: int,

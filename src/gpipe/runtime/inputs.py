@@ -1,19 +1,19 @@
 """What one call of a pipe is given, checked and cut into micro-batches."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from numbers import Real
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gpipe._torch.autograd import is_differentiated_forward
-from gpipe.stages.losses import find_reduction, own_loss
 from gpipe.stages.microbatch import (
     MicroBatches,
-    Reduction,
     as_tree,
     count_rows,
     find_unsplit_lists,
@@ -28,25 +28,6 @@ NO_GRAPH = (
     "a pipe is run by threads or processes, which torch.jit and torch.export cannot follow; trace, script or export "
     "the plain layers: torch.nn.Sequential(*layers)"
 )
-
-
-class StepInputs(NamedTuple):
-    """What one call of `step` is given."""
-
-    inputs: Tree
-    targets: Tree
-    loss_fn: Any  # a function of (output, target); anything else is refused
-    reduction: Reduction | None
-    scale: float
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the loss is the model's own."""
-        return self.loss_fn is own_loss
-
-    def find_reduction(self) -> Reduction | None:
-        """How the losses make one, as asked or as the loss itself says; None if only a call of it shows that."""
-        return find_reduction(self.loss_fn) if self.reduction is None else self.reduction
 
 
 def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:
@@ -112,38 +93,30 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
     ([3, 2], torch.Size([3, 4]), 2)
     """
     check_values(**trees)
-    counts = {what: len(tree) for what, tree in trees.items() if isinstance(tree, MicroBatches)}
-    if counts:
-        check_ready_made(**{what: counts.get(what) for what in trees})
-        return _take_alike(micro_batches, trees)
-    rows = count_rows(trees["inputs"])
-    parts = min(micro_batches, rows)
-    found = []
-    mistakes: list[str] = []
+    inputs = trees["inputs"]
+    if MicroBatches in map(type, trees.values()):
+        check_ready_made(**{what: _count_parts(tree) for what, tree in trees.items()})
+        assert isinstance(inputs, MicroBatches)
+        if len(inputs) > micro_batches:
+            raise ValueError(
+                f"{len(inputs)} ready-made micro-batches were given to a pipe with micro_batches={micro_batches}; "
+                f"make the pipe with micro_batches={len(inputs)}, or put several of them together"
+            )
+        parts = [take_parts(tree) for tree in trees.values() if isinstance(tree, MicroBatches)]
+        return [count_rows(part, m) for m, part in enumerate(inputs)], parts
+    rows = count_rows(inputs)
+    count = min(micro_batches, rows)
+    found, mistakes = [], list[str]()
     for what, tree in trees.items():
-        if parts > 1 and type(tree) is not Tensor:
+        if count > 1 and type(tree) is not Tensor:
             mistakes += find_unsplit_lists(what, tree, rows)
         try:
-            found.append(split(tree, rows, parts, what))
+            found.append(split(tree, rows, count, what))
         except ValueError as error:
             mistakes.append(str(error))
     if mistakes:
         raise ValueError("\n".join(mistakes))
-    return rows_of_parts(rows, parts), found
-
-
-def _take_alike(most: int, trees: Mapping[str, Tree]) -> tuple[list[int], list[list[Tree]]]:
-    """Takes ready-made parts, at most so many; gives the rows of each part of the inputs, and the parts."""
-    given = {what: tree for what, tree in trees.items() if isinstance(tree, MicroBatches)}
-    parts = len(given["inputs"])
-    if parts > most:
-        raise ValueError(
-            f"{parts} ready-made micro-batches were given to a pipe with micro_batches={most}; make the pipe with "
-            f"micro_batches={parts}, or put several of them together"
-        )
-    return [count_rows(part, m) for m, part in enumerate(given["inputs"])], [
-        take_parts(tree) for tree in given.values()
-    ]
+    return rows_of_parts(rows, count), found
 
 
 def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> list[Tree]:
@@ -159,11 +132,14 @@ def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> li
     (torch.Size([3]), torch.Size([2]))
     """
     check_values(targets=targets)
-    given = len(targets) if isinstance(targets, MicroBatches) else None
-    check_ready_made(inputs=len(rows) if ready_made else None, targets=given)
-    return (
-        take_parts(targets) if isinstance(targets, MicroBatches) else split(targets, sum(rows), len(rows), "targets")
-    )
+    check_ready_made(inputs=len(rows) if ready_made else None, targets=_count_parts(targets))
+    if isinstance(targets, MicroBatches):
+        return take_parts(targets)
+    return split(targets, sum(rows), len(rows), "targets")
+
+
+def _count_parts(tree: Tree) -> int | None:
+    return len(tree) if isinstance(tree, MicroBatches) else None
 
 
 def check_ready_made(**counts: int | None) -> None:
@@ -185,8 +161,7 @@ def check_ready_made(**counts: int | None) -> None:
 
 def check_values(**trees: Tree) -> None:
     """Checks that all in these trees can be split, or taken as it is."""
-    strange = [text for what, tree in trees.items() for text in find_unsplittable(what, tree)]
-    if strange:
+    if strange := list(chain.from_iterable(map(find_unsplittable, trees, trees.values()))):
         raise TypeError("\n".join(strange))
 
 
@@ -203,7 +178,7 @@ def refuse_tangents(inputs: Tree) -> None:
 
 def refuse_gradients_of_inputs(inputs: Tree) -> None:
     """Refuses inputs of a step that would wait for gradients."""
-    if any(tensor.requires_grad for tensor in tensors_in(inputs)):
+    if any(map(attrgetter("requires_grad"), tensors_in(inputs))):
         raise ValueError(
             "an input requires a gradient, and step() gives none to its inputs; "
             "use loss_fn(pipe(inputs), targets).backward(), or detach the input"

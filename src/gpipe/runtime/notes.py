@@ -4,6 +4,7 @@ from gpipe.runtime.actions import layer_of
 from gpipe.runtime.run import Rank, Run
 from gpipe.schedule.action import NAMES, Kind
 from gpipe.schedule.program import Program
+from gpipe.stages.losses import own_loss
 from gpipe.stages.stage import LOSS
 
 PHASES = NAMES | {
@@ -26,6 +27,7 @@ NOT_TENSORS = {
     "dict": "a layer is given all of it; put one between that takes the tensor out",
 }
 TWO_VALUES_A_LOSS = "\nthe loss is called as loss_fn(output, target), with what one micro-batch gave and its targets"
+NO_TARGETS = "\nstep was given no targets: give them behind the inputs, as in pipe.step(inputs, targets, loss_fn)"
 OF_A_THREAD = "'_thread._local' object has no attribute"
 NOT_OF_THIS_THREAD = (
     "\na threading.local has what each thread has set there, and rank threads have set nothing: use a "
@@ -41,13 +43,10 @@ def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: i
     """Tells an exception where it was raised."""
     if not isinstance(getattr(error, "__notes__", []), list):
         del error.__notes__  # something of the user's own, where Python wants a list
-    error.add_note(describe(run, rank, program, at, error))
-
-
-def describe(run: Run, rank: Rank, program: Program, at: int, error: BaseException) -> str:
-    """The note on an exception: where in the pipeline it happened."""
     layer = layer_of(rank, program.rows[rank.rank][at], error)
-    return f"{in_words(program, rank.rank, at, layer, run.context.name(rank.rank))}{advice(error, layer)}"
+    where = in_words(program, rank.rank, at, layer, run.context.name(rank.rank))
+    lacks_targets = layer == LOSS and run.loss_fn is not own_loss and all(target is None for target in run.targets)
+    error.add_note(where + advice(error, layer) + NO_TARGETS * lacks_targets)
 
 
 def advice(error: BaseException, layer: str | None) -> str:

@@ -1,23 +1,34 @@
 """The passes of a mini-batch through the stages: forwards and backwards together, or first all of the one.
 
-A `step` is one pass. A call is two, its forward and its backward, and whatever else comes between them.
+A `step` is one pass. A call is two, its forward and its backward, and whatever else comes between them. In a pass
+each rank does its actions in their order, all ranks in the calling thread or each in its own.
+
+Three ranks, four micro-batches, fill-drain; F forwards, B backwards, each of a micro-batch:
+
+    rank 0   F0 F1 F2 F3          B0 B1 B2 B3
+    rank 1      F0 F1 F2 F3    B0 B1 B2 B3
+    rank 2         F0 F1 F2 F3 B0 B1 B2 B3
+
+Before it does an action, a rank receives what the action needs; behind it, it sends what others need of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
 from functools import partial
 
 import torch
 
-from gpipe._torch.modes import casts_apart, intra_op_threads
-from gpipe.runtime.loop import lockstep, run_rank
-from gpipe.runtime.run import Run
-from gpipe.runtime.steps import CompiledRows
-from gpipe.runtime.thread_state import ThreadState
-from gpipe.runtime.threads import RankThreads
+from gpipe._torch.modes import as_rank, casts_apart, intra_op_threads
+from gpipe.errors import RemoteError
+from gpipe.runtime.actions import WORK, receive
+from gpipe.runtime.notes import add_note
+from gpipe.runtime.run import Rank, Run
+from gpipe.runtime.steps import CompiledRows, Step
+from gpipe.runtime.threads import ThreadState
 from gpipe.stages.layout import is_sharded
 from gpipe.stages.losses import call_loss
+from gpipe.stages.messages import Cancelled
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
 from gpipe.stages.rng import unseeded
 from gpipe.stages.side_effects import SharedBufferCheck
@@ -27,7 +38,7 @@ from gpipe.stages.tree import version
 def run_step(run: Run) -> None:
     """Runs the whole table."""
     run.prepare()
-    _go(run, run.compiled.whole)
+    _run_table(run, run.compiled.whole)
     _finish(run)
 
 
@@ -43,15 +54,12 @@ def run_forward(run: Run) -> None:
             f"{', '.join(run.thread_state.unsupported)} is active, and would not see what a backward recomputes "
             f"of this call; use step(), or remat='never'"
         )
-    _go(run, run.compiled.forward)
+    _run_table(run, run.compiled.forward)
     run.versions = _find_versions(run)  # behind it: lazy modules come by theirs in it
 
 
 def run_backward(run: Run) -> None:
     """Runs the backward half.
-
-    On CUDA it runs in this thread: it is autograd's thread of the device, and backwards in other threads would
-    wait for it for ever.
 
     Raises:
         RuntimeError: A parameter, or whether a module trains, has changed since the forward.
@@ -61,8 +69,123 @@ def run_backward(run: Run) -> None:
             "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
             "backward, which would recompute with the new value; call backward first, or use remat='never'"
         )
-    _go(run, run.compiled.backward, backward=True)
+    _run_table(run, run.compiled.backward, backward=True)
     _finish(run)
+
+
+def run_rank(run: Run, rank: Rank, rows: CompiledRows) -> None:
+    """Does the actions of one rank, in its own thread or process."""
+    context, at = run.context, 0
+    try:
+        with run.thread_state.rank_thread(), as_rank(), rank.stream.enter():
+            for step in rows.rows[rank.rank]:
+                at = step.at
+                if context.cancelled:
+                    raise Cancelled
+                context.reach(at)
+                do(run, rank, step)
+    except Cancelled:
+        raise
+    except BaseException as error:
+        if not (isinstance(error, RemoteError) and error.heard):
+            add_note(error, run, rank, rows.program, at)
+        raise
+
+
+def lockstep(run: Run, rows: CompiledRows) -> None:
+    """Does the actions of all ranks in the calling thread, in one legal order: what a debugger wants to see."""
+    with run.thread_state.rank_thread():
+        for step in rows.steps:
+            rank = run.ranks[step.rank]
+            try:
+                with rank.stream.enter():
+                    do(run, rank, step)
+            except BaseException as error:
+                add_note(error, run, rank, rows.program, step.at)
+                raise
+
+
+def do(run: Run, rank: Rank, step: Step) -> None:
+    """Does one action."""
+    if run.recorder is not None:
+        run.recorder.do(run, rank, step)
+        return
+    if step.takes:
+        receive(run, rank, step)
+    WORK[step.action.kind](run, rank, step)
+
+
+def _run_table(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
+    """Has the ranks of this process do their actions of a table, or of half of one.
+
+    The backward of a call runs on CUDA in this thread: it is autograd's thread of the device, and backwards in other
+    threads would wait for it for ever.
+    """
+    engine, autocasts = run.engine, run.thread_state.autocasts
+    in_threads = engine.threaded and not (backward and any(device.type == "cuda" for device in engine.devices))
+    _begin(run, backward=backward)
+    if in_threads:
+        ThreadState.here().refuse_unsupported()  # of a backward, too
+    buffers = SharedBufferCheck(engine.shared_buffers) if engine.shared_buffers else None
+    aliased = run.aliases.in_place() if engine.shared else nullcontext()
+    if autocasts:  # it begins and ends with no casts kept, as ThreadState says
+        torch.clear_autocast_cache()
+    try:
+        with aliased, unseeded(engine.devices), intra_op_threads(engine.intra_op_threads):
+            _run_ranks(run, rows, in_threads=in_threads)
+        if buffers:
+            buffers.check()
+    except BaseException as error:
+        _clear(run)
+        if buffers and isinstance(error, RecomputeError):
+            buffers.check()  # knows more, perhaps
+        raise
+    finally:
+        if autocasts:
+            torch.clear_autocast_cache()
+    for rank in run.ranks:
+        _check_recomputes(run, rank)
+        rank.stream.end()
+    if run.recorder is not None:
+        run.recorder.end()
+
+
+def _begin(run: Run, *, backward: bool) -> None:
+    """Follows what others have done to the layers since, and begins the work of each rank and its record."""
+    for rank in run.ranks:
+        for at, own in rank.stages.items():
+            recomputed = bool(run.connections[at].recomputed)
+            if recomputed or not backward:
+                own.stage.begin()
+            if recomputed or run.examines:
+                own.buffers.find()
+        for check in rank.checks.values():
+            check.begin()
+        rank.stream.begin()
+    if run.recorder is not None:
+        run.recorder.begin(run.engine.streams)
+
+
+def _run_ranks(run: Run, rows: CompiledRows, *, in_threads: bool) -> None:
+    """Has each rank do its actions in its own thread, or all in this one."""
+    with run.context.running(rows, run.aliases):
+        if in_threads:
+            variables = [copy_context() for _ in run.ranks]
+            ranks = zip(variables, run.ranks, strict=True)
+            with casts_apart():
+                run.engine.threads.run(
+                    [partial(own.run, run_rank, run, rank, rows) for own, rank in ranks], run.context.cancel
+                )
+            if run.examines:
+                run.findings += _variables_set(variables)
+        elif run.engine.row is None:
+            lockstep(run, rows)
+        else:
+            run_rank(run, run.ranks[0], rows)
+    for rank in run.ranks:
+        if rank.commits:
+            with rank.stream.enter():
+                run.context.share({stage: rank.deferred[stage] for stage in sorted(rank.commits)})
 
 
 def _find_versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
@@ -87,98 +210,25 @@ def _clear(run: Run) -> None:
     run.call_loss = call_loss
     for rank in run.ranks:
         rank.saved.clear()
+        rank.waiting.clear()
         rank.handed.clear()
         rank.taken = []
 
 
-def _go(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
-    """Runs the table, or half of it."""
-    engine = run.engine
-    here = not engine.threaded or (backward and any(device.type == "cuda" for device in engine.devices))
-    threads = None if here else engine.threads
-    _begin_pass(run, backward)
-    if run.recorder is not None:
-        run.recorder.begin(engine.streams)
-    if threads is not None:
-        ThreadState.here().refuse_unsupported()  # of a backward, too
-    buffers = SharedBufferCheck(engine.shared_buffers) if engine.shared_buffers else None
-    aliased = run.aliases.in_place() if engine.shared else nullcontext()
-    if run.thread_state.autocasts:  # it begins and ends with no casts kept, as ThreadState says
-        torch.clear_autocast_cache()
-    try:
-        with aliased, unseeded(engine.devices):
-            _drive(run, rows, threads)
-        if buffers:
-            buffers.check()
-    except BaseException as error:
-        _clear(run)
-        if buffers and isinstance(error, RecomputeError):
-            buffers.check()  # knows more, perhaps
-        raise
-    finally:
-        if run.thread_state.autocasts:
-            torch.clear_autocast_cache()
-    _check_recomputes(run)
-    for rank in run.ranks:
-        rank.stream.end()
-    if run.recorder is not None:
-        run.recorder.end()
-
-
-def _begin_pass(run: Run, backward: bool) -> None:
-    """Follows what others have done to the layers since."""
-    for rank in run.ranks:
-        for at, stage in rank.stages.items():
-            recomputed = bool(run.connections[at].recomputed)
-            if recomputed or not backward:
-                stage.stage.begin()
-            if recomputed or run.examines:
-                stage.buffers.find()
-        for check in rank.checks.values():
-            check.begin()
-        rank.stream.begin()
-
-
-def _drive(run: Run, rows: CompiledRows, threads: RankThreads | None) -> None:
-    """Has the ranks of this process do their actions: in threads, or all in the calling one."""
-    modes, context = run.thread_state, run.context
-    with intra_op_threads(run.engine.intra_op_threads), context.running(rows, run.aliases):
-        if threads is not None:
-            variables = [copy_context() for _ in run.ranks]
-            jobs = [
-                partial(own.run, run_rank, run, rank, rows) for own, rank in zip(variables, run.ranks, strict=True)
-            ]
-            with casts_apart():
-                threads.run(jobs, context.cancel)
-            if run.examines:
-                run.findings += _variables_set(variables)
-        elif run.engine.row is None:
-            with modes.rank_thread():
-                lockstep(run, rows)
-        else:
-            for rank in run.ranks:
-                run_rank(run, rank, rows)
-    for rank in run.ranks:
-        if rank.commits:
-            with rank.stream.enter():
-                context.share({stage: rank.deferred[stage] for stage in sorted(rank.commits)})
-
-
-def _check_recomputes(run: Run) -> None:
+def _check_recomputes(run: Run, rank: Rank) -> None:
     """Looks whether recomputes on a GPU gave what their forwards did.
 
     Raises:
         RecomputeError: One did not.
     """
-    for rank in run.ranks:
-        if rank.doubts:
-            with rank.stream.enter():
-                differs = bool(torch.stack(rank.doubts).any())
-            if differs:
-                raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
+    if rank.doubts:
+        with rank.stream.enter():
+            differs = bool(torch.stack(rank.doubts).any())
+        if differs:
+            raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
 
 
-def _variables_set(variables: Sequence[Context]) -> Iterator[str]:
+def _variables_set(variables: Sequence[Context]) -> list[str]:
     """Tells of the context variables that layers have set."""
     own = copy_context()
     names = {
@@ -187,13 +237,13 @@ def _variables_set(variables: Sequence[Context]) -> Iterator[str]:
         for variable, value in context.items()
         if own.get(variable, ABSENT) is not value and variable.name not in OF_PYTHON
     }
-    if names:
-        yield (
-            f"layers set the context variables {', '.join(names)}, and layers of other partitions do not see that, "
-            f"nor which micro-batch it was for; hand it on as part of the value instead"
-        )
+    return [SETS_VARIABLES.format(names=", ".join(names))] if names else []
 
 
 ABSENT = object()
 OF_PYTHON = {"decimal_context"}
 """What Python sets by itself."""
+SETS_VARIABLES = (
+    "layers set the context variables {names}, and layers of other partitions do not see that, nor which micro-batch "
+    "it was for; hand it on as part of the value instead"
+)

@@ -22,14 +22,11 @@ Interval: TypeAlias = tuple[float, float]
 
 
 class RecordedRun(NamedTuple):
-    """A recorded run: a `step` is one, a call and its backward are two.
-
-    `traffic` is what crossed between processes, by rank, by the clock of `when`; nothing where one is alone.
-    """
+    """A recorded run: a `step` is one, a call and its backward are two."""
 
     timeline: Timeline
     when: Interval
-    traffic: tuple[Traffic, ...] = ()
+    traffic: tuple[Traffic, ...] = ()  # between processes, by rank, by the clock of `when`
 
 
 class RemoteRecord(NamedTuple):
@@ -46,6 +43,7 @@ class Recorder:
 
     Attributes:
         runs: The runs that ended well.
+        ended: A run whose actions are done; it may still fail.
         inside: When the caller was inside of a `step` or a call that ended well.
         around: What is entered around the work of a rank.
     """
@@ -54,6 +52,7 @@ class Recorder:
         self.runs: deque[RecordedRun] = deque(maxlen=keep)
         self.inside: deque[Interval] = deque(maxlen=keep)
         self.around: Callable[[int], AbstractContextManager[object]] = lambda rank: nullcontext()
+        self.ended: RecordedRun | None = None
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
@@ -66,8 +65,7 @@ class Recorder:
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
         """Begins a run on the stream of each rank that runs here."""
-        self._streams = streams
-        self._stamps = []
+        self._streams, self._stamps, self.ended = streams, [], None
         self.began = time.perf_counter()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
@@ -93,12 +91,7 @@ class Recorder:
         self._stamps.append((step.rank, step.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
-        """Makes one timeline of the last of all processes, by the clock of this one.
-
-        Args:
-            rank: Of this process among them.
-            records: What each has recorded, by rank.
-        """
+        """Makes one run of what each process has recorded of it, by rank, by the clock of this one of them."""
         ahead = offsets(
             [record.host for record in records], [_moved(record.timeline, record.began) for record in records]
         )
@@ -108,29 +101,28 @@ class Recorder:
         spans = sorted(chain(*(timeline.spans for timeline in moved)), key=lambda span: (span.start, span.rank))
         seconds = max(start - first + timeline.seconds for start, timeline in zip(starts, moved, strict=True))
         traffic = tuple(record.traffic.moved(start) for record, start in zip(records, starts, strict=True))
-        last = self.runs.pop()
-        when = first, max(last.when[1], first + seconds)
-        self.runs.append(RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic))
-
-    def forget(self) -> None:
-        """Forgets the last run: others were in it that do not record."""
-        self.runs.pop()
+        assert self.ended is not None
+        when = first, max(self.ended.when[1], first + seconds)
+        self.ended = RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic)
 
     def end(self) -> None:
-        """Ends a run, and adds its timeline."""
-        ends = [stream.seconds(self._origins[rank], stream.stamp()) for rank, stream in self._streams.items()]
+        """Ends the actions of a run."""
+        ends = [self._since(rank, stream.stamp()) for rank, stream in self._streams.items()]
         spans = [
-            Span(
-                rank,
-                action,
-                self._streams[rank].seconds(self._origins[rank], start),
-                self._streams[rank].seconds(self._origins[rank], end),
-            )
+            Span(rank, action, self._since(rank, start), self._since(rank, end))
             for rank, action, start, end in self._stamps
         ]
         spans.sort(key=lambda span: (span.start, span.rank))
         timeline = Timeline(len(self._streams), tuple(spans), max(ends))
-        self.runs.append(RecordedRun(timeline, (self.began, time.perf_counter())))
+        self.ended = RecordedRun(timeline, (self.began, time.perf_counter()))
+
+    def _since(self, rank: int, stamp: Stamp) -> float:
+        return self._streams[rank].seconds(self._origins[rank], stamp)
+
+    def keep(self) -> None:
+        """Adds the run that has ended, unless others were in it that do not record."""
+        if self.ended is not None:
+            self.runs.append(self.ended)
 
 
 def _moved(timeline: Timeline, by: float) -> Timeline:

@@ -18,6 +18,7 @@ kept.
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,13 @@ CHANGED = (
 
 
 class WaitingProduct(NamedTuple):
-    """A product whose weights wait, and where their gradients will go."""
+    """A product whose weights can wait: where their gradients will go, and the leaves that these belong to."""
 
     node: Node
     product: Product
     slots: tuple[int, ...]
     ends: tuple[GradientEdge, ...]
+    leaves: tuple[Node, ...]
 
 
 class PendingProduct(NamedTuple):
@@ -84,17 +86,6 @@ class PendingWeights:
         return self.products[0].number if self.products else None
 
 
-class Outlook(NamedTuple):
-    """What a backward will come to: the products whose weights can wait, their leaves, and all other leaves.
-
-    `others` is None where the graph has nodes that must know of no such distinction.
-    """
-
-    waiting: list[WaitingProduct]
-    leaves: set[Node]
-    others: list[Node] | None
-
-
 def backward_input(
     roots: Sequence[Tensor],
     gradients: Gradients,
@@ -110,15 +101,15 @@ def backward_input(
         pending: What earlier micro-batches left, in their order.
     """
     known, values = known_roots(roots, gradients)
-    outlook = look_ahead(known, {id(leaf) for leaf in boundary})
-    _settle(outlook.others, pending)
-    deferred = PendingWeights(leaves=outlook.leaves)
-    if not outlook.waiting or outlook.others is None:
+    waiting, others = look_ahead(known, {id(leaf) for leaf in boundary})
+    _settle(others, pending)
+    deferred = PendingWeights(leaves={leaf for one in waiting for leaf in one.leaves})
+    if not waiting or others is None:
         if known:
             accumulate_gradients(known, values)
         return deferred
-    handles = [one.node.register_prehook(_Keep(one, deferred)) for one in outlook.waiting]
-    ends = [GradientEdge(node, 0) for node in (*outlook.others, *(one.node for one in outlook.waiting))]
+    handles = [one.node.register_prehook(partial(_keep, deferred, one)) for one in waiting]
+    ends = [GradientEdge(node, 0) for node in (*others, *(one.node for one in waiting))]
     try:
         accumulate_gradients(known, values, ends)
     finally:
@@ -126,6 +117,14 @@ def backward_input(
             handle.remove()
     deferred.products = deque(map(_apart, deferred.products))
     return deferred
+
+
+def _keep(deferred: PendingWeights, one: WaitingProduct, came: tuple[Tensor | None, ...]) -> None:
+    """Keeps the gradient that comes to a product."""
+    if (dy := came[0]) is not None:
+        versions = version(one.product.x), version(dy)
+        number = node_number(one.node)
+        deferred.products.append(PendingProduct(one.product, one.slots, one.ends, number, dy, versions))
 
 
 def _apart(one: PendingProduct) -> PendingProduct:
@@ -160,25 +159,11 @@ def backward_weight(deferred: PendingWeights) -> None:
     deferred.leaves.clear()
 
 
-class _Keep:
-    """A hook before a product's node: keeps the gradient that comes to it."""
+def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> tuple[list[WaitingProduct], list[Node] | None]:
+    """Walks the graph behind the roots once: the products whose weights can wait, and all leaves that cannot.
 
-    __slots__ = ("deferred", "one")
-
-    def __init__(self, one: WaitingProduct, deferred: PendingWeights) -> None:
-        self.one = one
-        self.deferred = deferred
-
-    def __call__(self, came: tuple[Tensor | None, ...]) -> None:
-        node, product, slots, ends = self.one
-        dy = came[0]
-        if dy is not None:
-            versions = version(product.x), version(dy)
-            self.deferred.products.append(PendingProduct(product, slots, ends, node_number(node), dy, versions))
-
-
-def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> Outlook:
-    """Walks the graph behind the roots once, and tells apart what can wait; `boundary` are the ids of leaves."""
+    `boundary` are the ids of leaves. Where the graph has nodes that must know of no such distinction, all is None.
+    """
     seen: set[Node] = set()
     again: set[Node] = set()  # come to by several edges
     products, leaves = [], []
@@ -196,16 +181,13 @@ def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> Outlook:
         if kind in WEIGHT_SLOTS:
             products.append(node)
         elif kind.__name__ == REENTRANT:
-            return Outlook([], set(), None)
+            return [], None
         todo += [behind for behind, _ in node.next_functions if behind is not None]
     singles = {leaf for leaf in leaves if leaf not in again and _can_wait(leaf, boundary)}
-    waiting, late = [], set()
-    for node in products:
-        found = _find_waiting(node, singles, again)
-        if found is not None:
-            waiting.append(found[0])
-            late.update(found[1])
-    return Outlook(waiting, late, [leaf for leaf in leaves if leaf not in late])
+    found = [_find_waiting(node, singles, again) for node in products]
+    waiting = [one for one in found if one is not None]
+    late = {leaf for one in waiting for leaf in one.leaves}
+    return waiting, [leaf for leaf in leaves if leaf not in late]
 
 
 REENTRANT = "CheckpointFunctionBackward"
@@ -222,10 +204,8 @@ def _can_wait(node: Node, boundary: Collection[int]) -> bool:
     )
 
 
-def _find_waiting(
-    node: Node, singles: Set[Node], again: Collection[Node]
-) -> tuple[WaitingProduct, list[Node]] | None:
-    """A product whose weights can wait, with their leaves: it computes the gradients of all of them, or of none."""
+def _find_waiting(node: Node, singles: Set[Node], again: Collection[Node]) -> WaitingProduct | None:
+    """A product whose weights can wait: it computes the gradients of all of them, or of none."""
     edges = node.next_functions
     weight, *bias = WEIGHT_SLOTS[type(node)]
     slots, ends, leaves = [], [], []
@@ -243,7 +223,7 @@ def _find_waiting(
         leaves.append(leaf)
     if has_node_hooks(node) or (product := read_product(node)) is None:
         return None
-    return WaitingProduct(node, product, tuple(slots), tuple(ends)), leaves
+    return WaitingProduct(node, product, tuple(slots), tuple(ends), tuple(leaves))
 
 
 def _leaf_behind(node: Node, again: Collection[Node]) -> Node:

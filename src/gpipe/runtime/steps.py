@@ -9,77 +9,49 @@ table sends nothing, and the rank hands the value over to itself.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from gpipe.schedule.action import MAIN, TRANSFERS, Action, Kind, Route
 from gpipe.schedule.lower import halves
-from gpipe.schedule.program import Program, ScheduleError
+from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, linearize
 from gpipe.stages.messages import Label
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """One end of a route, for the stage there; `alone` is whether no other route starts at the same stage."""
-
-    route: Route
-    number: int  # in the program
-    alone: bool
-
-    @property
-    def stash(self) -> str:
-        """The name of the stash that a skip route carries."""
-        return self.route.name.rpartition("/")[0]
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the main line."""
-        return self.route.name == MAIN
-
-
-@dataclass(frozen=True)
-class Connections:
-    """The routes of one stage, the main line last, and the micro-batches that it recomputes.
+class Connections(NamedTuple):
+    """The routes into and out of one stage, the main line last, and the micro-batches that it recomputes.
 
     Skips out of the stage are in the order in which their gradients are added: the last layer's pop first (note
-    "Sums" in skips.py).
+    "Sums" in skips.py). `skips_in` and `skips_out` are the names of skip routes, and for these those of the stashes.
     """
 
-    ins: tuple[Connection, ...]
-    outs: tuple[Connection, ...]
+    ins: tuple[Route, ...]
+    outs: tuple[Route, ...]
+    skips_in: tuple[str, ...]
+    skips_out: tuple[tuple[str, str], ...]
     recomputed: frozenset[int]
 
     @classmethod
     def of(cls, program: Program, stage: int) -> "Connections":
         """Looks up how a stage is connected."""
-        found = [
-            Connection(route, number, alone=len(program.routes_from[route.source]) == 1)
-            for number, route in enumerate(program.routes)
-        ]
         row = program.rows[program.rank_of[stage]]
-        recomputed = (a.micro_batch for a in row if a.kind is Kind.RECOMPUTE and a.stage == stage)
+        ins, outs = (
+            tuple(sorted(routes[stage], key=_order)) for routes in (program.routes_into, program.routes_from)
+        )
         return cls(
-            tuple(sorted((one for one in found if one.route.target == stage), key=_order)),
-            tuple(sorted((one for one in found if one.route.source == stage), key=_order)),
-            frozenset(m for m in recomputed if m is not None),
+            ins,
+            outs,
+            tuple(route.name for route in ins[:-1]),
+            tuple((route.name, route.name.rpartition("/")[0]) for route in outs[:-1]),
+            frozenset(a.micro_batch or 0 for a in row if a.kind is Kind.RECOMPUTE and a.stage == stage),
         )
 
-    @cached_property
-    def skips_in(self) -> tuple[str, ...]:
-        """The names of the skip routes that end here."""
-        return tuple(one.route.name for one in self.ins if not one.is_main)
 
-    @cached_property
-    def skips_out(self) -> tuple[tuple[str, str], ...]:
-        """The names of the skip routes that start here, each with the name of its stash."""
-        return tuple((one.route.name, one.stash) for one in self.outs if not one.is_main)
-
-
-def _order(one: Connection) -> tuple[bool, int]:
-    return (True, 0) if one.is_main else (False, -int(one.route.name.rpartition("/")[2]))
+def _order(route: Route) -> tuple[bool, int]:
+    return (True, 0) if route.name == MAIN else (False, -int(route.name.rpartition("/")[2]))
 
 
 class Transfer(NamedTuple):
@@ -105,78 +77,64 @@ class Step(NamedTuple):
     gives: tuple[Transfer, ...]
 
 
-@dataclass(frozen=True)
-class Inbound:
+class Inbound(NamedTuple):
     """What a rank receives from others: for each message the place of its RECEIVE in the row; and who sends any."""
 
     due: Mapping[Label, int]
-    senders: frozenset[int]
+    senders: Collection[int]
 
 
 @dataclass(frozen=True)
 class CompiledRows:
-    """A program or half of one, as it is walked.
-
-    `order`, if given, is the order in which one thread alone walks it; any legal one gives the same bits.
-    """
+    """A program or half of one, as it is walked."""
 
     program: Program
     connections: Sequence[Connections]
-    order: Sequence[tuple[int, int, Action]] = ()
-
-    @cached_property
-    def rows(self) -> tuple[tuple[Step, ...], ...]:
-        """What each rank does."""
-        return tuple(
-            tuple(self._steps((rank, at, action) for at, action in enumerate(row)))
-            for rank, row in enumerate(self.program.rows)
-        )
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """What all ranks do, in one legal total order."""
-        return tuple(self._steps(self.order or linearize(self.program)))
+        """What all ranks do, in one legal total order; any gives the same bits."""
+        return tuple(
+            Step(rank, at, action, action.stage, action.micro_batch or 0, *self._transfers(action))
+            for rank, at, action in linearize(self.program)
+            if action.kind not in TRANSFERS
+        )
 
     @cached_property
-    def inbound(self) -> tuple[Inbound, ...]:
+    def rows(self) -> list[list[Step]]:
+        """What each rank does."""
+        rows: list[list[Step]] = [[] for _ in self.program.rows]
+        for step in self.steps:
+            rows[step.rank].append(step)
+        return rows
+
+    @cached_property
+    def inbound(self) -> list[Inbound]:
         """What each rank receives."""
-        return tuple(map(self._inbound, self.program.rows))
-
-    def _inbound(self, row: Sequence[Action]) -> Inbound:
-        numbers = {route: number for number, route in enumerate(self.program.routes)}
-        due, senders = {}, set()
-        for at, action in enumerate(row):
-            if action.kind is Kind.RECEIVE:
-                assert action.route is not None
-                assert action.micro_batch is not None
-                due[Label(numbers[action.route], action.micro_batch, action.carries_gradient)] = at
-                senders.add(self.program.rank_of[action.peer.stage])
-        return Inbound(due, frozenset(senders))
-
-    def _steps(self, order: Iterable[tuple[int, int, Action]]) -> Iterator[Step]:
-        for rank, at, action in order:
-            if action.kind not in TRANSFERS:
-                takes, gives = self._transfers(action)
-                yield Step(rank, at, action, action.stage, action.micro_batch or 0, takes, gives)
+        found = []
+        for row, steps in zip(self.program.rows, self.rows, strict=True):
+            place = {action: at for at, action in enumerate(row)}
+            takes = [taken for step in steps for taken in step.takes if taken.peer is not None]
+            due = {label: place[action] for _, label, action in takes if action is not None}
+            found.append(Inbound(due, {peer for peer, _, _ in takes if peer is not None}))
+        return found
 
     def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
         """What an action takes and gives: values down the routes, gradients up. A recompute waits for nothing."""
         ends, takes, gives = self.connections[action.stage], fed_by(action, self.program), feeds(action, self.program)
+        routes = (*ends.ins, *ends.outs)
         return (
-            tuple(self._transfer(Kind.RECEIVE, action, one) for one in (*ends.ins, *ends.outs) if one.route in takes),
-            tuple(self._transfer(Kind.SEND, action, one) for one in (*ends.ins, *ends.outs) if one.route in gives),
+            tuple(self._transfer(Kind.RECEIVE, action, route) for route in routes if route in takes),
+            tuple(self._transfer(Kind.SEND, action, route) for route in routes if route in gives),
         )
 
-    def _transfer(self, kind: Kind, action: Action, one: Connection) -> Transfer:
+    def _transfer(self, kind: Kind, action: Action, route: Route) -> Transfer:
         assert action.micro_batch is not None
-        label = Label(one.number, action.micro_batch, action.kind in BACKWARDS)
-        transfer = Action(kind, action.stage, action.micro_batch, one.route)
-        peer = self.program.rank_of[transfer.peer.stage]
-        if transfer in self.program.actions:
-            return Transfer(peer, label, transfer)
-        if peer != self.program.rank_of[action.stage]:
-            raise ScheduleError(f"{action} needs {transfer}, which this program does not have")
-        return Transfer(None, label, None)
+        label = Label(self.program.routes.index(route), action.micro_batch, action.kind in BACKWARDS)
+        transfer = Action(kind, action.stage, action.micro_batch, route)
+        if transfer not in self.program.actions:
+            return Transfer(None, label, None)
+        return Transfer(self.program.rank_of[transfer.peer.stage], label, transfer)
 
 
 @dataclass(frozen=True)
@@ -207,5 +165,5 @@ class CompiledProgram:
     def of(cls, program: Program) -> "CompiledProgram":
         """Compiles a program that keeps the laws."""
         connections = tuple(Connections.of(program, stage) for stage in range(program.stages))
-        forward, backward = (CompiledRows(half, connections) for half in halves(program))
-        return cls(CompiledRows(program, connections), forward, backward, connections)
+        whole, forward, backward = (CompiledRows(each, connections) for each in (program, *halves(program)))
+        return cls(whole, forward, backward, connections)

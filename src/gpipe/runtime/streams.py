@@ -7,6 +7,7 @@ waits for the mark, not the thread. Memory that another stream uses is recorded 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ Stamp: TypeAlias = torch.cuda.Event | float
 
 
 _NOTHING = nullcontext()
+_DEVICE = attrgetter("device")
 
 
 class RankStream:
@@ -57,17 +59,14 @@ class RankStream:
 
     def take(self, message: BoundaryValue | Gradients, mark: ReadyEvent) -> BoundaryValue | Gradients:
         """Brings what another rank made to this device."""
-        if self.alone:
-            return message
         if isinstance(message, BoundaryValue):
             return self.take_value(message, mark)
         return self.take_gradients(message, mark)
 
     def take_value(self, crossing: BoundaryValue, mark: ReadyEvent) -> BoundaryValue:
         """Brings what another rank made to this device; its leaves stay leaves."""
-        if not isinstance(mark, torch.cuda.Event) and all(
-            tensor.device == self.device for tensor in tensors_in(crossing.value)
-        ):
+        there = map(_DEVICE, tensors_in(crossing.value))
+        if not isinstance(mark, torch.cuda.Event) and {self.device}.issuperset(there):
             return crossing
         brought: dict[int, Tensor] = {}
 

@@ -1,7 +1,12 @@
-"""A thread for each rank, which knows its queue of jobs and nothing else.
+"""A thread for each rank, and what surrounds a call in its thread, carried into them: modes that they do not inherit.
 
-Threads are made at the first run and kept. A pipe that is dropped can be collected, and its threads end; so they do
-before the interpreter does.
+A thread knows its queue of jobs and nothing else. Threads are made at the first run and kept. A pipe that is dropped
+can be collected, and its threads end; so they do before the interpreter does.
+
+Note "Casts". Autocast keeps the casts of weights, for all threads together, and forgets them all when any thread
+leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
+up in another precision. So a rank is run as if inside an autocast, and a run forgets before and after, lest a cast
+outlive its weight's value. Autocasts of the layers' own are kept apart by `gpipe._torch.modes`.
 """
 
 import atexit
@@ -9,14 +14,18 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from gpipe._torch.dispatcher import forget_stashed
+from gpipe._torch.modes import modes_here, saved_tensor_hooks
 from gpipe.stages.messages import Cancelled
 
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
@@ -28,6 +37,87 @@ WITHIN = (
 )
 AT_EXIT = 2.0
 """Seconds that the interpreter waits for threads at its end: one that it ends inside of C++ aborts the process."""
+
+
+_NOTHING = nullcontext()
+Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """The caller's modes: grad and inference mode, autocast, default device, saved-tensor hooks, denormal numbers."""
+
+    grad: bool
+    inference: bool
+    autocasts: dict[str, torch.dtype]
+    caches_casts: bool
+    device: torch.device | None
+    hooks: Hooks | None
+    flushes: bool
+    unsupported: list[str]
+
+    @classmethod
+    def here(cls) -> "ThreadState":
+        """Reads the modes of this thread."""
+        device, unsupported = modes_here()
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            _autocasts(),
+            torch.is_autocast_cache_enabled(),
+            device,
+            saved_tensor_hooks(),
+            flushes_denormals(),
+            [type(mode).__name__ for mode in unsupported],
+        )
+
+    def refuse_unsupported(self) -> None:
+        """Refuses modes that cannot be carried into other threads."""
+        if self.unsupported:
+            raise ValueError(
+                f"{', '.join(self.unsupported)} is active in the calling thread and would not see what the rank "
+                f"threads do; leave it outside, or use driver='lockstep', which runs in the calling thread"
+            )
+
+    @contextmanager
+    def rank_thread(self) -> Iterator[None]:
+        """For all actions of a rank: grad and inference mode, and no autocast, which is for layers alone."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
+            if self.autocasts:  # note "Casts"
+                torch.autocast_increment_nesting()
+                stack.callback(torch.autocast_decrement_nesting)
+            for kind in _autocasts():  # the calling thread's
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if (own := flushes_denormals()) != self.flushes:
+                torch.set_flush_denormal(self.flushes)
+                stack.callback(torch.set_flush_denormal, own)
+            yield
+
+    def around_layers(self) -> AbstractContextManager[object]:
+        """What layers, and they alone, must be run in: a recompute may be far from the call."""
+        if not self.autocasts and self.device is None and self.hooks is None:
+            return _NOTHING
+        stack = ExitStack()
+        for kind, dtype in self.autocasts.items():
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.caches_casts))
+        if self.device is not None:
+            stack.enter_context(self.device)
+        if self.hooks is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+        return stack
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes numbers too small to be normal for 0, as `torch.set_flush_denormal` has it."""
+    return _SMALLEST * 1.0 == 0.0
+
+
+_SMALLEST = 5e-324
+
+
+def _autocasts() -> dict[str, torch.dtype]:
+    """The kinds of devices for which there is an autocast in this thread, and to what."""
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
 
 class RankThreads:
@@ -69,10 +159,9 @@ class RankThreads:
     def _start(self, ranks: int) -> None:
         if self._pid != os.getpid():  # forked: the threads stayed behind
             self._jobs, self._threads, self._pid = [], [], os.getpid()
-            at_exit = partial(_end, self._jobs, self._threads, self._pid)
-            atexit.register(at_exit)
-            self._stop = weakref.finalize(self, _stop, self._jobs, self._pid, at_exit)
+            self._stop = weakref.finalize(self, _stop, self._jobs, self._pid)
             self._stop.atexit = False  # then all threads are waited for
+            _alive.add(self)
         fresh = [SimpleQueue[Task | None]() for _ in range(ranks - len(self._jobs))]
         if not fresh:
             return
@@ -94,33 +183,25 @@ class RankThreads:
         self._pid = 0
 
 
-def _wait_for_those_that_end() -> None:
-    """Waits for rank threads that were told to end: an interpreter that ends under one of them aborts."""
+_alive = weakref.WeakSet[RankThreads]()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends all rank threads and waits for them: an interpreter that ends under one of them aborts."""
+    for each in list(_alive):
+        each.close()
     until = time.monotonic() + AT_EXIT
     for thread in threading.enumerate():
         if thread.name.startswith(NAME) and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
 
 
-atexit.register(_wait_for_those_that_end)  # before all others, and so after them
-
-
-def _stop(jobs: Sequence[SimpleQueue[Task | None]], pid: int, at_exit: Callable[[], None]) -> None:
+def _stop(jobs: Sequence[SimpleQueue[Task | None]], pid: int) -> None:
     """Has threads end that have nothing to do any more, whoever drops them."""
-    atexit.unregister(at_exit)
     if os.getpid() == pid:
         for queue in jobs:
             queue.put(None)
-
-
-def _end(jobs: Sequence[SimpleQueue[Task | None]], threads: Sequence[threading.Thread], pid: int) -> None:
-    """Has threads end, and waits for them."""
-    if os.getpid() == pid:
-        for queue in jobs:
-            queue.put(None)
-        until = time.monotonic() + AT_EXIT
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQueue[None]) -> None:
