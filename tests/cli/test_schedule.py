@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_said_in_figures_and_files(
         (["1f1b", "--stages-per-rank", "2"], "schedule='1f1b' cannot place stages_per_rank=2; the nearest"),
         (["dualpipe_v", "-m", "7"], "no table for micro_batches=7 over K=4 ranks; the nearest that it can have is"),
         (["gpipe", "-k", "0", "-m", "0"], "partitions=0; give a whole number of at least 1\n       micro_batches=0"),
-        (["gpipe", "--forward", "0"], "--forward is 0: choose more than 0"),
+        (["gpipe", "--forward", "0"], "--forward is 0.0: choose more than 0"),
         (["gpipe", "--backward-weight", "nan"], "--backward-weight is nan: choose more than 0"),
         (["gpipe", "--stages-per-rank", "1", "2"], "--stages-per-rank has 2 numbers: give one, or one for each"),
         (["gpipe", "1f1b", "--csv", "both.csv"], "--csv is for one schedule"),

@@ -10,11 +10,9 @@ from torch import nn
 
 from gpipe.models import amoebanet_d
 from gpipe.profiling import read_report
-from gpipe.recipes.files import measure_plain_step
 from gpipe.recipes.images import DigitsRecipe
-from gpipe.recipes.job import Progress, locked
-from gpipe.recipes.prepare import prepare
-from gpipe.recipes.training import run
+from gpipe.recipes.prepare import Progress, locked, prepare
+from gpipe.recipes.training import measure_plain_step, run
 from gpipe.recipes.world import World
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
 
@@ -166,11 +164,6 @@ def test_a_process_of_torchrun_must_know_the_others(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="torchrun has started this process among others: give prepare the world"):
         prepared(replace(OPTIONS, out=tmp_path))
-
-
-def test_a_run_does_not_start_from_itself(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--from and --out are .* both: choose another folder"):
-        replace(OPTIONS, from_=tmp_path, out=tmp_path).check()
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

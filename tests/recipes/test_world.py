@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.recipes.job import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.options.images import ImagesOptions
 from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.prepare import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.world import World, find_world
 
 TORCHRUN = {
@@ -14,30 +14,19 @@ TORCHRUN = {
     "MASTER_ADDR": "a.host",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 
 
-def test_what_torchrun_says_is_read() -> None:
-    expected = World(3, 4, launched=True, restarts=2, address="a.host", port=29500, hosted=True)
-    assert find_world(TORCHRUN) == expected
+def test_what_torchrun_says_is_read_and_whoever_is_not_launched_is_alone() -> None:
+    assert find_world(TORCHRUN) == World(3, 4, launched=True, restarts=2)
     assert not find_world(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}).one_host
-    assert not find_world(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).hosted
+    for missing in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        assert find_world({name: value for name, value in TORCHRUN.items() if name != missing}) == World()
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_whoever_is_not_launched_is_alone(missing: str) -> None:
-    assert find_world({name: value for name, value in TORCHRUN.items() if name != missing}) == World()
-
-
-@pytest.mark.parametrize(
-    ("chosen", "processes", "partitions"), [(None, None, 2), (None, 4, 4), (2, 4, 2), (3, None, 3)]
-)
-def test_partitions_are_processes_by_default(chosen: int | None, processes: int | None, partitions: int) -> None:
-    assert TrainOptions(partitions=chosen).settled(processes).partitions == partitions
-
-
-def test_processes_that_are_no_whole_replicas_are_refused() -> None:
+def test_partitions_are_processes_by_default_and_processes_are_whole_replicas() -> None:
+    for chosen, processes, partitions in ((None, None, 2), (None, 4, 4), (2, 4, 2), (3, None, 3)):
+        assert TrainOptions(partitions=chosen).settled(processes).partitions == partitions
     with pytest.raises(ValueError, match="--partitions is 4, but there are 6 processes: choose one of 1, 2, 3, 6"):
         TrainOptions(partitions=4).settled(6)
     with pytest.raises(ValueError, match="6 processes of 2 partitions are 3 replicas, which share them evenly"):

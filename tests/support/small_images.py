@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gpipe.recipes.images import DigitsRecipe
-from gpipe.recipes.job import Epoch, Job
+from gpipe.recipes.options.bounds import flag
 from gpipe.recipes.options.images import ImagesOptions
-from gpipe.recipes.options.training import TrainOptions, flag
-from gpipe.recipes.prepare import prepare
+from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.prepare import Epoch, Job, prepare
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.training import run
 
@@ -74,11 +74,11 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 
 def flags(options: TrainOptions) -> list[str]:
-    """What to tell the command for options that are no defaults, but for the folder of the run."""
+    """What to tell the command for options that are no defaults."""
     default = type(options)()
     told: list[str] = []
     for name, value in vars(options).items():
-        if name == "out" or value == getattr(default, name):
+        if value == getattr(default, name):
             continue
         match value:
             case bool():

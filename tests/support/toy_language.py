@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gpipe.recipes.data import Pair
-from gpipe.recipes.job import Epoch, Job
+from gpipe.recipes.data.pairs import Pair
 from gpipe.recipes.options.translation import TranslationOptions
-from gpipe.recipes.prepare import prepare
+from gpipe.recipes.prepare import Epoch, Job, prepare
 from gpipe.recipes.training import run, train_epoch
 from gpipe.recipes.translation.recipe import TranslationRecipe
 

@@ -10,16 +10,7 @@ from gpipe.cli.ending import ending_by_interrupt
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
-from gpipe.cli.train import evaluate, record, train, translate, with_files
-
-app = SubcommandApp()
-app.command(train, name="train", help="Trains a network, partitioned and pipelined, and shows where the time went.")
-app.command(name="evaluate")(evaluate)
-app.command(name="translate")(translate)
-app.command(name="schedule")(schedule)
-app.command(name="report")(report)
-app.command(name="record")(record)
-app.command(name="plan")(plan)
+from gpipe.cli.train import evaluate, record, train_app, translate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,9 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Mistakes of its user end it with a message and status 2, a failure in another process with status 1, SIGTERM in a
     training, which is saved, with status 143, and Ctrl-C with status 130; in a training it is saved, too.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    given = sys.argv[1:] if arguments is None else list(arguments)
     if given == ["--version"]:
         print(f"gpipe {gpipe.__version__}")
         return
+    app = SubcommandApp()
+    words = "Trains a network, partitioned and pipelined, and shows where the time went."
+    app.command(train_app(given), name="train", help=words)
+    for command in (evaluate, translate, schedule, report, record, plan):
+        app.command(name=command.__name__)(command)
     with ending_by_interrupt():
-        app.cli(prog="gpipe", args=with_files(given), description="Pipeline parallelism for PyTorch.")
+        app.cli(prog="gpipe", args=given, description="Pipeline parallelism for PyTorch.")

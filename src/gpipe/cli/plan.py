@@ -3,59 +3,33 @@
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import tyro
 
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.planner.search.device import PRESETS, Device, parse_devices
+from gpipe.recipes.options.bounds import Count, NotNegative, out_of_bounds, refuse
 from gpipe.schedule.schedules import SCHEDULES
 
 IMAGE = (3, 224, 224)
-EXAMPLES = {
-    "amoebanet_d": IMAGE,
-    "amoebanet_b": IMAGE,
-    "unet": (3, 192, 192),
-    "transformer_lm": (1024,),
-    "transformer": (64,),
+NETWORKS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
+    "amoebanet_d": (IMAGE, {"layers": 18, "filters": 256}),
+    "amoebanet_b": (IMAGE, {"layers": 18, "filters": 512}),
+    "unet": ((3, 192, 192), {"b": 5, "c": 64}),
+    "transformer_lm": ((1024,), {"layers": 48}),
+    "transformer": ((64,), {"layers": 6}),
 }
-"""The networks of `gpipe.models`, and what one row of their input is."""
-READERS = {"transformer_lm", "transformer"}
-"""Of these, what reads tokens."""
-SIZES = {
-    "amoebanet_d": {"layers": 18, "filters": 256},
-    "amoebanet_b": {"layers": 18, "filters": 512},
-    "unet": {"b": 5, "c": 64},
-    "transformer_lm": {"layers": 48},
-    "transformer": {"layers": 6},
-}
-"""Their sizes, if nothing is said."""
-ARGUMENTS = {
-    "amoebanet_d": ("layers", "filters", "classes", "aux_head", "dropout", "image_size"),
-    "amoebanet_b": ("layers", "filters", "classes", "aux_head", "dropout", "image_size"),
-    "unet": ("b", "c", "inputs", "outputs", "dropout"),
-    "transformer_lm": (
-        *("layers", "model_dim", "ffn_dim", "heads", "vocab", "tied", "dropout"),
-        *("scaled_init", "clip_logits"),
-    ),
-    "transformer": (
-        *("layers", "ffn_dim", "heads", "model_dim", "head_dim", "vocab", "matrices", "dropout"),
-        *("scaled_init", "clip_logits", "pad"),
-    ),
-}
-"""All that they take, so that mistakes are reported before torch loads."""
-MAY_BE_NONE = {"aux_head", "dropout", "tied", "scaled_init", "pad"}
-"""Of these, what may be 0."""
+"""The networks of `gpipe.models`: one row of their input, of tokens if it is that of a text, and sizes by default."""
 SAMPLE_ROWS = 4
 
 # What help says of options; the lines of a docstring would be kept as they are, whatever the width.
 MODEL = (
-    f"A network of gpipe.models: {', '.join(EXAMPLES)}; or MODULE:FUNCTION of your own, which gives (model, sample): "
+    f"A network of gpipe.models: {', '.join(NETWORKS)}; or MODULE:FUNCTION of your own, which gives (model, sample): "
     "layers or any module, and an example mini-batch."
 )
 DEVICES = (
@@ -64,16 +38,9 @@ DEVICES = (
 )
 SIZE = "Arguments of the network, by default " + "; ".join(
     f"of {name} {' '.join(f'{argument}={number}' for argument, number in sizes.items())}"
-    for name, sizes in SIZES.items()
+    for name, (_, sizes) in NETWORKS.items()
 )
 SCHEDULE = f"The schedule, if it is settled: {', '.join(SCHEDULES)}."
-
-
-class Network(NamedTuple):
-    """What is to be planned."""
-
-    model: Any
-    sample: Any
 
 
 @dataclass(frozen=True)
@@ -86,47 +53,46 @@ class PlanOptions:
 
     size: Annotated[tuple[str, ...], tyro.conf.arg(help=SIZE)] = ()
 
-    batch: int = 128
+    batch: Count = 128
     """The rows of a mini-batch."""
 
-    partitions: Annotated[int | None, tyro.conf.arg(aliases=["-k"])] = None
+    partitions: Annotated[Count | None, tyro.conf.arg(aliases=["-k"])] = None
     """K, if it is settled."""
 
-    micro_batches: Annotated[int | None, tyro.conf.arg(aliases=["-m"])] = None
+    micro_batches: Annotated[Count | None, tyro.conf.arg(aliases=["-m"])] = None
     """M, if it is settled."""
 
     schedule: Annotated[str | None, tyro.conf.arg(help=SCHEDULE)] = None
 
-    optimizer_numbers: float = 2.0
+    optimizer_numbers: NotNegative = 2.0
     """How many numbers the optimizer keeps of each that it trains: Adam 2, the paper's RMSProp 1."""
 
     measure: bool = False
     """Measures the seconds of each layer here, and takes them for those on the first device."""
 
     def problems(self) -> Iterator[str]:
-        """A line for each option that cannot be, as far as that is known without the network."""
+        """A line for each option that cannot be, as far as that is known without torch."""
         yield from _about_model(self.model)
-        for name in ("batch", "partitions", "micro_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"--{name.replace('_', '-')} is {value}: choose 1 or more"
+        yield from out_of_bounds(self)
         if self.micro_batches and self.batch > 0 and self.batch % self.micro_batches:
             yield f"--micro-batches is {self.micro_batches}: choose a number that divides --batch {self.batch}"
         if self.schedule is not None and self.schedule not in SCHEDULES:
             yield f"--schedule is {self.schedule}: choose one of {', '.join(SCHEDULES)}"
-        yield from _about_size(self.model, self.size)
-        if not 0 <= self.optimizer_numbers < math.inf:
-            yield f"--optimizer-numbers is {self.optimizer_numbers}: choose 0 or more, as 2 for Adam"
+        if self.size and ":" in self.model:
+            yield "--size is for the networks of gpipe.models; leave it to your function"
+        for one in self.size:
+            name, _, number = one.partition("=")
+            if not (name and number.isascii() and number.isdecimal()):
+                yield f"--size has {one}: write NAME=NUMBER, as layers=18"
         if not self.devices:
             yield "--devices has none: give at least one, as 4xtpuv2"
-        devices = 0
-        for text in self.devices:
-            try:
-                devices += len(parse_devices(text))
-            except ValueError as error:
-                yield f"--devices: {error}"
-        if self.partitions is not None and self.partitions > devices > 0:
-            yield f"--partitions is {self.partitions}: choose at most {devices}, as many as there are devices"
+        try:
+            devices = len(self.fleet)
+        except ValueError as error:
+            yield f"--devices: {error}"
+        else:
+            if self.partitions is not None and self.partitions > devices > 0:
+                yield f"--partitions is {self.partitions}: choose at most {devices}, as many as there are devices"
 
     @property
     def fleet(self) -> list[Device]:
@@ -138,41 +104,30 @@ def _about_model(model: str) -> Iterator[str]:
     """A line if there is no such network, as far as that is known without torch."""
     module, colon, function = model.partition(":")
     if not colon:
-        if model not in EXAMPLES:
-            yield f"{model} is no network of gpipe.models ({', '.join(EXAMPLES)}), and no MODULE:FUNCTION"
+        if model not in NETWORKS:
+            yield f"{model} is no network of gpipe.models ({', '.join(NETWORKS)}), and no MODULE:FUNCTION"
     elif not (module and function):
         yield f"{model} has no {'function' if module else 'module'}; give MODULE:FUNCTION, as my_module:network"
-    elif not _is_there(module):
-        yield f"there is no module {module!r}; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
-
-
-def _about_size(model: str, size: Sequence[str]) -> Iterator[str]:
-    """A line for each argument that the network does not take."""
-    if size and ":" in model:
-        yield "--size is for the networks of gpipe.models; leave it to your function"
-        return
-    for one in size:
-        name, _, number = one.partition("=")
-        taken = ARGUMENTS.get(model, (name,))
-        if not (name and number.isascii() and number.isdecimal()):
-            yield f"--size has {one}: write NAME=NUMBER, as layers=18"
-        elif name not in taken:
-            yield f"--size has {one}: {model} takes {', '.join(taken)}"
-        elif int(number) == 0 and name not in MAY_BE_NONE:
-            yield f"--size has {one}: choose 1 or more"
+    else:
+        sys.path.insert(0, str(Path.cwd()))  # the module may be in the folder in which the command runs
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            yield f"there is no module {module!r}; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
 
 
 def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> None:
     """Finds the fastest way to train a network on devices, without them."""
     with ending_by_mistakes():
-        if problems := list(options.problems()):
-            raise ValueError("\n".join(problems))
+        refuse(options.problems())
         import gpipe  # torch loads here, so that mistakes are reported at once
 
-        network = _network(options)
+        model, sample = _own(options.model) if ":" in options.model else _of_ours(options)
         found = gpipe.find_plan(
-            network.model,
-            network.sample,
+            model,
+            sample,
             options.fleet,
             options.batch,
             partitions=options.partitions,
@@ -184,50 +139,48 @@ def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> None:
     print(found.explain())
 
 
-def _network(options: PlanOptions) -> Network:
-    if ":" in options.model:
-        given = _own(options.model)()
-        if not isinstance(given, tuple) or len(given) != len(Network._fields):
-            kind = type(given).__name__
-            raise ValueError(f"{options.model} gives {kind}; return (model, sample), sample an example mini-batch")
-        return Network(*given)
+def _of_ours(options: PlanOptions) -> tuple[Any, Any]:
+    """A network of gpipe.models, and an example mini-batch."""
     import torch
 
     from gpipe import models
 
-    sizes = SIZES[options.model] | {
-        name: int(number) for name, _, number in (one.partition("=") for one in options.size)
-    }
-    example = torch.zeros(SAMPLE_ROWS, *EXAMPLES[options.model])
+    make = getattr(models, options.model)
+    taken = inspect.signature(make).parameters
+    shape, sizes = NETWORKS[options.model]
+    given = {name: int(number) for name, _, number in (one.partition("=") for one in options.size)}
+    refuse(_about_sizes(options.model, given, taken))
     with torch.device("cpu" if options.measure else "meta"):
-        layers = getattr(models, options.model)(**sizes)
-    if options.model in READERS:
-        example = example.long()
-    return Network(layers, (example, example) if options.model == "transformer" else example)
+        layers = make(**sizes | given)
+    sample = torch.zeros(SAMPLE_ROWS, *shape, dtype=torch.long if len(shape) == 1 else None)
+    return layers, (sample, sample) if options.model == "transformer" else sample
 
 
-def _is_there(module: str) -> bool:
-    """Whether a module can be imported, from the folder in which the command runs too."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+def _about_sizes(model: str, given: Mapping[str, int], taken: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    """A line for each argument that the network does not take; 0 stands for none, where that may be."""
+    for name, number in given.items():
+        if name not in taken:
+            yield f"--size has {name}={number}: {model} takes {', '.join(taken)}"
+        elif not number and not isinstance(default := taken[name].default, bool | float | None) and default != 0:
+            yield f"--size has {name}={number}: choose 1 or more"
 
 
-def _own(where: str) -> Callable[[], Any]:
-    """The user's function."""
+def _own(where: str) -> tuple[Any, Any]:
+    """What the user's function gives: a model, and an example mini-batch."""
     module, _, name = where.partition(":")
-    try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise ValueError(f"{module} has no {name}; give MODULE:FUNCTION") from None
-    if not callable(found):
+    function = getattr(importlib.import_module(module), name, None)
+    if function is None:
+        raise ValueError(f"{module} has no {name}; give MODULE:FUNCTION")
+    if not callable(function):
         raise ValueError(f"{where} is no function; give MODULE:FUNCTION")
     try:
-        inspect.signature(found).bind()
+        inspect.signature(function).bind()
     except TypeError as error:
         raise ValueError(f"{where} is called without arguments: {error}; give them defaults") from None
     except ValueError:  # of C, without a signature
         pass
-    return found
+    given = function()
+    if not isinstance(given, tuple) or len(given) != 2:
+        kind = type(given).__name__
+        raise ValueError(f"{where} gives {kind}; return (model, sample), sample an example mini-batch")
+    return given

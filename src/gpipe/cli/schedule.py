@@ -1,9 +1,9 @@
 """The command `gpipe schedule`: draws a schedule, or two of them to compare."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.console import Console
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, needed, panel, words
+from gpipe.recipes.options.bounds import Positive, out_of_bounds, refuse
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES
@@ -40,13 +41,13 @@ class ScheduleOptions:
     stages_per_rank: tuple[int, ...] = ()
     """How many stages each rank holds, one number for all schedules or one for each; by default what each has."""
 
-    forward: float = 1.0
+    forward: Positive = 1.0
     """How long F of a stage takes, in any unit. Of two schedules, stages of the one with fewer take longer."""
 
-    backward_input: float = 1.0
+    backward_input: Positive = 1.0
     """How long I takes, the gradients of inputs."""
 
-    backward_weight: float = 1.0
+    backward_weight: Positive = 1.0
     """How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W."""
 
     svg: Path | None = None
@@ -62,17 +63,14 @@ class ScheduleOptions:
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, whatever the schedule is."""
+        yield from out_of_bounds(self)
         if len(self.stages_per_rank) not in (0, 1, len(self.names)):
             yield f"--stages-per-rank has {len(self.stages_per_rank)} numbers: give one, or one for each schedule"
         if self.csv is not None and len(self.names) > 1:
             yield "--csv is for one schedule"
-        for name in ("forward", "backward_input", "backward_weight"):
-            if not 0 < getattr(self, name) < float("inf"):
-                yield f"--{name.replace('_', '-')} is {getattr(self, name):g}: choose more than 0"
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A schedule, timed."""
 
     name: str
@@ -82,24 +80,25 @@ class Drawn:
     @property
     def title(self) -> str:
         """Its name and its size."""
-        each = self.program.stages // self.program.ranks
-        ranks, micro_batches = _count(self.program.ranks, "rank"), _count(self.program.micro_batches, "micro-batch")
-        return f"{self.name}: {ranks}{f' of {each} stages' if each > 1 else ''}, {micro_batches}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+        ranks, micro_batches = self.program.ranks, self.program.micro_batches
+        each = self.program.stages // ranks
+        return (
+            f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{f' of {each} stages' if each > 1 else ''}, "
+            f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+        )
 
 
 def schedule(options: Annotated[ScheduleOptions, tyro.conf.arg(name="")]) -> None:
     """Draws a schedule by its name, with its bubble and what each rank holds, or two of them to compare."""
-    console = Console(highlight=False)
     with ending_by_mistakes():
-        if problems := list(options.problems()):
-            raise ValueError("\n".join(problems))
+        refuse(options.problems())
         drawn = _timed(options)
-        _write(drawn, options)
-        _show(drawn, console)
+        if options.svg is not None:
+            picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
+            options.svg.write_text(picture, encoding="utf-8")
+        if options.csv is not None:
+            options.csv.write_text(drawn[0].program.to_csv(), encoding="utf-8")
+        _show(drawn, Console(highlight=False))
 
 
 def _timed(options: ScheduleOptions) -> list[Drawn]:
@@ -108,36 +107,15 @@ def _timed(options: ScheduleOptions) -> list[Drawn]:
     requests = zip(options.names, each * len(options.names), strict=False)
     programs = [program_of(name, options.partitions, options.micro_batches, stages) for name, stages in requests]
     most = max(program.stages for program in programs)
-    cost = StageCost(
-        options.forward,
-        options.backward_input + options.backward_weight,
-        options.backward_input,
-        options.backward_weight,
-    )
-    return [
-        Drawn(name, program, figures(program, [_times(cost, most / program.stages)] * program.stages))
-        for name, program in zip(options.names, programs, strict=True)
-    ]
-
-
-def _times(cost: StageCost, factor: float) -> StageCost:
-    assert cost.backward_input is not None
-    assert cost.backward_weight is not None
-    return replace(
-        cost,
-        forward=cost.forward * factor,
-        backward=cost.backward * factor,
-        backward_input=cost.backward_input * factor,
-        backward_weight=cost.backward_weight * factor,
-    )
-
-
-def _write(drawn: Sequence[Drawn], options: ScheduleOptions) -> None:
-    if options.svg is not None:
-        picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
-        options.svg.write_text(picture, encoding="utf-8")
-    if options.csv is not None:
-        options.csv.write_text(drawn[0].program.to_csv(), encoding="utf-8")
+    drawn = []
+    for name, program in zip(options.names, programs, strict=True):
+        times = most / program.stages
+        forward, inputs, weights = (
+            times * one for one in (options.forward, options.backward_input, options.backward_weight)
+        )
+        cost = StageCost(forward, inputs + weights, inputs, weights)
+        drawn.append(Drawn(name, program, figures(program, [cost] * program.stages)))
+    return drawn
 
 
 def _show(drawn: Sequence[Drawn], console: Console) -> None:

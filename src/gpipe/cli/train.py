@@ -6,7 +6,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,58 +16,55 @@ import tyro
 from tyro.extras import SubcommandApp
 
 from gpipe.cli.ending import ending_by_failures_elsewhere, ending_by_mistakes
-from gpipe.recipes.options.files import OPTIONS, expanded
-from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
+from gpipe.recipes.options.bounds import Count, out_of_bounds, refuse
+from gpipe.recipes.options.files import OPTIONS, options_before
 from gpipe.recipes.options.training import TrainOptions
-from gpipe.recipes.options.translation import TranslationOptions
 
 if TYPE_CHECKING:
     from gpipe.recipes.trained import Translator
 
-
-train = SubcommandApp()
-own_names = tyro.conf.arg(name="")
-
-
-@train.command(name="digits")
-def digits(options: Annotated[DigitsOptions, own_names] = DigitsOptions()) -> None:  # noqa: B008 frozen
-    """Trains AmoebaNet on scikit-learn's handwritten digits, 1797 real images, here of 64x64 pixels."""
-    _train("digits", options)
-
-
-@train.command(name="images")
-def images(options: Annotated[ImagesOptions, own_names] = ImagesOptions()) -> None:  # noqa: B008 frozen
-    """Trains AmoebaNet on a folder that has a folder of images for each class; --config paper: as the paper does."""
-    _train("images", options)
+HELP = {
+    "digits": "Trains AmoebaNet on scikit-learn's handwritten digits, 1797 real images, here of 64x64 pixels.",
+    "images": "Trains AmoebaNet on a folder that has a folder of images for each class; --config paper: as the paper "
+    "does.",
+    "translation": "Trains one Transformer to translate from many languages to English.",
+}
+AT_ONCE = 64
+"""Lines that are read before they are translated, unless somebody types them."""
 
 
-@train.command(name="translation")
-def translation(options: Annotated[TranslationOptions, own_names] = TranslationOptions()) -> None:  # noqa: B008 frozen
-    """Trains one Transformer to translate from many languages to English."""
-    _train("translation", options)
+def train_app(arguments: Sequence[str]) -> SubcommandApp:
+    """The subcommands of `gpipe train`; of the one that is called, defaults are those of the files it is sent to."""
+    app = SubcommandApp()
+    for name, options in OPTIONS.items():
+        default = options()
+        if list(arguments[:2]) == ["train", name]:
+            with ending_by_mistakes():
+                default = options_before(name, arguments[2:])
+        app.command(name=name, help=HELP[name])(_trainer(name, default))
+    return app
 
 
-def with_files(arguments: Sequence[str]) -> list[str]:
-    """Puts what files say, to which `--config`, `--resume` and `--from` send, in front of a training's flags."""
-    if len(arguments) < 2 or arguments[0] != "train" or arguments[1] not in OPTIONS:
-        return list(arguments)
-    command, recipe, *given = arguments
-    with ending_by_mistakes():
-        return [command, recipe, *expanded(recipe, OPTIONS[recipe], given)]
+def _trainer(name: str, default: TrainOptions) -> Callable[[TrainOptions], None]:
+    def trainer(options: TrainOptions = default) -> None:
+        _train(name, options)
+
+    trainer.__annotations__["options"] = Annotated[type(default), tyro.conf.arg(name="")]
+    return trainer
 
 
 def _train(name: str, options: TrainOptions) -> None:
     with ending_by_mistakes():
         options.check()
-    from gpipe.recipes.data import UnreadableImage
+    from gpipe.recipes.data.folder import UnreadableImage
     from gpipe.recipes.prepare import prepare
-    from gpipe.recipes.trained import make_recipe  # torch loads here, so that --help and mistakes stay quick
+    from gpipe.recipes.trained import RECIPES  # torch loads here, so that --help and mistakes stay quick
     from gpipe.recipes.training import run
     from gpipe.recipes.world import find_world, joined
 
     world = find_world(os.environ)
     with ending_by_mistakes():  # before the processes meet: who leaves meanwhile would have the others fail worse
-        recipe = make_recipe(name, options.settled(world.size if world.launched else None))
+        recipe = RECIPES[name](options.settled(world.size if world.launched else None))
     with joined(world), ending_by_failures_elsewhere():
         with ending_by_mistakes():
             job = prepare(recipe, world=world)
@@ -82,14 +79,14 @@ class EvaluateOptions:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """The folders of runs of `gpipe train`; of several the mean and the spread are printed too."""
 
-    partitions: int | None = None
+    partitions: Count | None = None
     """K: how many partitions the network is cut into; by default 2, or under torchrun as many as there are processes.
     Numbers do not depend on it."""
 
-    beam: int | None = None
+    beam: Count | None = None
     """Of a translation, how many translations of a sentence are followed at once, beside the greedy one; 1: none."""
 
-    sentences: int | None = None
+    sentences: Count | None = None
     """Of a translation, how many sentences of each language are translated at most; by default all of the test."""
 
 
@@ -98,17 +95,16 @@ def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> Non
     with ending_by_mistakes():
         if not options.runs:
             raise ValueError("give the folder of a run, such as out/digits; `gpipe train` writes it")
-        _check_positive(options, "partitions", "beam", "sentences")
-        changes = {"beam": options.beam, "sentences": options.sentences}
+        refuse(out_of_bounds(options))
         from gpipe.recipes.options.files import recipe_of
         from gpipe.recipes.trained import evaluate_run, spread
         from gpipe.recipes.world import find_world, joined
 
+        for run in options.runs:
+            recipe_of(run)
+    changes = {"beam": options.beam, "sentences": options.sentences}
     world = find_world(os.environ)
     with joined(world), ending_by_failures_elsewhere():
-        with ending_by_mistakes():
-            for run in options.runs:
-                recipe_of(run)
         found = []
         for run in options.runs:
             with ending_by_mistakes():
@@ -126,17 +122,17 @@ class RecordOptions:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The folder of a run of `gpipe train`."""
 
-    steps: int = 10
+    steps: Count = 10
     """How many mini-batches are trained on meanwhile; the run stays as it is."""
 
-    partitions: int | None = None
+    partitions: Count | None = None
     """K: how many partitions the network is cut into; by default as many as there are processes."""
 
 
 def record(options: Annotated[RecordOptions, tyro.conf.arg(name="")]) -> None:
     """Writes each message between the processes of torchrun as a line of JSON, to RUN/messages.jsonl."""
     with ending_by_mistakes():
-        _check_positive(options, "steps", "partitions")
+        refuse(out_of_bounds(options))
         from gpipe.recipes.world import find_world, joined
 
         world = find_world(os.environ)
@@ -152,19 +148,6 @@ def record(options: Annotated[RecordOptions, tyro.conf.arg(name="")]) -> None:
         print(said)
 
 
-def _check_positive(options: object, *names: str) -> None:
-    values = {name: getattr(options, name) for name in names}
-    odd = [
-        f"--{name} is {value}: choose 1 or more" for name, value in values.items() if value is not None and value < 1
-    ]
-    if odd:
-        raise ValueError("\n".join(odd))
-
-
-AT_ONCE = 64
-"""Lines that are read before they are translated, unless somebody types them."""
-
-
 @dataclass(frozen=True)
 class TranslateOptions:
     """By which run lines are translated."""
@@ -172,10 +155,10 @@ class TranslateOptions:
     run: Path
     """The folder of a run of `gpipe train translation`."""
 
-    beam: int = 4
+    beam: Count = 4
     """How many translations are followed at once; 1: the likeliest word is taken each time."""
 
-    partitions: int | None = None
+    partitions: Count | None = None
     """K: how many partitions the network is cut into; by default 2. Translations do not depend on it."""
 
 
@@ -183,27 +166,27 @@ def translate(options: Annotated[TranslateOptions, tyro.conf.arg(name="")]) -> N
     """Translates each line of stdin to English, a line of stdout each."""
     with ExitStack() as stack:
         with ending_by_mistakes():
-            _check_positive(options, "beam", "partitions")
-            from gpipe.recipes.files import WEIGHTS
+            refuse(out_of_bounds(options))
+            from gpipe.recipes.prepare import WEIGHTS
             from gpipe.recipes.trained import opened_translator
 
             to_english = stack.enter_context(opened_translator(options.run, options.partitions, options.beam))
         if not (options.run / WEIGHTS).is_file():
             print(f"{options.run} has not ended: by the weights of its latest checkpoint", file=sys.stderr)
-        _translate(to_english)
+        with ending_by_mistakes():
+            _translate(to_english)
 
 
 def _translate(to_english: "Translator") -> None:
-    """Prints a line for each of stdin; one that cannot be translated ends the command."""
+    """Prints a line for each of stdin, up to one that cannot be translated."""
     number = 1
-    with ending_by_mistakes():
-        try:
-            for lines in _chunks(1 if sys.stdin.isatty() else AT_ONCE):
-                for english in to_english(lines):
-                    print(english, flush=True)
-                    number += 1
-        except ValueError as mistake:
-            raise ValueError(f"line {number} of stdin: {mistake}") from None
+    try:
+        for lines in _chunks(1 if sys.stdin.isatty() else AT_ONCE):
+            for english in to_english(lines):
+                print(english, flush=True)
+                number += 1
+    except ValueError as mistake:
+        raise ValueError(f"line {number} of stdin: {mistake}") from None
 
 
 def _chunks(size: int) -> Iterator[list[str]]:

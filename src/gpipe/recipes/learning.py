@@ -1,9 +1,4 @@
-"""How weights are learnt, beside what torch's optimizers do.
-
-A moving average of the weights, which is often better than the weights themselves.
-
-How learning rates rise and fall.
-"""
+"""How weights are learnt, beside what torch's optimizers do: moving averages of them, and learning rates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,9 +1,12 @@
-"""From options to a job: builds the network and its pipe, and goes back to where the run was."""
+"""From options to a job: the network and its pipe, built, and how far the run in its folder is."""
 
+import fcntl
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,200 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.recipes.files import EVALUATION, WEIGHTS, one_thread
-from gpipe.recipes.job import CHECKPOINTS, Job, Progress, from_extra, locked, parts_of, replicas_of
 from gpipe.recipes.learning import Averages
+from gpipe.recipes.options.bounds import flag, refuse
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.training import TrainOptions
-from gpipe.recipes.recipe import Recipe
+from gpipe.recipes.recipe import Recipe, Share
 from gpipe.recipes.world import World, find_world, of_first
+
+CHECKPOINTS = "checkpoints"
+WEIGHTS = "model.safetensors"
+EVALUATION = "evaluation.json"
+KEPT = 2  # checkpoints
+PATIENCE = 20.0  # seconds without news from another rank that saves; torchrun kills after 30
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch came to, a line of metrics.jsonl.
+
+    Attributes:
+        epoch: Its number, from 1.
+        loss: The mean over its steps.
+        measured: How well the network does on held-out data, by name.
+        seconds: How long it took, measuring included.
+    """
+
+    epoch: int
+    loss: float
+    measured: Mapping[str, float]
+    seconds: float
+
+    def line(self) -> dict[str, float]:
+        """The line of metrics.jsonl.
+
+        >>> Epoch(1, 0.5, {"accuracy": 0.25}, 2.0).line()
+        {'epoch': 1, 'loss': 0.5, 'accuracy': 0.25, 'seconds': 2.0}
+        """
+        return {"epoch": self.epoch, "loss": self.loss, **self.measured, "seconds": self.seconds}
+
+
+@dataclass
+class Progress:
+    """The epochs that are over, and of the one that has begun the losses of its steps and its seconds."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"epoch {len(self.epochs)}" + (f", step {len(self.losses)} of the next" if self.losses else "")
+
+
+def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[str, Any]:
+    """The progress, the options that decide numbers, and what identifies the data, for a checkpoint to keep."""
+    decisive = {
+        name: value if isinstance(value, int | float | None) else str(value)
+        for name, value in vars(options).items()
+        if name not in options.UNDECISIVE
+    }
+    return {**asdict(progress), "options": decisive, "data": data}
+
+
+def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") -> Progress:
+    """Reads the progress that a checkpoint kept.
+
+    Raises:
+        ValueError: It is of another training: one line for each option that differs, and for the data.
+
+    >>> from_extra(to_extra(Progress(losses=[0.5]), TrainOptions()), TrainOptions(seed=1))
+    Traceback (most recent call last):
+    ValueError: --seed is 1, and the checkpoint is of a training with 0: give that, or start anew without --resume
+    """
+    before, now = extra["options"], to_extra(Progress(), options)["options"]
+    problems = [
+        f"{flag(name)} is {value}, and the checkpoint is of a training with {before.get(name)}: give that, or start "
+        f"anew without --resume"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    if extra["data"] != data:
+        problems.append("the training data are not those of the checkpoint: bring them back, or start anew")
+    refuse(problems)
+    return Progress([Epoch(**epoch) for epoch in extra["epochs"]], list(extra["losses"]), extra["seconds"])
+
+
+@contextmanager
+def locked(folder: Path, world: World) -> Iterator[None]:
+    """Keeps the folder of a run for one training, by its rank 0; the lock ends with the process, too.
+
+    Raises:
+        ValueError: Another training writes into it.
+    """
+    if world.rank:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--out is {folder}, into which another training writes: wait for its end, or choose another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """All that training needs, checked and built, and how far it is; `how` is how the network is cut and run."""
+
+    recipe: Recipe[Any]
+    pipe: gpipe.GPipe
+    optimizer: torch.optim.Optimizer
+    averages: Averages
+    world: World
+    how: Mapping[str, Any]
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def options(self) -> TrainOptions:
+        """The options of the command."""
+        options: TrainOptions = self.recipe.options
+        return options
+
+    @property
+    def name(self) -> str:
+        """The network and how it is pipelined."""
+        o, replicas = self.options, self.share.replicas
+        how = f"schedule {o.schedule}, remat {o.remat.replace('_', ' ')}"
+        return (
+            f"{self.recipe.title}, {self.pipe.partitions} partitions, "
+            f"{f'{replicas} replicas, ' if replicas > 1 else ''}"
+            f"{o.micro_batches} micro-batches, {how if o.plan is None else 'planned for this machine'}"
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.options.out / CHECKPOINTS
+
+    @property
+    def steps(self) -> int:
+        """How many steps the training has."""
+        return self.options.steps or self.options.epochs * self.recipe.steps_per_epoch
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs it has; the last one may be short."""
+        return ceil(self.steps / self.recipe.steps_per_epoch)
+
+    @property
+    def done(self) -> int:
+        """How many steps were taken."""
+        return len(self.progress.epochs) * self.recipe.steps_per_epoch + len(self.progress.losses)
+
+    def steps_of(self, epoch: int) -> int:
+        """How many steps an epoch has, counted from 1."""
+        return min(self.recipe.steps_per_epoch, self.steps - (epoch - 1) * self.recipe.steps_per_epoch)
+
+    @property
+    def share(self) -> Share:
+        """What this process reads of each mini-batch."""
+        k = self.pipe.partitions
+        return Share(self.world.rank // k, _replicas(k, self.world), self.pipe.reads_inputs)
+
+    def begin_save(self) -> Callable[[], Path]:
+        """Begins to save a checkpoint; what it gives waits for it, and gives its folder.
+
+        A last epoch that was short is saved as one that has begun: more steps may come.
+        """
+        whole = self.progress.epochs[: self.steps // self.recipe.steps_per_epoch]
+        extra = to_extra(replace(self.progress, epochs=whole), self.options, self.recipe.data)
+        return gpipe.save(
+            self.checkpoints, self.pipe, self.optimizer, extra=extra, background=True, keep=KEPT, limit=PATIENCE
+        ).wait
+
+
+def precision(options: TrainOptions, device: torch.device) -> AbstractContextManager[Any]:
+    """What forwards are computed in: float32, or under autocast."""
+    return torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets the calling thread compute alone, so that no helpers of its own compete with the ranks for the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: World | None = None) -> Job:
@@ -50,11 +240,14 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
         )
     if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
-    pipe, how = make_pipe(recipe, layers, costs, world)
-    _make_folder(options.out)
-    optimizer = recipe.optimizer(pipe.parameters())
+    job = make_job(recipe, layers, costs, world)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out is {options.out}, which cannot be made: {error.strerror}; choose another folder"
+        ) from None
     with locked(options.out, world):
-        job = Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), Progress(), world, how)
         job = replace(job, progress=_begin(job))
         if not world.rank:
             write_config(options.out, recipe.name, options)
@@ -85,40 +278,44 @@ def read_weights(run: Path) -> Mapping[str, Any]:
     return gpipe.load(run / CHECKPOINTS).state_dict()
 
 
-def make_pipe(
-    recipe: Recipe[Any], layers: list[nn.Module], costs: Sequence[float] | None, world: World
-) -> tuple[gpipe.GPipe, dict[str, Any]]:
-    """Cuts the layers as the options say; gives that beside the pipe."""
-    options: TrainOptions = recipe.options
-    assert options.partitions is not None
-    replicas = replicas_of(options.partitions, world)
-    sample = None if costs and options.plan is None else recipe.sample(replicas).inputs
-    how = _how(options, layers, sample, world)
+def make_job(recipe: Recipe[Any], layers: list[nn.Module], costs: Sequence[float] | None, world: World) -> Job:
+    """Cuts the layers as the options say, or as is fastest on this machine; nothing is trained of it yet."""
+    o: TrainOptions = recipe.options
+    k = o.partitions
+    assert k is not None
+    replicas = _replicas(k, world)
+    m = o.micro_batches // replicas
+    sample = None if costs and o.plan is None else recipe.sample(replicas).inputs
+
+    def planned() -> dict[str, Any]:
+        plan = gpipe.find_plan(layers, _even(sample, m), k, partitions=k, micro_batches=m, measure=True)
+        return {
+            "partitions": list(plan.layers_per_partition),
+            "schedule": plan.schedule,
+            "stages_per_rank": plan.stages_per_rank,
+            "remat": list(plan.remat),
+        }
+
+    how: dict[str, Any] = {"partitions": k, "schedule": o.schedule, "remat": o.remat}
+    if o.plan is not None:
+        with one_thread():
+            how = of_first(world, planned)
     pipe = gpipe.GPipe(
         layers,
-        micro_batches=options.micro_batches // replicas,
+        micro_batches=m,
         costs=costs,
         sample=None if costs else sample,
-        seed=options.seed,
+        seed=o.seed,
         intra_op_threads=1,
         driver="process" if world.launched else None,
         **how,
     )
-    return pipe, how
+    optimizer = recipe.optimizer(pipe.parameters())
+    return Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), world, how)
 
 
-def _how(options: TrainOptions, layers: Sequence[nn.Module], sample: Any, world: World) -> dict[str, Any]:
-    """The partitions, and what is done in which order: as the options say, or as is fastest on this machine."""
-    assert options.partitions is not None
-    if options.plan is None:
-        return {"partitions": options.partitions, "schedule": options.schedule, "remat": options.remat}
-    k, m = options.partitions, options.micro_batches // replicas_of(options.partitions, world)
-
-    def found() -> gpipe.Plan:
-        return gpipe.find_plan(layers, _even(sample, m), k, partitions=k, micro_batches=m, measure=True)
-
-    with one_thread():
-        return dict(of_first(world, lambda: parts_of(found()))) if world.launched else {"plan": found()}
+def _replicas(partitions: int, world: World) -> int:
+    return world.size // partitions if world.launched else 1
 
 
 def _even(sample: Any, parts: int) -> Any:
@@ -133,13 +330,6 @@ def _even(sample: Any, parts: int) -> Any:
     return sample[torch.arange(max(parts, rows - rows % parts)) % rows]
 
 
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out is {out}, which cannot be made: {error.strerror}; choose another folder") from None
-
-
 def _begin(job: Job) -> Progress:
     """Goes back to the latest checkpoint if that is wanted, and there is one; else puts those of earlier runs aside.
 
@@ -150,8 +340,7 @@ def _begin(job: Job) -> Progress:
     if any(job.pipe.exchange(b"found" if found else b"")):
         extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
         progress = from_extra(extra, job.options, job.recipe.data)
-        done = len(progress.epochs) * job.recipe.steps_per_epoch + len(progress.losses)
-        if done > job.steps:
+        if (done := replace(job, progress=progress).done) > job.steps:
             raise ValueError(
                 f"{done} steps were trained before, and this is a training of {job.steps}: give as many or more by "
                 "--steps or --epochs, or start anew without --resume"

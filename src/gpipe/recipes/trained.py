@@ -1,29 +1,22 @@
-"""A run that is over, or was left: its recipe and its network again, to be evaluated, recorded or used.
-
-The numbers of several runs, and how far they are apart; what crosses between processes; lines of text in English.
-"""
+"""A run that is over, or was left: its recipe and its network again, to be evaluated, recorded or used."""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
-import tyro
 
 import gpipe
-from gpipe.recipes.files import EVALUATION, WEIGHTS, one_thread
 from gpipe.recipes.images import DigitsRecipe, ImagesRecipe
-from gpipe.recipes.job import Job, Progress, precision
-from gpipe.recipes.learning import Averages
-from gpipe.recipes.options.files import CONFIG, OPTIONS, read_config, recipe_of, to_flags
-from gpipe.recipes.options.training import TrainOptions, flag
-from gpipe.recipes.prepare import build, make_pipe, read_weights
+from gpipe.recipes.options.bounds import flag
+from gpipe.recipes.options.files import CONFIG, OPTIONS, read_options, recipe_of
+from gpipe.recipes.prepare import EVALUATION, WEIGHTS, Job, build, make_job, one_thread, precision, read_weights
 from gpipe.recipes.recipe import Evaluation, Recipe, load
 from gpipe.recipes.training import train_epoch
 from gpipe.recipes.translation.decode import beam, greedy
@@ -33,28 +26,14 @@ from gpipe.recipes.world import World
 RECIPES: dict[str, type[Recipe[Any]]] = {
     recipe.name: recipe for recipe in (DigitsRecipe, ImagesRecipe, TranslationRecipe)
 }
-
-
-def make_recipe(name: str, options: TrainOptions) -> Recipe[Any]:
-    """Opens the data of a recipe.
-
-    Raises:
-        ValueError: The options cannot be: what to do, a line for each.
-        ImportError: A library is missing that has or reads them; the message names it.
-    """
-    return RECIPES[name](options)
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A recipe beside a pipe that has the weights of a run."""
-
-    recipe: Recipe[Any]
-    pipe: gpipe.GPipe
+MESSAGES = "messages.jsonl"
+LONGEST = 4
+"""Times as many subwords as the longest sentence that was trained on; what is longer is refused."""
+Translator = Callable[[Sequence[str]], Iterator[str]]
 
 
 def open_recipe(run: Path, partitions: int | None, world: World, **changes: Any) -> Recipe[Any]:
-    """The recipe of a run, with its options, but for the number of partitions.
+    """The recipe of a run, with its options, but for the number of partitions and for changes.
 
     Raises:
         ValueError: The folder is none of a run, or the options cannot be.
@@ -63,29 +42,33 @@ def open_recipe(run: Path, partitions: int | None, world: World, **changes: Any)
     name = recipe_of(run)
     if name not in OPTIONS:
         raise ValueError(f"{run / CONFIG} is of the recipe {name}: there are {', '.join(OPTIONS)}")
-    table = {key: value for key, value in read_config(run / CONFIG).items() if key not in ("partitions", "plan")}
-    flags = to_flags(table, name, OPTIONS[name], run / CONFIG)
-    options = tyro.cli(OPTIONS[name], args=flags)
-    options = replace(options, partitions=partitions, out=run, from_=None, resume=True, **changes)
+    options = OPTIONS[name](**read_options(run / CONFIG, name))
+    if odd := [flag(option) for option in changes if not hasattr(options, option)]:
+        raise ValueError(f"{', '.join(odd)} says nothing to the recipe {name}, which {run} is a run of")
+    options = replace(options, partitions=partitions, plan=None, out=run, from_=None, resume=True, **changes)
     try:
-        return make_recipe(name, options.settled(world.size if world.launched else None))
+        return RECIPES[name](options.settled(world.size if world.launched else None))
     except ValueError as mistake:
         raise ValueError(f"{run / CONFIG} cannot be gone by: {mistake}") from None
 
 
+def _job_of(recipe: Recipe[Any], world: World) -> Job:
+    """The network of a run, with its weights."""
+    layers = build(recipe)
+    load(read_weights(recipe.options.out), layers)
+    return make_job(recipe, layers, [1.0] * len(layers), world)
+
+
 @contextmanager
-def opened(recipe: Recipe[Any], world: World) -> Iterator[Trained]:
+def opened(recipe: Recipe[Any], world: World) -> Iterator[gpipe.GPipe]:
     """Builds the network of a run, with its weights, in evaluation mode.
 
     Raises:
         ValueError: The run has no weights.
     """
-    layers = build(recipe)
-    load(read_weights(recipe.options.out), layers)
-    pipe, _ = make_pipe(recipe, layers, [1.0] * len(layers), world)
+    pipe = _job_of(recipe, world).pipe
     with pipe, one_thread(), torch.no_grad(), precision(recipe.options, pipe.devices[0]):
-        pipe.eval()
-        yield Trained(recipe, pipe)
+        yield pipe.eval()
 
 
 def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], world: World) -> Evaluation:
@@ -101,14 +84,11 @@ def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], 
         ValueError: The folder is none of a run, or it has no weights.
         ImportError: A library is missing.
     """
-    given = {name: value for name, value in changes.items() if value is not None}
-    recipe_name = recipe_of(run)
-    known = {field.name for field in fields(OPTIONS[recipe_name])} if recipe_name in OPTIONS else set(given)
-    if odd := [flag(name) for name in given if name not in known]:
-        raise ValueError(f"{', '.join(odd)} says nothing to the recipe {recipe_name}, which {run} is a run of")
-    recipe = open_recipe(run, partitions, world, **given)
-    with opened(recipe, world) as trained:
-        found = recipe.evaluate(trained.pipe)
+    recipe = open_recipe(
+        run, partitions, world, **{name: value for name, value in changes.items() if value is not None}
+    )
+    with opened(recipe, world) as pipe:
+        found = recipe.evaluate(pipe)
     if not (run / WEIGHTS).is_file():
         unfinished = "the run has not ended: by the weights of its latest checkpoint, no average of them\n"
         found = replace(found, text=unfinished + found.text)
@@ -129,14 +109,11 @@ def spread(found: Sequence[Evaluation]) -> str:
     if not names:
         return f"{len(found)} runs, which have no number in common: give runs of one recipe"
     width = max(map(len, names))
-    lines = []
+    lines = [f"{len(found)} runs: mean and standard deviation"]
     for name in names:
         values = [one.numbers[name] for one in found]
         lines.append(f"{name:{width}}  {mean(values):.4f} +- {stdev(values):.4f}")
-    return "\n".join([f"{len(found)} runs: mean and standard deviation", *lines])
-
-
-MESSAGES = "messages.jsonl"
+    return "\n".join(lines)
 
 
 def record_run(run: Path, steps: int, partitions: int | None, world: World) -> str:
@@ -150,13 +127,9 @@ def record_run(run: Path, steps: int, partitions: int | None, world: World) -> s
         ImportError: A library is missing.
     """
     recipe = open_recipe(run, partitions, world, steps=steps)
-    layers = build(recipe)
-    load(read_weights(run), layers)
-    pipe, how = make_pipe(recipe, layers, [1.0] * len(layers), world)
-    optimizer = recipe.optimizer(pipe.parameters())
-    job = Job(recipe, pipe, optimizer, Averages(optimizer, 0.0), Progress(), world, how)
+    job = _job_of(recipe, world)
     batches = zip(range(min(steps, recipe.steps_per_epoch)), recipe.batches(1, 0, job.share), strict=False)
-    with pipe, one_thread(), gpipe.record(pipe, keep=steps) as recording:
+    with job.pipe, one_thread(), gpipe.record(job.pipe, keep=steps) as recording:
         train_epoch(job, 1, batches, lambda loss: None)
         messages = recording.messages()
         if not world.rank:
@@ -168,11 +141,6 @@ def record_run(run: Path, steps: int, partitions: int | None, world: World) -> s
     return f"{run / MESSAGES}: {len(messages)} messages of {len(recording.timelines)} steps: {'; '.join(said)}"
 
 
-Translator = Callable[[Sequence[str]], Iterator[str]]
-LONGEST = 4
-"""Times as many subwords as the longest sentence that was trained on; what is longer is refused."""
-
-
 @contextmanager
 def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator[Translator]:
     """Gives what translates lines to English, by a beam of so many, as long as the run is open.
@@ -181,18 +149,16 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
         ValueError: The folder is of no run of the recipe, or it has no weights.
         ImportError: A library is missing.
     """
-    world = World()
     if (name := recipe_of(run)) != TranslationRecipe.name:
         raise ValueError(f"{run} is a run of the recipe {name}: give one of `gpipe train translation`")
     if not (run / VOCABULARY).is_file():
         raise ValueError(
             f"{run} has no {VOCABULARY}, which says what its network reads: give a run that has all files"
         )
-    recipe = open_recipe(run, partitions, world, tsv=None)  # what it was trained on need not be there
+    recipe = open_recipe(run, partitions, World(), tsv=None)  # what it was trained on need not be there
     assert isinstance(recipe, TranslationRecipe)
-    with opened(recipe, world) as trained:
-        vocabulary, network = recipe.vocabulary, recipe.network(trained.pipe)
-
+    with opened(recipe, World()) as pipe:
+        vocabulary, network = recipe.vocabulary, recipe.network(pipe)
         most = LONGEST * recipe.options.longest
 
         def to_english(lines: Sequence[str]) -> Iterator[str]:

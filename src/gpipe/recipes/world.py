@@ -22,6 +22,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux's question for the address of an interface
+MOST = 2**16  # bytes of what rank 0 makes
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,6 @@ class World:
         launched: Whether a launcher started them; else there is one, of as many threads as partitions.
         one_host: Whether all are on this host.
         restarts: How often torchrun has started all of them anew after a failure.
-        address: Of the meeting place.
-        port: Of the meeting place.
-        hosted: Whether torchrun keeps the meeting place; else rank 0 does.
     """
 
     rank: int = 0
@@ -44,9 +42,6 @@ class World:
     launched: bool = False
     one_host: bool = True
     restarts: int = 0
-    address: str = LOOPBACK
-    port: int = 0
-    hosted: bool = False
 
 
 def find_world(environment: Mapping[str, str]) -> World:
@@ -57,16 +52,13 @@ def find_world(environment: Mapping[str, str]) -> World:
     """
     if any(name not in environment for name in LAUNCHED):
         return World()
-    size = int(environment["WORLD_SIZE"])
+    size = environment["WORLD_SIZE"]
     return World(
         int(environment["RANK"]),
-        size,
+        int(size),
         launched=True,
-        one_host=environment.get("LOCAL_WORLD_SIZE") == str(size),
+        one_host=environment.get("LOCAL_WORLD_SIZE") == size,
         restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        address=environment["MASTER_ADDR"],
-        port=int(environment["MASTER_PORT"]),
-        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -76,10 +68,10 @@ def joined(world: World) -> Iterator[None]:
     if not world.launched:
         yield
         return
-    if world.rank:
-        _be_quiet()
-    interface = _find_interface(LOOPBACK if world.one_host else world.address)
-    if interface:
+    if world.rank:  # rank 0 talks, of all but errors
+        logging.getLogger("gpipe").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+    if interface := _find_interface(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # torchrun's meeting place still knows the addresses of processes that it has replaced
@@ -95,36 +87,31 @@ def of_first(world: World, make: Callable[[], Any]) -> Any:
     """What rank 0 makes, in every process: plain values, which JSON can hold."""
     if not world.launched:
         return make()
-    text = b"" if world.rank else json.dumps(make()).encode()
-    size = torch.tensor([len(text)])
-    dist.broadcast(size, 0)
-    message = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
+    message = torch.zeros(MOST, dtype=torch.uint8)
+    if not world.rank:
+        text = json.dumps(make()).encode()
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     dist.broadcast(message, 0)
-    return json.loads(bytes(message.tolist()))
+    return json.loads(bytes(message.tolist()).rstrip(b"\0"))
 
 
 def _find_interface(address: str) -> str | None:
     """The interface by which an address is reached; gloo takes that of the host's name, which is often another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing, but chooses the way
-        own = probe.getsockname()[0]
+        own = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address, or this is not Linux
-                request = struct.pack("256s", name.encode())
-                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]) == own:
+                if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
                     return name
     return None
 
 
 def _enter(world: World) -> TCPStore:
-    """Enters the meeting place; on one host, if it is ours to open, no other host can."""
-    if world.hosted or not world.one_host:
-        return TCPStore(world.address, world.port, world.size, not (world.hosted or world.rank), TIMEOUT)
-    listener = None if world.rank else socket.create_server((LOOPBACK, world.port)).detach()
-    return TCPStore(LOOPBACK, world.port, world.size, not world.rank, TIMEOUT, master_listen_fd=listener)
-
-
-def _be_quiet() -> None:
-    """Leaves all talking but of errors to rank 0."""
-    logging.getLogger("gpipe").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    """Enters the meeting place, which torchrun keeps or else rank 0; on one host, no other can enter rank 0's."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if hosted or not world.one_host:
+        return TCPStore(address, port, world.size, not (hosted or world.rank), TIMEOUT)
+    listener = None if world.rank else socket.create_server((LOOPBACK, port)).detach()
+    return TCPStore(LOOPBACK, port, world.size, not world.rank, TIMEOUT, master_listen_fd=listener)

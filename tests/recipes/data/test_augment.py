@@ -1,3 +1,5 @@
+"""What becomes of images: a function of seed, epoch and row, and of nothing else."""
+
 from collections.abc import Callable
 from functools import partial
 
@@ -7,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.recipes.data import Augmentation, cutout, flip
-from gpipe.recipes.data.augment import augment, central_box, random_box
+from gpipe.recipes.data.augment import Augmentation, augment, central_box, cutout, flip, jitter, random_box
 
-EVERYTHING = Augmentation(flip=True, cutout=5)
 WAYS: dict[str, Callable[..., Tensor]] = {
     "flip": flip,
     "cutout": partial(cutout, size=5),
-    "all": partial(augment, how=EVERYTHING),
+    "jitter": jitter,
+    "all": lambda images, rows, seed, epoch: augment(images, rows, Augmentation(cutout=5, seed=seed), epoch),
 }
 SIDES, SHARES = st.integers(1, 3000), st.floats(0.01, 1)
 SEEDS, EPOCHS, ROWS = st.integers(0, 2**40), st.integers(0, 1000), st.integers(0, 2**30)
@@ -25,46 +26,26 @@ def noise(count: int) -> Tensor:
 
 
 @given(SIDES, SIDES, ROWS, SHARES, SEEDS, EPOCHS)
-def test_a_random_box_is_inside_the_image_and_not_empty(
+def test_a_random_box_is_inside_the_image_and_of_its_area_and_shape_where_there_is_room(
     width: int, height: int, row: int, share: float, seed: int, epoch: int
 ) -> None:
     left, top, right, bottom = random_box(width, height, row, least_area=share, seed=seed, epoch=epoch)
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
-
-
-@given(st.integers(50, 3000), st.floats(3 / 4, 4 / 3), ROWS, st.floats(0.05, 0.5), SEEDS, EPOCHS)
-def test_a_random_box_has_its_area_and_shape_within_a_pixel(
-    width: int, shape: float, row: int, share: float, seed: int, epoch: int
-) -> None:
-    height = round(width * shape)
-    left, top, right, bottom = random_box(width, height, row, least_area=share, seed=seed, epoch=epoch)
     wide, high = right - left, bottom - top
-    assert (wide + 1) * (high + 1) >= share * width * height
+    if share <= 0.5 and 3 / 4 <= width / height <= 4 / 3:
+        assert (wide + 1) * (high + 1) >= share * width * height
     assert 3 / 4 * (high - 1) <= wide + 1
     assert wide - 1 <= 4 / 3 * (high + 1)
 
 
-def test_random_boxes_are_of_all_sizes_and_places() -> None:
+def test_random_boxes_are_of_all_sizes_and_places_and_the_central_one_is_in_the_middle() -> None:
     boxes = [random_box(100, 100, row, least_area=0.1, seed=0, epoch=0) for row in range(300)]
     areas = [(right - left) * (bottom - top) / 100**2 for left, top, right, bottom in boxes]
     assert min(areas) < 0.15
     assert max(areas) > 0.85
-    assert len({box[0] for box in boxes}) > 30
-    assert len({box[1] for box in boxes}) > 30
-
-
-def test_a_long_image_has_room_for_a_smaller_box_only() -> None:
-    left, top, right, bottom = random_box(1000, 10, 3, least_area=0.5, seed=0, epoch=0)
-    assert bottom - top == 10
-    assert 7 <= right - left <= 14
-
-
-@given(SIDES, SIDES)
-def test_the_central_box_is_seven_eighths_of_each_side(width: int, height: int) -> None:
-    left, top, right, bottom = central_box(width, height)
-    assert (right - left, bottom - top) == pytest.approx((0.875 * width, 0.875 * height))
-    assert (left + right, top + bottom) == pytest.approx((width, height))
+    assert min(len({box[side] for box in boxes}) for side in (0, 1)) > 30
+    assert central_box(80, 16) == (5, 1, 75, 15)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -72,7 +53,7 @@ def test_the_central_box_is_seven_eighths_of_each_side(width: int, height: int) 
 def test_what_becomes_of_a_row_does_not_depend_on_the_batch(
     way: Callable[..., Tensor], data: st.DataObject, seed: int, epoch: int
 ) -> None:
-    rows = torch.tensor(data.draw(st.lists(ROWS, min_size=1, max_size=6, unique=True)))
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, 10**4), min_size=1, max_size=6, unique=True)))
     images = noise(len(rows))
     order = torch.tensor(data.draw(st.permutations(range(len(rows)))))[: data.draw(st.integers(1, len(rows)))]
     whole = way(images, rows, seed=seed, epoch=epoch)
@@ -89,20 +70,14 @@ def test_each_seed_and_epoch_draws_anew_and_torchs_generator_is_left_alone(way: 
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_kinds_of_draws_do_not_depend_on_one_another() -> None:
-    images, rows = noise(20), torch.arange(20)
-    without = augment(images, rows, Augmentation(flip=False, cutout=5), seed=0, epoch=1)
-    flipped = augment(images, rows, Augmentation(flip=True, cutout=5), seed=0, epoch=1)
-    assert torch.equal(without == 0, flipped == 0)
-
-
-def test_half_of_the_images_are_mirrored_and_the_others_as_they_were() -> None:
-    images = noise(400)
-    flipped = flip(images, torch.arange(400), seed=0, epoch=0)
+def test_half_of_the_images_are_mirrored_whatever_else_is_drawn() -> None:
+    images, rows = noise(400), torch.arange(400)
+    flipped = flip(images, rows, seed=0, epoch=0)
     mirrored = (flipped == images.flip(-1)).flatten(1).all(1)
-    same = (flipped == images).flatten(1).all(1)
-    assert bool((mirrored ^ same).all())
+    assert bool((mirrored ^ (flipped == images).flatten(1).all(1)).all())
     assert 160 < int(mirrored.sum()) < 240
+    without, both = (augment(images, rows, Augmentation(flip=flips, cutout=5), 1) for flips in (False, True))
+    assert torch.equal(without == 0, both == 0)
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), ROWS, SEEDS, EPOCHS)
@@ -119,19 +94,19 @@ def test_a_cutout_is_one_square_as_far_as_it_is_inside(
         assert int((covered[1:] != covered[:-1]).sum()) <= (1 if count < size else 2)
 
 
-def test_a_cutout_hangs_over_every_edge_now_and_then() -> None:
-    cut = cutout(torch.ones(300, 1, 8, 8), torch.arange(300), 4, seed=0, epoch=0)[:, 0] == 0
+def test_a_cutout_hangs_over_every_edge_now_and_then_and_leaves_all_else_as_it_was() -> None:
+    images = noise(300)
+    out = cutout(images, torch.arange(300), 4, seed=0, epoch=0)
+    cut = (out == 0).all(dim=1)
+    assert torch.equal(out, images.masked_fill(cut[:, None], 0))
     for corner in (cut[:, 0, 0], cut[:, 0, -1], cut[:, -1, 0], cut[:, -1, -1]):
         assert bool(corner.any())
     assert {int(each) for each in cut.sum((1, 2))} >= {4, 16}
 
 
-def test_a_cutout_leaves_all_else_as_it_was() -> None:
-    images = noise(5)
-    cut = cutout(images, torch.arange(5), 4, seed=0, epoch=0)
-    assert bool(((cut == images) | (cut == 0)).all())
-
-
-def test_all_mistakes_of_an_augmentation_are_told_at_once() -> None:
-    with pytest.raises(ValueError, match=r"size is 0;.*least_area is 0;.*cutout is -1;"):
-        Augmentation(size=0, least_area=0, cutout=-1)
+def test_jitter_moves_little() -> None:
+    image = torch.zeros(1, 1, 64, 64)
+    image[..., 28:36, 28:36] = 1
+    for row in range(20):
+        moved = jitter(image, torch.tensor([row]), seed=0, epoch=1)
+        assert moved[..., 20:44, 20:44].sum() == pytest.approx(64, rel=0.1)

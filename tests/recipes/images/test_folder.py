@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from gpipe.cli.main import main
-from gpipe.recipes.images import ImagesRecipe, count, to_evaluation
+from gpipe.recipes.images import ImagesRecipe, evaluation_of
 from gpipe.recipes.options.images import ImagesOptions
 from tests.support.small_images import same, weights
 
@@ -86,7 +86,7 @@ def test_of_several_runs_the_mean_and_the_spread_are_told(
 def test_the_classes_and_how_many_images_of_each_can_be_chosen(folder: Path) -> None:
     options = ImagesOptions(image_folder=folder, classes=("eel", "bee"), per_class=4, batch_size=8, workers=0)
     source = ImagesRecipe(options).source
-    assert (source.classes, source.rows) == (("eel", "bee"), 8)
+    assert (source.classes, len(source.train)) == (("eel", "bee"), 8)
 
 
 def test_a_folder_that_cannot_be_used_ends_with_what_to_do(
@@ -121,7 +121,7 @@ def test_what_is_no_run_cannot_be_evaluated(tmp_path: Path, capsys: pytest.Captu
 
 def test_more_classes_than_can_be_read_have_no_table() -> None:
     names = [str(number) for number in range(26)]
-    text = to_evaluation(count([(torch.eye(26), torch.arange(26))], 26), names).text
+    text = evaluation_of([(torch.eye(26), torch.arange(26))], names).text
     assert text == "26 held-out images, each as a whole:\ntop-1 100.00%, top-5 100.00%"
 
 

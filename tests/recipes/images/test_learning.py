@@ -14,7 +14,9 @@ from torch.nn.functional import cross_entropy
 
 import gpipe
 from gpipe.models import amoebanet_d, set_keep
-from gpipe.recipes.data import batches, cutout, flip, jitter, load_digits
+from gpipe.recipes.data.augment import cutout, flip, jitter
+from gpipe.recipes.data.digits import load_digits
+from gpipe.recipes.data.sampling import batches
 from gpipe.recipes.images import DigitsRecipe
 from gpipe.recipes.learning import AVERAGE
 from tests.support.plain_loop import one_thread, run_layers
@@ -36,12 +38,12 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 def mini_batches() -> Iterator[tuple[Tensor, Tensor]]:
-    digits = load_digits(67, classes=(0, 1, 2), per_class=6).train
+    digits, classes = load_digits(67, classes=(0, 1, 2), per_class=6).train.tensors
     for epoch in (1, 2):
         for rows in batches(18, 8, seed=0, epoch=epoch):
-            images = jitter(digits.images[rows], rows, seed=0, epoch=epoch)
+            images = jitter(digits[rows], rows, seed=0, epoch=epoch)
             images = flip(images, rows, seed=0, epoch=epoch)
-            yield cutout(images, rows, 9, seed=0, epoch=epoch), digits.classes[rows]
+            yield cutout(images, rows, 9, seed=0, epoch=epoch), classes[rows]
 
 
 def plain_loop() -> tuple[list[float], nn.Module, dict[str, Tensor]]:

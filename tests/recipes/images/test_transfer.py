@@ -92,6 +92,6 @@ def test_a_run_goes_on_when_the_one_it_came_from_is_gone(tmp_path: Path, capsys:
 
 
 def test_per_class_keeps_so_many_images_of_each() -> None:
-    assert DigitsRecipe(replace(OPTIONS, per_class=5)).source.rows == 15
-    with pytest.raises(ValueError, match="per_class is 500; give a number from 1 to"):
+    assert len(DigitsRecipe(replace(OPTIONS, per_class=5)).source.train) == 15
+    with pytest.raises(ValueError, match="--per-class is 500: choose 1 to"):
         DigitsRecipe(replace(OPTIONS, per_class=500))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpipe.recipes.data import Pair, Split, Vocabulary, read_catalogues
+from gpipe.recipes.data.pairs import Pair, Split, read_catalogues
+from gpipe.recipes.data.token_batches import Vocabulary
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.translation.corpus import Corpus, in_order
 from tests.support.toy_language import options, pairs, write_table

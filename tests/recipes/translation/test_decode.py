@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.recipes.data import BEGIN, END, PAD
-from gpipe.recipes.data.token_batches import padded
+from gpipe.recipes.data.token_batches import BEGIN, END, PAD, padded
 from gpipe.recipes.translation import decode
 from gpipe.recipes.translation.decode import Network, Search, beam, greedy, limit_of
 

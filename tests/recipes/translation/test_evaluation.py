@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
-from itertools import count
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.recipes.data import END, Pair, Vocabulary
+from gpipe.recipes.data.token_batches import END
 from gpipe.recipes.recipe import Evaluation
-from gpipe.recipes.translation.corpus import Corpus, Sentence
+from gpipe.recipes.translation.corpus import Corpus
 from gpipe.recipes.translation.decode import Network
 from gpipe.recipes.translation.evaluation import Scores, bleu, chrf, evaluation_of, table
-from tests.support.toy_language import in_toy, options
+from tests.support.toy_language import options
 
 
 def chrf_by_hand(said: Sequence[str], right: Sequence[str]) -> float:
@@ -80,24 +79,21 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return Corpus(options(tmp_path_factory.mktemp("corpus")))
 
 
-def evaluated(corpus: Corpus, test: Sequence[Sentence], width: int) -> Evaluation:
-    nlls = {"toy": (6.0, 4), "mirror": (2.0, 4)}
-    return evaluation_of(test, nlls, knowing(corpus), corpus, tokens=64, width=width)
+def evaluated(corpus: Corpus, width: int) -> Evaluation:
+    return evaluation_of(corpus, {"toy": (6.0, 4), "mirror": (2.0, 4)}, knowing(corpus), tokens=64, width=width)
 
 
 def test_every_language_is_compared_with_what_needs_no_network(corpus: Corpus) -> None:
-    found = evaluated(corpus, corpus.test, width=3)
+    found = evaluated(corpus, width=3)
     toy, mirror = (found.details["languages"][language] for language in ("toy", "mirror"))
     assert found.details["languages"].keys() == {"toy", "mirror"}
-    of = {
-        language: [one.pair for one in corpus.test if one.pair.language == language] for language in ("toy", "mirror")
-    }
+    frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
     for language, own in (("toy", toy), ("mirror", mirror)):
-        right = [pair.english for pair in of[language]]
+        of = [one.pair for one in corpus.test if one.pair.language == language]
+        right = [pair.english for pair in of]
         assert own["test"] == len(right)
         assert own["train"] == sum(pair.language == language for pair in corpus.split.train)
-        assert own["copy_chrf"] == chrf([pair.source for pair in of[language]], right)
-        frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
+        assert own["copy_chrf"] == chrf([pair.source for pair in of], right)
         assert own["frequent_chrf"] == chrf([frequent] * len(right), right)
     assert [toy[name] for name in ("nll", "chrf", "bleu", "beam_chrf", "beam_bleu")] == pytest.approx(
         [1.5, *[100.0] * 4]
@@ -106,23 +102,16 @@ def test_every_language_is_compared_with_what_needs_no_network(corpus: Corpus) -
     assert found.numbers["nll"] == 1.0
     assert 0 < found.numbers["chrf"] < 100
     assert found.details["test"] == len(corpus.test) == toy["test"] + mirror["test"]
-    assert {one["greedy"] == one["english"] for one in found.details["examples"] if one["language"] == "toy"} == {
-        True
-    }
+    assert all(one["greedy"] == one["english"] for one in found.details["examples"] if one["language"] == "toy")
     json.dumps({**found.numbers, **found.details}, allow_nan=False)
 
 
-def test_a_beam_of_one_is_none(corpus: Corpus) -> None:
-    found = evaluated(corpus, corpus.test, width=1)
+def test_a_beam_of_one_is_none_and_translations_come_in_the_order_of_the_test(corpus: Corpus) -> None:
+    found = evaluated(corpus, width=1)
     assert not {"beam_chrf", "beam_bleu"} & found.numbers.keys()
     assert {one["beam"] for one in found.details["examples"]} == {None}
+    assert [one["source"] for one in found.details["examples"]] == [one.pair.source for one in corpus.test]
     assert re.search(r"^together .* - +- ", found.text, re.MULTILINE)
-
-
-def test_translations_come_in_the_order_of_the_test(corpus: Corpus) -> None:
-    for test in (corpus.test, corpus.test[::-1]):
-        examples = evaluated(corpus, test, width=1).details["examples"]
-        assert [one["source"] for one in examples] == [one.pair.source for one in test]
 
 
 SCORES = st.builds(
@@ -144,23 +133,9 @@ def test_a_table_fits_80_columns_and_has_a_line_for_each_language(scores: dict[s
     assert len({len(line) for line in (head, *lines, last)}) == 1  # columns are below each other
     assert sorted(line.split()[0] for line in lines) == sorted(scores)
     assert last.startswith("together ")
-    trained = [int(line.split()[1]) for line in lines]
-    assert trained == sorted(trained, reverse=True)
+    assert [int(line.split()[1]) for line in lines] == sorted((one.train for one in scores.values()), reverse=True)
     for line in lines:
         numbers = astuple(scores[line.split()[0]])
         shown = [float(word) if word != "-" else None for word in line.split()[1:]]
         for one, number in zip(shown, numbers, strict=True):
             assert one == (number if number is None else pytest.approx(number, abs=0.051))
-
-
-def test_what_many_have_learnt_of_is_first() -> None:
-    numbers = count(10, -1)
-    few = {language: Scores(next(numbers), 1, 0.0, 0, 0, 0, 0, 0, 0) for language in ("zz", "bb", "aa")}
-    assert [line.split()[0] for line in table(few, few["aa"], 4)[2:]] == ["zz", "bb", "aa", "together"]
-
-
-def test_a_toy_is_not_scored_by_what_is_copied() -> None:
-    """Its words share few letters with the English ones: what a network learns of it shows."""
-    pair = Pair("toy", " ".join(map(in_toy, ("the", "old", "cat"))), "the old cat")
-    assert chrf([pair.source], [pair.english]) < 25
-    assert isinstance(Vocabulary.learn([pair.source], 300), Vocabulary)

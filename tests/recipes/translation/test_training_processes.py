@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gpipe.recipes.options.files import to_flags, to_table
 from gpipe.recipes.options.translation import TranslationOptions
 from tests.support.processes.torchrun import torchrun
+from tests.support.small_images import flags
 from tests.support.toy_language import options, same, train
 
 LIMIT = 250.0
@@ -17,8 +17,7 @@ LIMIT = 250.0
 
 def launched(given: TranslationOptions, folder: Path) -> str:
     """Trains by two processes; gives what they said."""
-    flags = to_flags(to_table("translation", given), "translation", TranslationOptions, folder)
-    with torchrun(2, "gpipe", "train", "translation", *flags, folder=folder) as run:
+    with torchrun(2, "gpipe", "train", "translation", *flags(given), folder=folder) as run:
         run.popen.wait(LIMIT)
         log = run.log.read_text(errors="replace")
     assert run.popen.returncode == 0, log

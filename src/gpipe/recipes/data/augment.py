@@ -1,13 +1,11 @@
-"""Crops, flips and cutouts of images.
+"""Crops, flips, cutouts and small turns of images.
 
 Every draw is a function of (seed, epoch, row) alone: neither the batch that a row is in nor the process that reads it
 makes a difference. Each kind of draw has a key of its own, so leaving one out changes no other.
-
-Small shifts and rotations of images, so that a network does not learn the few it has by heart.
 """
 
-from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,45 +15,30 @@ from torch.nn import functional as F
 CROP, FLIP, CUTOUT = 2, 3, 4  # keys of draws; the order of rows has none, which is 0, and jitter has 1
 NARROWEST, WIDEST = 3 / 4, 4 / 3  # width of a box by its height
 MIDDLE = 0.875  # of each side, what evaluation looks at
+SHIFT = 0.05  # of the image's side, at most, each way
+ANGLE = 0.15  # radians, at most, each way
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-@dataclass(frozen=True)
-class Augmentation:
+class Augmentation(NamedTuple):
     """What becomes of an image before a network sees it.
 
     `size` is pixels a side, always. The rest is for training: a random box of `least_area` of the image or more is
     scaled to the size, mirrored half of the time if `flip`, and a square of `cutout` pixels a side is left out of it.
-
-    Raises:
-        ValueError: A field is out of its range; the message names all that are.
     """
 
     size: int = 224
     least_area: float = 0.1
     flip: bool = True
     cutout: int = 0
-
-    def __post_init__(self) -> None:
-        mistakes = [
-            *([f"size is {self.size}; give pixels a side, at least 1"] if self.size < 1 else []),
-            *([f"least_area is {self.least_area}; give a share above 0, at most 1"] * (not 0 < self.least_area <= 1)),
-            *([f"cutout is {self.cutout}; give pixels a side, or 0 for none"] if self.cutout < 0 else []),
-        ]
-        if mistakes:
-            raise ValueError("; ".join(mistakes))
+    seed: int = 0
 
 
 def random_box(width: int, height: int, row: int, *, least_area: float, seed: int, epoch: int) -> Box:
     """Returns a box of whole pixels inside an image, 3:4 to 4:3, of a random share of the image's area.
 
     The share is `least_area` or more; less only where a long image has no room for a box of that area.
-
-    >>> random_box(100, 80, row=7, least_area=0.1, seed=0, epoch=1) == random_box(
-    ...     100, 80, row=7, least_area=0.1, seed=0, epoch=1
-    ... )
-    True
     """
     shape, share, across, down = _draw([row], CROP, 4, seed, epoch)[0].tolist()
     aspect = NARROWEST + shape * (WIDEST - NARROWEST)
@@ -78,15 +61,15 @@ def central_box(width: int, height: int) -> Box:
     return left, top, width - left, height - top
 
 
-def augment(images: Tensor, rows: Tensor, how: Augmentation, *, seed: int, epoch: int) -> Tensor:
-    """Flips images [N, 3, H, W] in [-1, 1] and cuts out of them, as far as `how` asks for it."""
+def augment(images: Tensor, rows: Tensor, how: Augmentation, epoch: int) -> Tensor:
+    """Flips images [N, 3, H, W] of mean 0 and cuts out of them, as far as `how` asks for it."""
     if how.flip:
-        images = flip(images, rows, seed=seed, epoch=epoch)
-    return cutout(images, rows, how.cutout, seed=seed, epoch=epoch) if how.cutout else images
+        images = flip(images, rows, seed=how.seed, epoch=epoch)
+    return cutout(images, rows, how.cutout, seed=how.seed, epoch=epoch) if how.cutout else images
 
 
 def flip(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Mirrors half of the images [N, C, H, W], left to right; which is a function of (seed, epoch, row).
+    """Mirrors half of the images [N, C, H, W], left to right.
 
     >>> image = torch.arange(2.0).reshape(1, 1, 1, 2)
     >>> [flip(image, torch.tensor([row]), seed=0, epoch=1).flatten().tolist() for row in range(3)]
@@ -99,41 +82,26 @@ def flip(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
 def cutout(images: Tensor, rows: Tensor, size: int, *, seed: int, epoch: int) -> Tensor:
     """Sets a square of `size` pixels a side to 0 in each image [N, C, H, W], which should have mean 0.
 
-    The square's center is any pixel of the image, so that the square may hang over the edge. Which pixel is a
-    function of (seed, epoch, row).
+    The square's center is any pixel of the image, so that the square may hang over the edge.
 
     >>> int(cutout(torch.ones(1, 1, 8, 8), torch.tensor([3]), 1, seed=0, epoch=1).sum())
     63
     """
-    centers = _draw(rows.tolist(), CUTOUT, 2, seed, epoch)
-    down, across = (_covers(at, side, size) for at, side in zip(centers.T, images.shape[-2:], strict=True))
+    covered = []
+    for centers, side in zip(_draw(rows.tolist(), CUTOUT, 2, seed, epoch).T, images.shape[-2:], strict=True):
+        first, pixels = (centers * side).floor()[:, None] - size // 2, torch.arange(side)
+        covered.append((pixels >= first) & (pixels < first + size))
+    down, across = covered
     return images.masked_fill((down[:, :, None] & across[:, None, :])[:, None], 0)
-
-
-def _covers(centers: Tensor, side: int, size: int) -> Tensor:
-    """Whether each of `side` pixels is within `size` pixels around a center given as a share of the side [N]."""
-    first = (centers * side).floor()[:, None] - size // 2
-    pixels = torch.arange(side)
-    return (pixels >= first) & (pixels < first + size)
 
 
 def _draw(rows: list[int], kind: int, count: int, seed: int, epoch: int) -> Tensor:
     """Draws [N, count] numbers from 0 to below 1 in float64, those of a row from a generator of its own."""
-    draws = [np.random.default_rng((seed, epoch, kind, row)).random(count) for row in rows]
-    return torch.from_numpy(np.stack(draws))
-
-
-SHIFT = 0.05  # of the image's side, at most, each way
-ANGLE = 0.15  # radians, at most, each way
+    return torch.from_numpy(np.stack([np.random.default_rng((seed, epoch, kind, row)).random(count) for row in rows]))
 
 
 def jitter(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Shifts and turns each image [N, C, H, W]; how is a function of (seed, epoch, its row) and of nothing else.
-
-    >>> image = torch.arange(4.0).reshape(1, 1, 2, 2)
-    >>> bool((jitter(image, torch.tensor([5]), seed=0, epoch=1) == image).all())
-    False
-    """
+    """Shifts and turns each image [N, C, H, W] a little, so that a network does not learn few by heart."""
     draws = np.random.default_rng((seed, epoch, 1)).uniform(-1, 1, size=(int(rows.max()) + 1, 3))
     angle, across, down = torch.from_numpy(draws.astype(np.float32))[rows].T
     angle, across, down = angle * ANGLE, across * 2 * SHIFT, down * 2 * SHIFT  # an image is 2 wide in a grid's units

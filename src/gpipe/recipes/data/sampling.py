@@ -1,17 +1,15 @@
-"""Which pairs an epoch sees: rare languages above their share, no pair twice before its language is through.
+"""Which rows an epoch sees, and in which order; all is a function of the arguments, so a run resumes at any epoch.
 
-Rules that `draw` keeps:
+Of pairs of sentences, rules that `draw` keeps:
 
 1. Every epoch has equally many pairs of a language, so that its sizes are known before training.
 2. The pairs of a language come in rounds: each pair once in a new order, then all again. An epoch goes on where the
    one before it stopped, perhaps within a round.
-3. All is a function of the arguments, not of what was drawn before: a run resumes at any epoch.
-
-In which order an epoch visits the rows of a data set.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +17,8 @@ from torch import Tensor
 
 from gpipe.recipes.data.pairs import Pair
 
-ROUND, EPOCH = 1, 2  # set apart the draws of rounds from those of epochs, and both from those of other modules
+ROUND, EPOCH, SUBSET = 1, 2, 6  # set the draws of each kind apart from the others, and from those of other modules
+T = TypeVar("T")
 
 
 def language_probabilities(counts: Mapping[str, int], temperature: float) -> dict[str, float]:
@@ -29,20 +28,7 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
 
     >>> language_probabilities({"de": 900, "fy": 100}, temperature=2)
     {'de': 0.75, 'fy': 0.25}
-    >>> language_probabilities({"de": 900, "fy": 100}, temperature=float("inf"))
-    {'de': 0.5, 'fy': 0.5}
-
-    Raises:
-        ValueError: `temperature` is not positive, there is no language, or one has no pairs.
     """
-    empty = [language for language, count in counts.items() if count < 1]
-    mistakes = [
-        *([f"temperature is {temperature}; choose one above 0, such as 1 or 5"] if not temperature > 0 else []),
-        *(["there are no languages; give at least one pair"] if not counts else []),
-        *([f"languages without pairs, to be left out: {', '.join(empty)}"] if empty else []),
-    ]
-    if mistakes:
-        raise ValueError("; ".join(mistakes))
     most = max(counts.values())
     weights = {language: math.pow(count / most, 1 / temperature) for language, count in counts.items()}
     total = math.fsum(weights.values())
@@ -50,7 +36,7 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
 
 
 def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, epoch: int) -> list[int]:
-    """Returns the numbers of the `count` pairs that an epoch sees: a function of the arguments alone.
+    """Returns the numbers of the `count` pairs that an epoch sees.
 
     Of each language come `count` times its probability, rounded so that the sum is `count`; one whose share is less
     than half a pair may go without. Drawing `len(pairs)` at temperature 1 gives each pair once. Within an epoch, and
@@ -61,12 +47,7 @@ def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, ep
     [0, 1, 2]
     >>> sorted(draw(pairs, temperature=float("inf"), count=4, seed=0, epoch=1))
     [0, 1, 2, 2]
-
-    Raises:
-        ValueError: `count` is negative, or what `language_probabilities` refuses.
     """
-    if count < 0:
-        raise ValueError(f"count is {count}; choose how many pairs an epoch sees, 0 or more")
     numbers: dict[str, list[int]] = {}
     for number, pair in enumerate(pairs):
         numbers.setdefault(pair.language, []).append(number)
@@ -97,19 +78,28 @@ def _next_of_rounds(numbers: Sequence[int], start: int, quota: int, key: tuple[i
 
 
 def batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> list[Tensor]:
-    """Returns the row numbers of each mini-batch of an epoch: a function of the arguments and of nothing else.
+    """Returns the row numbers of each mini-batch of an epoch: every row at most once.
 
-    Every row appears at most once. The rows left over after the last whole mini-batch sit this epoch out, others
-    in the next, so that every step has the same shape.
+    The rows left over after the last whole mini-batch sit this epoch out, others in the next, so that every step has
+    the same shape.
 
     >>> [batch.tolist() for batch in batches(rows=7, batch_size=3, seed=0, epoch=1)]
     [[1, 3, 6], [0, 4, 2]]
+    """
+    order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(rows))
+    return list(order[: rows - rows % batch_size].split(batch_size))
+
+
+def some_of_each(classes: Mapping[int, Sequence[T]], count: int, seed: int) -> dict[int, list[T]]:
+    """Keeps `count` of each numbered class, in their order; fewer are always a part of more.
 
     Raises:
-        ValueError: No whole mini-batch fits into `rows`.
+        ValueError: There are not so many.
     """
-    if not 1 <= batch_size <= rows:
-        raise ValueError(f"batch_size is {batch_size}; choose one from 1 to {rows}, the number of rows")
-    order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(rows))
-    whole = rows - rows % batch_size
-    return list(torch.tensor_split(order[:whole], whole // batch_size))
+    if count > (most := min(map(len, classes.values()))):
+        raise ValueError(f"--per-class is {count}: choose 1 to {most}")
+    chosen = {}
+    for number, own in classes.items():
+        order = np.random.default_rng((seed, number, SUBSET)).permutation(len(own))
+        chosen[number] = [own[place] for place in sorted(order[:count])]
+    return chosen

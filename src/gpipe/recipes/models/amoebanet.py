@@ -8,20 +8,16 @@ A cell reads the output of the cell before it and that of the cell before that o
 to layer is the pair (output, previous output); the stem has only the first to give. Each reduction halves the
 image, and the filters double with each, from D/4 in the first one to 4D in the last stack.
 
-The cells of AmoebaNet-B and AmoebaNet-D: what evolution found, as data, and the class that builds them.
-
 The search and its cells: Real et al., "Regularized Evolution for Image Classifier Architecture Search" (AAAI
 2019). Where the figures printed there and the TPU reference model differ, the reference is followed: its
 parameter counts are those of the GPipe paper. It pads a strided window at one side only; here padding is
 symmetric, which gives the same shapes, seen one pixel apart.
 
-ScheduledDropPath: while a network of cells trains, some samples go without an operation's output.
-
-After Zoph et al., "Learning Transferable Architectures for Scalable Image Recognition" (2018), section 3: what is
-dropped falls on each sample by itself, and grows linearly over the training.
+ScheduledDropPath is of Zoph et al., "Learning Transferable Architectures for Scalable Image Recognition" (2018),
+section 3: while a network trains, some samples go without an operation's output, more of them from step to step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +29,6 @@ class DropPath(nn.Module):
     """Keeps what each sample has with probability `keep`, times 1 / keep, and else gives it zeros: any (N, ...).
 
     In training mode only. A `keep` of 1, as it starts, hands x on and draws nothing.
-
-    >>> import torch
-    >>> drop_path = DropPath()
-    >>> x = torch.ones(1000, 3)
-    >>> drop_path(x) is x
-    True
-    >>> drop_path.keep = 0.5
-    >>> drop_path(x).unique().tolist()
-    [0.0, 2.0]
     """
 
     def __init__(self) -> None:
@@ -154,13 +141,7 @@ Size = tuple[int, int]
 
 
 def conv(
-    inputs: int,
-    outputs: int,
-    kernel: Size = (1, 1),
-    stride: Size = (1, 1),
-    *,
-    groups: int = 1,
-    pad: bool = True,
+    inputs: int, outputs: int, kernel: Size = (1, 1), stride: Size = (1, 1), *, groups: int = 1, pad: bool = True
 ) -> nn.Conv2d:
     """Makes a bias-free convolution; padded, it keeps the size, and rounds it up when strided.
 
@@ -190,27 +171,18 @@ def relu_conv_norm(inputs: int, outputs: int, kernel: Size = (1, 1), stride: Siz
 Operation = Callable[[int, int, int], nn.Module]  # (input channels, filters, stride) -> module
 
 
-def _conv1x1(inputs: int, filters: int, stride: int) -> nn.Module:
-    return relu_conv_norm(inputs, filters, stride=(stride, stride))
+def _narrow(*kernels: Size) -> Operation:
+    """Makes an operation of convolutions of a fourth of the filters, between two of 1x1; wide ones are strided."""
 
+    def build(inputs: int, filters: int, stride: int) -> nn.Module:
+        narrow = filters // 4
+        stages = [relu_conv_norm(inputs, narrow)]
+        for height, width in kernels:
+            strides = stride if height > 1 else 1, stride if width > 1 else 1
+            stages.append(relu_conv_norm(narrow, narrow, (height, width), strides))
+        return nn.Sequential(*stages, relu_conv_norm(narrow, filters))
 
-def _conv3x3(inputs: int, filters: int, stride: int) -> nn.Module:
-    narrow = filters // 4
-    return nn.Sequential(
-        relu_conv_norm(inputs, narrow),
-        relu_conv_norm(narrow, narrow, (3, 3), (stride, stride)),
-        relu_conv_norm(narrow, filters),
-    )
-
-
-def _conv1x7_7x1(inputs: int, filters: int, stride: int) -> nn.Module:
-    narrow = filters // 4
-    return nn.Sequential(
-        relu_conv_norm(inputs, narrow),
-        relu_conv_norm(narrow, narrow, (1, 7), (1, stride)),
-        relu_conv_norm(narrow, narrow, (7, 1), (stride, 1)),
-        relu_conv_norm(narrow, filters),
-    )
+    return build
 
 
 def _separable(size: int) -> Operation:
@@ -242,9 +214,9 @@ OPERATIONS: dict[str, Operation] = {
     "avg3x3": _pool(lambda stride: nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)),
     "max2x2": _pool(lambda stride: nn.MaxPool2d(2, stride, ceil_mode=True)),
     "max3x3": _pool(lambda stride: nn.MaxPool2d(3, stride, padding=1)),
-    "conv1x1": _conv1x1,
-    "conv3x3": _conv3x3,
-    "conv1x7_7x1": _conv1x7_7x1,
+    "conv1x1": lambda inputs, filters, stride: relu_conv_norm(inputs, filters, stride=(stride, stride)),
+    "conv3x3": _narrow((3, 3)),
+    "conv1x7_7x1": _narrow((1, 7), (7, 1)),
     "separable3x3": _separable(3),
     "separable5x5": _separable(5),
 }
@@ -270,13 +242,6 @@ class FactorizedReduction(nn.Module):
         return halved
 
 
-def _adapt(channels: int, filters: int, larger: bool) -> nn.Module:
-    """Makes what brings a skip input of `channels`, perhaps still of twice the size, to `filters`."""
-    if larger:
-        return FactorizedReduction(channels, filters)
-    return nn.Identity() if channels == filters else relu_conv_norm(channels, filters)
-
-
 class Cell(nn.Module):
     """One cell: (x, skip) -> (output, x), its input being the next cell's skip.
 
@@ -300,7 +265,11 @@ class Cell(nn.Module):
         self.auxiliary: nn.Module | None = None
         self.project = relu_conv_norm(inputs, filters)
         self.drop_path = DropPath()
-        self.adapt = nn.Identity() if skip is None else _adapt(skip, filters, larger)
+        self.adapt: nn.Module = nn.Identity()
+        if skip is not None and larger:  # the skip input is still of twice the size
+            self.adapt = FactorizedReduction(skip, filters)
+        elif skip is not None and skip != filters:
+            self.adapt = relu_conv_norm(skip, filters)
         self.operations = nn.ModuleList()
         for name, source in (term for pair in genotype.pairs for term in pair):
             channels = inputs if source == 1 and skip is None else filters
@@ -363,19 +332,9 @@ def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
     )
 
 
-def _blueprint(normal: Genotype, reduction: Genotype, layers: int, filters: int) -> Iterator[tuple[Genotype, int]]:
-    """Yields the genotype and the filters of each cell."""
-    yield reduction, filters // 4
-    yield reduction, filters // 2
-    for i in range(layers):
-        if i in (layers // 3, 2 * layers // 3):
-            filters *= 2
-            yield reduction, filters
-        yield normal, filters
-
-
 def _amoebanet(
-    genotypes: tuple[Genotype, Genotype],
+    normal: Genotype,
+    reduction: Genotype,
     layers: int,
     filters: int,
     classes: int,
@@ -388,12 +347,17 @@ def _amoebanet(
             "AmoebaNet needs at least 3 layers (a normal cell for each stack) and 16 filters (4 in the first "
             f"reduction): got layers={layers}, filters={filters}"
         )
-    _, reduction = genotypes
+    cells = [(reduction, filters // 4), (reduction, filters // 2)]
+    for i in range(layers):
+        if i in (layers // 3, 2 * layers // 3):
+            filters *= 2
+            cells.append((reduction, filters))
+        cells.append((normal, filters))
     stem = nn.Sequential(conv(3, _STEM_CHANNELS, (3, 3), (2, 2), pad=False), norm(_STEM_CHANNELS))
     network: list[nn.Module] = [stem]
     inputs, larger = _STEM_CHANNELS, False
     skip: int | None = None
-    for genotype, width in _blueprint(*genotypes, layers, filters):
+    for genotype, width in cells:
         reduces = genotype is reduction
         cell = Cell(genotype, inputs, skip, width, stride=2 if reduces else 1, larger=larger)
         network.append(cell)
@@ -419,7 +383,6 @@ def amoebanet_d(
     the second is commonly weighted by 0.4. Only that head depends on `image_size`, height and width in pixels.
     The defaults are the network of the paper's Table 2. For ScheduledDropPath, see `gpipe.models.set_keep`.
 
-    >>> import torch
     >>> with torch.device("meta"):
     ...     network = amoebanet_d(layers=3, filters=16, classes=10)
     >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
@@ -428,7 +391,7 @@ def amoebanet_d(
     Raises:
         ValueError: Fewer than 3 layers or 16 filters, or an image too small for the auxiliary head.
     """
-    return _amoebanet((D_NORMAL, D_REDUCTION), layers, filters, classes, dropout, image_size if aux_head else None)
+    return _amoebanet(D_NORMAL, D_REDUCTION, layers, filters, classes, dropout, image_size if aux_head else None)
 
 
 def amoebanet_b(
@@ -442,7 +405,6 @@ def amoebanet_b(
 ) -> list[nn.Module]:
     """Builds AmoebaNet-B (L, D) as `amoebanet_d` builds D; the defaults are the paper's ImageNet network.
 
-    >>> import torch
     >>> with torch.device("meta"):
     ...     network = amoebanet_b(layers=3, filters=16, classes=10)
     >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
@@ -451,4 +413,4 @@ def amoebanet_b(
     Raises:
         ValueError: Fewer than 3 layers or 16 filters, or an image too small for the auxiliary head.
     """
-    return _amoebanet((B_NORMAL, B_REDUCTION), layers, filters, classes, dropout, image_size if aux_head else None)
+    return _amoebanet(B_NORMAL, B_REDUCTION, layers, filters, classes, dropout, image_size if aux_head else None)

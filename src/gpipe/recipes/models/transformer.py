@@ -5,8 +5,6 @@
 The embedding and the head have a matrix of vocabulary x model dimension each; `tied` makes them one
 Parameter. A block is causal self-attention and a feed-forward layer, each behind a layer norm and inside a
 residual connection.
-
-What the Transformers are made of beside attention: embeddings, feed-forward layers, the softmax layer.
 """
 
 import math
@@ -16,53 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def sinusoids(length: int, dim: int, device: torch.device) -> Tensor:
-    """Gives positions 0 ... length-1 as sines and cosines, (length, dim), of wavelengths 2 pi to 20000 pi.
-
-    See Vaswani et al., "Attention Is All You Need" (2017), section 3.5; the sines come first.
-
-    >>> sinusoids(2, 4, torch.device("cpu"))[0]
-    tensor([0., 0., 1., 1.])
-    """
-    timescales = torch.logspace(0, 4, dim // 2, device=device)
-    angles = torch.arange(length, device=device)[:, None] / timescales
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
 def vocabulary(vocab: int, model_dim: int) -> nn.Parameter:
-    """Makes a vector of expected length 1 for each word, (vocab, model_dim).
-
-    >>> vocabulary(1000, 64).square().sum(dim=1).mean().round().item()
-    1.0
-    """
+    """Makes a vector of expected length 1 for each word, (vocab, model_dim)."""
     return nn.Parameter(nn.init.normal_(torch.empty(vocab, model_dim), std=model_dim**-0.5))
 
 
 def init_xavier(linear: nn.Linear, gain: float = 1.0) -> None:
-    """Draws the weights of a layer after Glorot and Bengio, uniformly, and sets its bias to 0.
-
-    >>> linear = nn.Linear(3, 3)
-    >>> init_xavier(linear)
-    >>> linear.weight.abs().max().item() <= 1, linear.bias.any().item()
-    (True, False)
-    """
+    """Draws the weights of a layer after Glorot and Bengio, uniformly, and sets its bias to 0."""
     nn.init.xavier_uniform_(linear.weight, gain=gain)
     nn.init.zeros_(linear.bias)
-
-
-def feed_forward(model_dim: int, ffn_dim: int, depth: int) -> nn.Sequential:
-    """Makes a feed-forward layer, (..., model_dim) -> (..., model_dim), for a stack of `depth` layers.
-
-    Its weights start smaller the deeper the stack is: each matrix by 1 / sqrt(depth), so their product by
-    1 / depth, as section 5 of the GPipe paper scales them to train deep models. A depth of 1 leaves them.
-
-    >>> feed_forward(8, 32, depth=4)(torch.zeros(2, 8)).shape
-    torch.Size([2, 8])
-    """
-    widen, narrow = nn.Linear(model_dim, ffn_dim), nn.Linear(ffn_dim, model_dim)
-    for linear in (widen, narrow):
-        init_xavier(linear, gain=depth**-0.5)
-    return nn.Sequential(widen, nn.ReLU(), narrow)
 
 
 class Embedding(nn.Module):
@@ -73,10 +33,16 @@ class Embedding(nn.Module):
         self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Looks tokens up, at unit variance, and adds their position."""
+        """Looks tokens up, at unit variance, and adds their position.
+
+        Positions are sines and cosines of wavelengths 2 pi to 20000 pi, the sines first: Vaswani et al., "Attention
+        Is All You Need" (2017), section 3.5.
+        """
         dim = self.weight.shape[1]
         x: Tensor = F.embedding(tokens, self.weight) * math.sqrt(dim)
-        return x + sinusoids(tokens.shape[1], dim, x.device).to(x.dtype)
+        timescales = torch.logspace(0, 4, dim // 2, device=x.device)
+        angles = torch.arange(tokens.shape[1], device=x.device)[:, None] / timescales
+        return x + torch.cat([angles.sin(), angles.cos()], dim=1).to(x.dtype)
 
 
 class Head(nn.Module):
@@ -130,22 +96,49 @@ class Attention(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """One layer of a stack of `depth`, (N, T, model_dim) -> (N, T, model_dim)."""
+class ResidualLayer(nn.Module):
+    """Attention and a feed-forward layer in a stack of `depth`, (N, T, model_dim) -> (N, T, model_dim).
 
-    def __init__(self, model_dim: int, ffn_dim: int, heads: int, depth: int, dropout: float) -> None:
+    Each reads the normalized x, and what it makes is added to x; a `memory_attention` comes between the two. Weights
+    of the feed-forward layer start smaller the deeper the stack is: each matrix by 1 / sqrt(depth), so their product
+    by 1 / depth, as section 5 of the GPipe paper scales them to train deep models. A depth of 1 leaves them.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        memory_attention: nn.Module | None = None,
+        *,
+        model_dim: int,
+        ffn_dim: int,
+        depth: int,
+        dropout: float,
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(model_dim)
-        self.attention = Attention(model_dim, heads, dropout)
+        self.attention = attention
+        if memory_attention is not None:
+            self.memory_norm = nn.LayerNorm(model_dim)
+            self.memory_attention = memory_attention
         self.ffn_norm = nn.LayerNorm(model_dim)
-        self.ffn = feed_forward(model_dim, ffn_dim, depth)
+        widen, narrow = nn.Linear(model_dim, ffn_dim), nn.Linear(ffn_dim, model_dim)
+        for linear in (widen, narrow):
+            init_xavier(linear, gain=depth**-0.5)
+        self.ffn = nn.Sequential(widen, nn.ReLU(), narrow)
         self.dropout = nn.Dropout(dropout)
+
+    def fed_forward(self, x: Tensor) -> Tensor:
+        """Adds what the feed-forward layer makes of x."""
+        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return out
+
+
+class Block(ResidualLayer):
+    """A layer of the language model."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds what attention finds, then what the feed-forward layer makes of it."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return out
+        return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x))))
 
 
 def transformer_lm(
@@ -186,6 +179,11 @@ def transformer_lm(
         raise ValueError(f"clip_logits={clip_logits} leaves no logits to choose from: give more than 0, or None")
     embedding = Embedding(vocabulary(vocab, model_dim))
     depth = layers if scaled_init else 1
-    blocks = [Block(model_dim, ffn_dim, heads, depth, dropout) for _ in range(layers)]
+    blocks = [
+        Block(
+            Attention(model_dim, heads, dropout), model_dim=model_dim, ffn_dim=ffn_dim, depth=depth, dropout=dropout
+        )
+        for _ in range(layers)
+    ]
     weight = embedding.weight if tied else vocabulary(vocab, model_dim)
     return [embedding, *blocks, Head(weight, clip_logits, affine=False)]

@@ -9,50 +9,39 @@ made of the source, the `memory`, for every decoder layer; the first layer stash
 `mask`, (N, S), which is true where the source may be attended to.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe.recipes.models.transformer import Embedding, Head, feed_forward, init_xavier, vocabulary
+from gpipe.recipes.models.transformer import Embedding, Head, ResidualLayer, init_xavier, vocabulary
 
 Stashing = tuple[Tensor, dict[str, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What every layer of a stack has in common; the feed-forward weights start as for so many layers of `depth`."""
-
-    model_dim: int
-    ffn_dim: int
-    heads: int
-    head_dim: int
-    depth: int
-    dropout: float
-
-
 class Attention(nn.Module):
-    """Attention of x, (N, T, model_dim), to a context, (N, S, model_dim): gives (N, T, model_dim).
+    """Attention of x, (N, T, model_dim), to itself or a context, (N, S, model_dim): gives (N, T, model_dim).
 
     The channels are heads * head_dim, whatever model_dim is.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, model_dim: int, heads: int, head_dim: int, dropout: float) -> None:
         super().__init__()
-        channels = sizes.heads * sizes.head_dim
-        self.heads = sizes.heads
-        self.dropout = sizes.dropout
-        self.query = nn.Linear(sizes.model_dim, channels)
-        self.key = nn.Linear(sizes.model_dim, channels)
-        self.value = nn.Linear(sizes.model_dim, channels)
-        self.out = nn.Linear(channels, sizes.model_dim)
+        channels = heads * head_dim
+        self.heads = heads
+        self.dropout = dropout
+        self.query = nn.Linear(model_dim, channels)
+        self.key = nn.Linear(model_dim, channels)
+        self.value = nn.Linear(model_dim, channels)
+        self.out = nn.Linear(channels, model_dim)
         for linear in (self.query, self.key, self.value, self.out):
             init_xavier(linear)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, context: Tensor | None = None) -> Tensor:
         """Lets each position attend where the mask (N, S) is true; None is for positions up to its own."""
+        context = x if context is None else context
         query, key, value = (
             made.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (N, heads, length, head_dim)
             for made in (self.query(x), self.key(context), self.value(context))
@@ -91,25 +80,14 @@ def _readable(source: Tensor, pad: int) -> Tensor:
     return words | (first & ~words.any(dim=1, keepdim=True))
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(ResidualLayer):
     """Attention of the source to itself and a feed-forward layer, (N, S, model_dim) -> (N, S, model_dim)."""
 
     pop = ("mask",)
 
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(sizes.model_dim)
-        self.attention = Attention(sizes)
-        self.ffn_norm = nn.LayerNorm(sizes.model_dim)
-        self.ffn = feed_forward(sizes.model_dim, sizes.ffn_dim, sizes.depth)
-        self.dropout = nn.Dropout(sizes.dropout)
-
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Adds what each part makes of the normalized x."""
-        normed = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normed, normed, mask))
-        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return out
+        return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x), mask)))
 
 
 class Bridge(nn.Module):
@@ -129,28 +107,15 @@ class Bridge(nn.Module):
         return self.dropout(self.embedding(target)), {"memory": self.norm(x)}
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(ResidualLayer):
     """Attention of the target to itself, then to the memory (N, S, model_dim), and a feed-forward layer."""
 
     pop = ("memory", "mask")
 
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(sizes.model_dim)
-        self.attention = Attention(sizes)
-        self.memory_norm = nn.LayerNorm(sizes.model_dim)
-        self.memory_attention = Attention(sizes)
-        self.ffn_norm = nn.LayerNorm(sizes.model_dim)
-        self.ffn = feed_forward(sizes.model_dim, sizes.ffn_dim, sizes.depth)
-        self.dropout = nn.Dropout(sizes.dropout)
-
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """Adds what each part makes of the normalized x, (N, T, model_dim)."""
-        normed = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normed, normed, None))
-        x = x + self.dropout(self.memory_attention(self.memory_norm(x), memory, mask))
-        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return out
+        x = x + self.dropout(self.attention(self.attention_norm(x), None))
+        return self.fed_forward(x + self.dropout(self.memory_attention(self.memory_norm(x), mask, memory)))
 
 
 def transformer(
@@ -197,31 +162,36 @@ def transformer(
     Raises:
         ValueError: Sizes that cannot be; the message lists all mistakes.
     """
-    sizes = Sizes(model_dim, ffn_dim, heads, head_dim, layers if scaled_init else 1, dropout)
-    if mistakes := list(_mistakes(layers, sizes, vocab, matrices, clip_logits, pad)):
+    counts = {"layers": layers, "ffn_dim": ffn_dim, "heads": heads, "head_dim": head_dim}
+    if mistakes := list(_mistakes(counts, model_dim, vocab, matrices, clip_logits, pad)):
         raise ValueError("\n".join(mistakes))
+    depth = layers if scaled_init else 1
+    attention = partial(Attention, model_dim, heads, head_dim, dropout)
+    encoder, decoder = (
+        partial(layer, model_dim=model_dim, ffn_dim=ffn_dim, depth=depth, dropout=dropout)
+        for layer in (EncoderLayer, DecoderLayer)
+    )
     source = vocabulary(vocab, model_dim)
     target = source if matrices == 1 else vocabulary(vocab, model_dim)
     softmax = vocabulary(vocab, model_dim) if matrices == 3 else target
     return [
         SourceEmbedding(source, pad, dropout),
-        *(EncoderLayer(sizes) for _ in range(layers)),
+        *(encoder(attention()) for _ in range(layers)),
         Bridge(target, dropout),
-        *(DecoderLayer(sizes) for _ in range(layers)),
+        *(decoder(attention(), attention()) for _ in range(layers)),
         Head(softmax, clip_logits, affine=True),
     ]
 
 
 def _mistakes(
-    layers: int, sizes: Sizes, vocab: int, matrices: int, clip_logits: float | None, pad: int
+    counts: Mapping[str, int], model_dim: int, vocab: int, matrices: int, clip_logits: float | None, pad: int
 ) -> Iterator[str]:
     """A line for each argument that cannot be."""
-    given = {"layers": layers, "ffn_dim": sizes.ffn_dim, "heads": sizes.heads, "head_dim": sizes.head_dim}
-    for name, number in given.items():
+    for name, number in counts.items():
         if number < 1:
             yield f"{name}={number}: give at least 1"
-    if sizes.model_dim < 2 or sizes.model_dim % 2:
-        yield f"model_dim={sizes.model_dim}: give an even number, for positions are sines and cosines"
+    if model_dim < 2 or model_dim % 2:
+        yield f"model_dim={model_dim}: give an even number, for positions are sines and cosines"
     if matrices not in (1, 2, 3):
         yield f"matrices={matrices}: give 3 for none shared, 2 for target and softmax as one, 1 for all as one"
     if clip_logits is not None and not clip_logits > 0:

@@ -1,49 +1,72 @@
-"""Options as a TOML file, and what a file says as flags: a file and the command line have one set of names.
+"""Options as a TOML file, and what files say before flags: a file and the command line have one set of names.
 
-The arguments of the command become one line of flags, of which the later ones hold:
+What holds is the last that says something:
 
     gpipe train digits  [the network of --from RUN]  [--config FILE, or with --resume OUT/config.toml]  flags given
-
-Which values of a file an option takes, by the type that its dataclass gives it.
-
-The options of each recipe, by its name.
 """
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from gpipe.recipes.options.bounds import flag, name_of, refuse
 from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
-from gpipe.recipes.options.training import TrainOptions, flag, name_of
+from gpipe.recipes.options.training import TrainOptions
 from gpipe.recipes.options.translation import TranslationOptions
 
+OPTIONS: dict[str, type[TrainOptions]] = {
+    "digits": DigitsOptions,
+    "images": ImagesOptions,
+    "translation": TranslationOptions,
+}
+"""The options of each recipe, by its name; the first two have the same."""
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a text"}
+CONFIG = "config.toml"
+RECIPE = "recipe"  # the key that says whose options they are
+PRESETS = Path(__file__).parent / "presets"
+READ = ("from_", "tsv", "image_folder")
+NOT_SAVED = frozenset({"config", "resume"})  # a file that said these would send on to itself
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value of TOML is of a type; whole numbers are numbers, and paths are texts.
+def read(value: Any, kind: Any) -> Any:
+    """A value of a file, or the text of a flag, as an option of this type has it.
 
-    >>> fits(1, float), fits(["cat"], tuple[str, ...]), fits(7, int | None)
-    (True, True, True)
-    >>> fits(True, int), fits("cat", Literal["dog"]), fits([1], tuple[str, ...])
-    (False, False, False)
+    Raises:
+        ValueError: It is none: what to give.
+
+    >>> read(1, float), read([7, "cat"], tuple[str, ...]), read("7", int | None)
+    (1.0, ('7', 'cat'), 7)
+    >>> read(True, int | None)
+    Traceback (most recent call last):
+    ValueError: give a whole number
     """
+    for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        with suppress(ValueError):
+            return _read_as(value, one)
+    raise ValueError(f"give {in_words(kind)}")
+
+
+def _read_as(value: Any, kind: Any) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in inner)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_read_as(one, inner[0]) for one in value)
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in inner)
-    if origin is tuple:
-        return isinstance(value, list) and all(fits(one, inner[0]) for one in value)
-    if kind is float:
-        return type(value) in (int, float)
-    return type(value) is (str if kind is Path else kind)
+        return inner[list(map(str, inner)).index(str(value))]
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is NoneType and value == "None":
+        return None
+    if kind in (int, float, str, Path) and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return kind(str(value))
+    raise ValueError
 
 
 def in_words(kind: Any) -> str:
@@ -57,18 +80,7 @@ def in_words(kind: Any) -> str:
         return " or ".join(in_words(one) for one in inner if one is not NoneType)
     if origin is Literal:
         return " or ".join(map(repr, inner))
-    if origin is tuple:
-        return f"a list, each {in_words(inner[0])}"
-    return WORDS[kind]
-
-
-CONFIG = "config.toml"
-RECIPE = "recipe"
-"""The key that says whose options they are."""
-PRESETS = Path(__file__).parent / "presets"
-READ = ("from_", "tsv", "image_folder")
-NOT_SAVED = frozenset({"config", "resume"})
-"""What a file cannot say: it would send on to itself."""
+    return f"a list, each {in_words(inner[0])}" if origin is tuple else WORDS[kind]
 
 
 def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
@@ -84,20 +96,12 @@ def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:
     >>> to_table("digits", TrainOptions(steps=7))["steps"], "from" in to_table("digits", TrainOptions())
     (7, False)
     """
-    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in NOT_SAVED}
+    values = {name: value for name, value in vars(options).items() if name not in NOT_SAVED}
     return {RECIPE: recipe} | {
-        name_of(name): _plain(value) for name, value in values.items() if value is not None and value != ()
+        name_of(name): str(value) if isinstance(value, Path) else value
+        for name, value in values.items()
+        if value is not None and value != ()
     }
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case Path():
-            return str(value)
-        case tuple():
-            return list(value)
-        case _:
-            return value
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -125,6 +129,35 @@ def recipe_of(run: Path) -> str:
     return str(read_config(run / CONFIG).get(RECIPE))
 
 
+def read_options(file: Path, recipe: str, wanted: Container[str] | None = None) -> dict[str, Any]:
+    """The options that a file has of a recipe, by field; by default all of them.
+
+    Raises:
+        ValueError: A name is no option, or a value none of an option: a line for each.
+    """
+    table = read_config(file)
+    other = table.pop(RECIPE, recipe)
+    if other != recipe and {other, recipe} != {"digits", "images"}:
+        raise ValueError(f"{file} is of the recipe {other}, and this is `gpipe train {recipe}`")
+    hints = get_type_hints(OPTIONS[recipe])
+    known = {name_of(one.name): one.name for one in fields(OPTIONS[recipe]) if one.name not in NOT_SAVED}
+    values, problems = {}, []
+    for name, value in table.items():
+        if wanted is not None and name not in wanted:
+            continue
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            instead = f"; did you mean {near[0]}?" if near else f": see `gpipe train {recipe} --help`"
+            problems.append(f"{file}: {name} is no option{instead}")
+            continue
+        try:
+            values[known[name]] = read(value, hints[known[name]])
+        except ValueError as mistake:
+            problems.append(f"{file}: {name} is {value!r}: {mistake}")
+    refuse(problems)
+    return values
+
+
 def find_preset(name: Path, recipe: str) -> Path:
     """The file that `--config` names: a preset's, or the file itself.
 
@@ -142,124 +175,48 @@ def find_preset(name: Path, recipe: str) -> Path:
     return name
 
 
-def expanded(recipe: str, options: type[TrainOptions], given: Sequence[str]) -> list[str]:
-    """Puts before the given flags those that files say, to which `--config`, `--resume` and `--from` send.
+def options_before(recipe: str, given: Sequence[str]) -> TrainOptions:
+    """What holds where flags say nothing: what the files say to which `--config`, `--resume` and `--from` send.
 
     Raises:
-        ValueError: A file says what cannot be: a line for each mistake.
+        ValueError: A file or a flag says what cannot be: a line for each mistake.
     """
-    if problems := list(_unreadable(given, get_type_hints(options))):
-        raise ValueError("\n".join(problems))
+    options = OPTIONS[recipe]
+    refuse(_unreadable(given, options))
     config, out, start = (_value(given, name) for name in ("--config", "--out", "--from"))
-    before: list[str] = []
-    folder = Path(out) if out is not None else Path(str(options.out))
+    values: dict[str, Any] = {}
+    saved = Path(out or options.out) / CONFIG
     if config is not None:
-        file = find_preset(Path(config), recipe)
-        table = read_config(file)
-        before = to_flags(table, recipe, options, file)
-        start = start or table.get("from")
-    elif "--resume" in given and (folder / CONFIG).is_file():
-        before = to_flags(read_config(folder / CONFIG), recipe, options, folder / CONFIG)
-        start = None
+        values = read_options(find_preset(Path(config), recipe), recipe)
+        start = start or values.get("from_")
+    elif "--resume" in given and saved.is_file():
+        values, start = read_options(saved, recipe), None
     if start is not None:
-        before = _network(Path(start), recipe, options) + before
-    return [*before, *given]
+        recipe_of(Path(start))
+        values = read_options(Path(start) / CONFIG, recipe, options.NETWORK) | values
+    return options(**values)
 
 
-def _unreadable(given: Sequence[str], kinds: Mapping[str, Any]) -> Iterator[str]:
+def _unreadable(given: Sequence[str], options: type[TrainOptions]) -> Iterator[str]:
     """A line for each flag whose value is none of its option; the parser of the command names the first alone."""
-    by_flag = {flag(name): kind for name, kind in kinds.items()}
-    for i, word in enumerate(given):
+    kinds = {flag(name): kind for name, kind in get_type_hints(options).items()}
+    for word, following in pairwise([*given, "--"]):
         name, equals, value = word.partition("=")
-        kind = by_flag.get(name)
-        if not equals:
-            value = given[i + 1] if i + 1 < len(given) else "--"
+        kind, value = kinds.get(name), value if equals else following
         if kind in (None, bool) or get_origin(kind) is tuple or (value.startswith("--") and not equals):
             continue  # no option, a list, or without a value: the parser says so
-        if not any(
-            _reads(value, one) for one in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))
-        ):
-            yield f"{name} is {value}: give {in_words(kind)}"
-
-
-def _reads(text: str, kind: Any) -> bool:
-    """Whether a text can be read as a type."""
-    if get_origin(kind) is Literal:
-        return text in map(str, get_args(kind))
-    if kind in (int, float):
         try:
-            kind(text)
-        except ValueError:
-            return False
-    return kind is not NoneType or text == "None"
-
-
-def _network(run: Path, recipe: str, options: type[TrainOptions]) -> list[str]:
-    """The flags that say which network a run has trained."""
-    recipe_of(run)
-    table = read_config(run / CONFIG)
-    kept = {name: value for name, value in table.items() if name in (RECIPE, *options.NETWORK)}
-    return to_flags(kept, recipe, options, run / CONFIG)
-
-
-def to_flags(table: Mapping[str, Any], recipe: str, options: type[TrainOptions], file: Path) -> list[str]:
-    """What a table says, as flags.
-
-    Raises:
-        ValueError: A name is no option, or a value none of an option: a line for each.
-
-    >>> to_flags({"steps": 7, "bf16": False}, "digits", TrainOptions, Path("my.toml"))
-    ['--steps=7', '--no-bf16']
-    """
-    if problems := list(_problems(table, recipe, options, file)):
-        raise ValueError("\n".join(problems))
-    return [word for name, value in table.items() if name != RECIPE for word in _words(name, value)]
-
-
-def _problems(table: Mapping[str, Any], recipe: str, options: type[TrainOptions], file: Path) -> Iterator[str]:
-    if (other := table.get(RECIPE, recipe)) not in SAME.get(recipe, (recipe,)):
-        yield f"{file} is of the recipe {other}, and this is `gpipe train {recipe}`"
-        return
-    hints = get_type_hints(options)
-    kinds = {name_of(one.name): hints[one.name] for one in fields(options) if one.name not in NOT_SAVED}
-    for name, value in table.items():
-        if name == RECIPE:
-            continue
-        if name not in kinds:
-            near = get_close_matches(name, kinds, 1)
-            instead = f"; did you mean {near[0]}?" if near else f": see `gpipe train {recipe} --help`"
-            yield f"{file}: {name} is no option{instead}"
-        elif not fits(value, kinds[name]):
-            yield f"{file}: {name} is {value!r}: give {in_words(kinds[name])}"
-
-
-SAME = {"digits": ("digits", "images"), "images": ("digits", "images")}
-"""Recipes with the same options."""
-
-
-def _words(name: str, value: Any) -> Iterable[str]:
-    match value:
-        case bool():
-            return [flag(name) if value else f"--no-{name.replace('_', '-')}"]
-        case list():
-            return [flag(name), *map(str, value)]
-        case _:
-            return [f"{flag(name)}={value}"]
+            read(value, kind)
+        except ValueError as mistake:
+            yield f"{name} is {value}: {mistake}"
 
 
 def _value(given: Sequence[str], name: str) -> str | None:
     """What was given for a flag, the last time."""
     found = None
-    for i, word in enumerate(given):
-        if word == name and i + 1 < len(given):
-            found = given[i + 1]
+    for number, word in enumerate(given, start=1):
+        if word == name and number < len(given):
+            found = given[number]
         elif word.startswith(f"{name}="):
             found = word.removeprefix(f"{name}=")
     return found
-
-
-OPTIONS: dict[str, type[TrainOptions]] = {
-    "digits": DigitsOptions,
-    "images": ImagesOptions,
-    "translation": TranslationOptions,
-}

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from gpipe.recipes.options.bounds import Count, NotNegative, Part, Positive, Rest, Share, at_least
 from gpipe.recipes.options.training import TrainOptions
 
 DIGITS = 10
@@ -15,7 +15,7 @@ DIGITS = 10
 class ImagesOptions(TrainOptions):
     """Which network learns which images, and how; the defaults suit the digits.
 
-    >>> ImagesOptions(filters=8, classes=(1, 1)).check()
+    >>> ImagesOptions(filters=8, classes=("1", "1")).check()
     Traceback (most recent call last):
     ValueError: --filters is 8: choose 16 or more; cells have as few as a sixteenth of them
     --classes is 1 1: choose two or more, each once
@@ -29,32 +29,32 @@ class ImagesOptions(TrainOptions):
     model: Literal["amoebanet-d", "amoebanet-b"] = "amoebanet-d"
     """Which of the two cells is stacked."""
 
-    layers: int = 3
+    layers: Annotated[int, at_least(3)] = 3
     """How many normal cells there are, 3 or more; 6 more layers (stem, reductions, head) stand around them."""
 
-    filters: int = 32
+    filters: Annotated[int, at_least(16, "; cells have as few as a sixteenth of them")] = 32
     """How many filters the first stack of normal cells has, 16 or more; both reductions after it double them."""
 
     image_folder: Path | None = None
     """A folder of a folder of images for each class, perhaps within train and val; by default scikit-learn's
     handwritten digits, which come with it."""
 
-    workers: int = 2
+    workers: Annotated[int, at_least(0)] = 2
     """How many processes read the images of a folder; 0: this one does."""
 
-    image_size: int = 64
+    image_size: Annotated[int, at_least(16)] = 64
     """Height and width in pixels."""
 
     classes: tuple[str, ...] = ()
     """Classes to learn, by the names of their folders or as digits; by default all."""
 
-    per_class: int | None = None
+    per_class: Count | None = None
     """How many training images of each class are kept; which, decides --seed. By default all."""
 
-    batch_size: int = 128
+    batch_size: Count = 128
     """How many images a mini-batch has."""
 
-    crop: float = 1.0
+    crop: Rest = 1.0
     """Trains on random parts of images, of at least this share of their area; 1: on all of it. Of the digits: 1."""
 
     flip: bool = False
@@ -66,51 +66,51 @@ class ImagesOptions(TrainOptions):
     jitter: bool = True
     """Shifts and turns each of the digits a little."""
 
-    dropout: float = 0.5
+    dropout: Part = 0.5
     """How much of what the softmax layer reads is dropped."""
 
-    aux_head: float = 0.0
+    aux_head: Share = 0.0
     """The weight of the loss of an auxiliary head, before the last reduction; 0: there is none. 0.4 in the paper's
     network."""
 
-    drop_path: float = 1.0
+    drop_path: Rest = 1.0
     """The share of the outputs of a cell's operations that is kept at the end of training; it falls from 1. 0.7 in
     the paper's network."""
 
-    label_smoothing: float = 0.0
+    label_smoothing: Part = 0.0
     """How much of each target is spread over all classes."""
 
     optimizer: Literal["sgd", "rmsprop"] = "sgd"
     """sgd is with Nesterov's momentum; rmsprop is the paper's."""
 
-    learning_rate: float = 0.2
+    learning_rate: Positive = 0.2
     """The largest."""
 
-    momentum: float = 0.9
+    momentum: Part = 0.9
     """Of either optimizer."""
 
-    rmsprop_decay: float = 0.9
+    rmsprop_decay: Part = 0.9
     """How much of the mean of squared gradients rmsprop keeps."""
 
-    rmsprop_epsilon: float = 0.1
+    rmsprop_epsilon: NotNegative = 0.1
     """What rmsprop adds to the root of that mean."""
 
-    weight_decay: float = 5e-4
+    weight_decay: NotNegative = 5e-4
     """Added to the gradients of all weights but of BatchNorm's and biases, times the weight."""
 
-    warm_up: float = 0.15
+    warm_up: Share = 0.15
     """For which share of all steps the learning rate rises, from nearly 0."""
 
     decay: Literal["cosine", "exponential"] = "cosine"
     """How it falls then: to 0 as a cosine, or by --decay-rate after every --decay-epochs."""
 
-    decay_rate: float = 0.97
+    decay_rate: Positive = 0.97
     """By how much the learning rate is multiplied at once."""
 
-    decay_epochs: float = 2.0
+    decay_epochs: Positive = 2.0
     """After how many epochs."""
 
-    ema: float = 0.0
+    ema: Part = 0.0
     """Evaluates a moving average of the weights, which keeps this share of itself at each step, and at step n no more
     than (1 + n) / (10 + n), so that the first ones are soon forgotten; 0: the weights themselves. The statistics of
     BatchNorm are as they are."""
@@ -122,16 +122,9 @@ class ImagesOptions(TrainOptions):
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
-        yield from self.too_small({"layers": 3, "image_size": 16, "workers": 0, "per_class": 1, "batch_size": 1})
-        if self.filters < 16:
-            yield f"--filters is {self.filters}: choose 16 or more; cells have as few as a sixteenth of them"
         yield from super().problems()
-        yield from self._shares()
-        for name in ("learning_rate", "decay_rate", "decay_epochs"):
-            if not (value := getattr(self, name)) > 0 or not isfinite(value):
-                yield f"--{name.replace('_', '-')} is {value}: choose more than 0"
         if self.classes and (len(set(self.classes)) < len(self.classes) or len(self.classes) < 2):
-            yield f"--classes is {' '.join(map(str, self.classes))}: choose two or more, each once"
+            yield f"--classes is {' '.join(self.classes)}: choose two or more, each once"
         elif self.image_folder is None and (odd := set(self.classes) - set(map(str, range(DIGITS)))):
             yield f"--classes has {' '.join(sorted(odd))}, which is no digit: choose of 0 to 9"
         if self.image_folder is not None and not self.image_folder.is_dir():
@@ -147,23 +140,6 @@ class ImagesOptions(TrainOptions):
                 f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}: in bfloat16 "
                 f"torch's gradients of strided convolutions of single pixels are wrong on CPUs"
             )
-
-    def _shares(self) -> Iterator[str]:
-        for name, low, high in (
-            *(
-                (name, "0", "less than 1")
-                for name in ("dropout", "label_smoothing", "momentum", "rmsprop_decay", "ema")
-            ),
-            *((name, "more than 0", "1") for name in ("crop", "drop_path")),
-            *((name, "0", "1") for name in ("warm_up", "aux_head")),
-        ):
-            value = getattr(self, name)
-            fits = (value > 0 if low != "0" else value >= 0) and (value < 1 if high != "1" else value <= 1)
-            if not fits:
-                yield f"--{name.replace('_', '-')} is {value}: choose {low} to {high}"
-        for name in ("rmsprop_epsilon", "weight_decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose 0 or more"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Options of all recipes, and what they refuse."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 import tyro
 
+from gpipe.recipes.options.bounds import Bounds, Count, out_of_bounds, refuse
 from gpipe.schedule.schedules import SCHEDULES
 
 
@@ -31,12 +32,12 @@ class TrainOptions:
     """A file of options, such as config.toml in the folder of a run, or the name of a preset. Flags beside it come
     before what it says."""
 
-    partitions: int | None = None
+    partitions: Count | None = None
     """K: how many partitions the layers are cut into, each run by a thread of its own; by default 2. Under torchrun
     each is run by a process, by default all; K must divide their number, and then several replicas share each
     mini-batch. Losses do not depend on K."""
 
-    micro_batches: int = 8
+    micro_batches: Count = 8
     """M: how many micro-batches each mini-batch is split into; 4 K or more keep the bubble small."""
 
     remat: Literal["always", "except_last", "never"] = "always"
@@ -58,13 +59,13 @@ class TrainOptions:
     bf16: bool = False
     """Computes what torch.autocast does in bfloat16, which takes half the memory; weights stay in float32."""
 
-    epochs: int = 15
+    epochs: Count = 15
     """How often the training data are gone through."""
 
-    steps: int | None = None
+    steps: Count | None = None
     """How many mini-batches are trained on in all, in place of --epochs."""
 
-    seed: int = 0
+    seed: Annotated[int, Bounds("0 to less than 2^63", lambda seed: 0 <= seed < 2**63)] = 0
     """Decides the first weights, the order of the data and what is done to them, and dropout."""
 
     out: Path = Path("out/run")
@@ -72,7 +73,7 @@ class TrainOptions:
     report.json, which `gpipe report` draws. Older ones are replaced, and checkpoints of an earlier run are put aside
     as checkpoints.old. Several hosts must share it."""
 
-    checkpoint_every: int = 1
+    checkpoint_every: Count = 1
     """After how many epochs a checkpoint is saved to OUT/checkpoints, which keeps the last two; also at the end, and
     at the end of a step after Ctrl-C or SIGTERM, which end the run with status 130 or 143."""
 
@@ -100,9 +101,7 @@ class TrainOptions:
         """
         chosen = self if self.partitions is not None else replace(self, partitions=processes or 2)
         chosen.check()
-        problems = list(chosen._problems_of_processes(processes or 1)) if processes else []
-        if problems:
-            raise ValueError("\n".join(problems))
+        refuse(chosen._problems_of_processes(processes) if processes else ())
         return chosen
 
     def check(self) -> None:
@@ -111,16 +110,11 @@ class TrainOptions:
         Raises:
             ValueError: One line for each option that cannot be, with what to do.
         """
-        problems = list(self.problems())
-        if problems:
-            raise ValueError("\n".join(problems))
+        refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
-        least = {"partitions": 1, "micro_batches": 1, "epochs": 1, "steps": 1, "seed": 0, "checkpoint_every": 1}
-        yield from self.too_small(least)
-        if self.seed >= 2**63:
-            yield f"--seed is {self.seed}: choose less than 2^63"
+        yield from out_of_bounds(self)
         each = SCHEDULES[self.schedule].stages_per_rank
         if self.depth is not None and (self.partitions or 1) * each > self.depth:
             stages = f" of {each} stages each" if each > 1 else ""
@@ -128,27 +122,20 @@ class TrainOptions:
                 f"--partitions is {self.partitions}{stages}, but --layers {getattr(self, 'layers', '')} makes "
                 f"{self.depth} layers: choose {self.depth // each} or fewer partitions, or more layers"
             )
-        if self.plan is not None and self._other_than_paper:
-            yield f"--plan {self.plan} chooses {', '.join(self._other_than_paper)} itself: leave them out, or --plan"
-        if self.paper and (other := [*self._other_than_paper, *(["--plan"] if self.plan else [])]):
+        unlike_paper = {
+            "--schedule": self.schedule != "gpipe",
+            "--remat": self.remat != "always",
+            "--plan": self.plan is not None,
+        }
+        other = [name for name, is_other in unlike_paper.items() if is_other]
+        if self.plan is not None and other[:-1]:
+            yield f"--plan {self.plan} chooses {', '.join(other[:-1])} itself: leave them out, or --plan"
+        if self.paper and other:
             yield f"--paper is --schedule gpipe --remat always: leave {', '.join(other)} out, or --paper"
         if self.from_ is not None and not self.resume and self.from_.absolute() == self.out.absolute():
             yield f"--from and --out are {self.out} both: choose another folder for this run"
         if self.out.exists() and not self.out.is_dir():
             yield f"--out is {self.out}, a file: choose a folder"
-
-    def too_small(self, least: Mapping[str, float]) -> Iterator[str]:
-        """A line for each number that is less than it may be."""
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is not None and not value >= minimum:
-                yield f"{flag(name)} is {value}: choose {minimum} or more"
-
-    @property
-    def _other_than_paper(self) -> list[str]:
-        """The options that are not as the paper has them."""
-        said = {"--schedule": self.schedule != "gpipe", "--remat": self.remat != "always"}
-        return [name for name, is_other in said.items() if is_other]
 
     def _problems_of_processes(self, processes: int) -> Iterator[str]:
         assert self.partitions is not None
@@ -160,21 +147,3 @@ class TrainOptions:
                 f"--micro-batches is {self.micro_batches}, but {processes} processes of {self.partitions} partitions "
                 f"are {processes // self.partitions} replicas, which share them evenly: choose a multiple"
             )
-
-
-def name_of(field: str) -> str:
-    """An option's name in a file.
-
-    >>> name_of("from_"), name_of("micro_batches")
-    ('from', 'micro_batches')
-    """
-    return field.rstrip("_")
-
-
-def flag(field: str) -> str:
-    """An option's name on the command line.
-
-    >>> flag("from_"), flag("micro_batches")
-    ('--from', '--micro-batches')
-    """
-    return "--" + name_of(field).replace("_", "-")

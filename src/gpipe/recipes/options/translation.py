@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from gpipe.recipes.options.bounds import Bounds, Count, NotNegative, Part, Positive, at_least
 from gpipe.recipes.options.training import TrainOptions
 
 
@@ -29,35 +30,35 @@ class TranslationOptions(TrainOptions):
     """encoder-decoder: T(L, H, A) of the paper's section 5; decoder: its Table 1's language model, of 2 L layers,
     which reads a sentence and goes on in English."""
 
-    layers: int = 1
+    layers: Count = 1
     """L: how many layers the encoder has, and how many the decoder."""
 
-    ffn_dim: int = 512
+    ffn_dim: Count = 512
     """H: how wide feed-forward layers are inside."""
 
-    heads: int = 4
+    heads: Count = 4
     """A: how many heads attention has."""
 
-    model_dim: int = 128
+    model_dim: Count = 128
     """How wide the values between layers are; 1024 in the paper."""
 
-    head_dim: int = 32
+    head_dim: Count = 32
     """How wide a head is; 64 in the paper. A decoder's are --model-dim / --heads."""
 
-    vocabulary: int = 4000
+    vocabulary: Annotated[int, at_least(300)] = 4000
     """How many subwords there are at most, of all languages; 64000 in the paper."""
 
     matrices: Literal[1, 2, 3] = 3
     """How many matrices of the vocabulary there are: tables of source and of target words and the softmax layer, of
     which 2 share the last two, 1 all. Of a decoder 3 keeps both its own."""
 
-    dropout: float = 0.1
+    dropout: Part = 0.1
     """How much of what attention and feed-forward layers add is dropped."""
 
     scaled_init: bool = True
     """Weights of feed-forward layers start the smaller the more layers there are, which deep models need."""
 
-    clip_logits: float = 0.0
+    clip_logits: NotNegative = 0.0
     """In training, logits are kept between this and its opposite; 0: they are not."""
 
     tsv: Path | None = None
@@ -67,32 +68,32 @@ class TranslationOptions(TrainOptions):
     languages: tuple[str, ...] = ()
     """Codes of the languages that are learnt; by default all."""
 
-    temperature: float = 1.43
+    temperature: Annotated[float, Bounds("more than 0", lambda value: value > 0)] = 1.43
     """T: languages are drawn in proportion to the 1/T-th power of their numbers of sentences. 1.43 is multilingual
     BERT's, which the paper takes; with 5 they are drawn nearly alike."""
 
-    tokens: int = 4096
+    tokens: Annotated[int, at_least(64)] = 4096
     """How many subwords, of both languages and with padding, a mini-batch has at most."""
 
-    longest: int = 100
+    longest: Count = 100
     """Pairs with more subwords than this, on either side, are not trained on."""
 
-    learning_rate: float = 3e-3
+    learning_rate: Positive = 3e-3
     """The largest; Adam's, which falls as the inverse root of steps."""
 
-    warm_up: int = 400
+    warm_up: Count = 400
     """For how many steps the learning rate rises."""
 
-    label_smoothing: float = 0.1
+    label_smoothing: Part = 0.1
     """How much of each target is spread over the vocabulary."""
 
-    clip_norm: float = 0.0
+    clip_norm: NotNegative = 0.0
     """Gradients are scaled down to this norm; 0: they are not."""
 
-    beam: int = 4
+    beam: Count = 4
     """How many translations of a sentence are followed at once in an evaluation, beside the greedy one; 1: none."""
 
-    sentences: int | None = None
+    sentences: Count | None = None
     """How many sentences of each language an evaluation translates at most; by default all of the test."""
 
     @property
@@ -104,20 +105,7 @@ class TranslationOptions(TrainOptions):
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
-        ones = ("layers", "ffn_dim", "heads", "model_dim", "head_dim", "longest", "warm_up", "beam", "sentences")
-        yield from self.too_small({**dict.fromkeys(ones, 1), "vocabulary": 300, "tokens": 64})
         yield from super().problems()
-        if not self.temperature > 0:
-            yield f"--temperature is {self.temperature}: choose more than 0"
-        for name in ("learning_rate",):
-            if not 0 < getattr(self, name) < float("inf"):
-                yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose more than 0"
-        for name in ("clip_logits", "clip_norm"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose 0 or more"
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"--{name.replace('_', '-')} is {getattr(self, name)}: choose 0 to less than 1"
         if self.model_dim % 2:
             yield f"--model-dim is {self.model_dim}: choose an even number"
         elif self.model == "decoder" and self.heads >= 1 and self.model_dim % self.heads:

@@ -3,22 +3,21 @@
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from gpipe.recipes.data.pairs import Pair, Split, place_of, read_catalogues, read_tsv, split_by_english
 from gpipe.recipes.data.sampling import draw
-from gpipe.recipes.data.token_batches import Vocabulary, short_enough, steps_per_epoch, token_batches
+from gpipe.recipes.data.token_batches import Vocabulary, steps_per_epoch, token_batches
 from gpipe.recipes.options.translation import TranslationOptions
 
 
-@dataclass(frozen=True)
-class Sentence:
+class Sentence(NamedTuple):
     """A pair of sentences as subwords, without the special ones."""
 
     pair: Pair
-    source: Sequence[int]
-    english: Sequence[int]
+    source: list[int]
+    english: list[int]
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -48,8 +47,7 @@ class Corpus:
         self._options = options
         self.split = _read(options)
         self.vocabulary = vocabulary or _learn(self.split.train, options)
-        sentences = self._encoded(self.split.train)
-        self.train = [sentences[i] for i in short_enough([one.lengths for one in sentences], options.longest)]
+        self.train = [one for one in self._encoded(self.split.train) if max(one.lengths) <= options.longest]
         if not self.train:
             raise ValueError(f"no pair is of --longest {options.longest} subwords at most: choose more")
         self.steps_per_epoch = steps_per_epoch([one.lengths for one in self.train], options.tokens)
@@ -57,8 +55,7 @@ class Corpus:
     @cached_property
     def data(self) -> str:
         """Tells the pairs to train on from others."""
-        pairs = [(pair.language, pair.source, pair.english) for pair in self.split.train]
-        return hashlib.sha256(repr(pairs).encode()).hexdigest()
+        return hashlib.sha256(repr(list(map(tuple, self.split.train))).encode()).hexdigest()
 
     @cached_property
     def counts(self) -> Counter[str]:

@@ -1,16 +1,18 @@
 """How well sentences are translated: chrF and BLEU of each language, beside what needs no network."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import fsum
+from typing import NamedTuple
 
 from gpipe.recipes.display import watched
 from gpipe.recipes.recipe import Evaluation
-from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
+from gpipe.recipes.translation.corpus import Corpus, in_order
 from gpipe.recipes.translation.decode import Network, beam, greedy
 
 Decode = Callable[[Sequence[Sequence[int]]], list[list[int]]]
+EXAMPLES = 40
 
 
 @dataclass(frozen=True)
@@ -40,90 +42,92 @@ class Scores:
     frequent_chrf: float
 
 
-@dataclass(frozen=True)
-class Translated:
+class Translated(NamedTuple):
     """A sentence of the test beside what was made of it."""
 
-    sentence: Sentence
+    language: str
+    source: str
+    english: str
     greedy: str
     beam: str | None
-    frequent: str
 
 
 def evaluation_of(
-    test: Sequence[Sentence],
-    nlls: Mapping[str, tuple[float, int]],
-    network: Network,
-    corpus: Corpus,
-    *,
-    tokens: int,
-    width: int,
+    corpus: Corpus, nlls: Mapping[str, tuple[float, int]], network: Network, tokens: int, width: int
 ) -> Evaluation:
     """Translates all of a test, and compares.
 
     Args:
-        test: The sentences.
+        corpus: Whose test.
         nlls: Negative log-likelihoods by language, and of how many subwords.
         network: The pipelined forward.
-        corpus: Whose subwords and sentences of training.
         tokens: How many subwords are translated at once, at most.
         width: Of the beam; 1: there is none.
     """
+    likeliest = _translate(corpus, lambda sources: greedy(network, sources), tokens, "greedily")
+    searched: Sequence[str | None] = [None] * len(likeliest)
+    if width > 1:
+        searched = _translate(
+            corpus, lambda sources: beam(network, sources, width), tokens // width, f"by a beam of {width}"
+        )
+    translated = [
+        Translated(*one.pair, likely, found)
+        for one, likely, found in zip(corpus.test, likeliest, searched, strict=True)
+    ]
     frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
-    likeliest = translate(test, lambda sources: greedy(network, sources), corpus, tokens, "greedily")
-    searched = (
-        translate(
-            test, lambda sources: beam(network, sources, width), corpus, tokens // width, f"by a beam of {width}"
-        )
-        if width > 1
-        else [None] * len(test)
-    )
-    translated = [Translated(*one, frequent) for one in zip(test, likeliest, searched, strict=True)]
     languages = {
-        language: scores_of(
-            [one for one in translated if one.sentence.pair.language == language],
-            corpus.counts[language],
-            nlls[language],
+        language: _scores(
+            [one for one in translated if one.language == language], corpus.counts[language], nlls[language], frequent
         )
-        for language in sorted({one.sentence.pair.language for one in translated})
+        for language in sorted({one.language for one in translated})
     }
-    whole = (fsum(value for value, _ in nlls.values()), sum(words for _, words in nlls.values()))
-    overall = scores_of(translated, sum(corpus.counts.values()), whole)
+    overall = _scores(translated, corpus.counts.total(), together(nlls.values()), frequent)
     numbers = {name: value for name, value in asdict(overall).items() if isinstance(value, float)}
     details = {
         "beam": width,
         "train": overall.train,
         "test": overall.test,
         "languages": {language: asdict(scores) for language, scores in languages.items()},
-        "examples": [_example(one) for one in translated[:: max(1, len(translated) // 40)]],
+        "examples": [one._asdict() for one in translated[:: max(1, len(translated) // EXAMPLES)]],
     }
     return Evaluation(numbers, details, "\n".join(table(languages, overall, width)))
 
 
-def translate(test: Sequence[Sentence], decode: Decode, corpus: Corpus, tokens: int, what: str) -> list[str]:
-    """Translates sentences, those of similar length at once."""
+def _translate(corpus: Corpus, decode: Decode, tokens: int, what: str) -> list[str]:
+    """Translates the sentences of the test, those of similar length at once."""
     found: dict[int, str] = {}
-    for some in watched(in_order(test, tokens), what):
+    for some in watched(in_order(corpus.test, tokens), what):
         for sentence, words in zip(some, decode([one.source for one in some]), strict=True):
             found[id(sentence)] = corpus.vocabulary.decode(words)
-    return [found[id(sentence)] for sentence in test]
+    return [found[id(sentence)] for sentence in corpus.test]
 
 
-def scores_of(translated: Sequence[Translated], train: int, nll: tuple[float, int]) -> Scores:
+def _scores(translated: Sequence[Translated], train: int, nll: tuple[float, int], frequent: str) -> Scores:
     """What translations come to together."""
-    right = [one.sentence.pair.english for one in translated]
+    right = [one.english for one in translated]
+    likeliest = [one.greedy for one in translated]
     searched = [one.beam for one in translated if one.beam is not None]
     return Scores(
         train,
         len(translated),
-        nll[0] / max(1, nll[1]),
-        chrf([one.greedy for one in translated], right),
-        bleu([one.greedy for one in translated], right),
+        nll[0] / nll[1],
+        chrf(likeliest, right),
+        bleu(likeliest, right),
         chrf(searched, right) if searched else None,
         bleu(searched, right) if searched else None,
-        chrf([one.sentence.pair.source for one in translated], right),
-        chrf([one.frequent for one in translated], right),
+        chrf([one.source for one in translated], right),
+        chrf([frequent] * len(right), right),
     )
+
+
+def together(nlls: Iterable[tuple[float, int]]) -> tuple[float, int]:
+    """Negative log-likelihoods, and of how many words they are, as one.
+
+    >>> together([(6.0, 3), (2.0, 1)])
+    (8.0, 4)
+    """
+    values, words = zip(*nlls, strict=True)
+    return fsum(values), sum(words)
 
 
 def check_installed() -> None:
@@ -139,36 +143,17 @@ def check_installed() -> None:
 
 
 def chrf(translations: Sequence[str], right: Sequence[str]) -> float:
-    """The chrF of sacrebleu, with its defaults.
-
-    >>> round(chrf(["a house"], ["a house"]), 3)
-    100.0
-    """
+    """The chrF of sacrebleu, with its defaults."""
     import sacrebleu
 
     return float(sacrebleu.corpus_chrf(list(translations), [list(right)]).score)
 
 
 def bleu(translations: Sequence[str], right: Sequence[str]) -> float:
-    """The BLEU of sacrebleu, with its defaults but for short texts, whose missing n-grams are left out.
-
-    >>> round(bleu(["a house"], ["a house"]), 3)
-    100.0
-    """
+    """The BLEU of sacrebleu, with its defaults but for short texts, whose missing n-grams are left out."""
     import sacrebleu
 
     return float(sacrebleu.BLEU(effective_order=True).corpus_score(list(translations), [list(right)]).score)
-
-
-def _example(one: Translated) -> dict[str, str | None]:
-    pair = one.sentence.pair
-    return {
-        "language": pair.language,
-        "source": pair.source,
-        "english": pair.english,
-        "greedy": one.greedy,
-        "beam": one.beam,
-    }
 
 
 def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str]:
@@ -182,13 +167,15 @@ def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str
     together      9     2  1.500   50.0  30.0   51.0  31.0    8.0       4.0
     """
     first = max(8, *map(len, scores))
-    head = f"{'language':{first}}  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent"
-    under = f"{'':{first}}                         greedy       beam {width}      chrF      chrF"
+    lines = [
+        f"{'language':{first}}  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent",
+        f"{'':{first}}                         greedy       beam {width}      chrF      chrF",
+    ]
     ordered = sorted(scores.items(), key=lambda item: (-item[1].train, item[0]))
-    return [head, under, *(_line(name.ljust(first), one) for name, one in [*ordered, ("together", overall)])]
-
-
-def _line(language: str, one: Scores) -> str:
-    searched = f"{one.beam_chrf:6.1f}{one.beam_bleu:6.1f}" if one.beam_chrf is not None else f"{'-':>6}{'-':>6}"
-    numbers = f"{one.train:7}{one.test:6}{one.nll:7.3f} {one.chrf:6.1f}{one.bleu:6.1f}"
-    return f"{language}{numbers} {searched} {one.copy_chrf:6.1f}{one.frequent_chrf:10.1f}"
+    for name, one in [*ordered, ("together", overall)]:
+        searched = "".join(
+            f"{'-' if score is None else f'{score:.1f}':>6}" for score in (one.beam_chrf, one.beam_bleu)
+        )
+        numbers = f"{one.train:7}{one.test:6}{one.nll:7.3f} {one.chrf:6.1f}{one.bleu:6.1f}"
+        lines.append(f"{name:{first}}{numbers} {searched} {one.copy_chrf:6.1f}{one.frequent_chrf:10.1f}")
+    return lines

@@ -6,11 +6,10 @@ encoder-decoder   source  ein Haus END .      target in  BEGIN a house   targets
 decoder           ein Haus END BEGIN a house                            targets  . . . a house END
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import fsum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +18,16 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, collate, padded
 from gpipe.recipes.learning import inverse_root
-from gpipe.recipes.models import transformer, transformer_lm
+from gpipe.recipes.models.transformer import transformer_lm
+from gpipe.recipes.models.translation import transformer
 from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
 from gpipe.recipes.translation.decode import Network
-from gpipe.recipes.translation.evaluation import check_installed, evaluation_of
+from gpipe.recipes.translation.evaluation import check_installed, evaluation_of, together
 
-
-class Layout(Protocol):
-    """What the two kinds of networks differ in."""
-
-    def layers(self, options: TranslationOptions, vocabulary: int) -> list[nn.Module]:
-        """Builds the network for so many subwords."""
-
-    def batch(self, sentences: Sequence[Sentence]) -> Batch:
-        """What it reads, and what it should say; PAD where anything may be said."""
-
-    def network(self, forward: "Forward") -> Network:
-        """What decoding asks, by a forward of the network."""
-
-
-class Forward(Protocol):
-    """Logits [N, T, vocabulary] for what the network reads."""
-
-    def __call__(self, inputs: object) -> Tensor:
-        """Gives logits."""
+VOCABULARY = "vocabulary.json"
 
 
 class EncoderDecoder:
@@ -69,17 +51,17 @@ class EncoderDecoder:
         )
 
     def batch(self, sentences: Sequence[Sentence]) -> Batch:
-        """Sources and targets, padded apart."""
+        """What it reads, and what it should say; PAD where anything may be said."""
         source, target_in, target_out = collate([one.source for one in sentences], [one.english for one in sentences])
         return Batch((source, target_in), target_out)
 
-    def network(self, forward: Forward) -> Network:
-        """Asks as it is."""
+    def network(self, forward: Callable[[Any], Tensor]) -> Network:
+        """What decoding asks, by a forward of the network."""
         return lambda words, begun: forward((words, begun))
 
 
-class Decoder:
-    """The language model of the paper's Table 1."""
+class Decoder(EncoderDecoder):
+    """The language model of the paper's Table 1: a sentence and its translation are one row."""
 
     def layers(self, options: TranslationOptions, vocabulary: int) -> list[nn.Module]:
         """Builds the network for so many subwords."""
@@ -97,12 +79,12 @@ class Decoder:
         )
 
     def batch(self, sentences: Sequence[Sentence]) -> Batch:
-        """Each sentence and its translation in one row; what is not English is not learnt."""
+        """What it reads, and what it should say: what is not English is not learnt."""
         rows = [[*one.source, END, BEGIN, *one.english] for one in sentences]
         targets = [[*[PAD] * (len(one.source) + 1), *one.english, END] for one in sentences]
         return Batch(padded(rows), padded(targets))
 
-    def network(self, forward: Forward) -> Network:
+    def network(self, forward: Callable[[Any], Tensor]) -> Network:
         """Puts sources and beginnings in one row each, and picks what was said at the ends of rows."""
 
         def ask(words: Tensor, begun: Tensor) -> Tensor:
@@ -114,10 +96,7 @@ class Decoder:
         return ask
 
 
-LAYOUTS: dict[str, Layout] = {"encoder-decoder": EncoderDecoder(), "decoder": Decoder()}
-
-
-VOCABULARY = "vocabulary.json"
+LAYOUTS = {"encoder-decoder": EncoderDecoder(), "decoder": Decoder()}
 
 
 class TranslationRecipe(Recipe[TranslationOptions]):
@@ -138,12 +117,16 @@ class TranslationRecipe(Recipe[TranslationOptions]):
     @cached_property
     def _kept_vocabulary(self) -> Vocabulary | None:
         o = self.options
-        if o.from_ is not None and not o.resume:
-            _check_vocabulary(o.from_, o.vocabulary)
-        runs = [o.out if o.resume else None, o.from_]
-        files = [run / VOCABULARY for run in runs if run is not None]
-        found = next((file for file in files if file.is_file()), None)
-        return None if found is None else Vocabulary.load(found)
+        if o.from_ is not None and not o.resume and (o.from_ / CONFIG).is_file():
+            kept = read_config(o.from_ / CONFIG).get("vocabulary", o.vocabulary)
+            if kept != o.vocabulary:
+                raise ValueError(
+                    f"--vocabulary is {o.vocabulary}, and {o.from_} has one of {kept}, which is kept: leave it out"
+                )
+        for run in (o.out if o.resume else None, o.from_):
+            if run is not None and (run / VOCABULARY).is_file():
+                return Vocabulary.load(run / VOCABULARY)
+        return None
 
     @property
     def steps_per_epoch(self) -> int:  # type: ignore[override]  # found out when asked for
@@ -159,7 +142,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return f"Transformer T({o.layers}, {o.ffn_dim}, {o.heads}), {o.model_dim} wide"
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> EncoderDecoder:
         return LAYOUTS[self.options.model]
 
     def layers(self) -> list[nn.Module]:
@@ -176,12 +159,10 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         """Makes the mini-batches of an epoch; their numbers and lengths of sentences differ."""
         for sentences in self.corpus.mini_batches(epoch)[first:]:
             own = share.of(torch.arange(len(sentences))).tolist()
-            yield self._layout.batch([sentences[row] for row in own]) if own else self._nothing_of(sentences)
-
-    def _nothing_of(self, sentences: Sequence[Sentence]) -> Batch:
-        """For a replica that gets none of too few sentences: one of them, of which no word counts."""
-        batch = self._layout.batch(sentences[:1])
-        return batch._replace(targets=torch.full_like(batch.targets, PAD))
+            batch = self._layout.batch([sentences[row] for row in own or [0]])
+            if not own:  # there are too few for this replica: one of them, of which no word counts
+                batch = batch._replace(targets=torch.full_like(batch.targets, PAD))
+            yield batch
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Smoothed cross-entropy, the mean over the words of a micro-batch."""
@@ -212,7 +193,8 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
         """The mean negative log-likelihood of a word of the sentences held out for that, in nats."""
-        return {"nll": nll(self.nlls(pipe, self.corpus.validation))}
+        value, words = together(self.nlls(pipe, self.corpus.validation).values())
+        return {"nll": value / words}
 
     @torch.no_grad()
     def nlls(self, pipe: gpipe.GPipe, sentences: Sequence[Sentence]) -> dict[str, tuple[float, int]]:
@@ -225,10 +207,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
             values = torch.stack([_cross_entropy(own, targets, "sum") for own, targets in rows]).tolist()
             for sentence, value in zip(some, values, strict=True):
                 found.setdefault(sentence.pair.language, []).append((value, len(sentence.english) + 1))
-        return {
-            language: (fsum(value for value, _ in some), sum(words for _, words in some))
-            for language, some in found.items()
-        }
+        return {language: together(some) for language, some in found.items()}
 
     def network(self, pipe: gpipe.GPipe) -> Network:
         """What decoding asks: the pipelined forward."""
@@ -237,26 +216,12 @@ class TranslationRecipe(Recipe[TranslationOptions]):
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
         check_installed()
-        test = self.corpus.test
-        return evaluation_of(
-            test,
-            self.nlls(pipe, test),
-            self.network(pipe),
-            self.corpus,
-            tokens=self.options.tokens,
-            width=self.options.beam,
-        )
+        nlls = self.nlls(pipe, self.corpus.test)
+        return evaluation_of(self.corpus, nlls, self.network(pipe), self.options.tokens, self.options.beam)
 
     def write(self, run: Path) -> None:
         """Writes the subwords."""
         self.vocabulary.save(run / VOCABULARY)
-
-
-def _check_vocabulary(run: Path, wanted: int) -> None:
-    """Refuses another size of the vocabulary than the run has that this one starts from."""
-    own = read_config(run / CONFIG).get("vocabulary", wanted) if (run / CONFIG).is_file() else wanted
-    if own != wanted:
-        raise ValueError(f"--vocabulary is {wanted}, and {run} has one of {own}, which is kept: leave it out")
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str, smoothing: float = 0.0) -> Tensor:
@@ -276,12 +241,3 @@ def count_words(targets: Tensor) -> Tensor:
     tensor(3)
     """
     return (targets != PAD).sum()
-
-
-def nll(found: Mapping[str, tuple[float, int]]) -> float:
-    """The mean over all words.
-
-    >>> nll({"de": (6.0, 3), "fr": (2.0, 1)})
-    2.0
-    """
-    return fsum(value for value, _ in found.values()) / max(1, sum(words for _, words in found.values()))
