@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import gpipe
 from gpipe.tracing.layers_of import ModelLayers, layers_of
-from gpipe.tracing.values import CannotSplitError
+from gpipe.tracing.trace import CannotSplitError
 from tests.families.batches import IGNORED, batch
 from tests.families.family import Family, build
 from tests.support.plain_loop import accumulated, one_thread, same_bits

@@ -115,15 +115,15 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
     "vmap": (lambda net, x, at: torch.vmap(lambda row: row * 2)(x), "what torch does not show"),
     "Python's random": (lambda net, x, at: x * random.random(), "draws from Python's generator between .*layerdrop"),
     "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "draws from numpy's generator between blocks"),
-    "layers dropped": (drops, r"the Net goes one way .* random number between blocks \(Net.layerdrop=0.3\).* to 0"),
+    "layers dropped": (drops, r"the Net goes one way .* random number between blocks.* to 0"),
     "a tensor left": (keeps, "the Net leaves tensors in Net.seen, .* Return them as part of the output"),
     "tensors collected": (collects, "the Net leaves tensors in Net.history"),
     "numbers collected": (collects_numbers, "the Net changes Net.history each time .* count outside of the model"),
     "a count": (counts, "the Net changes Net.count each time"),
-    "a buffer in place": (writes_buffer, "the Net writes the buffer mean between blocks"),
-    "another buffer": (assigns_buffer, "the Net puts another tensor in place of mean between blocks"),
+    "a buffer in place": (writes_buffer, "the Net changes the buffer mean between blocks"),
+    "another buffer": (assigns_buffer, "the Net changes the buffer mean between blocks"),
     "made of nothing": (fills, r"a tensor that was made of nothing .* by __setitem__.* x.new_zeros"),
-    "numpy": (by_numpy, "between blocks mean is asked of a value .*an array of numpy.* Compute it by torch"),
+    "numpy": (by_numpy, "between blocks .mean needs a value .*an array of numpy.* Let blocks hand on tensors"),
 }  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_a_buffer_may_grow_between_blocks_but_not_change() -> None:
         return net
 
     step(made(scaled_by(lambda rows: torch.ones(rows))), 32)
-    with pytest.raises(ValueError, match=r"changes the buffer plain.table between blocks, .* move it into a block"):
+    with pytest.raises(ValueError, match=r"changes the buffer plain.table between blocks, .* a module inside of a block"):
         step(made(scaled_by(lambda rows: torch.full((1,), float(rows)))), 32)
 
 
@@ -264,7 +264,7 @@ def test_hooks_on_modules_without_parameters_run_once() -> None:
     pipe = made(later)
     later.plain.register_forward_hook(lambda *_: None)
     with pytest.raises(
-        ValueError, match=r"plain has a hook that it had not when the model was cut.* make the pipe when"
+        ValueError, match=r"plain has a hook, .* before the pipe is made"
     ):
         step(pipe)
 
@@ -314,7 +314,7 @@ def test_what_a_block_keeps_is_to_be_a_buffer() -> None:
                 x = layer(x)
             return x
 
-    differs = r"output differs in \d+ of 18 values, by 0.\d+ at most. .*self.register_buffer"
+    differs = r"output differs: .* \d+ / 18 .*absolute difference: 0.\d+ .*self.register_buffer"
     with pytest.raises(ValueError, match=differs):
         made(Whole(as_buffer=False))
     model, plain = Whole(as_buffer=True), Whole(as_buffer=True)

@@ -1,6 +1,6 @@
 """Trees of values: leaves in containers, and the structure apart from the leaves. torch has no public ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.utils import _pytree
@@ -34,3 +34,29 @@ def context_writer(kind: type) -> Callable[[Any], Any] | None:
 def context_reader(kind: type) -> Callable[[Any], Any] | None:
     """What makes the context of a registered class of plain values, if that was registered."""
     return _pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+
+
+class OpenDataclass:
+    """A dataclass as a node of torch's trees, which take those themselves for leaves; flat, it is made of its fields.
+
+    Args:
+        kind: The dataclass.
+        held: The values of its fields, by name.
+    """
+
+    def __init__(self, kind: type, held: dict[str, Any]) -> None:
+        self.kind, self.held = kind, held
+
+    @staticmethod
+    def made(values: Iterable[Any], kind_and_names: tuple[type, tuple[str, ...]]) -> object:
+        """An object of the dataclass with these values in its fields."""
+        kind, names = kind_and_names
+        made: object = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+
+_pytree.register_pytree_node(
+    OpenDataclass, lambda one: ([*one.held.values()], (one.kind, tuple(one.held))), OpenDataclass.made
+)

@@ -6,7 +6,7 @@ from itertools import product
 from torch import nn
 
 from gpipe._torch.modes import without_compiler
-from gpipe.tracing.values import CannotSplitError
+from gpipe.tracing.trace import CannotSplitError
 
 NO_BLOCKS = (
     "in {model} there is no list of blocks (an nn.ModuleList, nn.ModuleDict or nn.Sequential of modules with "
@@ -88,13 +88,6 @@ def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     if wrong:
         raise CannotSplitError("\n".join(wrong))
     return list(dict.fromkeys(blocks))
-
-
-def open_names(blocks: Sequence[str]) -> frozenset[str]:
-    """The names of the modules that are open: those that blocks stand in."""
-    return frozenset(
-        ".".join(parts[:length]) for parts in (name.split(".") for name in blocks) for length in range(len(parts))
-    ) | {""}
 
 
 def _outermost(names: Sequence[str]) -> list[str]:

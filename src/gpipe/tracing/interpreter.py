@@ -1,37 +1,39 @@
 """Interprets a model's forward: its code runs from the top, and of its operations only those of some layers are done.
 
 Operations are calls of units, and functions of torch between them. What those before returned is taken from what
-crossed the cut; behind its own last operation the interpreter stops.
+crossed the cut; what did not cross, a placeholder stands for. Behind its own last operation the interpreter stops.
 """
 
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never, TypeAlias
+from functools import lru_cache
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpipe._torch.modes import paused
+from gpipe._torch.dispatcher import empty_on_meta
+from gpipe._torch.modes import as_plain_tensors, paused
 from gpipe.stages.buffers import Slot
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.stage import Layer, LayerProgress, RngKey
 from gpipe.tracing.meta_model import Dry
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import ShallowCopy
-from gpipe.tracing.trace import OpCall, Trace
-from gpipe.tracing.values import (
-    CannotSplitError,
-    OpaquePlaceholder,
-    Placeholder,
-    ValueId,
-    asks_for_layout,
-    describe,
-    stand_in,
-    take_apart,
-)
+from gpipe.tracing.trace import CannotSplitError, OpCall, Trace, ValueId, take_apart
 
+LAYOUT = frozenset(
+    {
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+        "is_signed", "__len__", "stride", "is_contiguous", "storage_offset", "get_device", "__hash__", "__repr__",
+        "__str__", "__format__", "requires_grad_",
+    }
+)  # fmt: skip
+"""What is asked of a tensor without a look at its values, beside its attributes."""
+TENSORS_OF = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
+"""The attributes of a tensor that are tensors themselves."""
 RANDOM = frozenset(
     {
         "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
@@ -41,6 +43,119 @@ RANDOM = frozenset(
     }
 )  # fmt: skip
 """Functions of torch that draw random numbers: they are operations, whatever they are given."""
+
+OTHER_OPS = (
+    "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
+    "layer or a changed setting leads elsewhere. Name the modules inside of which it branches (of a mixture of "
+    "experts, the one that chooses among them): blocks=[...], with names as in model.named_modules(); or give a "
+    "sample that takes the path of training, and one path alone"
+)
+OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
+OTHER_OUTPUT = (
+    "the model's output has other parts than it has by itself on the sample. What is collected on the way from "
+    "inside of blocks (output_hidden_states, output_attentions, output_router_logits) is not seen in layers: leave "
+    "it out of what the model is given, and of model.config"
+)
+NOT_THERE = (
+    "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
+    "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
+    "dicts or dataclasses, or name other blocks: blocks=[...]"
+)
+
+
+def asks_for_layout(function: Callable[..., Any]) -> bool:
+    """Whether a function of tensors, or the getter of an attribute, looks at no values.
+
+    >>> asks_for_layout(Tensor.size), asks_for_layout(Tensor.shape.__get__), asks_for_layout(Tensor.mT.__get__)
+    (True, True, False)
+    """
+    name = getattr(function, "__name__", "")
+    return name in LAYOUT or (name == "__get__" and _attribute_of(function) not in TENSORS_OF)
+
+
+def _attribute_of(getter: Callable[..., Any]) -> str:
+    return getattr(getattr(getter, "__self__", None), "__name__", "")
+
+
+class Placeholder(Tensor):
+    """A tensor without values: whoever asks for its layout gets it, whoever computes with it is refused.
+
+    It lies on the meta device, so that nothing can compute with it unseen, and says where its values would be.
+    """
+
+    home: torch.device
+    wants_gradient: bool
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answers questions about the layout."""
+        if not asks_for_layout(func):
+            _refuse(getattr(func, "__name__", str(func)), "a tensor")
+        with as_plain_tensors():
+            asked = next((item for item in args if isinstance(item, cls)), None)
+            if asked is not None and "home" in vars(asked):
+                match _attribute_of(func):
+                    case "device":
+                        return asked.home
+                    case "requires_grad":
+                        return asked.wants_gradient
+                    case "is_meta" | "is_cpu" | "is_cuda" as name:
+                        return asked.home.type == name.removeprefix("is_")
+            return func(*args, **(kwargs or {}))
+
+
+class OpaquePlaceholder:
+    """Stands for a value of a kind that does not cross cuts: whoever looks into it is refused."""
+
+    def __getattr__(self, name: str) -> Never:
+        """Refuses."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(f"between blocks .{name}", "an array of numpy, an object of a class")
+
+
+def _refuse(name: str, kind: str) -> Never:
+    raise CannotSplitError(NOT_THERE.format(name=name, kind=kind))
+
+
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+CARRIED_AS_THEY_ARE = (bool, int, float, str, type(None))
+
+
+def describe(leaves: Sequence[Any]) -> list[list[Any]]:
+    """What is written down of what an operation returned: of a tensor its layout, of plain values themselves.
+
+    >>> describe([torch.ones(2, 3), 7, object()])
+    [['torch.float32', [2, 3], False], [7], []]
+    """
+    found: list[list[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append([str(leaf.dtype), list(leaf.shape), leaf.requires_grad])
+        else:
+            found.append([leaf] if isinstance(leaf, CARRIED_AS_THEY_ARE) else [])
+    return found
+
+
+@lru_cache(maxsize=1024)  # each micro-batch asks for the same; one for each id, since interpreters tell tensors apart
+def placeholder(
+    value_id: ValueId, dtype: str, shape: tuple[int, ...], wants_gradient: bool, home: torch.device
+) -> Placeholder:
+    """Stands for a tensor of this layout.
+
+    >>> there = placeholder(ValueId(1, 0), "torch.float32", (2, 3), True, torch.device("cpu"))
+    >>> there.shape, there.dtype, there.device, there.requires_grad
+    (torch.Size([2, 3]), torch.float32, device(type='cpu'), True)
+    """
+    made = empty_on_meta(shape, DTYPES[dtype]).as_subclass(Placeholder)
+    made.home, made.wants_gradient = home, wants_gradient
+    return made
 
 
 class Interpreter(TorchFunctionMode):
@@ -72,10 +187,6 @@ class Interpreter(TorchFunctionMode):
         """Has a tensor be known by a value id."""
         self._value_ids[id(tensor)] = weakref.ref(tensor), value_id
 
-    def depends(self, tensor: Tensor) -> bool:
-        """Whether an operation on a tensor is an operation."""
-        return self.value_id_of(tensor) is not None or isinstance(tensor, nn.Parameter) or tensor.requires_grad
-
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -88,14 +199,20 @@ class Interpreter(TorchFunctionMode):
         if self._in_unit or asks_for_layout(func):
             return func(*args, **given)
         call = OpCall.of(getattr(func, "__name__", str(func)), func, args, given)
-        if call.name not in RANDOM and not any(map(self.depends, call.tensors)):
+        if call.name not in RANDOM and not self._is_op(call):
             return self.free(call)
         if call.name == "__iter__":
-            return iter(self.op(call._replace(name="unbind", func=_parts_of)))
+            return iter(self.op(call._replace(name="unbind", func=_unbound)))
         return self.op(call)
 
+    def _is_op(self, call: OpCall) -> bool:
+        for tensor in call.tensors:
+            if isinstance(tensor, nn.Parameter) or tensor.requires_grad or self.value_id_of(tensor) is not None:
+                return True
+        return False
+
     def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = self.shallow_copy.units[name]
+        unit = self.shallow_copy.parts.units[name]
         if self._in_unit:
             return unit(*args, **kwargs)
         self._in_unit = True
@@ -118,28 +235,8 @@ class Interpreter(TorchFunctionMode):
         """Does the next operation, or says what comes of it."""
 
 
-def _parts_of(tensor: Tensor) -> list[Tensor]:
+def _unbound(tensor: Tensor) -> list[Tensor]:
     return list(torch.unbind(tensor))
-
-
-OTHER_OPS = (
-    "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
-    "layer or a changed setting leads elsewhere. Name the modules inside of which it branches (of a mixture of "
-    "experts, the one that chooses among them): blocks=[...], with names as in model.named_modules(); or give a "
-    "sample that takes the path of training, and one path alone"
-)
-OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
-OTHER_OUTPUT = (
-    "the model's output has other parts than it has by itself on the sample. What is collected on the way from "
-    "inside of blocks (output_hidden_states, output_attentions, output_router_logits) is not seen in layers: leave "
-    "it out of what the model is given, and of model.config"
-)
-NOT_THERE = (
-    "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
-    "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
-    "dicts or dataclasses, or name other blocks: blocks=[...]"
-)
-Values: TypeAlias = Mapping[ValueId, Tensor | None]
 
 
 class Enough(BaseException):
@@ -150,7 +247,7 @@ class StageInterpreter(Interpreter):
     """Does the operations of some layers.
 
     Args:
-        shallow copy: What is interpreted.
+        shallow_copy: What is interpreted.
         trace: The way to go.
         layers: Those whose operations are done, consecutive.
         values: What crossed the cut.
@@ -170,8 +267,8 @@ class StageInterpreter(Interpreter):
         shallow_copy: ShallowCopy,
         trace: Trace,
         layers: Sequence[Layer],
-        values: Values,
-        log: list[list[Any]],
+        values: Mapping[ValueId, Tensor | None],
+        log: list[list[list[Any]]],
         wanted: frozenset[ValueId],
         device: torch.device,
         rng_key: RngKey,
@@ -179,29 +276,22 @@ class StageInterpreter(Interpreter):
         dry: Dry | None = None,
     ) -> None:
         super().__init__(shallow_copy, dry)
-        self.trace, self.layers, self.log, self.device = trace, layers, log, device
+        self.trace, self.log, self.device = trace, log, device
         self.begin, self.end = trace.ops_of(layers[0].index, layers[-1].index)
-        self.is_last = layers[-1].index == len(trace.starts) - 1
-        self.made = {
-            value_id: value for value_id, value in values.items() if value_id in wanted and value is not None
-        }
+        self.last_layer = layers[-1].index
+        self.is_last = self.last_layer == len(trace.starts) - 1
+        self.made = {one: value for one, value in values.items() if one in wanted and value is not None}
         self._values, self._wanted, self._key, self._progress = values, wanted, rng_key, progress
-        self._raw = {
-            id(module._parameters[leaf]): name
-            for layer in layers
-            if isinstance(layer.module, ModelPart)
-            for name, (_, places) in layer.module.raw.items()
-            for module, leaf in places
-        }
-        self._entered = -1
-        self._rng_scope: PipeRngScope | None = None
-        self._slots: Mapping[str, tuple[Slot, Sequence[Slot]]] = {}
+        self._to_enter = list(layers)
+        self._layer, self._rng_scope = layers[0], PipeRngScope(0, 0, 0, 0)
+        self._own: Mapping[int, Slot] = {}  # the model's parameters, by identity: where the layer has its own
 
     def go(self, inputs: Sequence[Any]) -> Any:
-        """Walks; gives the output of the model, if the last layer is among those done."""
+        """Interprets; gives the output of the model, if the last layer is among those done."""
+        described = zip(self.log[0], inputs, strict=True)
         leaves = [
-            self._leaf(ValueId(-1, at), described, leaf)
-            for at, (described, leaf) in enumerate(zip(self.log[0], inputs, strict=True))
+            self._arrived(ValueId(-1, at), said) if given is None else given
+            for at, (said, given) in enumerate(described)
         ]
         args, kwargs = self.trace.inputs.filled(leaves)
         try:
@@ -210,44 +300,39 @@ class StageInterpreter(Interpreter):
             output = None
         else:
             self._check(output)
-        self._enter(self.layers[-1].index)
+        self._enter(self.last_layer)
         self.shallow_copy.refuse_changed_buffers()
         return output
 
-    def _leaf(self, value_id: ValueId, described: Sequence[Any], found: Any = None) -> Any:
-        """What comes of a leaf of an operation before, or of an input."""
+    def _arrived(self, value_id: ValueId, described: Sequence[Any]) -> Any:
+        """What came across the cut of an operation before, or of an input, or what stands for it."""
+        found: Any = self._values.get(value_id)
         if found is None:
-            found = self._values.get(value_id)
-            if found is None:
-                found = stand_in(described, value_id, self.device)
-            if isinstance(found, Tensor):
-                self.name_as(found, value_id)
+            match described:
+                case [dtype, shape, wants_gradient]:
+                    found = placeholder(value_id, dtype, tuple(shape), wants_gradient, self.device)
+                case [value]:
+                    return value
+                case _:
+                    return OpaquePlaceholder()
+        self.name_as(found, value_id)
         return found
-
-    def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.at < self.begin and not self._in_unit:
-            return self._pass(name)
-        return super()._unit(name, args, kwargs)
 
     def op(self, call: OpCall) -> Any:
         """Does an operation, or gives what it brought before."""
-        name = call.name
-        if self.at < self.begin:
-            return self._pass(name)
-        at = self._next(name)
+        at, self.at = self.at, self.at + 1
+        then = self.trace.ops[at].name if at < len(self.trace.ops) else "the end"
+        if then != call.name:
+            raise CannotSplitError(OTHER_OPS.format(now=call.name, then=then))
+        if at < self.begin:
+            return self._pass(at)
         self._enter(self.trace.layer_of(at))
-        _refuse_placeholders(call)
-        layer = self.layers[self._entered - self.layers[0].index]
-        assert self._rng_scope is not None
-        with layer.aliased, self._rng_scope:
-            if any(id(tensor) in self._raw for tensor in call.tensors):
-                call = call.given(self._own_parameter)
-            made = self.do(call)
-        leaves, structure = take_apart(made)
+        made = self._do_own(call)
         op = self.trace.ops[at]
+        leaves, structure = take_apart(made)
         parted = any(leaves[place] is not leaves[first] for place, first in op.again)
         if parted or (structure is not op.returns and structure != op.returns):
-            raise CannotSplitError(OTHER_VALUE.format(name=name))
+            raise CannotSplitError(OTHER_VALUE.format(name=call.name))
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 value_id = ValueId(at, place)
@@ -259,38 +344,38 @@ class StageInterpreter(Interpreter):
             raise Enough
         return made
 
-    def _pass(self, name: str) -> Any:
-        at = self._next(name)
+    def _pass(self, at: int) -> Any:
+        """What an operation of a layer before brought."""
         op = self.trace.ops[at]
-        leaves = [self._leaf(ValueId(at, place), found) for place, found in enumerate(self.log[at + 1])]
+        leaves = [self._arrived(ValueId(at, place), described) for place, described in enumerate(self.log[at + 1])]
         for place, first in op.again:
             leaves[place] = leaves[first]
         return op.returns.filled(leaves)
 
-    def _next(self, name: str) -> int:
-        """The number of the operation that begins, which must be the traced one."""
-        at, self.at = self.at, self.at + 1
-        then = self.trace.ops[at].name if at < len(self.trace.ops) else "the end"
-        if then != name:
-            raise CannotSplitError(OTHER_OPS.format(now=name, then=then))
-        return at
+    def _do_own(self, call: OpCall) -> Any:
+        for value in (*call.tensors, *call.args, *call.kwargs.values()):
+            if isinstance(value, Placeholder):
+                _refuse(call.name, "a tensor")
+            if isinstance(value, OpaquePlaceholder):
+                _refuse(call.name, "an object that holds more than tensors")
+        with self._layer.aliased, self._rng_scope:
+            if any(id(tensor) in self._own for tensor in call.tensors):
+                call = call.given(self._own_parameter)
+            return self.do(call)
 
     def _enter(self, index: int) -> None:
         """Enters the layers up to this one."""
-        for layer in self.layers:
-            if self._entered < layer.index <= index:
-                self._progress.enter()
-                self._entered = layer.index
-                key = self._key
-                self._rng_scope = PipeRngScope(key.seed, key.step, layer.index, key.micro_batch)
-                self._slots = layer.module.raw if isinstance(layer.module, ModelPart) else {}
+        while self._to_enter and self._to_enter[0].index <= index:
+            layer = self._layer = self._to_enter.pop(0)
+            self._progress.enter()
+            self._rng_scope = PipeRngScope(self._key.seed, self._key.step, layer.index, self._key.micro_batch)
+            self._own = layer.module.own_parameters() if isinstance(layer.module, ModelPart) else {}
 
     def _own_parameter(self, tensor: Tensor) -> Tensor:
         """A parameter as the layer has it: in place of one that others use too, its alias."""
-        name = self._raw.get(id(tensor))
-        if name is None or name not in self._slots:
+        if id(tensor) not in self._own:
             return tensor
-        (holder, leaf), _ = self._slots[name]
+        holder, leaf = self._own[id(tensor)]
         found = holder._parameters[leaf]
         assert found is not None
         return found
@@ -304,14 +389,3 @@ class StageInterpreter(Interpreter):
             raise CannotSplitError(OTHER_OUTPUT)
         if any(isinstance(leaf, (Placeholder, OpaquePlaceholder)) for leaf in leaves):
             _refuse("the output", "a tensor, or an object that holds some")
-
-
-def _refuse_placeholders(call: OpCall) -> None:
-    if any(type(tensor) is Placeholder for tensor in call.tensors):
-        _refuse(call.name, "a tensor")
-    if any(isinstance(value, OpaquePlaceholder) for value in (*call.args, *call.kwargs.values())):
-        _refuse(call.name, "an object that holds more than tensors")
-
-
-def _refuse(name: str, kind: str) -> Never:
-    raise CannotSplitError(NOT_THERE.format(name=name, kind=kind))

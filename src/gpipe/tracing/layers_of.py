@@ -15,8 +15,7 @@ from gpipe._torch.modes import is_compiled
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
-from gpipe.tracing.trace import Trace
-from gpipe.tracing.values import ValueId
+from gpipe.tracing.trace import Trace, ValueId
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ there the new parameter is put in all places where modules have the old one.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +34,8 @@ from gpipe._torch.trees import tree_map_only
 from gpipe.stages.rng import rng_seed
 from gpipe.stages.sequence import seeded
 from gpipe.stages.shared_weights import put_parameter
-from gpipe.tracing.checks import lacks_memory
-from gpipe.tracing.trace import OpCall
-from gpipe.tracing.values import CannotSplitError
+from gpipe.tracing.runs import lacks_memory
+from gpipe.tracing.trace import CannotSplitError, OpCall
 
 BRANCHES = (
     "{name} needs values between blocks, and the model is on the meta device and has none: its path depends on them. "
@@ -115,9 +113,8 @@ def _zeros(tensor: Any) -> Any:
 
 FREE = -1
 """The index, in keys, of what belongs to no layer."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ONES, ODD = 0xFF, 0xA5
-"""What memory is filled with before it gets values: not a number, for floats; for others, what hardly is a value."""
+ODD = 0xA5
+"""What bytes of whole numbers are filled with before they get values; floats are filled with NaN."""
 
 WITHOUT = (
     "{names} have no values: they are on the meta device, and neither _init_weights of the model nor "
@@ -135,22 +132,23 @@ class TensorPlace(NamedTuple):
     """Where a tensor stands: a module, its parameters or its buffers, and the name there."""
 
     module: nn.Module
-    held: dict[str, Tensor | None]
+    held: dict[str, Any]
     key: str
 
     @property
     def tensor(self) -> Tensor:
         """What stands there."""
-        found = self.held[self.key]
-        assert found is not None
+        found: Tensor = self.held[self.key]
         return found
 
+    @property
+    def at(self) -> tuple[int, str]:
+        """The place by itself: a module may have several names."""
+        return id(self.held), self.key
 
-TensorPlaces: TypeAlias = Mapping[str, TensorPlace]
-"""Slots by the names that their tensors have in the model."""
-Initializer: TypeAlias = Callable[[], object]
-Initializers: TypeAlias = Callable[[nn.Module, Collection[nn.Module]], Iterator[Initializer]]
-"""What gives values to the parts of a model that are named, in order."""
+
+Places = Mapping[str, TensorPlace]
+"""By the names that their tensors have in the model."""
 
 
 def give_values(
@@ -180,69 +178,59 @@ def give_values(
         ('meta', Parameter containing:
         tensor([1., 1.], requires_grad=True))
     """
-    slots = _tensor_places(model)
-    asked = {*free, *(name for index in own for name in layers[index])}
-    wanted = {id(slots[name].tensor): name for name in slots if name in asked and slots[name].tensor.is_meta}
-    made: dict[int, Tensor] = {}
-    for index, names in _homes(slots, [*enumerate(layers), (FREE, free)]):
-        here = {id(slots[name].tensor): name for name in names}
-        if wanted.keys() & here.keys():
-            with seeded(rng_seed(seed, FREE, index, 0)):
-                given = _initial_values(model, slots, names, index)
-            made |= {it: given[name] for it, name in here.items() if it in wanted and name in given}
-    if mistakes := list(_find_mistakes(model, slots, wanted, made)):
-        raise ValueError("; ".join(mistakes))
-    _put(slots, made)
-
-
-def _tensor_places(model: nn.Module) -> dict[str, TensorPlace]:
-    return {
-        f"{path}.{key}" if path else key: TensorPlace(module, held, key)
+    places = {
+        f"{path}.{key}".lstrip("."): TensorPlace(module, held, key)
         for path, module in model.named_modules(remove_duplicate=False)
-        for held in (module._parameters, module._buffers)
+        for held in _held_by(module)
         for key, tensor in held.items()
         if tensor is not None
     }
-
-
-def _homes(slots: TensorPlaces, groups: Iterable[tuple[int, Collection[str]]]) -> Iterator[tuple[int, list[str]]]:
-    """The groups, each with the names, in the model's order, of tensors that no group before has."""
+    asked = {*free, *(name for index in own for name in layers[index])}
+    wanted = {id(place.tensor): name for name, place in places.items() if name in asked and place.tensor.is_meta}
     seen: set[int] = set()
-    for index, group in groups:
-        among, names = set(group), []
-        for name, slot in slots.items():
-            if name in among and id(slot.tensor) not in seen:
-                seen.add(id(slot.tensor))
-                names.append(name)
-        yield index, names
+    made: dict[int, Tensor] = {}
+    for index, group in (*enumerate(layers), (FREE, free)):
+        among = set(group)
+        mine: list[TensorPlace] = []
+        for name, place in places.items():
+            if name in among and id(place.tensor) not in seen:
+                seen.add(id(place.tensor))
+                mine.append(place)
+        if any(id(place.tensor) in wanted for place in mine):
+            with seeded(rng_seed(seed, FREE, index, 0)):
+                given = _initial_values(model, places, mine, index)
+            made |= {it: value for it, value in given.items() if it in wanted}
+    if mistakes := list(_find_mistakes(model, places, wanted, made)):
+        raise ValueError("; ".join(mistakes))
+    _put(places, made)
 
 
 def _find_mistakes(
-    model: nn.Module, slots: TensorPlaces, wanted: Mapping[int, str], made: Collection[int]
+    model: nn.Module, places: Places, wanted: Mapping[int, str], made: Collection[int]
 ) -> Iterator[str]:
     """Why values cannot be given, if so."""
-    known = {id(slot.tensor) for slot in slots.values()}
+    known = {id(place.tensor) for place in places.values()}
     unknown = [
-        f"{path}.{key}" if path else key
+        f"{path}.{key}".lstrip(".")
         for path, module in (model.named_modules() if wanted else ())
         for key, value in vars(module).items()
         if isinstance(value, Tensor) and value.is_meta and id(value) not in known
     ]
     without = [name for it, name in wanted.items() if it not in made]
-    hooked = [name for name in wanted.values() if has_hooks(slots[name].tensor)]
+    hooked = [name for name in wanted.values() if has_hooks(places[name].tensor)]
     for names, text in ((without, WITHOUT), (unknown, UNKNOWN), (hooked, HOOKED)):
         if names:
             yield text.format(names=", ".join(names))
 
 
-def _initial_values(model: nn.Module, slots: TensorPlaces, names: Collection[str], index: int) -> dict[str, Tensor]:
-    """The values that the model's own code gives to tensors; those that it gives none are left out."""
-    given: dict[str, Tensor] = {}
+def _initial_values(model: nn.Module, places: Places, mine: Sequence[TensorPlace], index: int) -> dict[int, Tensor]:
+    """The values that the model's own code gives to tensors, by their identities; it may give some none."""
+    given: dict[int, Tensor] = {}
     try:
-        for initializers in (_by_the_model, _by_the_modules):
-            left = [name for name in names if name not in given and _can_have_values(slots[name].tensor)]
+        for by_model in (True, False):
+            left = [place for place in mine if id(place.tensor) not in given and _can_have_values(place.tensor)]
             if left:
-                given |= _run(model, slots, left, initializers)
+                given |= _run(model, places, left, by_model=by_model)
     except Exception as error:
         error.add_note(f"while layer {index} got its initial values")
         raise
@@ -253,30 +241,26 @@ def _can_have_values(tensor: Tensor) -> bool:
     return not is_lazy(tensor) and not is_wrapper(tensor)
 
 
-def _run(
-    model: nn.Module, slots: TensorPlaces, names: Sequence[str], initializers: Initializers
-) -> dict[str, Tensor]:
-    """Runs initializers on a model where the tensors of these names, and the others beside them, are on the CPU."""
-    beside = {slots[name].module for name in names}
-    stand_ins: dict[tuple[int, str], Tensor] = {}
-    for slot in slots.values():
-        if _can_have_values(slot.tensor):
-            here = slot.module in beside
-            if here or not slot.tensor.is_meta:
-                stand_ins[id(slot.held), slot.key] = _alike(slot.tensor, "cpu" if here else "meta")
-    with _exchanged(slots, stand_ins), torch.no_grad(), torch.device("cpu"):
-        filled = {name: _filled(slots[name].tensor) for name in names}
-        for initialize in initializers(model, _around(model, names)):
-            initialize()
-        found = {name: slots[name].held[slots[name].key] for name in names}
+def _run(model: nn.Module, places: Places, left: Sequence[TensorPlace], *, by_model: bool) -> dict[int, Tensor]:
+    """Initializes a model where the tensors at these places, and the others beside them, are on the CPU."""
+    beside = {place.module for place in left}
+    with ExitStack() as back, torch.no_grad(), torch.device("cpu"):
+        for place in {place.at: place for place in places.values()}.values():
+            tensor, is_beside = place.tensor, place.module in beside
+            back.callback(place.held.__setitem__, place.key, tensor)
+            if _can_have_values(tensor) and (is_beside or not tensor.is_meta):
+                place.held[place.key] = _alike(tensor, "cpu" if is_beside else "meta")
+        stand_ins = [place.tensor for place in left]
+        addresses = [_fill(stood) for stood in stand_ins]
+        _initialize(model, beside, (), by_model=by_model)
+        found = [place.held[place.key] for place in left]
     given = {}
-    for name, made in found.items():
-        stood = stand_ins[id(slots[name].held), slots[name].key]
+    for place, made, stood, address in zip(left, found, stand_ins, addresses, strict=True):
         if isinstance(made, Tensor) and not made.is_meta and made.shape == stood.shape:
             if made is not stood:  # somebody put another in its place
                 stood.data = made.detach().to(stood.dtype)
-            if stood.data_ptr() != filled[name] or _is_written(stood):
-                given[name] = stood
+            if stood.data_ptr() != address or _is_written(stood):
+                given[id(place.tensor)] = stood
     return given
 
 
@@ -290,58 +274,24 @@ def _alike(tensor: Tensor, device: str) -> Tensor:
     return made
 
 
-@contextmanager
-def _exchanged(slots: TensorPlaces, others: Mapping[tuple[int, str], Tensor]) -> Iterator[None]:
-    """Has others stand in the place of tensors."""
-    before = {name: slot.tensor for name, slot in slots.items()}
-    try:
-        for held, key in ((slot.held, slot.key) for slot in slots.values()):
-            held[key] = others.get((id(held), key), held[key])
-        yield
-    finally:
-        for name, slot in slots.items():
-            slot.held[slot.key] = before[name]
+def _initialize(module: nn.Module, holders: set[nn.Module], around: tuple[nn.Module, ...], *, by_model: bool) -> None:
+    """Has the model's own code give values: to parts before what they are part of, if they hold what is wanted.
 
-
-def _around(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
-    """The modules that hold what is named, themselves or by others."""
-    paths = {path for name in names for path in _paths(name)}
-    return {module for path, module in model.named_modules(remove_duplicate=False) if path in paths}
-
-
-def _paths(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _by_the_model(model: nn.Module, parts: Collection[nn.Module]) -> Iterator[Initializer]:
-    """`_init_weights` of the innermost module around each part that has one."""
-    for part, around in _from_within(model, parts):
-        for owner in around:
-            initialize = getattr(owner, "_init_weights", None)
-            if callable(initialize) and _takes(initialize, part):
-                yield partial(initialize, part)
-                break
-
-
-def _by_the_modules(model: nn.Module, parts: Collection[nn.Module]) -> Iterator[Initializer]:
-    """`reset_parameters` of each part that has one."""
-    for part, _ in _from_within(model, parts):
-        reset = reset_of(part)
-        if reset is not None and _takes(reset):
-            yield reset
-
-
-def _from_within(
-    module: nn.Module, parts: Collection[nn.Module], around: tuple[nn.Module, ...] = ()
-) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
-    """Parts before what they are part of, each with itself and the modules around it, innermost first."""
-    if module in parts:
-        around = (module, *around)
-        for child in module.children():
-            yield from _from_within(child, parts, around)
-        yield module, around
+    `by_model` is whether by `_init_weights` of the innermost module around each, or by its own `reset_parameters`.
+    """
+    if holders.isdisjoint(module.modules()):
+        return
+    around = (module, *around)
+    for child in module.children():
+        _initialize(child, holders, around, by_model=by_model)
+    reset = reset_of(module)
+    if not by_model and reset is not None and _takes(reset):
+        reset()
+    for owner in around if by_model else ():
+        initialize = getattr(owner, "_init_weights", None)
+        if callable(initialize) and _takes(initialize, module):
+            initialize(module)
+            break
 
 
 def _takes(function: Callable[..., object], *arguments: object) -> bool:
@@ -353,15 +303,13 @@ def _takes(function: Callable[..., object], *arguments: object) -> bool:
     return True
 
 
-def _filled(tensor: Tensor) -> int:
-    """The address of a tensor, which is filled with what shows whether it gets values."""
-    if tensor.numel():
-        _bytes(tensor).fill_(_filling(tensor))
+def _fill(tensor: Tensor) -> int:
+    """Fills a tensor with what shows whether it gets values; gives its address."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(torch.nan)
+    elif tensor.numel():
+        _bytes(tensor).fill_(ODD)
     return tensor.data_ptr()
-
-
-def _filling(tensor: Tensor) -> int:
-    return ONES if tensor.dtype.is_floating_point or tensor.dtype.is_complex else ODD
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -370,25 +318,21 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _is_written(tensor: Tensor) -> bool:
     """Whether a tensor that was filled has values: a float in each place, whatever else in some."""
-    if not tensor.numel():
-        return True
-    whole = INTEGERS[min(tensor.itemsize, 8)]
-    filling = torch.full((8,), _filling(tensor), dtype=torch.uint8, device="cpu").view(whole)[0]
-    same = _bytes(tensor).view(whole) == filling
-    some = bool(same.any())
-    return not (some and (_filling(tensor) == ONES or bool(same.all())))
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not bool(tensor.isnan().any())
+    return not tensor.numel() or not bool((_bytes(tensor) == ODD).all())
 
 
-def _put(slots: TensorPlaces, made: Mapping[int, Tensor]) -> None:
+def _put(places: Places, made: Mapping[int, Tensor]) -> None:
     """Gives tensors, by identity, what was made for them."""
-    places: dict[int, list[TensorPlace]] = {}
-    for slot in slots.values():
-        places.setdefault(id(slot.tensor), []).append(slot)
+    by_tensor: dict[int, list[TensorPlace]] = {}
+    for place in places.values():
+        by_tensor.setdefault(id(place.tensor), []).append(place)
     for it, value in made.items():
-        tensor = places[it][0].tensor
+        same = by_tensor[it]
         try:
-            torch.utils.swap_tensors(tensor, value)
+            torch.utils.swap_tensors(same[0].tensor, value)
         except RuntimeError:  # somebody has a weak reference: note "The same objects"
-            for slot in places[it]:
-                slot.held[slot.key] = value
-                refresh_weights_of_rnn(slot.module)
+            for place in same:
+                place.held[place.key] = value
+                refresh_weights_of_rnn(place.module)

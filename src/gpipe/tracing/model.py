@@ -11,18 +11,15 @@ from torch import Tensor, nn
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree
-from gpipe.tracing.blocks import check_blocks, find_blocks, open_names
-from gpipe.tracing.checks import lacks_memory
+from gpipe.tracing.blocks import check_blocks, find_blocks
 from gpipe.tracing.meta_model import give_values, lacks_values
 from gpipe.tracing.own_loss import COUNT, NO_LABELS, LossAverage, loss_in, tried
-from gpipe.tracing.parts import Names, names_of_all, parts_of, units_by_layer
-from gpipe.tracing.proof import ProvenTrace, prove
-from gpipe.tracing.runs import arguments, in_mode, kind_of, settings_of, takes, unchanged, without_cache
-from gpipe.tracing.shallow_copy import Parts
-from gpipe.tracing.stage import SingleLayer, pops_between, rng_scopes, state_of
-from gpipe.tracing.trace import Trace
+from gpipe.tracing.parts import Names, Parts, layers_by_name, units_by_layer
+from gpipe.tracing.proof import prove
+from gpipe.tracing.runs import arguments, in_mode, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
+from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
+from gpipe.tracing.trace import CannotSplitError, Leaves, Structure, Trace, take_apart
 from gpipe.tracing.tracer import TracerRun, trace_forward
-from gpipe.tracing.values import CannotSplitError, Leaves, Structure, take_apart
 
 TraceKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
 """What says which path a forward takes, as far as it can be known before."""
@@ -95,21 +92,23 @@ class TracedModel:
         self._refused: dict[TraceKey, Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
-        found, self._counts = self._choose(model, choices, sample)
+        found, self.seconds, self._counts = self._choose(model, choices, sample)
         sample = self._with_count(sample, 1) if self._counts else sample
-        self.parts, self.seconds = found.parts, found.seconds
+        self.parts = found.parts
         self._keep(self._key(*self._apart(sample)), found, sample)
-        self.layers = parts_of(self.parts, found.trace)
-        self.names = Names(self.parts, self.layers)
+        self.layers = layers_by_name(self.parts, found.trace)
+        self.names = Names(model, self.layers)
         with unchanged(model):
             self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts)
 
-    def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> tuple[ProvenTrace, bool]:
+    def _choose(
+        self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree
+    ) -> tuple[TracerRun, list[float], bool]:
         """Traces the model cut at the first blocks that work, if there are some between which no values are read."""
-        works: tuple[ProvenTrace, bool] | None = None
+        works: tuple[TracerRun, list[float], bool] | None = None
         refused: CannotSplitError | None = None
         for blocks in choices:
-            self.parts = Parts(model, tuple(blocks), open_names(blocks))
+            self.parts = Parts(model, tuple(blocks))
             try:
                 found = self._trace_first(sample)
             except CannotSplitError as error:
@@ -123,14 +122,15 @@ class TracedModel:
             raise refused
         return works
 
-    def _trace_first(self, sample: Tree) -> tuple[ProvenTrace, bool]:
-        """Traces the model on the sample; and whether its loss uses the number of labels of the mini-batch."""
+    def _trace_first(self, sample: Tree) -> tuple[TracerRun, list[float], bool]:
+        """Traces and proves; gives what was seen, the seconds, and whether the loss uses the mini-batch's labels."""
         if self.lacks_values:
-            give_values(self.model, [], [], 0, names_of_all(self.parts))
+            give_values(self.model, [], [], 0, self.parts.buffers_of_all)
         with unchanged(self.model):
             counted = self._trace_counted(sample) if self._may_count(sample) else None
-            given = sample if counted is None else self._with_count(sample, 1)
-            return prove(self.parts, arguments(self.model, given), counted), counted is not None
+            given = arguments(self.model, sample if counted is None else self._with_count(sample, 1))
+            found = counted or trace_forward(self.parts, given)
+            return found, prove(found, given), counted is not None
 
     @property
     def model(self) -> nn.Module:
@@ -157,7 +157,7 @@ class TracedModel:
         assert isinstance(value, Mapping)
         return {**value, COUNT: torch.tensor(int(count))}
 
-    def _keep(self, key: TraceKey, found: ProvenTrace, value: Tree) -> None:
+    def _keep(self, key: TraceKey, found: TracerRun, value: Tree) -> None:
         given = value if isinstance(value, Mapping) else {}
         self._numbers[key] = len(self.traces)
         self.traces.append(found.trace)
@@ -261,7 +261,7 @@ class TracedModel:
 
     def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
         """The uses of tensors that have routes of their own."""
-        return pops_between(self.traces[number], stage_of)
+        return [edge.pop for edge in self.traces[number].edges if stage_of[edge.source] + 1 < stage_of[edge.target]]
 
     def _apart(self, value: Tree) -> tuple[Leaves, Structure]:
         given = arguments(self.model, value)
@@ -280,7 +280,9 @@ class TracedModel:
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
         with unchanged(self.model):
-            found = prove(self.parts, arguments(self.model, value))
+            given = arguments(self.model, value)
+            found = trace_forward(self.parts, given)
+            prove(found, given)
         layers = list(self.layers.items())
         units, raw = units_by_layer(found.trace)
         if len(units) != len(layers):

@@ -20,9 +20,8 @@ from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_unflatten
 from gpipe.stages.losses import OF_LABELS, OF_ROWS, LossCall, is_shifted, own_loss, sum_of_weights
 from gpipe.stages.microbatch import count_rows, split
 from gpipe.stages.tree import Tree
-from gpipe.tracing.checks import lacks_memory
 from gpipe.tracing.meta_model import lacks_values
-from gpipe.tracing.runs import arguments, in_mode
+from gpipe.tracing.runs import arguments, in_mode, lacks_memory
 
 COUNT = "num_items_in_batch"
 """The keyword by which a forward is told the labels that count in the whole mini-batch."""

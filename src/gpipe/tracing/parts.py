@@ -1,33 +1,72 @@
-"""The parts of a model, one for each layer: the modules and parameters that its operations use."""
+"""The parts of a model: which of its modules are what, and its layers, with the modules and parameters of each."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
 from gpipe.stages.buffers import Slot
-from gpipe.tracing.shallow_copy import Parts
 from gpipe.tracing.trace import Trace
 
-Places: TypeAlias = Mapping[str, Sequence[Slot]]
-"""Where each parameter of a model stands, by its first name: in several modules if it is tied."""
 
+@dataclass(frozen=True)
+class Parts:
+    """A model, and which of its modules are what.
 
-def places_of(model: nn.Module) -> Places:
-    """Where the parameters of a model stand.
-
-    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
-    >>> model["head"].weight = model["embed"].weight
-    >>> [(name, len(slots)) for name, slots in places_of(model).items()]
-    [('embed.weight', 2)]
+    Attributes:
+        model: The user's.
+        blocks: The names of the modules between which it may be cut.
+        stateful: The names of modules without parameters that change buffers, or have hooks.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[Slot]] = {name: [] for name in names.values()}
-    for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                found[names[id(parameter)]].append((module, leaf))
-    return found
+
+    model: nn.Module
+    blocks: tuple[str, ...]
+    stateful: frozenset[str] = frozenset()
+
+    @cached_property
+    def opened(self) -> frozenset[str]:
+        """The names of the modules that blocks stand in."""
+        found = {""}
+        for name in self.blocks:
+            while name := name.rpartition(".")[0]:
+                found.add(name)
+        return frozenset(found)
+
+    @cached_property
+    def _sorted(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+        units: dict[str, nn.Module] = {}
+        copied: dict[str, nn.Module] = {}
+        seen: set[nn.Module] = set()
+
+        def visit(name: str, module: nn.Module) -> None:
+            seen.add(module)
+            keeps = name in self.stateful or next(module.parameters(), None) is not None
+            if keeps and name not in self.opened:
+                units[name] = module
+                return
+            copied[name] = module
+            for key, part in module._modules.items():
+                if part is not None and part not in seen:
+                    visit(f"{name}.{key}" if name else key, part)
+
+        visit("", self.model)
+        return units, copied
+
+    @property
+    def units(self) -> dict[str, nn.Module]:
+        """The modules that run as they are, in one layer, by name."""
+        return self._sorted[0]
+
+    @property
+    def copied(self) -> dict[str, nn.Module]:
+        """The modules through which every layer walks, on copies, by name."""
+        return self._sorted[1]
+
+    @property
+    def buffers_of_all(self) -> list[str]:
+        """The names of the buffers that every layer may read: those outside of units."""
+        return [f"{name}.{leaf}".lstrip(".") for name, module in self.copied.items() for leaf in module._buffers]
 
 
 class ModelPart(nn.Module):
@@ -36,31 +75,36 @@ class ModelPart(nn.Module):
     It holds units and parameters under their own names in the model, and is not called by itself: a stage interprets
     all of its layers at once.
 
-    Attributes:
-        stands_for: The module that it is, in words.
+    Args:
         model: The whole model; no part of the layer.
+        stands_for: The module that it is, in words.
         units: The names of the modules that run in it.
-        raw: Where the parameters stand that its operations are given as they are: in the layer, and in the model.
+        raw: Of each parameter that its operations are given as it is, the places where it stands in the model.
     """
 
     def __init__(
-        self, model: nn.Module, label: str, units: Sequence[str], raw: Sequence[str], places: Places
+        self, model: nn.Module, stands_for: str, units: Sequence[str], raw: Mapping[str, Sequence[Slot]]
     ) -> None:
         super().__init__()
-        self.stands_for, self.units = label, tuple(units)
+        self.stands_for, self.units = stands_for, tuple(units)
         self.__dict__["model"] = model
         for name in units:
             path, _, leaf = name.rpartition(".")
-            _holder(self, path)._modules[leaf] = model.get_submodule(name)
+            self._holder(path)._modules[leaf] = model.get_submodule(name)
         own = set(self.modules())
-        self.raw: dict[str, tuple[Slot, Sequence[Slot]]] = {}
-        for name in raw:
-            slot = next((slot for slot in places[name] if slot[0] in own), None)
-            if slot is None:
-                path, _, leaf = name.rpartition(".")
-                slot = _holder(self, path), leaf
-            self.raw[name] = slot, places[name]
+        self.raw: dict[str, tuple[Slot, Sequence[Slot]]] = {}  # its place in the layer, and those in the model
+        for name, places in raw.items():
+            path, _, leaf = name.rpartition(".")
+            within = next((place for place in places if place[0] in own), None)
+            self.raw[name] = within or (self._holder(path), leaf), places
         self.follow()
+
+    def _holder(self, path: str) -> nn.Module:
+        """The module at a path, made if there is none."""
+        found: nn.Module = self
+        for part in path.split(".") if path else ():
+            found = found._modules.setdefault(part, nn.Module())  # type: ignore[assignment]  # none of them is None
+        return found
 
     @property
     def training(self) -> bool:
@@ -83,115 +127,107 @@ class ModelPart(nn.Module):
             for module, name in places:
                 module._parameters[name] = holder._parameters[leaf]
 
+    def own_parameters(self) -> dict[int, Slot]:
+        """Where the layer has its own of the parameters that the model has now, by their identities."""
+        return {id(module._parameters[leaf]): own for own, places in self.raw.values() for module, leaf in places}
+
 
 def modules_run(layer: nn.Module) -> list[nn.Module]:
     """The modules that are called where a layer runs: itself, or the units of a model's layer."""
     return [layer.get_submodule(name) for name in layer.units] if isinstance(layer, ModelPart) else [layer]
 
 
-def _holder(root: nn.Module, path: str) -> nn.Module:
-    """The module at a path, made if there is none."""
-    for part in path.split(".") if path else ():
-        if part not in root._modules:
-            root._modules[part] = nn.Module()
-        found = root._modules[part]
-        assert found is not None
-        root = found
-    return root
-
-
-def units_by_layer(path: Trace) -> tuple[list[list[str]], list[list[str]]]:
+def units_by_layer(trace: Trace) -> tuple[list[list[str]], list[list[str]]]:
     """The units of each layer, and the parameters that are used as they are."""
-    units: list[dict[str, None]] = [{} for _ in path.starts]
-    raw: list[dict[str, None]] = [{} for _ in path.starts]
-    for at, op in enumerate(path.ops):
-        layer = path.layer_of(at)
+    units: list[dict[str, None]] = [{} for _ in trace.starts]
+    raw: list[dict[str, None]] = [{} for _ in trace.starts]
+    for at, op in enumerate(trace.ops):
+        layer = trace.layer_of(at)
         if op.is_unit:
             units[layer] |= dict.fromkeys((*op.inner, op.name))  # named after the last
         raw[layer] |= dict.fromkeys(op.raw)
     return list(map(list, units)), list(map(list, raw))
 
 
-def parts_of(parts: Parts, path: Trace) -> dict[str, ModelPart]:
+def layers_by_name(parts: Parts, trace: Trace) -> dict[str, ModelPart]:
     """The layers by name; what no operation uses goes with the last."""
-    places = places_of(parts.model)
-    units, raw = units_by_layer(path)
-    called = [list(some) for some in units]
+    places = _places_of(parts.model)
+    called, raw = units_by_layer(trace)
+    units = [list(some) for some in called]
     _add_unused(parts, places, units, raw)
     named: dict[str, ModelPart] = {}
-    blocks = set(parts.blocks)
-    for at, (some, parameters) in enumerate(zip(units, raw, strict=True)):
-        runs = called[at]
-        main = next((name for name in runs if name in blocks), None) or next(iter(runs[-1:] if at else runs), "")
-        label = type(parts.model.get_submodule(main)).__name__ if main else type(parts.model).__name__
-        name = main or (parameters[0] if parameters else f"operations_{at}")
+    for at, runs in enumerate(called):
+        main = next((name for name in runs if name in parts.blocks), None) or next(
+            iter(runs[-1:] if at else runs), ""
+        )
+        name = main or (raw[at][0] if raw[at] else f"operations_{at}")
+        label = type(parts.model.get_submodule(main)).__name__  # of the model itself, where it has no name
         count = sum(other.partition("#")[0] == name for other in named)
-        part = ModelPart(parts.model, label, some, parameters, places)
+        part = ModelPart(parts.model, label, units[at], {one: places[one] for one in raw[at]})
         named[f"{name}#{count + 1}" if count else name] = part
     return named
 
 
-def _add_unused(parts: Parts, places: Places, units: list[list[str]], raw: list[list[str]]) -> None:
+def _places_of(model: nn.Module) -> dict[str, list[Slot]]:
+    """Where each parameter of a model stands, by its first name: in several modules if it is tied."""
+    found: dict[nn.Parameter, list[Slot]] = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((module, leaf))
+    return {name: found[parameter] for name, parameter in model.named_parameters()}
+
+
+def _add_unused(
+    parts: Parts, places: Mapping[str, Sequence[Slot]], units: list[list[str]], raw: list[list[str]]
+) -> None:
     """Adds what no operation uses: to the first layer that uses the same parameters, if tied, else to the last."""
-    known = parts.shallow_copy().units
-    unit_of = {module: name for name, unit in known.items() for module in unit.modules()}
-    first: dict[str, int] = {}
-    for layer in reversed(range(len(units))):
-        held = {module for unit in units[layer] for module in known[unit].modules()}
-        used = [name for name, slots in places.items() if any(module in held for module, _ in slots)]
-        first |= dict.fromkeys([*used, *raw[layer]], layer)
-    called = {name for some in units for name in some}
+    unit_of = {module: name for name, unit in parts.units.items() for module in unit.modules()}
+    layer_of = {name: layer for layer, some in reversed([*enumerate(units)]) for name in some}
+    called = {*layer_of}
     for name, slots in places.items():
         homes = [unit_of.get(module) for module, _ in slots]
-        for unit in dict.fromkeys(home for home in homes if home is not None and home not in called):
-            units[first.get(name, -1)].insert(0, unit)
-            called.add(unit)
-        if homes[0] is None and name not in first:
+        users = [layer_of[home] for home in homes if home in layer_of]
+        users += [layer for layer, some in enumerate(raw) if name in some]
+        for home in dict.fromkeys(homes):
+            if home is not None and home not in called:
+                units[min(users, default=-1)].insert(0, home)
+                called.add(home)
+        if homes[0] is None and not users:
             raw[-1].append(name)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, Slot]]:
-    for path, module in model.named_modules(remove_duplicate=False):
-        for leaf in (*module._parameters, *module._buffers):
-            yield f"{path}.{leaf}" if path else leaf, (module, leaf)
-
-
-def names_of_all(parts: Parts) -> list[str]:
-    """The buffers that every layer reads: those outside of units."""
-    inside = {part for unit in parts.shallow_copy().units.values() for part in unit.modules()}
-    return [
-        name
-        for name, (module, leaf) in _places(parts.model)
-        if module not in inside and leaf in module._buffers
-    ]  # fmt: skip
-
-
 class Names:
-    """The names in each layer.
+    """The names of parameters and buffers, and which layers have them.
 
     Args:
-        parts: The model.
+        model: The model.
         layers: Its layers, by name.
     """
 
-    def __init__(self, parts: Parts, layers: dict[str, ModelPart]) -> None:
-        self._parts, self._segments = parts, layers
+    def __init__(self, model: nn.Module, layers: Mapping[str, ModelPart]) -> None:
+        self._model, self._layers = model, layers
+
+    def homes(self) -> dict[str, list[str]]:
+        """The layers that have each; none of a buffer outside of units, which all read."""
+        held = {}
+        for layer, part in self._layers.items():
+            slots = {slot for _, slots in part.raw.values() for slot in slots}
+            held[layer] = {*part.modules(), *slots}
+        return {
+            f"{path}.{leaf}".lstrip("."): [layer for layer, own in held.items() if own & {module, (module, leaf)}]
+            for path, module in self._model.named_modules(remove_duplicate=False)
+            for leaf in (*module._parameters, *module._buffers)
+        }
 
     def in_layer(self, layer: str) -> list[str]:
         """What a layer has."""
-        part = self._segments[layer]
-        modules = set(part.modules())
-        slots = {slot for _, slots in part.raw.values() for slot in slots}
-        return [name for name, slot in _places(self._parts.model) if slot[0] in modules or slot in slots]
+        return [name for name, homes in self.homes().items() if layer in homes]
 
     def of_others(self, own: Collection[str]) -> frozenset[str]:
         """What none of these layers has, nor all."""
-        mine = {name for layer in own for name in self.in_layer(layer)}
-        return frozenset(name for name, _ in _places(self._parts.model)) - mine - {*names_of_all(self._parts)}
+        return frozenset(name for name, homes in self.homes().items() if homes and not set(homes) & set(own))
 
     def first_layers(self) -> dict[str, str]:
         """The first layer that has each; what every layer reads counts to the first."""
-        found = dict.fromkeys(names_of_all(self._parts), next(iter(self._segments)))
-        for layer in reversed(self._segments):
-            found |= dict.fromkeys(self.in_layer(layer), layer)
-        return found
+        return {name: next(iter(homes or self._layers)) for name, homes in self.homes().items()}

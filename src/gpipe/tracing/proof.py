@@ -1,25 +1,23 @@
-"""Traces a model on a sample, and proves that in layers it gives what it gives by itself, to the last bit."""
+"""Proves that in layers a model gives what it gives by itself, to the last bit."""
 
 import time
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path
-from gpipe.stages.losses import LossCall
+from gpipe.stages.layout import copy_of
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.stage import Layer, LayerProgress
-from gpipe.tracing.checks import is_of_code, refuse_failing_apart, refusing_leftovers
-from gpipe.tracing.interpreter import Enough, StageInterpreter
+from gpipe.stages.tree import replace_tensors
+from gpipe.tracing.interpreter import Enough, StageInterpreter, describe
 from gpipe.tracing.meta_model import Dry, lacks_values
-from gpipe.tracing.runs import ForwardArguments, copied, watched
-from gpipe.tracing.shallow_copy import Parts
+from gpipe.tracing.runs import ForwardArguments, failing_apart, is_of_code, watched
+from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.stage import rng_scopes
-from gpipe.tracing.trace import OpCall, Trace
-from gpipe.tracing.tracer import SAMPLE_KEY, TracerRun, trace_forward
-from gpipe.tracing.values import CannotSplitError, Leaves, Structure, ValueId, describe, is_carried, take_apart
+from gpipe.tracing.trace import CannotSplitError, Leaves, OpCall, Structure, ValueId, is_carried, take_apart
+from gpipe.tracing.tracer import SAMPLE_KEY, TracerRun
 
 OTHER_STRUCTURE = (
     "interpreted in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
@@ -34,64 +32,35 @@ OTHER_BITS = (
 )
 
 
-class ProvenTrace(NamedTuple):
-    """What was learnt of a model; `reads` is as of what one run has shown."""
-
-    parts: Parts
-    trace: Trace
-    seconds: list[float]
-    losses: list[LossCall]
-    reads: str = ""
-
-
-def prove(parts: Parts, given: ForwardArguments, traced: TracerRun | None = None) -> ProvenTrace:
-    """Traces the trace of a model's forward, in the mode that it is in, and proves it.
+def prove(found: TracerRun, given: ForwardArguments) -> list[float]:
+    """Proves the trace of a model's forward, in the mode that the model is in; gives the seconds of each layer.
 
     Args:
-        parts: The model.
-        given: What the forward is given.
-        traced: What a run of it with the same has shown.
+        found: What a run of it has shown.
+        given: What the forward was given.
 
     Raises:
         CannotSplitError: It cannot be interpreted to the same bits.
     """
-    found = trace_forward(parts, given) if traced is None else traced
-    trace, parts, losses = found.trace, found.parts, found.losses
-    if lacks_values(parts.model):
-        return _proven_without_values(parts, given, found)
-    own, expected = watched(parts.model, lambda: _called(parts, trace, given))
-    (leaves, structure, seconds), buffers = watched(
-        parts.model, lambda: _interpreted(parts, trace, given, writes=bool(expected))
+    model, own = found.parts.model, found.output
+    dry = Dry() if lacks_values(model) else None
+    if dry is not None:
+        with dry.faking(model):
+            output, seconds = _interpreted(found, given, dry)
+        (leaves, structure), (expected, wanted) = take_apart(output), take_apart(own)
+        if structure != wanted or describe(leaves) != describe(expected):
+            raise CannotSplitError(
+                OTHER_STRUCTURE.format(model=type(model).__name__, parts=_in_words(wanted, structure))
+            )
+        return seconds
+    with rng_scopes(found.parts, found.trace, SAMPLE_KEY):
+        own, expected_buffers = watched(model, lambda: given.call(model))
+    writes = bool(expected_buffers)
+    (output, seconds), buffers = watched(
+        model, lambda: failing_apart(model, given, lambda: _interpreted(found, given, None, writes=writes))
     )
-    _compare(parts.model, take_apart(own), (leaves, structure), expected, buffers)
-    return ProvenTrace(parts, trace, seconds, losses, found.reads)
-
-
-def _proven_without_values(parts: Parts, given: ForwardArguments, found: TracerRun) -> ProvenTrace:
-    """Compares what can be without values: the layouts of what the interpreted layers give."""
-    dry = Dry()
-    with dry.faking(parts.model):
-        leaves, structure, seconds = _interpreted(found.parts, found.trace, given, dry)
-    expected, own = take_apart(found.output)
-    if structure != own or describe(leaves) != describe(expected):
-        raise CannotSplitError(
-            OTHER_STRUCTURE.format(model=type(parts.model).__name__, parts=_in_words(own, structure))
-        )
-    return ProvenTrace(found.parts, found.trace, seconds, found.losses, found.reads)
-
-
-def _called(parts: Parts, trace: Trace, given: ForwardArguments) -> Any:
-    """What the model itself gives."""
-
-    def call() -> Any:
-        with rng_scopes(parts, trace, SAMPLE_KEY):
-            return parts.model(*copied(given.args), **copied(given.kwargs))
-
-    def again() -> None:
-        watched(parts.model, call)
-
-    copied_modules = parts.shallow_copy().copied_modules
-    return refusing_leftovers(copied_modules, set(parts.opened), type(parts.model).__name__, call, again)
+    _compare(model, take_apart(own), take_apart(output), expected_buffers, buffers)
+    return seconds
 
 
 class _EchoingInterpreter(StageInterpreter):
@@ -151,46 +120,35 @@ def _other(tensor: Tensor) -> Tensor:
 
 
 def _interpreted(
-    parts: Parts,
-    trace: Trace,
-    given: ForwardArguments,
-    dry: Dry | None = None,
-    *,
-    writes: bool = False,
-    again: bool = False,
-) -> tuple[Leaves, Structure, list[float]]:
+    found: TracerRun, given: ForwardArguments, dry: Dry | None, *, writes: bool = False
+) -> tuple[Any, list[float]]:
     """What the model gives when each layer is interpreted by itself, and the seconds that each takes.
 
-    `writes` is whether its forward writes buffers, `again` whether an error is to be left as it is.
+    `writes` is whether its forward writes buffers.
     """
-    leaves, _ = take_apart(copied((given.args, given.kwargs)))
+    trace, parts = found.trace, found.parts
+    leaves, _ = take_apart(replace_tensors(tuple(given), copy_of))
     values: dict[ValueId, Tensor | None] = {value_id: leaves[value_id.leaf] for value_id in trace.carried}
     inputs = [None if ValueId(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
     log = [describe(leaves)]
-    shallow_copy = parts.shallow_copy()
+    shallow_copy = ShallowCopy(parts)
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     seconds, output = [], None
     for index in range(len(trace.starts)):
         start = time.perf_counter()
-        arrived = {value_id: values[value_id] for value_id in trace.live_before(index)} if index else values
+        if index:
+            values = {value_id: values[value_id] for value_id in trace.live_before(index)}
+            shallow_copy.refresh()
         wanted = frozenset(edge.value_id for edge in trace.edges if edge.source <= index < edge.target)
         layer = Layer(index, str(index), parts.model)
-        shallow_copy.refresh()
         interpreter = _EchoingInterpreter(
-            shallow_copy, trace, [layer], arrived, log, wanted, device, SAMPLE_KEY, LayerProgress(), dry
+            shallow_copy, trace, [layer], values, log, wanted, device, SAMPLE_KEY, LayerProgress(), dry
         )
         interpreter.writes = writes
-        try:
-            output = interpreter.go(inputs)
-        except Exception as error:
-            if not again:
-                run_apart = partial(_interpreted, parts, trace, given, dry, writes=writes, again=True)
-                refuse_failing_apart(parts.model, given, error, run_apart)
-            raise
-        values = dict(interpreter.made)
-        values |= dict.fromkeys(wanted - values.keys())
+        output = interpreter.go(inputs)
+        values = dict.fromkeys(wanted) | interpreter.made
         seconds.append(time.perf_counter() - start - interpreter.seconds_of_echoes)
-    return *take_apart(output), seconds
+    return output, seconds
 
 
 def _compare(
@@ -206,7 +164,7 @@ def _compare(
         raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=_in_words(own[1], found[1])))
     for at, (one, other) in enumerate(zip(own[0], found[0], strict=True)):
         if bool(differ(digest([one]), digest([other]))):
-            what = f"output{_place_of(own[1], at)} {difference(one, other)}"
+            what = f"output{_place_of(own[1], at)} {_difference(one, other)}"
             raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
     for buffer in {*buffers, *changed}:
         if bool(differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)]))):
@@ -219,25 +177,15 @@ def _place_of(structure: Structure, at: int) -> str:
     return keystr(traces[at][0]) if len(traces) == structure.count else f", leaf {at},"
 
 
-def difference(one: Any, other: Any) -> str:
-    """How one leaf of an output differs from what it should be, in words.
-
-    >>> difference(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))
-    'differs in 1 of 3 values, by 1 at most'
-    >>> difference(torch.ones(2), torch.ones(3))
-    'is torch.float32 (3,) where it should be torch.float32 (2,)'
-    """
+def _difference(one: Any, other: Any) -> str:
+    """How one leaf of an output differs from what it should be, in words."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return f"is {other!s:.80} where it should be {one!s:.80}"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"is {other.dtype} {tuple(other.shape)} where it should be {one.dtype} {tuple(one.shape)}"
-    one, other = one.detach(), other.detach()
-    unlike = (one != other) & ~(one.isnan() & other.isnan())
-    if not unlike.any():
-        return "differs in the signs of zeros, or in what NaNs hold"
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    most = (one.to(wide) - other.to(wide)).abs()[unlike].max()
-    return f"differs in {int(unlike.sum())} of {one.numel()} values, by {float(most):.3g} at most"
+    try:
+        torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+    except AssertionError as error:
+        return f"differs: {' '.join(str(error).split())}"
+    return "differs in the signs of zeros, or in what NaNs hold"
 
 
 def _in_words(one: Structure, other: Structure) -> str:

@@ -5,9 +5,11 @@ A value that a pipe is given becomes the arguments of a model's forward, and say
 
 import enum
 import inspect
+import traceback
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,9 +20,21 @@ from gpipe.stages.buffers import untouched
 from gpipe.stages.layout import copy_of
 from gpipe.stages.microbatch import MicroBatches
 from gpipe.stages.tree import Tree, replace_tensors, version
-from gpipe.tracing.values import CannotSplitError, is_carried
+from gpipe.tracing.trace import CannotSplitError, is_carried
 
 T = TypeVar("T")
+
+ON_SAMPLE = (
+    "while the {model} was traced, whole and in layers: on the sample, or on the first mini-batch of another kind; "
+    "give what model(...) takes: a dict for keywords, anything else for its one argument"
+)
+APART = (
+    "in layers, {place} of the {model} fails with {error}, and in the model by itself it does not{left}. It looks "
+    "for what another block, or the forward around it, has put where layers that run apart do not see it: into a "
+    "dict, list or cache that all blocks are given, or on their parent. Return it where it is made and hand it on as "
+    "an argument, or name other blocks (blocks=[...]), each with all that shares it. Layers of transformers that "
+    "share keys and values do so: num_kv_shared_layers=0"
+)
 
 
 @contextmanager
@@ -71,9 +85,69 @@ def watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor
     return made, changed
 
 
-def copied(value: Any) -> Any:
-    """Inputs for a forward to keep: it may work on them in place."""
-    return replace_tensors(value, copy_of)
+class ForwardArguments(NamedTuple):
+    """The arguments of a forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def call(self, model: nn.Module) -> Any:
+        """What a model by itself gives with copies of them, since it may work on them in place."""
+        copied: Any = replace_tensors((self.args, self.kwargs), copy_of)
+        return model(*copied[0], **copied[1])
+
+
+LOOKS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""What is raised where something is looked for and not found, but for classes of others derived from these."""
+NO_MEMORY = "can't allocate memory"
+"""What torch's allocator of the CPU says, in a RuntimeError."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory was exhausted."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_MEMORY in str(error)
+
+
+def is_of_code(error: Exception) -> bool:
+    """Whether an error is of a class, of Python's or torch's, that code raises where it lacks what it needs."""
+    is_users = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
+    return isinstance(error, LOOKS) and not is_users and not lacks_memory(error)
+
+
+def failing_apart(
+    model: nn.Module, given: ForwardArguments, run: Callable[[], T], left: Callable[[], Sequence[str]] = list
+) -> T:
+    """What a run in layers gives. It is refused if it fails each time, where the model by itself does not.
+
+    `left` tells, for the refusal, where the forward puts tensors.
+    """
+    try:
+        return run()
+    except Exception as error:
+        if not is_of_code(error) or not _passes(partial(watched, model, partial(given.call, model))):
+            raise
+        places = left()
+        if _passes(run):
+            raise
+        names = {id(module): name for name, module in model.named_modules() if name}
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        inside = [names[it] for frame in frames if (it := id(frame.f_locals.get("self"))) in names]
+        raise CannotSplitError(
+            APART.format(
+                place=inside[-1] if inside else "the forward",
+                model=type(model).__name__,
+                error=f"{type(error).__name__}: {error}",
+                left=f" (there its forward puts tensors into {', '.join(places)})" if places else "",
+            )
+        ) from error
+
+
+def _passes(run: Callable[[], object]) -> bool:
+    try:
+        run()
+    except Exception:
+        return False
+    return True
 
 
 SETTINGS = (bool, str, type(None), enum.Enum)
@@ -83,7 +157,7 @@ TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 
 def settings_of(held: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
     """The attributes among these that switch something."""
-    return tuple((name, value) for name, value in held.items() if isinstance(value, SETTINGS))
+    return tuple([(name, value) for name, value in held.items() if isinstance(value, SETTINGS)])
 
 
 def kind_of(leaf: Any) -> object:
@@ -101,29 +175,11 @@ def kind_of(leaf: Any) -> object:
     return type(leaf), settings_of(getattr(leaf, "__dict__", {}))
 
 
-def call(model: nn.Module, given: "ForwardArguments") -> Any:
-    """What a model by itself gives; it stays as it was."""
-    return watched(model, lambda: model(*copied(given.args), **copied(given.kwargs)))[0]
-
-
-ON_SAMPLE = (
-    "while the {model} was traced, whole and in layers: on the sample, or on the first mini-batch of another kind; "
-    "give what model(...) takes: a dict for keywords, anything else for its one argument"
-)
-
-
 def plain(value: Tree) -> Tree:
     """A mapping of a class that torch's trees do not know, such as what a tokenizer gives, as a dict."""
     if isinstance(value, MicroBatches):
         return MicroBatches([plain(part) for part in value])
     return dict(value) if isinstance(value, UserDict) else value
-
-
-class ForwardArguments(NamedTuple):
-    """The arguments of a forward."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
@@ -134,13 +190,13 @@ def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
     >>> arguments(Net(), {"x": 1}), arguments(Net(), {"y": 1})
     (ForwardArguments(args=(), kwargs={'x': 1}), ForwardArguments(args=({'y': 1},), kwargs={}))
     """
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        try:
-            inspect.signature(model.forward).bind(**value)
-        except TypeError:
-            return ForwardArguments((dict(value),), {})
-        return ForwardArguments((), dict(value))
-    return ForwardArguments((value,), {})
+    if not isinstance(value, Mapping):
+        return ForwardArguments((value,), {})
+    try:
+        inspect.signature(model.forward).bind(**value)
+    except TypeError:
+        return ForwardArguments((dict(value),), {})
+    return ForwardArguments((), dict(value))
 
 
 def without_cache(model: nn.Module, value: Tree) -> Tree:
@@ -161,8 +217,3 @@ def takes(model: nn.Module, keyword: str) -> bool:
     """Whether a forward takes a keyword, if only among others."""
     parameters = inspect.signature(model.forward).parameters
     return keyword in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
-def names_taken(model: nn.Module) -> str:
-    """The names of what a forward takes, one after another."""
-    return ", ".join(inspect.signature(model.forward).parameters)

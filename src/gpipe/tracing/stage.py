@@ -7,22 +7,20 @@ the model itself draw random numbers as a pipe of it does.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpipe.stages.rng import rng_scope
-from gpipe.stages.skips import Pop, Stashed
+from gpipe.stages.skips import Stashed
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
-from gpipe.tracing.interpreter import StageInterpreter
-from gpipe.tracing.parts import ModelPart
-from gpipe.tracing.shallow_copy import Parts, ShallowCopy
-from gpipe.tracing.trace import Trace
-from gpipe.tracing.values import Leaves, ValueId, describe, is_carried
+from gpipe.tracing.interpreter import StageInterpreter, describe
+from gpipe.tracing.parts import ModelPart, Parts
+from gpipe.tracing.shallow_copy import ShallowCopy
+from gpipe.tracing.trace import Leaves, Trace, ValueId, is_carried
 
 
 def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
@@ -30,21 +28,16 @@ def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
 
     Between stages it brings what later operations returned, too.
     """
+    carried = [is_carried(leaf) for leaf in leaves]
     return {
         "path": number,
-        "inputs": [None if is_carried(leaf) else leaf for leaf in leaves],
+        "inputs": [None if one else leaf for one, leaf in zip(carried, leaves, strict=True)],
         "log": json.dumps([describe(leaves)]),
-        "live": [leaf for leaf in leaves if is_carried(leaf)],
+        "live": [leaf for one, leaf in zip(carried, leaves, strict=True) if one],
     }
 
 
-def pops_between(trace: Trace, stage_of: Sequence[int]) -> list[Pop]:
-    """The uses of tensors that have routes of their own: between neighbours the main line brings all."""
-    return [edge.pop for edge in trace.edges if stage_of[edge.source] + 1 < stage_of[edge.target]]
-
-
-@dataclass(frozen=True)
-class Crossings:
+class Crossings(NamedTuple):
     """What crosses into a stage and out of it, on one trace.
 
     Attributes:
@@ -54,26 +47,28 @@ class Crossings:
         departs: What skip routes take on, by the names of stashes.
     """
 
-    enters: tuple[ValueId, ...]
-    arrives: Mapping[str, ValueId]
-    leaves: tuple[ValueId, ...]
-    departs: Mapping[str, ValueId]
+    enters: list[ValueId]
+    arrives: dict[str, ValueId]
+    leaves: list[ValueId]
+    departs: dict[str, ValueId]
 
     @classmethod
     def of(cls, trace: Trace, stage: int, stage_of: Sequence[int]) -> "Crossings":
-        """Looks them up."""
-        ends = [(edge, stage_of[edge.source], stage_of[edge.target]) for edge in trace.edges]
-        return cls(
-            trace.carried if stage == 0 else tuple(edge.value_id for edge, a, b in ends if a + 1 == b == stage),
-            {edge.pop.route_name: edge.value_id for edge, a, b in ends if a + 1 < b == stage},
-            tuple(edge.value_id for edge, a, b in ends if stage == a == b - 1),
-            {edge.pop.name: edge.value_id for edge, a, b in ends if stage == a < b - 1},
-        )
-
-    @property
-    def wanted(self) -> frozenset[ValueId]:
-        """All that leaves."""
-        return frozenset((*self.leaves, *self.departs.values()))
+        """Looks them up: between neighbours the main line brings all, and what is over has a route of its own."""
+        found = cls(list(trace.carried) if stage == 0 else [], {}, [], {})
+        for edge in trace.edges:
+            source, target = stage_of[edge.source], stage_of[edge.target]
+            if source < target == stage:
+                if source + 1 == stage:
+                    found.enters.append(edge.value_id)
+                else:
+                    found.arrives[edge.pop.route_name] = edge.value_id
+            elif stage == source < target:
+                if source + 1 == target:
+                    found.leaves.append(edge.value_id)
+                else:
+                    found.departs[edge.pop.name] = edge.value_id
+        return found
 
 
 class TracedStage(Stage):
@@ -101,7 +96,6 @@ class TracedStage(Stage):
         self._shallow_copy: ShallowCopy | None = None
         self._crossings: dict[int, Crossings] = {}
         super().__init__(index, layers, device)
-        self.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves what can be made again behind."""
@@ -113,13 +107,10 @@ class TracedStage(Stage):
         for layer in self.layers:
             if isinstance(layer.module, ModelPart):
                 layer.module.follow()
-        self._copy_of_model().refresh()
-
-    def _copy_of_model(self) -> ShallowCopy:
         if self._shallow_copy is None:
-            self._shallow_copy = self._parts.shallow_copy()
-            self._shallow_copy.put_on(self.device)
-        return self._shallow_copy
+            self._shallow_copy = ShallowCopy(self._parts, self.device)
+        else:
+            self._shallow_copy.refresh()
 
     def _crossings_on(self, trace: Trace) -> Crossings:
         return Crossings.of(trace, self.index, self._stage_of)
@@ -133,22 +124,26 @@ class TracedStage(Stage):
         progress: LayerProgress,
     ) -> Tree:
         assert isinstance(value, dict)
+        assert self._shallow_copy is not None
         number = value["path"]
         trace = self._traces[number]
         if number not in self._crossings:
             self._crossings[number] = self._crossings_on(trace)
         crossings = self._crossings[number]
         values = dict(zip(crossings.enters, value["live"], strict=True))
-        values |= {value_id: arrived[route] for route, value_id in crossings.arrives.items()}
+        for route, value_id in crossings.arrives.items():
+            values[value_id] = arrived[route]
         log = json.loads(value["log"])
+        wanted = frozenset((*crossings.leaves, *crossings.departs.values()))
         interpreter = StageInterpreter(
-            self._copy_of_model(), trace, self.layers, values, log, crossings.wanted, self.device, rng_key, progress
+            self._shallow_copy, trace, self.layers, values, log, wanted, self.device, rng_key, progress
         )
         output = interpreter.go(value["inputs"])
         if interpreter.is_last:
             return output
-        held |= {name: Stashed.of(interpreter.made.get(value_id)) for name, value_id in crossings.departs.items()}
-        live = [interpreter.made.get(value_id) for value_id in crossings.leaves]
+        for name, value_id in crossings.departs.items():
+            held[name] = Stashed.of(interpreter.made.get(value_id))
+        live = list(map(interpreter.made.get, crossings.leaves))
         return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
 
     def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
@@ -162,21 +157,22 @@ class SingleLayer(nn.Module):
     def __init__(self, at: int, part: ModelPart, parts: Parts, traces: Sequence[Trace]) -> None:
         super().__init__()
         self.part = part
-        self.__dict__["stage"] = _SingleStage(
-            at, [Layer(at, part.stands_for, part)], torch.device("cpu"), parts, traces, ()
-        )
+        layer = Layer(at, part.stands_for, part)
+        self.__dict__["stage"] = _SingleStage(at, [layer], torch.device("cpu"), parts, traces, ())
 
     def forward(self, state: Tree) -> Tree:
         """Interprets the layer."""
         stage: _SingleStage = self.__dict__["stage"]
         stage.device = next((tensor.device for tensor in tensors_in(state)), stage.device)
+        if stage._shallow_copy is None:
+            stage.begin()
         return stage._run(state, {}, {}, RngKey(0, 0, 0), LayerProgress())
 
 
 class _SingleStage(TracedStage):
     def _crossings_on(self, trace: Trace) -> Crossings:
-        entering = trace.carried if self.index == 0 else tuple(trace.live_before(self.index))
-        return Crossings(entering, {}, tuple(trace.live_before(self.index + 1)), {})
+        entering = list(trace.carried) if self.index == 0 else trace.live_before(self.index)
+        return Crossings(entering, {}, trace.live_before(self.index + 1), {})
 
 
 @contextmanager
@@ -189,20 +185,17 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
     entered = count()
     calls = count()
 
-    def enter_next() -> None:
+    def enter_next(*_: Any) -> None:
         scope.close()
         scope.enter_context(rng_scope(key.seed, key.step, next(entered), key.micro_batch))
 
-    def before(module: nn.Module, args: Any) -> None:
+    def before(*_: Any) -> None:
         if not next(calls) and not first_is_block:
             enter_next()
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        enter_next()
 
     with ExitStack() as hooks, ExitStack() as scope:
         for block in map(parts.model.get_submodule, parts.blocks):
             hooks.callback(block.register_forward_pre_hook(before).remove)
-            hooks.callback(block.register_forward_hook(after).remove)
+            hooks.callback(block.register_forward_hook(enter_next).remove)
         enter_next()
         yield

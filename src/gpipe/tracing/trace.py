@@ -17,14 +17,115 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.trees import tree_map_only
+from gpipe._torch.trees import OpenDataclass, TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
 from gpipe.stages.skips import Pop
-from gpipe.tracing.values import Again, Structure, ValueId
+
+
+class CannotSplitError(ValueError):
+    """A model's forward does what cannot be computed in parts to the same bits; says what, where, and what to do."""
+
+
+class ValueId(NamedTuple):
+    """Names a tensor in each interpretation: the operation that made it, and its place among what that returned.
+
+    Inputs are what operation -1 made.
+    """
+
+    op: int
+    leaf: int
+
+    def __str__(self) -> str:
+        return f"{self.op}.{self.leaf}"
+
+
+Leaves = list[Any]
+Again = tuple[tuple[int, int], ...]
+"""The leaves that are the same tensor as one before them, each with that."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What holds the leaves of a value."""
+
+    spec: TreeSpec
+
+    def filled(self, leaves: Sequence[Any]) -> Any:
+        """The value with these leaves."""
+        return tree_unflatten(leaves, self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle is made of a value of this structure: of torch's own specs it would warn."""
+        return _structure_of, (self.filled(range(self.count)),)
+
+    @property
+    def count(self) -> int:
+        """The number of leaves."""
+        return self.spec.num_leaves
+
+
+def _structure_of(value: Any) -> Structure:
+    return take_apart(value)[1]
+
+
+ONE = Structure(tree_flatten(0)[1])
+"""Of a value that is one leaf."""
+
+
+def take_apart(value: Any) -> tuple[Leaves, Structure]:
+    """The leaves of a value, also of dataclasses in it, and its structure.
+
+    >>> @dataclass
+    ... class Made: one: int; more: list
+    >>> leaves, structure = take_apart((Made(1, [2, 3]), 4))
+    >>> leaves, structure.filled([5, 6, 7, 8])
+    ([1, 2, 3, 4], (Made(one=5, more=[6, 7]), 8))
+    """
+    if isinstance(value, Tensor):
+        return [value], ONE
+    leaves, spec = tree_flatten(value)
+    if any(map(_is_dataclass, leaves)):
+        leaves, spec = tree_flatten(_opened(value))
+    return leaves, Structure(spec)
+
+
+def _is_dataclass(value: object) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _opened(value: Any) -> Any:
+    """A value with all dataclasses opened, for torch's trees to look into."""
+
+    def opened(leaf: Any) -> Any:
+        if not _is_dataclass(leaf):
+            return leaf
+        return OpenDataclass(type(leaf), {field.name: _opened(getattr(leaf, field.name)) for field in fields(leaf)})
+
+    return tree_map(opened, value)
+
+
+def again_in(leaves: Sequence[Any]) -> Again:
+    """The places of tensors that stood before, each with the first place of that tensor.
+
+    >>> tensor = Tensor()
+    >>> again_in([tensor, 7, Tensor(), 7, tensor])
+    ((4, 0),)
+    """
+    first: dict[int, int] = {}
+    return tuple(
+        (at, first[id(leaf)])
+        for at, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and first.setdefault(id(leaf), at) != at
+    )
+
+
+def is_carried(leaf: object) -> bool:
+    """Whether an input is carried only to those layers that use it: all but whole numbers, which every layer has."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 @dataclass(frozen=True)
@@ -63,9 +164,6 @@ class Edge(NamedTuple):
         return Pop(f"{self.value_id}.{self.source}", self.source, self.target)
 
 
-Bounds: TypeAlias = Sequence[int]
-
-
 @dataclass(frozen=True)
 class Trace:
     """What the forward did with inputs of one structure.
@@ -73,7 +171,7 @@ class Trace:
     Attributes:
         inputs: How the inputs are put together.
         carried: Those inputs that go to the layers that use them; all others go to every layer.
-        operations: All, in order.
+        ops: The operations, in order.
         starts: The first operation of each layer.
         results: The tensors of the output that operations or inputs brought.
         output: How the output is put together.
@@ -101,14 +199,18 @@ class Trace:
         return self.starts[first], self.starts[last + 1] if last + 1 < len(self.starts) else len(self.ops)
 
     @cached_property
+    def last_uses(self) -> Mapping[ValueId, int]:
+        """The last operation that uses each value; behind the last are those of the output."""
+        found = {value_id: at for at, op in enumerate(self.ops) for value_id in op.uses}
+        return found | dict.fromkeys(self.results, len(self.ops))
+
+    @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """The ways of all tensors that cross from layer to layer."""
-        users: dict[ValueId, set[int]] = {}
+        users: dict[ValueId, set[int]] = {value_id: {len(self.starts) - 1} for value_id in self.results}
         for at, op in enumerate(self.ops):
             for value_id in op.uses:
                 users.setdefault(value_id, set()).add(self.layer_of(at))
-        for value_id in self.results:
-            users.setdefault(value_id, set()).add(len(self.starts) - 1)
         found = []
         for value_id, layers in sorted(users.items()):
             here = self.layer_of(value_id.op)
@@ -149,8 +251,7 @@ class OpCall(NamedTuple):
         """The call, with its tensors found."""
         tensors: list[Tensor] = []
         _collect(args, tensors)
-        if kwargs:
-            _collect(kwargs.values(), tensors)
+        _collect(kwargs.values(), tensors)
         return cls(name, func, args, kwargs, tensors)
 
     @property
@@ -178,5 +279,5 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
-        elif is_dataclass(value) and not isinstance(value, type):
+        elif _is_dataclass(value):
             _collect((getattr(value, field.name) for field in fields(value)), found)

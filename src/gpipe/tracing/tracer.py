@@ -1,44 +1,47 @@
 """Traces a model's forward: it runs once, whole, and every operation is written down.
 
 What else it shows is noted: the losses that it calls, what it leaves behind, on which values its trace may depend.
+What cannot be done in parts is refused.
 """
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import Node
 
 from gpipe._torch.modes import is_vmapped, saved_tensor_hooks
 from gpipe._torch.modules import hooks_of
-from gpipe._torch.trees import tree_leaves
-from gpipe.stages.layout import copy_of
+from gpipe.stages.boundary import leaves_of
+from gpipe.stages.layout import copy_of, storage_address
 from gpipe.stages.losses import LossCall, LossReader, read_loss_call
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import RngKey
-from gpipe.stages.tree import version
-from gpipe.tracing.blocks import open_names
-from gpipe.tracing.checks import (
-    LEAVES_TENSORS,
-    Chance,
-    Fillings,
-    Makers,
-    Owners,
-    SharedMemory,
-    refuse_failing_apart,
-    refuse_kept,
-)
+from gpipe.stages.tree import hides_tensors, tensors_in, version
 from gpipe.tracing.interpreter import RANDOM, Interpreter
 from gpipe.tracing.meta_model import Dry, lacks_values
-from gpipe.tracing.runs import ForwardArguments, names_taken, watched
-from gpipe.tracing.shallow_copy import Parts, ShallowCopy
-from gpipe.tracing.trace import Op, OpCall, Trace
-from gpipe.tracing.values import Again, CannotSplitError, Leaves, Structure, ValueId, again_in, is_carried, take_apart
+from gpipe.tracing.parts import Parts
+from gpipe.tracing.runs import ForwardArguments, failing_apart, watched
+from gpipe.tracing.shallow_copy import ShallowCopy
+from gpipe.tracing.trace import (
+    Again,
+    CannotSplitError,
+    Leaves,
+    Op,
+    OpCall,
+    Structure,
+    Trace,
+    ValueId,
+    again_in,
+    is_carried,
+    take_apart,
+)
 
 UNSEEN = (
     "{name} is given a tensor that was computed between blocks by what torch does not show (a "
@@ -51,7 +54,7 @@ NOT_CALLED = (
     "none of the blocks ({blocks}) is called in the forward of the {model}: methods or parts of them are used "
     "instead. Name modules that are called: blocks=[...]"
 )
-HOOKED = (
+SAVES_OTHERWISE = (
     "{name} runs inside of torch.utils.checkpoint, or of other hooks on saved tensors, that the forward puts around "
     "it: what they keep would be of one layer and their recompute of another. Let a block do so inside of it "
     "(gradient_checkpointing_enable() of transformers), or leave it to the pipe, by remat="
@@ -60,54 +63,101 @@ CHANGES_INPUT = (
     "the forward changes an input of shape {shape}, {dtype}, in place between blocks, and every layer would do "
     "so again; let it work on a clone"
 )
-
+FILLED = (
+    "{name} is given a tensor that was made of nothing (torch.zeros, torch.empty) and changed in place by "
+    "{changed}: every layer makes it, and one alone would change it. Use what {changed} returns, put parts "
+    "together by torch.cat or torch.stack, or make it of what a block gave: x.new_zeros(...), torch.zeros_like(x)"
+)
+PARTLY_CHANGED = (
+    "{name} changes in place a tensor that shares its memory with another, which an earlier layer made and a "
+    "later operation uses: behind a cut the other would not change with it. Work on a copy there"
+)
+REACHES = (
+    "{unit} uses {parameter} by a reference, a parameter of a module that blocks stand in: no layer has it, and "
+    "several would add to its gradient at once. Hand it to {unit} as an argument, or let a module have it in which "
+    "no block stands"
+)
+BY_CHANCE = (
+    "the forward of the {model} goes one way or another by a random number between blocks, as where layers "
+    "are dropped at random: the next micro-batch would take another path than the sample. Set what drops layers "
+    "(layerdrop, layer_drop) to 0, or let a block draw"
+)
+LEAVES_TENSORS = (
+    "the forward of the {model} leaves tensors in {places}, where nobody would find them: layers walk through "
+    "copies of the modules that blocks stand in. Return them as part of the output"
+)
+COUNTS = (
+    "the forward of the {model} changes {places} each time that it runs, and every layer would do so, again in "
+    "each recompute; keep what changes in a module inside of a block, as a buffer, or count outside of the model"
+)
+DRAWS = (
+    "the forward of the {model} draws from {whose} generator between blocks, and every layer would draw anew. Layers "
+    "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "
+    "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
+    "block"
+)
+KEEPS = (
+    "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
+    "keep its own, again in each recompute. Leave it out; for generation, past_key_values and caches, call the model "
+    "itself"
+)
+ONE_ARGUMENT = (
+    "the {kind} that was given is one argument of the forward; for several give a dict, with those of these keys "
+    "that it needs: {names}"
+)
 
 SHAPED_BY_VALUES = frozenset(
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
 )
 """Functions of torch that give a tensor whose shape depends on values."""
+COMPARISONS = frozenset({"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__", "less", "greater"})
+SAMPLE_KEY = RngKey(0, 0, 0)
+"""When a sample is, for its random numbers."""
+
+
+class _Known(NamedTuple):
+    """How an operation left a tensor."""
+
+    maker: Node | None  # behind it in autograd's graph
+    version: int
+    wants_gradient: bool
+    address: int  # of its memory
+
+
+class _Filling(NamedTuple):
+    """A tensor that every layer makes for itself, and that the operation of one changed in place."""
+
+    tensor: Tensor  # kept, so that its address stays its own
+    changed_by: str
+    layer: int
 
 
 class Tracer(Interpreter):
-    """Does every operation and writes it down.
+    """Does every operation and writes it down; `reads` is one between blocks on which its path may depend."""
 
-    Args:
-        shallow copy: What is interpreted.
-        model: The model that it was made of.
-        blocks: The names of its blocks.
-        around: What is entered around the operations of a layer, by its number.
-        dry: Does the operations of a model without values.
-    """
-
-    def __init__(
-        self,
-        shallow_copy: ShallowCopy,
-        model: nn.Module,
-        blocks: Sequence[str],
-        around: Callable[[int], AbstractContextManager[object]] = lambda layer: nullcontext(),
-        dry: Dry | None = None,
-    ) -> None:
+    def __init__(self, shallow_copy: ShallowCopy, dry: Dry | None = None) -> None:
         super().__init__(shallow_copy, dry)
-        self.ops: list[Op] = []
-        self.starts: list[int] = []
+        self.parts = parts = shallow_copy.parts
         self.losses: list[LossCall] = []
         self.reads = ""
-        self.layouts: dict[ValueId, tuple[tuple[int, ...], Any]] = {}
-        self._around = around
-        self._blocks = frozenset(blocks)
-        self._opened = open_names(blocks)
-        self._begins_layer = True
-        self._blocks_seen = False
-        self._raw = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._held = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.left = shallow_copy.attributes()
+        self._ops: list[Op] = []
+        self._starts: list[int] = []
+        self._layouts: dict[ValueId, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._behind_block = self._blocks_seen = False
+        self._scope = rng_scope(0, 0, 0, 0)
+        self._raw = {id(parameter): name for name, parameter in parts.model.named_parameters()}
+        self._held = {id(buffer): name for name, buffer in parts.model.named_buffers()}
+        self._owned = {name: frozenset(map(id, unit.parameters())) for name, unit in parts.units.items()}
         self._buffers: set[str] = set()
-        self._taken: set[int] = set()
         self._inputs: dict[int, int] = {}
+        self._taken: set[int] = set()
         self._hooks = saved_tensor_hooks()
         self._inner: list[str] = []  # units that the unit that runs has called, or uses parameters of
-        self._owners = Owners(model, shallow_copy.units)
-        self._chance = Chance(model, shallow_copy.copied_modules)
-        self._makers, self._shared, self._filled = Makers(), SharedMemory(), Fillings(self.value_id_of)
+        self._known: dict[ValueId, _Known] = {}
+        self._changed: list[tuple[int, ValueId]] = []  # operations that change a tensor in place, and which
+        self._filled: dict[int, _Filling] = {}  # by address
+        self._drawn: set[ValueId] = set()
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Trace]:
         """Runs the forward; gives its output, and the trace that it took.
@@ -117,97 +167,171 @@ class Tracer(Interpreter):
         """
         leaves, inputs = take_apart((tuple(args), dict(kwargs)))
         leaves = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # each known for itself
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self._inputs[id(leaf)] = at
-                if is_carried(leaf):
-                    self._note(leaf, ValueId(-1, at))
-        again, named = inputs.filled(leaves)
-        versions = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        output = self.run(again, named)
-        self._refuse_changed_inputs(leaves, versions)
+        carried = [ValueId(-1, at) for at, leaf in enumerate(leaves) if is_carried(leaf)]
+        for value_id in carried:
+            self._name(leaves[value_id.leaf], value_id)
+        whole = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_carried(leaf)]
+        versions = list(map(version, whole))
+        self._inputs = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        given, named = inputs.filled(leaves)
+        output = self.run(given, named)
+        for leaf, before in zip(whole, versions, strict=True):
+            if version(leaf) != before:
+                raise CannotSplitError(CHANGES_INPUT.format(shape=tuple(leaf.shape), dtype=leaf.dtype))
         if not self._blocks_seen:
-            some = ", ".join(sorted(self._blocks)[:3])
-            raise CannotSplitError(NOT_CALLED.format(blocks=some, model=type(self.shallow_copy.root).__name__))
+            some, model = ", ".join(sorted(self.parts.blocks)[:3]), type(self.parts.model).__name__
+            raise CannotSplitError(NOT_CALLED.format(blocks=some, model=model))
         flat, structure = take_apart(output)
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        self._filled.refuse_elsewhere(tensors, "the output", self._layer)
-        self._look(tensors, "the output")
-        results = frozenset(
-            value_id for leaf in flat if isinstance(leaf, Tensor) and (value_id := self.value_id_of(leaf)) is not None
-        )
+        self._look(tensors, "the output", len(self._starts) - 1)
         trace = Trace(
             inputs,
-            tuple(ValueId(-1, at) for at, leaf in enumerate(leaves) if is_carried(leaf)),
-            tuple(self.ops),
-            tuple(self.starts),
-            results,
+            tuple(carried),
+            tuple(self._ops),
+            tuple(self._starts),
+            self._ids_of(tensors),
             structure,
             frozenset(self._buffers),
             frozenset(self._taken),
-            self.layouts,
+            self._layouts,
         )
-        self._shared.refuse_parted(trace)
+        self._refuse_partly_changed(trace)
         return output, trace
 
-    @property
-    def _layer(self) -> int:
-        return len(self.starts) - 1
+    def free(self, call: OpCall) -> Any:
+        """Does an operation that every layer does for itself."""
+        self._look(call.tensors, call.name, None)
+        made = call.do()
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in take_apart(made)[0]):
+            raise CannotSplitError(UNSEEN.format(name=call.name))
+        self._note_read(call, [])
+        return made
+
+    def op(self, call: OpCall) -> Any:
+        """Does an operation and writes it down."""
+        if is_vmapped():
+            raise CannotSplitError(UNSEEN.format(name=call.name))
+        if saved_tensor_hooks() != self._hooks:
+            raise CannotSplitError(SAVES_OTHERWISE.format(name=call.name))
+        layer = self._layer_to_do(call)
+        self._look(call.tensors, call.name, layer, is_unit=call.unit is not None)
+        uses = self._ids_of(call.tensors)
+        raw = tuple(dict.fromkeys(self._raw[id(tensor)] for tensor in call.tensors if id(tensor) in self._raw))
+        leaves, returns, again = self._named(call, self._done(call, layer))
+        if call.unit is None:
+            self._refuse_chance(call, uses, leaves)
+            self._note_read(call, leaves)
+        inner, self._inner = tuple(dict.fromkeys(self._inner)), []
+        self._ops.append(Op(call.name, call.unit is not None, uses, raw, returns, again, inner))
+        self.at += 1
+        return returns.filled(leaves)
 
     def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._in_unit:
             self._inner.append(name)
         return super()._unit(name, args, kwargs)
 
-    def free(self, call: OpCall) -> Any:
-        """Does an operation that every layer does for itself."""
-        self._look(call.tensors, call.name)
-        made = call.do()
-        leaves, _ = take_apart(made)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise CannotSplitError(UNSEEN.format(name=call.name))
-        self._filled.spread(call.tensors, call.name, leaves)
-        self._note_read(call, ())
-        return made
+    def _layer_to_do(self, call: OpCall) -> int:
+        """The layer of the operation that begins: one begins with the first, and one behind each block."""
+        is_block = call.name in self.parts.blocks and call.unit is not None
+        if not self._starts or self._behind_block or (is_block and not self._blocks_seen):
+            self._scope = rng_scope(SAMPLE_KEY.seed, SAMPLE_KEY.step, len(self._starts), SAMPLE_KEY.micro_batch)
+            self._starts.append(self.at)
+        self._behind_block = is_block
+        self._blocks_seen = self._blocks_seen or is_block
+        return len(self._starts) - 1
 
-    def _look(self, tensors: Sequence[Tensor], name: str, *, is_unit: bool = False) -> None:
+    def _ids_of(self, tensors: Sequence[Tensor]) -> frozenset[ValueId]:
+        return frozenset(value_id for tensor in tensors if (value_id := self.value_id_of(tensor)) is not None)
+
+    def _look(self, tensors: Sequence[Tensor], name: str, layer: int | None, *, is_unit: bool = False) -> None:
         """Notes which buffers and inputs are used, and refuses what was made where no tracer sees it.
 
-        A unit may only hand on what it is given.
+        `layer` is None where all layers use them; a unit may only hand on what it is given.
         """
-        self._buffers.update(self._held[id(tensor)] for tensor in tensors if id(tensor) in self._held)
-        if not is_unit:
-            self._taken.update(self._inputs[id(tensor)] for tensor in tensors if id(tensor) in self._inputs)
-        if any(map(self._is_unseen, tensors)):
-            raise CannotSplitError(UNSEEN.format(name=name))
+        for tensor in tensors:
+            if id(tensor) in self._held:
+                self._buffers.add(self._held[id(tensor)])
+            if id(tensor) in self._inputs and not is_unit:
+                self._taken.add(self._inputs[id(tensor)])
+            value_id = self.value_id_of(tensor)
+            if value_id is None and self._filled and not is_vmapped():
+                filling = self._filled.get(storage_address(tensor))
+                if filling is not None and (filling.layer != layer or tensor.requires_grad):
+                    raise CannotSplitError(FILLED.format(name=name, changed=filling.changed_by))
+            if self._is_unseen(tensor, value_id):
+                raise CannotSplitError(UNSEEN.format(name=name))
 
-    def left_behind(self) -> list[str]:
-        """The attributes of copies in which the forward left what operations made."""
-        return [
-            f"{type(copy).__name__}.{key}"
-            for name, copy in self.shallow_copy.copies.items()
-            for key, value in vars(copy).items()
-            if not (key == "_buffers" and name in self._opened)  # which the model itself shows
-            and any(isinstance(leaf, Tensor) and self.value_id_of(leaf) is not None for leaf in tree_leaves(value))
-        ]
+    def _is_unseen(self, tensor: Tensor, value_id: ValueId | None) -> bool:
+        """Whether behind a tensor in autograd's graph stands what no operation put there."""
+        if value_id is None:
+            return tensor.requires_grad and id(tensor) not in self._raw
+        known = self._known[value_id]
+        if tensor.requires_grad and not known.wants_gradient:
+            return True
+        return tensor.grad_fn is not known.maker and version(tensor) == known.version
 
-    def op(self, call: OpCall) -> Any:
-        """Does an operation and writes it down."""
-        self._refuse_surroundings(call)
-        self._begin_layer(call)
-        self._filled.refuse_elsewhere(call.tensors, call.name, self._layer)
-        self._look(call.tensors, call.name, is_unit=call.unit is not None)
-        uses = frozenset(value_id for tensor in call.tensors if (value_id := self.value_id_of(tensor)) is not None)
-        raw = tuple(dict.fromkeys(self._raw[id(t)] for t in call.tensors if id(t) in self._raw))
-        leaves, returns, again = self._named(call, self._done(call))
-        if call.unit is None:
-            made = {ValueId(self.at, at): leaf for at, leaf in enumerate(leaves)}
-            self._chance.see(call.name, call.args, uses, made, draws=call.name in RANDOM)
-            self._note_read(call, leaves)
-        inner, self._inner = tuple(dict.fromkeys(self._inner)), []
-        self.ops.append(Op(call.name, call.unit is not None, uses, raw, returns, again, inner))
-        self.at += 1
-        return returns.filled(leaves)
+    def _done(self, call: OpCall, layer: int) -> Any:
+        """What the operation makes; notes the losses that it calls and the tensors that it changes in place."""
+        if call.unit is None and (loss := read_loss_call(call.name, call.args, call.kwargs)) is not None:
+            self.losses.append(loss)
+        may_have_loss = call.unit is not None and not self._behind_block
+        before = list(map(version, call.tensors))
+        behind = {tensor.grad_fn for tensor in call.tensors if tensor.grad_fn is not None}
+        with self._scope, LossReader(self.losses) if may_have_loss else nullcontext():
+            made = self.do(call)
+        if call.unit is not None:
+            self._inner += self._reached(call, made, behind)
+        for tensor, was in zip(call.tensors, before, strict=True):
+            value_id, is_changed = self.value_id_of(tensor), version(tensor) != was
+            if value_id is not None:
+                self._note(tensor, value_id)
+                if is_changed:
+                    self._changed.append((self.at, value_id))
+            elif is_changed and not {id(tensor)} & {*self._inputs, *self._held} and storage_address(tensor):
+                self._filled[storage_address(tensor)] = _Filling(tensor, call.name, layer)
+        return made
+
+    def _reached(self, call: OpCall, made: Any, until: Collection[Node]) -> list[str]:
+        """The other units whose parameters the call of a unit has used; `until` stands behind what it was given."""
+        roots = [leaf for leaf in take_apart(made)[0] if isinstance(leaf, Tensor)]
+        known = {*self._owned[call.name], *map(id, call.tensors)}
+        found: dict[str, None] = {}
+        for leaf in leaves_of(roots, until):
+            if id(leaf) in self._raw and id(leaf) not in known:
+                home = next((name for name, own in self._owned.items() if id(leaf) in own), None)
+                if home is None:
+                    raise CannotSplitError(REACHES.format(unit=call.name, parameter=self._raw[id(leaf)]))
+                found[home] = None
+        return list(found)
+
+    def _named(self, call: OpCall, made: Any) -> tuple[Leaves, Structure, Again]:
+        """What an operation made, apart, each tensor known by its value id; and which leaves are others again."""
+        leaves, returns = take_apart(made)
+        given = set(map(id, call.tensors))
+        again = again_in(leaves)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                has_name = id(leaf) in self._held or id(leaf) in self._raw or self.value_id_of(leaf) is not None
+                if (
+                    has_name or id(leaf) in given
+                ):  # what comes back as it was given need not be that with other inputs
+                    leaves[at] = leaf.expand_as(leaf)
+        for at, first in again:
+            leaves[at] = leaves[first]
+        for at, leaf in reversed([*enumerate(leaves)]):  # what stands there again is known by its first place
+            if isinstance(leaf, Tensor):
+                self._name(leaf, ValueId(self.at, at))
+        return leaves, returns, again
+
+    def _name(self, tensor: Tensor, value_id: ValueId) -> None:
+        self.name_as(tensor, value_id)
+        self._note(tensor, value_id)
+        self._layouts[value_id] = tuple(tensor.shape), tensor.dtype
+
+    def _note(self, tensor: Tensor, value_id: ValueId) -> None:
+        known = _Known(tensor.grad_fn, version(tensor), tensor.requires_grad, storage_address(tensor))
+        self._known[value_id] = known
 
     def _note_read(self, call: OpCall, leaves: Sequence[Any]) -> None:
         """Notes an operation of whose values plain values or shapes are made: the trace may depend on them."""
@@ -217,105 +341,33 @@ class Tracer(Interpreter):
         if shapes or any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
             self.reads = call.name
 
-    def _refuse_surroundings(self, call: OpCall) -> None:
-        if is_vmapped():
-            raise CannotSplitError(UNSEEN.format(name=call.name))
-        if saved_tensor_hooks() != self._hooks:
-            raise CannotSplitError(HOOKED.format(name=call.name))
+    def _refuse_chance(self, call: OpCall, uses: frozenset[ValueId], leaves: Leaves) -> None:
+        """Refuses to make a plain value of what is drawn, and depends on nothing else."""
+        is_drawn = uses <= self._drawn if uses else call.name in RANDOM
+        threshold = next((item for item in call.args if isinstance(item, (int, float))), 0.5)
+        if not is_drawn or (call.name in COMPARISONS and not 0 < threshold < 1):  # whatever is drawn, it is the same
+            return
+        if uses and any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+            raise CannotSplitError(BY_CHANCE.format(model=type(self.parts.model).__name__))
+        self._drawn |= {ValueId(self.at, at) for at in range(len(leaves))}
 
-    def _is_block(self, call: OpCall) -> bool:
-        return call.unit is not None and call.name in self._blocks
+    def _refuse_partly_changed(self, trace: Trace) -> None:
+        """Refuses changes in place of what another tensor of an earlier layer shares, and a later operation uses."""
+        for at, changed in self._changed:
+            address, layer = self._known[changed].address, trace.layer_of(at)
+            for value_id, known in self._known.items():
+                is_shared = address and value_id != changed and known.address == address
+                is_used = value_id.op < at < trace.last_uses.get(value_id, -1)
+                if is_shared and is_used and trace.layer_of(min(value_id.op, changed.op)) < layer:
+                    raise CannotSplitError(PARTLY_CHANGED.format(name=trace.ops[at].name))
 
-    def _begin_layer(self, call: OpCall) -> None:
-        """Begins a layer behind each block, and with the first."""
-        is_block = self._is_block(call)
-        if self._begins_layer or (is_block and not self._blocks_seen):
-            self.starts.append(self.at)
-        self._begins_layer = is_block
-        self._blocks_seen = self._blocks_seen or is_block
-
-    def _done(self, call: OpCall) -> Any:
-        """What the operation makes; notes the losses that it calls and the tensors that it changes in place."""
-        if call.unit is None and (loss := read_loss_call(call.name, call.args, call.kwargs)) is not None:
-            self.losses.append(loss)
-        has_head = call.unit is not None and not self._is_block(call)  # which may have the loss
-        before = [version(tensor) for tensor in call.tensors]
-        behind = {tensor.grad_fn for tensor in call.tensors if tensor.grad_fn is not None}
-        with self._around(self._layer), LossReader(self.losses) if has_head else nullcontext():
-            made = self.do(call)
-        if call.unit is not None:
-            self._inner += self._owners.reached(call, made, behind)
-        for tensor, was in zip(call.tensors, before, strict=True):
-            self._note_given(tensor, call.name, is_changed=version(tensor) != was)
-        return made
-
-    def _note_given(self, tensor: Tensor, name: str, *, is_changed: bool) -> None:
-        """Notes that an operation was given a tensor, and perhaps changed it in place."""
-        value_id = self.value_id_of(tensor)
-        if value_id is not None:
-            self._makers.note(value_id, tensor)
-            if is_changed:
-                self._shared.note_change(self.at, value_id)
-        elif is_changed and id(tensor) not in self._inputs and id(tensor) not in self._held:
-            self._filled.note(tensor, name, self._layer)
-
-    def _named(self, call: OpCall, made: Any) -> tuple[Leaves, Structure, Again]:
-        """What an operation made, apart, each tensor known by its value id; and which leaves are others again."""
-        leaves, returns = take_apart(made)
-        given = set(map(id, call.tensors))
-        again = again_in(leaves)
-        leaves = [self._known_apart(leaf, given) for leaf in leaves]
-        for at, first in again:
-            leaves[at] = leaves[first]
-        for at, leaf in reversed([*enumerate(leaves)]):  # what stands there again is known by its first place
-            if isinstance(leaf, Tensor):
-                self._note(leaf, ValueId(self.at, at))
-        return leaves, returns, again
-
-    def _is_unseen(self, tensor: Tensor) -> bool:
-        """Whether behind a tensor in autograd's graph stands what no operation put there."""
-        value_id = self.value_id_of(tensor)
-        if value_id is None:
-            return tensor.requires_grad and id(tensor) not in self._raw
-        return self._makers.differ(value_id, tensor)
-
-    def _known_apart(self, leaf: Any, given: Collection[int]) -> Any:
-        """A tensor that has no name yet: what comes back as it was given need not be that with other inputs."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        is_known = id(leaf) in given or id(leaf) in self._held or id(leaf) in self._raw
-        return leaf.expand_as(leaf) if is_known or self.value_id_of(leaf) is not None else leaf
-
-    def _refuse_changed_inputs(self, leaves: Leaves, versions: Sequence[int]) -> None:
-        """Refuses changes in place of what every layer is given."""
-        for leaf, before in zip(leaves, versions, strict=True):
-            if isinstance(leaf, Tensor) and not is_carried(leaf) and version(leaf) != before:
-                raise CannotSplitError(CHANGES_INPUT.format(shape=tuple(leaf.shape), dtype=leaf.dtype))
-
-    def _note(self, tensor: Tensor, value_id: ValueId) -> None:
-        self.name_as(tensor, value_id)
-        self._makers.note(value_id, tensor)
-        self._shared.note(value_id, tensor)
-        self.layouts[value_id] = tuple(tensor.shape), tensor.dtype
-
-
-SAMPLE_KEY = RngKey(0, 0, 0)
-"""When a sample is, for its random numbers."""
-DRAWS = (
-    "the forward of the {model} draws from {whose} generator between blocks, and every layer would draw anew. Layers "
-    "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "
-    "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
-    "block"
-)
-ONE_ARGUMENT = (
-    "the {kind} that was given is one argument of the forward; for several give a dict, with those of these keys "
-    "that it needs: {names}"
-)
-WRITES_BUFFER = (
-    "the forward of the {model} writes the buffer {name} between blocks, and every layer would do so; let a "
-    "module inside of a block have it, or one of its own that is called, or name a module around it as a block: "
-    "blocks=[...]"
-)
+    def left_behind(self) -> list[str]:
+        """The attributes of copies in which the forward left tensors that would be looked for."""
+        return [
+            f"{type(self.shallow_copy.copies[name]).__name__}.{key}"
+            for name, key, value in self.shallow_copy.changed_since(self.left)
+            if (name in self.parts.opened and hides_tensors(value)) or self._ids_of(list(tensors_in(value)))
+        ]
 
 
 class TracerRun(NamedTuple):
@@ -330,67 +382,70 @@ class TracerRun(NamedTuple):
 
 def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
     """The trace, the parts with modules known that keep state without parameters, and the losses that were called."""
-    hooked = {name for name, module in parts.shallow_copy().copied_modules.items() if hooks_of(module)} - parts.opened
-    parts = replace(parts, stateful=parts.stateful | hooked)
+    stateful = {name for name, module in parts.copied.items() if hooks_of(module)} - parts.opened
     dry = Dry() if lacks_values(parts.model) else None
-    faking = nullcontext() if dry is None else dry.faking(parts.model)
-    with faking:
-        found, stateful = _traced(parts, given, dry)
-    return trace_forward(replace(parts, stateful=parts.stateful | stateful), given) if stateful else found
+    with nullcontext() if dry is None else dry.faking(parts.model):
+        while True:
+            parts = replace(parts, stateful=parts.stateful | stateful)
+            tracer, output, trace, changed = _traced(parts, given, dry)
+            closed = {name: module for name, module in parts.copied.items() if name not in parts.opened}
+            stateful = {n for n, m in closed.items() if any(f"{n}.{leaf}" in changed for leaf in m._buffers)}
+            if not stateful:
+                break
+        if dry is None:
+            _refuse_leftovers(tracer, given)
+    return TracerRun(output, trace, parts, tracer.losses, tracer.reads)
 
 
 def _traced(
-    parts: Parts, given: ForwardArguments, dry: Dry | None, *, again: bool = False
-) -> tuple[TracerRun, set[str]]:
-    scopes: dict[int, rng_scope] = {}
+    parts: Parts, given: ForwardArguments, dry: Dry | None
+) -> tuple[Tracer, Any, Trace, Mapping[str, Tensor | None]]:
+    """Runs a forward; gives also the buffers that it changed."""
+    tracers: list[Tracer] = []
 
-    def around(layer: int) -> rng_scope:
-        if layer not in scopes:
-            scopes[layer] = rng_scope(SAMPLE_KEY.seed, SAMPLE_KEY.step, layer, SAMPLE_KEY.micro_batch)
-        return scopes[layer]
+    def run() -> tuple[tuple[Any, Trace], dict[str, Tensor | None]]:
+        tracers.append(Tracer(ShallowCopy(parts), dry))
+        return watched(parts.model, lambda: tracers[-1].trace(*given))
 
-    shallow_copy = parts.shallow_copy()
-    shallow_copy.refresh()
-    tracer = Tracer(shallow_copy, parts.model, parts.blocks, around, dry)
     before = _generators()
     try:
-        (output, trace), changed = watched(parts.model, lambda: tracer.trace(*given))
-    except Exception as error:
-        if dry is None and not again:
-            run_apart = partial(_traced, parts, given, dry, again=True)
-            refuse_failing_apart(parts.model, given, error, run_apart, tracer.left_behind())
-        if isinstance(error, TypeError) and given.args and isinstance(given.args[0], (tuple, list)):
-            error.add_note(ONE_ARGUMENT.format(kind=type(given.args[0]).__name__, names=names_taken(parts.model)))
+        if dry is None:
+            (output, trace), changed = failing_apart(parts.model, given, run, lambda: tracers[-1].left_behind())
+        else:
+            (output, trace), changed = run()
+    except TypeError as error:
+        if given.args and isinstance(given.args[0], (tuple, list)):
+            names = ", ".join(signature(parts.model.forward).parameters)
+            error.add_note(ONE_ARGUMENT.format(kind=type(given.args[0]).__name__, names=names))
         raise
-    refuse_kept(parts.model, given)
-    if left := tracer.left_behind():
-        raise CannotSplitError(LEAVES_TENSORS.format(model=type(parts.model).__name__, places=", ".join(left)))
+    model = type(parts.model).__name__
+    for name, value in (*enumerate(given.args), *given.kwargs.items()):
+        for leaf in take_apart(value)[0]:
+            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+                raise CannotSplitError(KEEPS.format(model=model, kind=type(leaf).__name__, name=name))
+    if left := tracers[-1].left_behind():
+        raise CannotSplitError(LEAVES_TENSORS.format(model=model, places=", ".join(left)))
     for whose, state in _generators().items():
-        if not _same(before[whose], state):
-            raise CannotSplitError(DRAWS.format(model=type(parts.model).__name__, whose=whose))
-    apart = {part for unit in shallow_copy.units.values() for part in unit.modules()}
-    stateful = set()
-    for name, module in parts.model.named_modules():
-        for leaf in module._buffers if module not in apart else ():
-            buffer = f"{name}.{leaf}" if name else leaf
-            if buffer in changed:
-                if name in parts.opened:
-                    raise CannotSplitError(WRITES_BUFFER.format(model=type(parts.model).__name__, name=buffer))
-                stateful.add(name)
-    return TracerRun(output, trace, parts, tracer.losses, tracer.reads), stateful
+        if state != before[whose]:
+            raise CannotSplitError(DRAWS.format(model=model, whose=whose))
+    return tracers[-1], output, trace, changed
 
 
-def _generators() -> dict[str, Any]:
+def _refuse_leftovers(tracer: Tracer, given: ForwardArguments) -> None:
+    """Refuses what a forward leaves behind, if it is another each time; and in buffers, which every layer reads."""
+    shallow_copy = tracer.shallow_copy
+    shallow_copy.refuse_changed_buffers()
+    if [*shallow_copy.changed_since(tracer.left)]:
+        once = shallow_copy.attributes()
+        watched(tracer.parts.model, lambda: given.call(shallow_copy.root))
+        if counts := [*shallow_copy.changed_since(once)]:
+            places = [f"{type(shallow_copy.copies[name]).__name__}.{key}" for name, key, _ in counts]
+            raise CannotSplitError(COUNTS.format(model=type(tracer.parts.model).__name__, places=", ".join(places)))
+
+
+def _generators() -> dict[str, object]:
     return {
         "Python's": random.getstate(),
-        "numpy's": np.random.get_state(),
-        "torch's": torch.default_generator.get_state(),
+        "numpy's": str(np.random.get_state()),
+        "torch's": torch.default_generator.get_state().tolist(),
     }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        return all(map(_same, one, other))
-    return bool(np.all(one == other))
