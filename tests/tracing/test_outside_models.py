@@ -97,7 +97,7 @@ def rope(kind: str, **settings: Any) -> nn.Module:
 
 def test_a_rope_that_follows_the_length_is_refused_where_it_changes_and_the_next_step_is_as_before() -> None:
     # Each layer had frequencies of its own: a recompute found those of a later micro-batch, the user's model none.
-    with pytest.raises(ValueError, match=r"in place of model.rotary_emb.inv_freq between .* of the type 'dynamic'"):
+    with pytest.raises(ValueError, match=r"changes the buffer model.rotary_emb.inv_freq between .* 'dynamic'"):
         made(rope("dynamic"), sample=batch(4, 12))
     plain, model = rope("dynamic"), rope("dynamic")
     pipe = made(model)
