@@ -1,5 +1,6 @@
 """A folder made by an enemy: whatever is in it, it is refused at once, and nothing of it is waited for or read."""
 
+import hashlib
 import json
 import os
 import socket
@@ -7,15 +8,14 @@ import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
-from gpipe.checkpoint import files
-from gpipe.checkpoint import folder as verify
-from gpipe.checkpoint.files import File, read_small
+from gpipe.checkpoint.files import read_small
 
 HUGE = 40 * 2**30
 
@@ -64,19 +64,22 @@ def layers() -> list[nn.Module]:
 
 
 @pytest.fixture
-def nothing_large_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where a file is read through that is not of the size which it must have."""
-    original = files.hash_file
+def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of the files that are read through: none is large, where it must have another size."""
+    sizes: list[int] = []
+    original = hashlib.file_digest
 
-    def hash_file(path: Path) -> File:
-        assert path.stat().st_size < 2**20
-        return original(path)
+    def file_digest(file: Any, name: str) -> Any:
+        sizes.append(os.fstat(file.fileno()).st_size)
+        return original(file, name)
 
-    monkeypatch.setattr(verify, "hash_file", hash_file)
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    yield sizes
+    assert max(sizes, default=0) < 2**20
 
 
 @pytest.fixture
-def run(tmp_path: Path, nothing_large_is_read: None) -> Path:
+def run(tmp_path: Path, read: list[int]) -> Path:
     """The folder of a run, with a checkpoint in it."""
     pipe = gpipe.GPipe(layers(), partitions=2, micro_batches=2)
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -119,20 +122,14 @@ def test_so_may_a_file_of_a_checkpoint(run: Path) -> None:
                 gpipe.load(run)
 
 
-def test_a_file_of_another_size_is_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (run / "step_1" / "stage_0.safetensors").open("ab") as file:
+def test_a_file_of_another_size_is_not_read(run: Path, read: list[int]) -> None:
+    path = run / "step_1" / "stage_0.safetensors"
+    with path.open("ab") as file:
         file.write(b"more")
-    read: list[str] = []
-    original = files.hash_file
-
-    def hash_file(path: Path) -> File:
-        read.append(path.name)
-        return original(path)
-
-    monkeypatch.setattr(verify, "hash_file", hash_file)
     with pytest.raises(gpipe.CheckpointError, match=r"stage_0\.safetensors has \d+ bytes, and \d+ were written"):
         gpipe.load(run)
-    assert "stage_0.safetensors" not in read
+    assert len(read) == 4
+    assert path.stat().st_size not in read
 
 
 @pytest.mark.parametrize("trap", TRAPS)

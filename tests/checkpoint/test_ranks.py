@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.checkpoint import write
+from gpipe.checkpoint import part
 from gpipe.errors import RemoteError
 from tests.support.checkpointed import differences, make, remembered, trained
 from tests.support.thread_ranks import LIMIT, RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
@@ -56,9 +56,9 @@ def test_ranks_that_are_not_stages_of_one_pipe_are_refused(tmp_path: Path) -> No
 def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, all_but_1 = write.write_part, threading.Barrier(2)
+    original, all_but_1 = part.write_part, threading.Barrier(2)
 
-    def write_part(writing: write.Writing) -> None:
+    def write_part(writing: part.Writing) -> None:
         if writing.rank != 1:
             original(writing)
             all_but_1.wait(LIMIT)
@@ -103,9 +103,9 @@ class ClockOfRank0:
 
 
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, clock = write.write_part, ClockOfRank0(looks=12, seconds=0.7)
+    original, clock = part.write_part, ClockOfRank0(looks=12, seconds=0.7)
 
-    def slowly(writing: write.Writing) -> None:
+    def slowly(writing: part.Writing) -> None:
         for size in range(clock.looks if writing.rank == 1 else 0):
             with clock.between_looks():
                 (writing.path / "growing").write_bytes(b"x" * size)
@@ -113,7 +113,7 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         original(writing)
 
     monkeypatch.setattr("gpipe.checkpoint.save.write_part", slowly)
-    monkeypatch.setattr(write, "time", clock)
+    monkeypatch.setattr(part, "time", clock)
     pipes = rank_pipes(trained()[0])
     all_well(run_ranks(lambda own: gpipe.save(tmp_path, own, background=True, limit=0.8).wait(), pipes))
     assert clock.now > 10 * 0.8

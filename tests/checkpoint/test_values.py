@@ -35,9 +35,9 @@ def there_and_back(value: Any) -> Any:
         kept[where] = tensor
         return where
 
-    encode = Encoder(keep)
-    text = json.dumps(encode(value, "value"), allow_nan=False)
-    assert encode.mistakes == []
+    mistakes: list[str] = []
+    text = json.dumps(Encoder(keep, mistakes)(value, "value"), allow_nan=False)
+    assert mistakes == []
     return decode(json.loads(text), kept.__getitem__)
 
 

@@ -22,7 +22,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -32,7 +32,6 @@ from torch import Tensor
 from gpipe._torch.modules import is_wrapper
 
 PIECE = 2**24  # bytes hashed and written at once: they stay in the cache, and other threads run meanwhile
-AT_ONCE = 2**20  # bytes of a small file: a read has memory for all that it asks for
 
 logger = logging.getLogger("gpipe")
 
@@ -46,10 +45,14 @@ class File:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Has an OSError name the path, as those of `os.write` and `os.fsync` do not."""
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """The descriptor of a file or folder; an OSError names the path, as those of `os.write` and `os.fsync` do not."""
     try:
-        yield
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.filename is None:
             error.filename = str(path)
@@ -59,29 +62,17 @@ def naming(path: Path) -> Iterator[None]:
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
     """Writes a new file, durably."""
     digest, size = hashlib.sha256(), 0
-    with naming(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            for chunk in chunks:
-                for piece in _pieces(memoryview(chunk).cast("B")):
-                    digest.update(piece)
-                    size += _write_all(descriptor, piece)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            for start in range(0, len(view), PIECE):
+                piece = view[start : start + PIECE]
+                digest.update(piece)
+                size += len(piece)
+                while piece:
+                    piece = piece[os.write(descriptor, piece) :]
+        os.fsync(descriptor)
     return File(size, digest.hexdigest())
-
-
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), PIECE):
-        yield view[start : start + PIECE]
-
-
-def _write_all(descriptor: int, piece: memoryview) -> int:
-    done = 0
-    while done < len(piece):
-        done += os.write(descriptor, piece[done:])
-    return done
 
 
 def put_file(path: Path, temporary: Path, content: bytes) -> None:
@@ -92,12 +83,8 @@ def put_file(path: Path, temporary: Path, content: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Makes durable which names a folder holds."""
-    with naming(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
 
 
 def make_folder(path: Path) -> None:
@@ -120,64 +107,40 @@ def remove_folder(path: Path) -> None:
         logger.warning("%s could not be removed; it is not needed any more", path)
 
 
-def why_not_plain(path: Path) -> str | None:
-    """Why something is no file of its own, if so: a link might lead anywhere, and a pipe would block."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return "is missing"
-    if stat.S_ISLNK(mode):
-        return "is a symbolic link; put the file itself there"
-    return None if stat.S_ISREG(mode) else "is not a file"
-
-
 @contextmanager
-def opened(path: Path, *, follow: bool = False) -> Iterator[FileIO]:
-    """Opens a file that somebody else may have put there, to read it: it waits for nobody, whatever that is.
+def reading(path: Path, *, follow: bool = False) -> Iterator[tuple[BufferedReader, int]]:
+    """Opens a file that somebody else may have put there, and says its size: it waits for nobody, whatever that is.
 
     Raises:
-        ValueError: It is no file of its own; says what it is.
+        ValueError: It is no file of its own: a link might lead anywhere, and a pipe would block.
         OSError: It cannot be read.
     """
-    with naming(path):
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                raise ValueError(why_not_plain(path) or "is not a file") from error
+    try:
+        with opened(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)) as descriptor:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("is not a file")
+            with open(descriptor, "rb", closefd=False) as file:
+                yield file, found.st_size
+    except OSError as error:
+        if error.errno not in WHY_NO_FILE:
             raise
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise ValueError("is not a file")
-        with open(handle, "rb", buffering=0) as file:
-            yield file
+        raise ValueError(WHY_NO_FILE[error.errno]) from error
 
 
-def size_of(path: Path) -> int:
-    """The size of a plain file, for what it says itself."""
-    return path.lstat().st_size
+WHY_NO_FILE = {
+    errno.ENOENT: "is missing",
+    errno.ELOOP: "is a symbolic link; put the file itself there",
+    errno.ENXIO: "is not a file",
+}
 
 
 def read_small(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """Reads a file that is small if it is what it should be.
-
-    Raises:
-        ValueError: It is larger, or no file; says what is wrong.
-    """
-    with opened(path, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
+    """Reads a file that is small if it is what it should be; a ValueError says what is wrong."""
+    with reading(path, follow=follow) as (file, size):
         if size > most:
             raise ValueError(f"has {size} bytes, and {most} are the most that it can have")
-        data = bytearray()
-        while len(data) <= most and (piece := file.read(min(most + 1 - len(data), AT_ONCE))):
-            data += piece
-        return bytes(data)
-
-
-def hash_file(path: Path) -> File:
-    """Reads a file through."""
-    with opened(path) as file, naming(path):
-        return File(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return file.read(size)
 
 
 DTYPES = {
@@ -235,31 +198,20 @@ class Shelf:
         self.home: dict[str, str] = {}  # the file of each tensor
         self._open: dict[str, safe_open] = {}
         for path in paths:
-            if wrong := self._why_unreadable(path):
-                self.findings.append(f"{path.name} {wrong}")
-                continue
             try:
+                _check_header(path)
                 opened = self._open[path.name] = safe_open(path, framework="pt")
                 names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]  # untyped in safetensors
             except (SafetensorError, OSError, RuntimeError) as error:
                 self.findings.append(f"{path.name} is no safetensors file: {error}")
-                continue
-            for name in names:
-                other = self.home.setdefault(name, path.name)
-                if other != path.name:
-                    self.findings.append(f"{path.name} and {other} both hold {name!r}; they are of different runs")
-
-    @staticmethod
-    def _why_unreadable(path: Path) -> str | None:
-        """What is wrong with a file, if it cannot be opened without harm: safetensors opens whatever is there."""
-        try:
-            with opened(path, follow=True) as file:
-                size, head = os.fstat(file.fileno()).st_size, file.read(8)
-        except (ValueError, OSError) as error:
-            return str(error)
-        if len(head) < 8 or struct.unpack("<Q", head)[0] > min(size - 8, LONGEST_HEADER):
-            return "is no safetensors file: its header would be larger than the file, or than any"
-        return None
+            except ValueError as error:
+                self.findings.append(f"{path.name} {error}")
+            else:
+                odd = [name for name in names if self.home.setdefault(name, path.name) != path.name]
+                self.findings += [
+                    f"{path.name} and {self.home[name]} both hold {name!r}; they are of different runs"
+                    for name in odd
+                ]
 
     def look(self, name: str) -> Tensor:
         """A tensor as it lies in its file: nothing of it is read yet."""
@@ -269,3 +221,11 @@ class Shelf:
     def read(self, name: str) -> Tensor:
         """A tensor, in memory of its own."""
         return self.look(name).clone()
+
+
+def _check_header(path: Path) -> None:
+    """Refuses a file that cannot be opened without harm: safetensors opens whatever is there."""
+    with reading(path, follow=True) as (file, size):
+        head = file.read(8)
+    if len(head) < 8 or struct.unpack("<Q", head)[0] > min(size - 8, LONGEST_HEADER):
+        raise ValueError("is no safetensors file: its header would be larger than the file, or than any")

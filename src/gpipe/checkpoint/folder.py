@@ -11,23 +11,13 @@ import os
 import re
 import secrets
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from gpipe.checkpoint.files import (
-    File,
-    hash_file,
-    make_folder,
-    put_file,
-    read_small,
-    remove_folder,
-    size_of,
-    sync_folder,
-    why_not_plain,
-)
+from gpipe.checkpoint.files import File, make_folder, put_file, read_small, reading, remove_folder, sync_folder
 from gpipe.checkpoint.manifest import LARGEST, MANIFEST, CheckpointError, Manifest, from_bytes
 
 LATEST = "latest"
@@ -56,10 +46,10 @@ def age(name: str) -> tuple[int, int] | None:
     return (int(matched[1]), int(matched[2] or 1)) if matched else None
 
 
-def checkpoints(folder: Path) -> list[str]:
-    """The names of all checkpoints of a folder, oldest first."""
-    known = {entry.name: age(entry.name) for entry in folder.iterdir()}
-    return sorted((name for name, order in known.items() if order), key=lambda name: known[name] or ())
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints of a folder, oldest first."""
+    known = {path: age(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
+    return sorted((path for path, order in known.items() if order), key=lambda path: known[path] or ())
 
 
 def find(folder: Path) -> Found | None:
@@ -70,40 +60,27 @@ def find(folder: Path) -> Found | None:
         raise CheckpointError(
             folder, ["this is a file; give the folder that gpipe.save was given, or a checkpoint's"]
         )
+    there = checkpoints(folder)
+    if not os.path.lexists(folder / LATEST):  # a process was killed when its first checkpoint had just got its name
+        return Found(there[-1]) if there else None
+    choice = f"; or load one of these: {', '.join(map(str, there))}" if there else ""
     try:
-        text = read_small(folder / LATEST, LONGEST).decode()
-    except UnicodeDecodeError:
-        text = ""
-    except FileNotFoundError:
-        return _newest(folder)
+        text = read_small(folder / LATEST, LONGEST).decode(errors="replace")
     except ValueError as error:
-        raise CheckpointError(folder, [f"{LATEST} {error}; remove it{_choice(folder)}"]) from None
+        raise CheckpointError(folder, [f"{LATEST} {error}; remove it{choice}"]) from None
     matched = re.fullmatch(rf"({CHECKPOINT.pattern})\n(?:([0-9a-f]{{64}})\n)?", text)
     if not matched:
-        advice = f"write the name of a checkpoint into it, and a line break{_choice(folder)}"
+        advice = f"write the name of a checkpoint into it, and a line break{choice}"
         raise CheckpointError(folder, [f"{LATEST} is damaged: it holds {text[:200]!r}; {advice}"])
     found = Found(folder / matched[1], matched[4])
     if not found.path.is_dir():
-        raise CheckpointError(folder, [f"{LATEST} names {matched[1]}, which is not there{_choice(folder)}"])
+        raise CheckpointError(folder, [f"{LATEST} names {matched[1]}, which is not there{choice}"])
     return found
-
-
-def _newest(folder: Path) -> Found | None:
-    """What there is if a process was killed when its first checkpoint had its name, but was not yet the latest."""
-    names = checkpoints(folder) if folder.is_dir() else []
-    return Found(folder / names[-1]) if names else None
-
-
-def _choice(folder: Path) -> str:
-    names = checkpoints(folder)
-    return f"; or load one of these: {', '.join(str(folder / name) for name in names)}" if names else ""
 
 
 def others(path: Path) -> list[str]:
     """The other checkpoints beside one, newest first."""
-    if age(path.name) is None or not path.parent.is_dir():
-        return []
-    return [str(path.parent / name) for name in reversed(checkpoints(path.parent)) if name != path.name]
+    return [str(other) for other in reversed(checkpoints(path.parent)) if other != path] if age(path.name) else []
 
 
 # Writing. Whoever writes a checkpoint holds a lock on its temporary folder, which ends with the process: what is not
@@ -136,48 +113,39 @@ def begin(folder: Path, step_number: int) -> Draft:
         raise ValueError(f"{folder} is a checkpoint itself, not the folder of a run; save to {folder.parent}")
     make_folder(folder)
     while True:
-        path = folder / f"step_{step_number}.tmp-{_machine()}-{secrets.token_hex(4)}"
+        path = _temporary(folder, f"step_{step_number}")
         os.mkdir(path)
         try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            lock, _ = _lock(path, fcntl.LOCK_EX)
         except FileNotFoundError:
             continue  # another job took it for left behind
         except OSError:
             os.rmdir(path)
             raise
-        with suppress(OSError):  # a file system without locks; then nothing is taken for left behind either
-            fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return Draft(path, lock)
         os.close(lock)  # taken for left behind before it was locked
 
 
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f"{name}.tmp-{_machine()}-{secrets.token_hex(4)}"
+
+
 def _machine() -> str:
     """Tells this machine, since it was started, from all others."""
-    try:
-        running = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        running = str(uuid.getnode())
-    return hashlib.sha256(running.encode()).hexdigest()[:8]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    running = boot.read_bytes() if boot.exists() else str(uuid.getnode()).encode()
+    return hashlib.sha256(running).hexdigest()[:8]
 
 
-@contextmanager
-def _abandoned(path: Path) -> Iterator[bool]:
-    """Whether no process of this machine writes a temporary folder; while one looks, none does."""
+def _lock(path: Path, how: int) -> tuple[int, bool]:
+    """The descriptor of a folder, and whether it is locked; never in a file system without locks."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(handle, how)
     except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except OSError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(lock)
+        return handle, False
+    return handle, True
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -185,9 +153,13 @@ def clear_leftovers(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         matched = LEFTOVER.fullmatch(path.name)
         if matched and matched[1] == _machine():
-            with _abandoned(path) as free:
-                if free:
-                    remove_folder(path)
+            with suppress(OSError):  # it may have got its name by now
+                lock, is_left = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    if is_left:
+                        remove_folder(path)
+                finally:
+                    os.close(lock)
 
 
 def publish(draft: Draft, step_number: int, sha256: str) -> str:
@@ -219,13 +191,13 @@ def prune(folder: Path, keep: int, newest: str) -> None:
     """
     limit = age(newest)
     assert limit is not None
-    past = [name for name in checkpoints(folder) if (age(name) or limit) <= limit]
+    past = [path for path in checkpoints(folder) if (age(path.name) or limit) <= limit]
     with suppress(CheckpointError):
         latest = find(folder)
-        for name in past[:-keep]:
-            if latest is not None and name != latest.path.name:
-                doomed = folder / f"{name}.tmp-{_machine()}-{secrets.token_hex(4)}"
-                os.rename(folder / name, doomed)  # never is a half of it seen under its name
+        for path in past[:-keep]:
+            if latest is not None and path != latest.path:
+                doomed = _temporary(folder, path.name)
+                os.rename(path, doomed)  # never is a half of it seen under its name
                 remove_folder(doomed)
 
 
@@ -239,12 +211,8 @@ def read_manifest(found: Found) -> Manifest:
     Raises:
         ValueError: It is damaged, or not that of this folder.
     """
-    path = found.path / MANIFEST
-    wrong = why_not_plain(path)
-    if wrong:
-        raise ValueError(f"{MANIFEST} {wrong}")
     try:
-        data = read_small(path, LARGEST)
+        data = read_small(found.path / MANIFEST, LARGEST)
     except ValueError as error:
         raise ValueError(f"{MANIFEST} {error}") from None
     if found.sha256 not in (None, hashlib.sha256(data).hexdigest()):
@@ -275,23 +243,28 @@ def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> lis
     there, wanted = {entry.name for entry in path.iterdir()}, {MANIFEST, *manifest.files} - set(leading_out)
     findings += [f"{name} is missing" for name in sorted(wanted - there)]
     findings += [f"{name} does not belong here; move it away" for name in sorted(there - wanted)]
+    sizes = {file.bytes for file in manifest.files.values()}
     for at, name in enumerate(sorted(wanted & there - {MANIFEST})):
-        wrong = why_not_plain(path / name)
-        if wrong is None and size_of(path / name) not in {file.bytes for file in manifest.files.values()}:
-            wrong = _why_other(File(size_of(path / name), ""), manifest.files[name], manifest.files)  # unread
-        elif wrong is None and at % turns == turn:
-            wrong = _why_other(hash_file(path / name), manifest.files[name], manifest.files)
-        if wrong:
+        try:
+            with reading(path / name) as (file, size):
+                if size not in sizes:
+                    _check_content(File(size, ""), name, manifest.files)  # unread
+                elif at % turns == turn:
+                    content = File(size, hashlib.file_digest(file, "sha256").hexdigest())
+                    _check_content(content, name, manifest.files)
+        except ValueError as wrong:
             findings.append(f"{name} {wrong}")
     return findings
 
 
-def _why_other(found: File, written: File, files: dict[str, File]) -> str | None:
+def _check_content(found: File, name: str, files: Mapping[str, File]) -> None:
+    written = files[name]
     if found == written:
-        return None
-    twins = [name for name, file in files.items() if file == found]
-    if twins:
-        return f"holds what belongs into {twins[0]}; rename it"
+        return
+    if twins := [twin for twin, file in files.items() if file == found]:
+        raise ValueError(f"holds what belongs into {twins[0]}; rename it")
     if found.bytes != written.bytes:
-        return f"has {found.bytes} bytes, and {written.bytes} were written: it is cut off, or of another checkpoint"
-    return "is damaged, or of another checkpoint: its bytes are not those that were written (SHA-256)"
+        raise ValueError(
+            f"has {found.bytes} bytes, and {written.bytes} were written: it is cut off, or of another checkpoint"
+        )
+    raise ValueError("is damaged, or of another checkpoint: its bytes are not those that were written (SHA-256)")

@@ -3,11 +3,10 @@
 What goes into a model and an optimizer is read, and what does not fit is found, before anything of them changes.
 """
 
-import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from gpipe._torch.trees import tree_map_only
 from gpipe.checkpoint.files import Shelf, why_not_storable
 from gpipe.checkpoint.folder import LATEST, Found, find, find_damage, others, read_manifest
-from gpipe.checkpoint.gather import first_names, names_of_parameters, why_not_by_name
-from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode, tensor_names
+from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode
+from gpipe.checkpoint.part import first_names, names_of_parameters, why_not_by_name
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.stages.layout import spread_like
@@ -45,13 +44,16 @@ class Ready:
     trained: set[str] = field(default_factory=set)
     findings: list[str] = field(default_factory=list)
 
+    def lacks(self, names: Sequence[str]) -> None:
+        """Notes what the model has and the checkpoint has not."""
+        if names:
+            self.findings.append(
+                f"the model has {listed(names)}, which the checkpoint lacks; load into the model it is of"
+            )
+
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a message; of many, the first.
-
-    >>> listed(f"{index}.weight" for index in range(9))
-    '0.weight, 1.weight, 2.weight, 3.weight, 4.weight and 4 more'
-    """
+    """Names for a message; of many, the first."""
     every = list(names)
     more = f" and {len(every) - SOME} more" if len(every) > SOME else ""
     return ", ".join(every[:SOME]) + more
@@ -69,32 +71,22 @@ def read_weights(module: nn.Module, shelf: Shelf, find: Callable[[str], str | No
             missing.append(name)
             continue
         before = first.setdefault(id(target), stored)
-        wrong = why_not_fitting(shelf.look(stored), target)
-        if wrong:
+        if wrong := why_not_storable(target) or _why_other(shelf.look(stored), target):
             ready.findings.append(f"{name} {wrong}")
-            continue
-        value = shelf.read(stored)
-        if before != stored and not _same_bits(value, shelf.read(before)):
+        elif before != stored and not _same_bits(shelf.read(stored), shelf.read(before)):
             ready.findings.append(f"{name} and {before} are one tensor here, and differ there; do not share them")
         else:
-            ready.values[name] = _like(value, target)
-    if missing:
-        ready.findings.append(
-            f"the model has {listed(missing)}, which the checkpoint lacks; load into the model it is of"
-        )
+            ready.values[name] = _like(shelf.read(stored), target)
+    ready.lacks(missing)
 
 
-def why_not_fitting(value: Tensor, target: Tensor) -> str | None:
+def _why_other(value: Tensor, target: Tensor) -> str | None:
     """Why a tensor cannot go where another is, if so."""
-    cannot = why_not_storable(target)
-    if cannot:
-        return cannot
     if value.shape == target.shape and value.dtype == target.dtype:
         return None
-    return (
-        f"is {_in_words(value)} in the checkpoint and {_in_words(target)} in the model; "
-        f"{'build the model that was saved' if value.shape != target.shape else 'convert the model with .to(dtype)'}"
-    )
+    there, here = (f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (value, target))
+    remedy = "convert the model with .to(dtype)" if value.shape == target.shape else "build the model that was saved"
+    return f"is {there} in the checkpoint and {here} in the model; {remedy}"
 
 
 def _like(value: Tensor, target: Tensor) -> Tensor:
@@ -104,10 +96,6 @@ def _like(value: Tensor, target: Tensor) -> Tensor:
     if value.stride() == target.stride():
         return value.to(target.device)
     return torch.empty_like(target, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _in_words(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -124,26 +112,31 @@ def read_state(module: nn.Module, manifest: Manifest, weights: Shelf, others: Sh
 
     ready.names |= {*firsts, *firsts.values()}
     read_weights(module, weights, find, ready)
-    for name, value in module.state_dict().items():
-        if not isinstance(value, Tensor):
-            if name in manifest.values:
-                ready.values[name] = decoded(manifest.values[name], others, name, ready)
-            else:
-                ready.findings.append(
-                    f"the model has {name}, which the checkpoint lacks; load into the model it is of"
-                )
+    values = [name for name, value in module.state_dict().items() if not isinstance(value, Tensor)]
+    ready.lacks([name for name in values if name not in manifest.values])
+    for name in values:
+        if name in manifest.values:
+            ready.values[name] = decoded(manifest.values[name], others, name, ready)
 
 
 def decoded(value: Json, shelf: Shelf, where: str, ready: Ready) -> Any:
     """A value of the manifest; what cannot be read is a finding."""
+    lost: list[str] = []
+
+    def read(name: str) -> Tensor:
+        if name in shelf.home:
+            return shelf.read(name)
+        lost.append(name)
+        return torch.empty(0)
+
     try:
-        lost = [name for name in tensor_names(value) if name not in shelf.home]
-        if not lost:
-            return decode(value, shelf.read)
-        ready.findings.append(f"{where} needs {listed(lost)}, which no file holds")
+        found = decode(value, read)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # RecursionError too
         ready.findings.append(f"{where} cannot be read: {error}")
-    return None
+        return None
+    if lost:
+        ready.findings.append(f"{where} needs {listed(lost)}, which no file holds")
+    return found
 
 
 def read_optimizer(
@@ -164,48 +157,37 @@ def read_optimizer(
     names = {parameter: manifest.ties.get(name, name) for parameter, name in names_of_parameters(module).items()}
     for at, group in enumerate(optimizer.param_groups):
         here = {parameter: names[parameter] for parameter in group["params"] if parameter in names}
-        ready.findings += _find_strange(at, group["params"], here, options)
         ready.trained |= set(here.values())
-        own = [options[name] for name in here.values() if name in options]
-        kept = decoded(own[0], shelf, f"the options of group {at}", ready) if own else {}
-        ready.findings += [
-            f"group {at} of the optimizer has {key} {kept[key]!r}, which is no number; do not trust it"
-            for key, now in group.items()
-            if kept and key in kept and isinstance(now, float) and not isinstance(kept[key], (int, float, Tensor))
-        ]
-        ready.options.append(kept)
+        own = [name for name in here.values() if name in options]
+        kept = decoded(options[own[0]], shelf, f"the options of group {at}", ready) if own else {}
+        ready.options.append(kept or {})
+        wrong = [*_why_not_of(group, here, own, options), *_why_no_numbers(group, kept or {})]
+        ready.findings += [f"group {at} of the optimizer has {text}" for text in wrong]
         for parameter, name in here.items():
             remembered = decoded(saved["state"].get(name, {}), shelf, f"the optimizer's {name}", ready)
             if remembered:
                 ready.state[parameter] = _placed(remembered, parameter, group)
 
 
-def _find_strange(
-    at: int, parameters: Sequence[Tensor], here: Mapping[Tensor, str], options: Mapping[str, Any]
-) -> list[str]:
-    """What is wrong with the parameters of a group."""
-    findings = []
-    strange = [list(parameter.shape) for parameter in parameters if parameter not in here]
-    absent = [name for name in here.values() if name not in options]
-    if strange:
-        findings.append(f"group {at} of the optimizer has parameters of shapes {strange} that are not the model's")
-    if absent:
-        findings.append(
-            f"group {at} of the optimizer has {listed(absent)}, which the checkpoint's had not; leave it out"
-        )
-    kinds: dict[str, str] = {}  # an example of each
-    for name in here.values():
-        if name in options:
-            kinds.setdefault(json.dumps(options[name], sort_keys=True), name)
-    if len(kinds) > 1:
-        (one, first), (other, second) = list(kinds.items())[:2]
-        values = [json.loads(one), json.loads(other)]
-        keys = [key for key in values[0].keys() | values[1].keys() if values[0].get(key) != values[1].get(key)]
-        findings.append(
-            f"group {at} of the optimizer has both {first} and {second}, which differed in {listed(sorted(keys))}; "
-            f"give them groups of their own"
-        )
-    return findings
+def _why_not_of(
+    group: Mapping[str, Any], here: Mapping[Tensor, str], own: Sequence[str], options: Mapping[str, Any]
+) -> Iterator[str]:
+    """What is wrong with the parameters of a group: those `here` are the model's, and `own` have options."""
+    if strange := [list(parameter.shape) for parameter in group["params"] if parameter not in here]:
+        yield f"parameters of shapes {strange} that are not the model's"
+    if absent := [name for name in here.values() if name not in options]:
+        yield f"{listed(absent)}, which the checkpoint's had not; leave it out"
+    other = next((name for name in own if options[name] != options[own[0]]), None)
+    if other is not None:
+        one, two = options[own[0]], options[other]
+        keys = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+        yield f"both {own[0]} and {other}, which differed in {listed(keys)}; give them groups of their own"
+
+
+def _why_no_numbers(group: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
+    for key in kept.keys() & group.keys():
+        if isinstance(group[key], float) and not isinstance(kept[key], (int, float, Tensor)):
+            yield f"{key} {kept[key]!r}, which is no number; do not trust it"
 
 
 def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, object]:
@@ -221,20 +203,14 @@ def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str
     }
 
 
-def find_unexpected(manifest: Manifest, names: set[str], trained: set[str]) -> list[str]:
+def find_unexpected(manifest: Manifest, names: set[str], trained: set[str]) -> Iterator[str]:
     """What a checkpoint holds that no rank's model has, or that no rank's optimizer has, if any was given."""
-    if not names:
-        return []  # only looked through
-    findings = []
-    odd = [name for name in [*manifest.names, *manifest.values] if name not in names]
-    if odd:
-        findings.append(f"the checkpoint holds {listed(odd)}, which the model lacks; load into the model it is of")
+    if odd := [name for name in [*manifest.names, *manifest.values] if name not in names]:
+        yield f"the checkpoint holds {listed(odd)}, which the model lacks; load into the model it is of"
     if trained and manifest.optimizer is not None:
-        groups = manifest.optimizer["groups"]
-        idle = [name for group in groups for name in group["parameters"] if name not in trained and name in names]
-        if idle:
-            findings.append(f"the checkpoint's optimizer trained {listed(idle)}, which this one has not; add it")
-    return findings
+        before = [name for group in manifest.optimizer["groups"] for name in group["parameters"]]
+        if idle := [name for name in before if name not in trained and name in names]:
+            yield f"the checkpoint's optimizer trained {listed(idle)}, which this one has not; add it"
 
 
 def put(ready: Ready, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -332,7 +308,8 @@ def load(
     ready, extra = _agree_fit(found.path, manifest, pipe, optimizer, team)
     if pipe is not None:
         put(ready, pipe, optimizer)
-        _resume(pipe, manifest)
+        if hasattr(pipe, "layers_per_partition"):  # else it is plain layers, whose randomness is torch's
+            pipe.step_number, pipe.seed = manifest.step_number, manifest.seed  # type: ignore[assignment]  # a GPipe's
     return Checkpoint(found.path, manifest.step_number, manifest.seed, extra, manifest)
 
 
@@ -357,21 +334,17 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
 
 def _agree_which(folder: Path, team: Communicator) -> Found | None:
     """The checkpoint that all ranks load: rank 0 says which, since one host may see a newer `latest` than another."""
-    findings: list[str] = []
-    found, failed = None, FirstError()
+    found, findings, failed = None, list[str](), FirstError()
     with failed:
         try:
             found = find(folder) if team.rank == 0 else None
         except CheckpointError as wrong:
             findings = wrong.findings
-    place = None if found is None else os.path.relpath(found.path, folder)
-    gathered = agree(
-        team, [place, found and found.sha256, findings], same={"folder": str(folder)}, error=failed.error
-    )
-    place, sha256, findings = gathered[0]
+    known = found and [os.path.relpath(found.path, folder), found.sha256]
+    known, findings = agree(team, [known, findings], same={"folder": str(folder)}, error=failed.error)[0]
     if findings:
         raise CheckpointError(folder, findings)
-    return None if place is None else Found(folder / place if place != "." else folder, sha256)
+    return Found(Path(os.path.normpath(folder / known[0])), known[1]) if known else None
 
 
 def _why_none(folder: Path) -> str:
@@ -385,15 +358,14 @@ def _why_none(folder: Path) -> str:
 
 def _agree_whole(found: Found, team: Communicator) -> Manifest:
     """The manifest, when all ranks have looked through the files, each its share."""
-    findings: list[str] = []
-    manifest, failed = None, FirstError()
+    manifest, findings, failed = None, list[str](), FirstError()
     with failed:
         try:
             manifest = read_manifest(found)
             findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
         except ValueError as wrong:
             findings = [str(wrong)]
-    findings = _all_of(agree(team, findings, error=failed.error))
+    findings = all_of(agree(team, findings, error=failed.error))
     if manifest is None or findings:
         beside = others(found.path)
         advice = f"Restore what is damaged from a copy, or load another: {', '.join(beside)}" if beside else ""
@@ -401,7 +373,7 @@ def _agree_whole(found: Found, team: Communicator) -> Manifest:
     return manifest
 
 
-def _all_of(gathered: Sequence[Sequence[str]]) -> list[str]:
+def all_of(gathered: Iterable[Sequence[str]]) -> list[str]:
     """What any rank found, once."""
     return list(dict.fromkeys(finding for findings in gathered for finding in findings))
 
@@ -420,10 +392,9 @@ def _agree_fit(
         if pipe is not None:
             _read(path, manifest, pipe, optimizer, ready)
     gathered = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
-    findings = _all_of([remote[0] for remote in gathered])
-    names, trained = ({name for remote in gathered for name in remote[at]} for at in (1, 2))
-    if not findings:
-        findings = find_unexpected(manifest, names, trained)
+    findings, names, trained = map(all_of, zip(*gathered, strict=True))
+    if pipe is not None and not findings:
+        findings = list(find_unexpected(manifest, set(names), set(trained)))
     if findings:
         raise CheckpointError(path, findings)
     return ready, extra
@@ -444,10 +415,3 @@ def _read(
         read_state(pipe, manifest, weights, values, ready)
         if optimizer is not None:
             read_optimizer(pipe, optimizer, manifest, states, ready)
-
-
-def _resume(pipe: nn.Module, manifest: Manifest) -> None:
-    """Has the randomness of a pipe go on where it was."""
-    if hasattr(pipe, "layers_per_partition"):  # else it is plain layers, whose randomness is torch's
-        pipe.step_number = manifest.step_number  # type: ignore[assignment]  # a GPipe's
-        pipe.seed = manifest.seed  # type: ignore[assignment]  # likewise

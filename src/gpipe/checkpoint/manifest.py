@@ -10,10 +10,11 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import NoneType
+from typing import Any, TypeAlias, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -54,9 +55,24 @@ class CheckpointError(ValueError):
         self.findings = list(findings)
 
 
+class Group(TypedDict):
+    """Parameters that an optimizer trains by the same options."""
+
+    parameters: list[str]
+    options: dict[str, Any]
+
+
+class Optimizer(TypedDict):
+    """An optimizer, and what it remembers of each parameter."""
+
+    type: str
+    groups: list[Group]
+    state: dict[str, dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """What belongs to a checkpoint."""
+    """What belongs to a checkpoint; what is read must be of these types, and Any is any JSON."""
 
     step_number: int
     seed: int
@@ -66,52 +82,32 @@ class Manifest:
     files: dict[str, File]
     names: list[str]  # of all tensors of the state_dict, each parameter once, under its first name
     ties: dict[str, str]  # the other names of shared parameters
-    values: dict[str, Json]  # what is no tensor in the state_dict
-    optimizer: (
-        dict[str, Any] | None
-    )  # {"type", "groups": [{"parameters", "options"}], "state": {parameter: {key: _}}}
-    extra: Json
+    values: dict[str, Any]  # what is no tensor in the state_dict
+    optimizer: Optimizer | None
+    extra: Any
 
 
-Kind: TypeAlias = "type | tuple[Kind, ...] | list[Kind] | dict[str, Kind]"
-ANYTHING = (dict, list, str, int, float, bool, type(None))
-OPTIMIZER: Kind = {
-    "type": str,
-    "groups": [{"parameters": [str], "options": {"*": ANYTHING}}],
-    "state": {"*": {"*": ANYTHING}},
-}
-KINDS: dict[str, Kind] = {
-    "step_number": int,
-    "seed": int,
-    "world": int,
-    "layers_per_partition": [int],
-    "micro_batches": int,
-    "files": {"*": {"bytes": int, "sha256": str}},
-    "names": [str],
-    "ties": {"*": str},
-    "values": {"*": ANYTHING},
-    "optimizer": (OPTIMIZER, type(None)),
-    "extra": ANYTHING,
-}
-"""What each field is: a type, one of several, a list of, a dict with these keys or, under `*`, with any."""
+TYPES = get_type_hints(Manifest)
 
 
-def is_kind(value: object, kind: Kind) -> bool:
-    """Whether JSON is of a kind.
+def is_of(value: object, wanted: Any) -> bool:
+    """Whether JSON is of a type, as annotations have it.
 
-    >>> is_kind([{"bytes": 3}], [{"bytes": int}]), is_kind({"bytes": True}, {"*": int})
+    >>> is_of([{"bytes": 3, "sha256": ""}], list[File]), is_of({"bytes": True}, dict[str, int])
     (True, False)
     """
-    match kind:
-        case type():
-            return type(value) is kind  # True is no number here
-        case tuple():
-            return any(is_kind(value, one) for one in kind)
-        case list():
-            return isinstance(value, list) and all(is_kind(item, kind[0]) for item in value)
-        case {"*": every}:
-            return isinstance(value, dict) and all(is_kind(item, every) for item in value.values())
-    return isinstance(value, dict) and all(key in value and is_kind(value[key], kind[key]) for key in kind)
+    inner = get_args(wanted)
+    if wanted is Any:
+        return True
+    if get_origin(wanted) is list:
+        return isinstance(value, list) and all(is_of(item, inner[0]) for item in value)
+    if get_origin(wanted) is dict:
+        return isinstance(value, dict) and all(is_of(item, inner[1]) for item in value.values())
+    if inner:
+        return any(is_of(value, one) for one in inner)
+    if fields := wanted is not NoneType and get_type_hints(wanted):
+        return isinstance(value, dict) and all(key in value and is_of(value[key], fields[key]) for key in fields)
+    return type(value) is wanted  # True is no number here
 
 
 def to_bytes(manifest: Manifest, versions: dict[str, str]) -> bytes:
@@ -140,38 +136,40 @@ def from_bytes(data: bytes) -> Manifest:
             f"it is of format {fields.get('format')!r}, version {fields.get('version')!r}, and this gpipe reads "
             f"{FORMAT!r}, version {VERSION}; use the gpipe that wrote it: {fields.get('written_by')}"
         )
-    wrong = [name for name, kind in KINDS.items() if not is_kind(fields.get(name, ...), kind)]
+    wrong = [name for name, wanted in TYPES.items() if name not in fields or not is_of(fields[name], wanted)]
     if wrong:
         raise ValueError(f"its {', '.join(wrong)} cannot be understood; it was not written by gpipe.save")
     if odd := _contradictions(fields):
         raise ValueError(f"it contradicts itself: {'; '.join(odd)}; it was not written by gpipe.save")
-    files = {name: File(**{key: file[key] for key in ("bytes", "sha256")}) for name, file in fields["files"].items()}
-    return Manifest(**{name: fields[name] for name in KINDS} | {"files": files})
+    files = {name: File(file["bytes"], file["sha256"]) for name, file in fields["files"].items()}
+    return Manifest(**{name: fields[name] for name in TYPES} | {"files": files})
 
 
 def _contradictions(fields: Mapping[str, Any]) -> list[str]:
     """What is of the right types and yet cannot be, in a manifest that somebody else made."""
-    names, ties, values = fields["names"], fields["ties"], fields["values"]
-    groups = fields["optimizer"]["groups"] if fields["optimizer"] else []
-    state = fields["optimizer"]["state"] if fields["optimizer"] else {}
-    trained = [name for group in groups for name in group["parameters"]]
-    small = [name for name in ("world", "micro_batches") if fields[name] < 1]
-    small += ["step_number"] * (fields["step_number"] < 0)
+    names, ties, optimizer = fields["names"], fields["ties"], fields["optimizer"] or {"groups": [], "state": {}}
+    trained = [name for group in optimizer["groups"] for name in group["parameters"]]
+    known = set(names)
+    small = [name for name, least in (("world", 1), ("micro_batches", 1), ("step_number", 0)) if fields[name] < least]
     small += ["layers_per_partition"] * (min(fields["layers_per_partition"], default=0) < 1)
     small += [f"the bytes of {name}" for name, file in fields["files"].items() if file["bytes"] < 0]
     found = {
         "too small": small,
         "not of 64 bits": ["seed"] * (not -(2**63) <= fields["seed"] < 2**63),
-        "named twice": [name for name, times in Counter(names).items() if times > 1],
-        "tensor and value": [name for name in values if name in set(names)],
-        "tied to no tensor": [name for name, first in ties.items() if first not in set(names) or name in set(names)],
-        "trained twice": [name for name, times in Counter(trained).items() if times > 1],
-        "trained, and no tensor": [name for name in trained if name not in set(names)],
-        "remembered, and not trained": [name for name in state if name not in set(trained)],
+        "named twice": _repeated(names),
+        "tensor and value": [name for name in fields["values"] if name in known],
+        "tied to no tensor": [name for name, first in ties.items() if first not in known or name in known],
+        "trained twice": _repeated(trained),
+        "trained, and no tensor": [name for name in trained if name not in known],
+        "remembered, and not trained": sorted(optimizer["state"].keys() - trained),
     }
     return [
         f"{', '.join(odd[:SOME])} {'is' if len(odd) == 1 else 'are'} {what}" for what, odd in found.items() if odd
     ]
+
+
+def _repeated(names: list[str]) -> list[str]:
+    return [name for name, times in Counter(names).items() if times > 1]
 
 
 Keep: TypeAlias = Callable[[str, Tensor], str]
@@ -182,19 +180,21 @@ ADVICE = "only tensors, numbers, text, None, and lists, tuples and dicts of them
 
 
 class Encoder:
-    """Turns values into JSON, and collects what cannot be."""
+    """Turns values into JSON, and adds to `mistakes` what cannot be."""
 
-    def __init__(self, keep: Keep) -> None:
-        self.mistakes: list[str] = []
-        self._keep = keep
+    def __init__(self, keep: Keep, mistakes: list[str]) -> None:
+        self._keep, self._mistakes = keep, mistakes
 
     def __call__(self, value: object, where: str) -> Json:
         """The JSON of a value; `where` is what messages call it."""
         try:
             return self._encoded(value, where)
         except RecursionError:
-            self.mistakes.append(f"{where} contains itself, or is nested too deeply; flatten it")
-            return None
+            return self._refused(f"{where} contains itself, or is nested too deeply; flatten it")
+
+    def _refused(self, mistake: str) -> Json:
+        self._mistakes.append(mistake)
+        return None
 
     def _encoded(self, value: object, where: str) -> Json:
         match value:
@@ -203,10 +203,9 @@ class Encoder:
             case int() if value.bit_length() <= LONGEST_INTEGER:
                 return int(value)
             case int():
-                self.mistakes.append(
+                return self._refused(
                     f"{where} is a whole number of {value.bit_length()} bits; store it as a tensor or text"
                 )
-                return None
             case float():
                 return float(value) if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
             case Tensor():
@@ -214,15 +213,14 @@ class Encoder:
             case list():
                 return [self._encoded(item, f"{where}[{at}]") for at, item in enumerate(value)]
             case tuple() if type(value) is tuple:
-                return {"$tuple": [self._encoded(item, f"{where}[{at}]") for at, item in enumerate(value)]}
+                return {"$tuple": self._encoded(list(value), where)}
             case Counter():
                 return {"$counter": self._pairs(value, where)}
             case dict():
                 if all(isinstance(key, str) and not key.startswith("$") for key in value):
                     return {key: self._encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
                 return {"$dict": self._pairs(value, where)}
-        self.mistakes.append(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
-        return None
+        return self._refused(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
 
     def _pairs(self, value: Mapping[Any, object], where: str) -> Json:
         return [
@@ -231,10 +229,8 @@ class Encoder:
         ]
 
     def _tensor(self, tensor: Tensor, where: str) -> Json:
-        wrong = why_not_storable(tensor)
-        if wrong:
-            self.mistakes.append(f"{where} {wrong}")
-            return None
+        if wrong := why_not_storable(tensor):
+            return self._refused(f"{where} {wrong}")
         if not tensor.dim() and not tensor.is_complex():
             number = tensor.item()
             if math.isfinite(number):  # a number like Adam's count of steps needs no place in a file
@@ -243,14 +239,7 @@ class Encoder:
 
 
 def decode(value: Json, read: Callable[[str], Tensor]) -> object:
-    """The value again.
-
-    Args:
-        value: What an `Encoder` made of it.
-        read: Gives the tensor of a name.
-
-    Raises:
-        ValueError: No encoder makes that.
+    """The value that an `Encoder` made JSON of; `read` gives the tensor of a name. ValueError: no encoder makes that.
 
     >>> decode({"betas": {"$tuple": [0.9, 0.999]}, "best": {"$float": "7ff0000000000000"}}, read=None)
     {'betas': (0.9, 0.999), 'best': inf}
@@ -267,9 +256,9 @@ def decode(value: Json, read: Callable[[str], Tensor]) -> object:
         case {"$tuple": list(items)}:
             return tuple(decode(item, read) for item in items)
         case {"$counter": list(pairs)}:
-            return Counter(dict(_pairs(pairs, read)))
+            return Counter(_decoded_pairs(pairs, read))
         case {"$dict": list(pairs)}:
-            return dict(_pairs(pairs, read))
+            return _decoded_pairs(pairs, read)
         case dict() if not any(key.startswith("$") for key in value):
             return {key: decode(item, read) for key, item in value.items()}
         case dict():
@@ -277,22 +266,12 @@ def decode(value: Json, read: Callable[[str], Tensor]) -> object:
     return value
 
 
-def _pairs(pairs: list[Json], read: Callable[[str], Tensor]) -> Iterator[tuple[object, object]]:
+def _decoded_pairs(pairs: list[Json], read: Callable[[str], Tensor]) -> dict[object, object]:
+    found = {}
     for pair in pairs:
         match pair:
             case [key, item]:
-                yield decode(key, read), decode(item, read)
+                found[decode(key, read)] = decode(item, read)
             case _:
                 raise ValueError(f"there is no key and value that are written as {pair}")
-
-
-def tensor_names(value: Json) -> list[str]:
-    """The names of all tensors that a value needs."""
-    names: list[str] = []
-
-    def note(name: str) -> Tensor:
-        names.append(name)
-        return torch.empty(0)
-
-    decode(value, note)
-    return names
+    return found

@@ -11,20 +11,27 @@ threads exchange with other ranks; writing threads meet in the folder.
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from gpipe.checkpoint.folder import Draft, begin
-from gpipe.checkpoint.gather import Part, copied, gather
-from gpipe.checkpoint.write import Writing, await_parts, begin_part, finish, note_failure, write_part
+from gpipe.checkpoint.folder import begin
+from gpipe.checkpoint.part import (
+    Part,
+    Writing,
+    await_parts,
+    begin_part,
+    copied,
+    finish,
+    gather,
+    note_failure,
+    write_part,
+)
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
-from gpipe.errors import RemoteError
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -46,10 +53,8 @@ class Saving:
     ('step_0', True)
     """
 
-    def __init__(self, writing: Writing, team: Communicator, draft: Draft | None) -> None:
-        self._writing = writing
-        self._team = team
-        self._draft = draft  # of rank 0 alone
+    def __init__(self, writing: Writing, team: Communicator) -> None:
+        self._writing, self._team = writing, team
         self._thread: threading.Thread | None = None
         self._name: str | None = None
         self._failed = FirstError()
@@ -76,8 +81,7 @@ class Saving:
             self._thread.join()
         if not self._settled:
             self._settled = True
-            with naming(self._writing.path.parent):
-                self._settle()
+            self._settle()
 
     @property
     def done(self) -> bool:
@@ -110,19 +114,19 @@ class Saving:
             if self._failed.error is not None:
                 raise self._failed.error
             write_part(self._writing)
-            if self._draft is not None:
+            if self._writing.draft is not None:
                 await_parts(self._writing)
             self._finish()
         error = self._failed.error
         if error is not None:
             logger.error("a checkpoint could not be saved: %s: %s", type(error).__name__, error)
-            if self._draft is None:
+            if self._writing.draft is None:
                 with suppress(OSError):  # rank 0 will notice all the same, by its limit
                     note_failure(self._writing, error)
 
     def _finish(self) -> None:
-        if self._draft is not None:
-            self._name = finish(self._writing, self._draft)
+        if self._writing.draft is not None:
+            self._name = finish(self._writing, self._writing.draft)
 
     def _settle(self) -> None:
         """Has all ranks know whether all went well."""
@@ -138,8 +142,8 @@ class Saving:
                 self._sign = None
 
     def _discard(self) -> None:
-        if self._draft is not None:
-            self._draft.discard()
+        if self._writing.draft is not None:
+            self._writing.draft.discard()
 
 
 def save(
@@ -189,29 +193,7 @@ def save(
     """
     check_order(folder, pipe, "save", optimizer)
     settle(pipe)
-    root = Path(os.path.abspath(folder))
-    with naming(root):
-        saving = _begin(root, pipe, optimizer, extra, background=background, keep=keep, limit=limit)
-        if background:
-            _under_way[pipe] = saving
-            saving.in_background()
-        else:
-            saving.in_foreground()
-    return saving
-
-
-def _begin(
-    root: Path,
-    pipe: "GPipe",
-    optimizer: torch.optim.Optimizer | None,
-    extra: object,
-    *,
-    background: bool,
-    keep: int | None,
-    limit: float,
-) -> Saving:
-    """Collects what this rank has to save, and has all ranks agree where it is written."""
-    team, part, draft, failed = communicator_of(pipe), Part(), None, FirstError()
+    root, team, part, draft, failed = Path(os.path.abspath(folder)), communicator_of(pipe), Part(), None, FirstError()
     with failed:
         part = _checked(pipe, optimizer, extra, keep, team.rank)
         if background:
@@ -219,19 +201,28 @@ def _begin(
         if team.rank == 0:
             draft = begin(root, pipe.step_number)
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-    path = root / _agree_where(team, same, draft, failed)
-    writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
-    return Saving(Writing(team.rank, writers, path, part, _numbers(pipe, team), keep, limit, team.gone), team, draft)
-
-
-@contextmanager
-def naming(folder: Path) -> Iterator[None]:
-    """Adds what was being saved to the error of another process."""
     try:
-        yield
-    except RemoteError as error:
-        error.add_note(f"while a checkpoint was saved to {folder}")
+        name = agree(team, draft and draft.path.name, same=same, error=failed.error)[0]
+    except BaseException:
+        if draft is not None:
+            draft.discard()
         raise
+    numbers = {
+        "step_number": pipe.step_number,
+        "seed": pipe.seed,
+        "world": team.size,
+        "layers_per_partition": list(pipe.layers_per_partition),
+        "micro_batches": pipe.micro_batches,
+    }
+    writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
+    writing = Writing(team.rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)
+    saving = Saving(writing, team)
+    if background:
+        _under_way[pipe] = saving
+        saving.in_background()
+    else:
+        saving.in_foreground()
+    return saving
 
 
 def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
@@ -265,17 +256,6 @@ def settle(pipe: nn.Module | None) -> None:
         before.wait_once()
 
 
-def _agree_where(team: Communicator, same: dict[str, Any], draft: Draft | None, failed: FirstError) -> str:
-    """The name of the draft's folder, which rank 0 chooses; if any rank failed, nothing stays of it."""
-    try:
-        name: str = agree(team, None if draft is None else draft.path.name, same=same, error=failed.error)[0]
-    except BaseException:
-        if draft is not None:
-            draft.discard()
-        raise
-    return name
-
-
 def _checked(
     pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
 ) -> Part:
@@ -288,13 +268,3 @@ def _checked(
     if part.mistakes:
         raise ValueError("nothing was saved:\n" + "\n".join(f"- {mistake}" for mistake in part.mistakes))
     return part
-
-
-def _numbers(pipe: "GPipe", team: Communicator) -> dict[str, Any]:
-    return {
-        "step_number": pipe.step_number,
-        "seed": pipe.seed,
-        "world": team.size,
-        "layers_per_partition": list(pipe.layers_per_partition),
-        "micro_batches": pipe.micro_batches,
-    }

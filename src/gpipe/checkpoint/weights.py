@@ -23,9 +23,9 @@ from gpipe.checkpoint.files import (
     why_not_storable,
     write_file,
 )
-from gpipe.checkpoint.gather import first_names
 from gpipe.checkpoint.load import Ready, listed, put, read_weights
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError
+from gpipe.checkpoint.part import first_names
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.distributed.agree import FirstError, agree, communicator_of
 from gpipe.stages.layout import full_tensor
