@@ -149,7 +149,7 @@ def test_what_is_missing_or_damaged_is_refused(sharded: Path, tmp_path: Path) ->
     assert second.startswith(f"{shards[2].name} is no safetensors file: ")
     shards[2].unlink()
     shards[0].unlink()
-    assert refused(sharded) == [f"{path.name} is missing; get it again" for path in (shards[0], shards[2])]
+    assert refused(sharded) == [f"{path.name} is missing" for path in (shards[0], shards[2])]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {"0.weight": 3}}', '{"weight_map": []}', "{" * 10**5])
@@ -175,21 +175,12 @@ def test_a_shard_that_leads_out_of_the_folder_is_refused(name: str, sharded: Pat
     ]
 
 
-def test_links_are_followed_within_the_hubs_cache_and_nowhere_else(sharded: Path) -> None:
+def test_links_to_files_are_followed(sharded: Path, tmp_path: Path) -> None:
+    """The Hub's cache is made of them."""
     shard = sharded / "model-00001-of-00004.safetensors"
-    assert shard.exists()
-    for home, good in ((sharded.parent.parent / "blobs", True), (sharded.parent.parent / "other", False)):
-        home.mkdir()
-        shard.rename(home / "5f3e")
-        shard.symlink_to(home / "5f3e")
-        if good:
-            gpipe.load_weights(sharded, make(build(2)))
-        else:
-            assert refused(sharded) == [
-                f"{shard.name} links to {home / '5f3e'}, out of the folder; put the file itself there"
-            ]
-        shard.unlink()
-        (home / "5f3e").rename(shard)
+    shard.rename(tmp_path / "5f3e")
+    shard.symlink_to(tmp_path / "5f3e")
+    gpipe.load_weights(sharded, make(build(2)))
 
 
 def test_what_cannot_be_saved_is_told_at_once(tmp_path: Path) -> None:

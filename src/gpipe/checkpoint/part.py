@@ -204,6 +204,11 @@ class Writing:
         """Where a rank says that its part has `begun`, has `failed`, or is there (`json`)."""
         return self.path / f"part_{rank}.{what}"
 
+    def discard(self) -> None:
+        """Gives the checkpoint up."""
+        if self.draft is not None:
+            self.draft.discard()
+
     def say(self, what: str, content: object) -> None:
         """Says it of this rank."""
         path = self.said(self.rank, what)
@@ -252,13 +257,15 @@ def _is_gone(writing: Writing, rank: int) -> bool:
 
 def note_failure(writing: Writing, error: Exception) -> None:
     """Lets rank 0 know that this part will not come."""
+    if writing.draft is not None:
+        return  # it is rank 0's
     for stage in {name.partition(".")[0] for name in writing.part.files}:
         for file in writing.path.glob(f"{stage}.*"):
             file.unlink()  # on a full disk there is no room for the note else
     writing.say("failed", [type(error).__name__, str(error)])
 
 
-def await_parts(writing: Writing) -> None:
+def _await_parts(writing: Writing) -> None:
     """Waits for the parts of all ranks, as long as something comes."""
     size, since = -1, time.monotonic()
     while missing := [rank for rank in range(writing.ranks) if not writing.said(rank, "json").exists()]:
@@ -290,16 +297,19 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def finish(writing: Writing, draft: Draft) -> str:
-    """Makes the parts one checkpoint, the latest, and removes what is too much; gives its name."""
+def finish(writing: Writing) -> str | None:
+    """On rank 0, makes the parts one checkpoint, the latest, and removes what is too much; gives its name."""
+    if writing.draft is None:
+        return None
+    _await_parts(writing)
     notes = [writing.said(rank, "json") for rank in range(writing.ranks)]
     manifest = _joined([json.loads(path.read_text()) for path in notes], writing.numbers)
     data = to_bytes(manifest, {"gpipe": _version(), "torch": torch.__version__})
     write_file(writing.path / MANIFEST, [data])
     for path in [*notes, *writing.path.glob("part_*.begun")]:
         os.unlink(path)
-    name = publish(draft, manifest.step_number, hashlib.sha256(data).hexdigest())
-    draft.close()
+    name = publish(writing.draft, manifest.step_number, hashlib.sha256(data).hexdigest())
+    writing.draft.close()
     if writing.keep is not None:
         try:
             prune(writing.path.parent, writing.keep, name)

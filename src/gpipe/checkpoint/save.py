@@ -23,7 +23,6 @@ from gpipe.checkpoint.folder import begin
 from gpipe.checkpoint.part import (
     Part,
     Writing,
-    await_parts,
     begin_part,
     copied,
     finish,
@@ -76,12 +75,21 @@ class Saving:
         return self._writing.path.parent / self._name
 
     def wait_once(self) -> None:
-        """Waits and raises what went wrong, unless that was done before."""
+        """Waits and raises what went wrong on any rank, unless that was done before."""
         if self._thread is not None:
             self._thread.join()
-        if not self._settled:
-            self._settled = True
-            self._settle()
+        if self._settled:
+            return
+        self._settled = True
+        try:
+            self._name = agree(self._team, self._name, error=self._failed.error)[0]
+        except BaseException:
+            self._name = None
+            self._writing.discard()
+            raise
+        finally:
+            if self._sign is not None:
+                os.close(self._sign)
 
     @property
     def done(self) -> bool:
@@ -90,16 +98,16 @@ class Saving:
 
     def in_foreground(self) -> None:
         """Writes it now."""
-        self._settled = True
         try:
             with self._failed:
                 write_part(self._writing)
             agree(self._team, error=self._failed.error)
             with self._failed:
-                self._finish()
-            self._settle()
+                self._name = finish(self._writing)
+            self.wait_once()
         except BaseException:
-            self._discard()
+            self._settled = True
+            self._writing.discard()
             raise
 
     def in_background(self) -> None:
@@ -110,40 +118,15 @@ class Saving:
         self._thread.start()
 
     def _write(self) -> None:
-        with self._failed:
-            if self._failed.error is not None:
-                raise self._failed.error
-            write_part(self._writing)
-            if self._writing.draft is not None:
-                await_parts(self._writing)
-            self._finish()
+        if self._failed.error is None:
+            with self._failed:
+                write_part(self._writing)
+                self._name = finish(self._writing)
         error = self._failed.error
         if error is not None:
             logger.error("a checkpoint could not be saved: %s: %s", type(error).__name__, error)
-            if self._writing.draft is None:
-                with suppress(OSError):  # rank 0 will notice all the same, by its limit
-                    note_failure(self._writing, error)
-
-    def _finish(self) -> None:
-        if self._writing.draft is not None:
-            self._name = finish(self._writing, self._writing.draft)
-
-    def _settle(self) -> None:
-        """Has all ranks know whether all went well."""
-        try:
-            self._name = agree(self._team, self._name, error=self._failed.error)[0]
-        except BaseException:
-            self._name = None
-            self._discard()
-            raise
-        finally:
-            if self._sign is not None:
-                os.close(self._sign)
-                self._sign = None
-
-    def _discard(self) -> None:
-        if self._writing.draft is not None:
-            self._writing.draft.discard()
+            with suppress(OSError):  # rank 0 will notice all the same, by its limit
+                note_failure(self._writing, error)
 
 
 def save(
@@ -233,20 +216,11 @@ def check_order(folder: object, pipe: object, name: str, optimizer: object = Non
         )
     if pipe is not None and not isinstance(pipe, nn.Module):
         raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.{name}(folder, pipe, ...)")
-    check_optimizer(optimizer)
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Checks that an optimizer is one, or looks like one."""
-    if optimizer is None or (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        return
-    if isinstance(optimizer, dict):
-        advice = "give the optimizer itself, not its state_dict()"
-    elif hasattr(optimizer, "state_dict"):
-        advice = "give the optimizer alone; the state_dict() of schedulers and scalers goes into save(..., extra=...)"
-    else:
-        advice = "give a torch optimizer of pipe.parameters(), or None"
-    raise TypeError(f"optimizer is a {type(optimizer).__name__}; {advice}")
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give the torch optimizer itself, not its state_dict(); that of "
+            f"schedulers and scalers goes into save(..., extra=...)"
+        )
 
 
 def settle(pipe: nn.Module | None) -> None:

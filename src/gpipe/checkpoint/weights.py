@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from gpipe.checkpoint.files import (
     why_not_storable,
     write_file,
 )
-from gpipe.checkpoint.load import Ready, listed, put, read_weights
-from gpipe.checkpoint.manifest import LARGEST, CheckpointError
+from gpipe.checkpoint.load import Ready, all_of, listed, put, read_weights
+from gpipe.checkpoint.manifest import LARGEST, CheckpointError, is_of
 from gpipe.checkpoint.part import first_names
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.distributed.agree import FirstError, agree, communicator_of
@@ -67,16 +68,15 @@ def load_weights(
     check_order(folder, pipe, "load_weights")
     settle(pipe)
     team, path = communicator_of(pipe), Path(os.path.abspath(folder))
-    ready, there, failed = Ready(), list[str](), FirstError()
+    ready, shelf, failed = Ready(), Shelf([]), FirstError()
     with failed:
         shelf = _open(path, ready)
         if not ready.findings:
-            there = list(shelf.home)
             _read(pipe, shelf, rename, ready)
     gathered = agree(team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error)
-    findings = list(dict.fromkeys(finding for remote in gathered for finding in remote[0]))
-    known = {name for remote in gathered for name in remote[1]}
-    odd = [name for name in there if name not in known]
+    findings, names = map(all_of, zip(*gathered, strict=True))
+    known = set(names)
+    odd = [name for name in shelf.home if known and name not in known]  # none is known where files cannot be read
     if odd and (strict or findings):
         findings.append(
             f"the files hold {listed(odd)}, which the model lacks; give rename=, or strict=False; if transformers "
@@ -88,23 +88,24 @@ def load_weights(
 
 
 def _open(folder: Path, ready: Ready) -> Shelf:
-    """The files of a folder."""
-    index = folder / INDEX
-    names = [SINGLE]
+    """The files of a folder; what is wrong with them is a finding."""
     where: dict[str, str] = {}
     if not (folder / SINGLE).exists():
-        if not index.exists():
+        if not (folder / INDEX).exists():
             ready.findings.append(f"there is neither {SINGLE} nor {INDEX}; give the folder that holds one")
             return Shelf([])
-        where = _read_index(index, ready)
-        names = sorted(set(where.values()))
-    ready.findings += [wrong for name in names if (wrong := _why_strange(folder, name))]
+        where = _read_index(folder / INDEX, ready)
+    names = sorted(set(where.values())) or [SINGLE]
+    ready.findings += [
+        f"{INDEX} names {name!r}, which is no safetensors file of the folder; do not trust it"
+        for name in names
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name)
+    ]
     if ready.findings:
         return Shelf([])
     shelf = Shelf(folder / name for name in names)
     ready.findings += shelf.findings
-    lost = [name for name, file in where.items() if shelf.home.get(name) != file]
-    if lost and not shelf.findings:
+    if lost := [name for name, file in where.items() if shelf.home.get(name) != file and not shelf.findings]:
         ready.findings.append(
             f"{INDEX} says where {listed(lost)} would be, and it is not there; get all shards again"
         )
@@ -112,25 +113,12 @@ def _open(folder: Path, ready: Ready) -> Shelf:
 
 
 def _read_index(index: Path, ready: Ready) -> dict[str, str]:
-    try:
-        where = json.loads(read_small(index, LARGEST, follow=True).decode())["weight_map"]
-        if isinstance(where, dict) and all(isinstance(file, str) for file in where.values()):
-            return where
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        where = json.loads(read_small(index, LARGEST, follow=True))["weight_map"]
+        if is_of(where, dict[str, str]):
+            return dict(where)
     ready.findings.append(f"{INDEX} is damaged; get it again")
     return {}
-
-
-def _why_strange(folder: Path, name: str) -> str | None:
-    """What is wrong with a shard, if anything: it must lie in the folder, or in the Hub's own cache behind it."""
-    if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-        return f"{INDEX} names {name!r}, which is no safetensors file of the folder; do not trust it"
-    if not (folder / name).exists():
-        return f"{name} is missing; get it again"
-    home, real = folder.resolve(), (folder / name).resolve()
-    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    return None if real.parent in allowed else f"{name} links to {real}, out of the folder; put the file itself there"
 
 
 def _read(pipe: nn.Module, shelf: Shelf, rename: Rename | None, ready: Ready) -> None:
@@ -189,10 +177,10 @@ def save_weights(
     token, files = gathered[0][0], _files([names for _, lists in gathered for names in lists])
     first = sum(len(lists) for _, lists in gathered[: team.rank])
     temporary = {name: path / f"{name}.tmp-{token}" for name in files}
-    own = list(files)[first : first + len(shards)]
+    own = dict(zip(list(files)[first:], shards, strict=False))
     try:
         with failed:
-            for name, shard in zip(own, shards, strict=True):
+            for name, shard in own.items():
                 write_file(temporary[name], encoded(shard))
         sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error)
         with failed:
@@ -211,13 +199,12 @@ def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
     for name, value in module.state_dict().items():
         if firsts[name] != name or name in elsewhere:
             continue
-        wrong = (
-            why_not_storable(value) if isinstance(value, Tensor) else "is no tensor, and this layout has only those"
-        )
         there = rename(name) if rename else name
         if there in tensors:
-            wrong = f"would get the name {there}, as another does; let rename= tell them apart"
-        if wrong:
+            mistakes.append(f"- {name} would get the name {there}, as another does; let rename= tell them apart")
+        elif not isinstance(value, Tensor):
+            mistakes.append(f"- {name} is no tensor, and this layout has only those")
+        elif wrong := why_not_storable(value):
             mistakes.append(f"- {name} {wrong}")
         else:
             tensors[there] = full_tensor(value)
@@ -241,10 +228,9 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]
 
 def _files(shards: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
     """The names of the files, each with the tensors in it."""
-    count = len(shards)
-    if count <= 1:
+    if len(shards) <= 1:
         return {SINGLE: shards[0] if shards else []}
-    return {f"model-{at:05}-of-{count:05}.safetensors": names for at, names in enumerate(shards, 1)}
+    return {f"model-{at:05}-of-{len(shards):05}.safetensors": names for at, names in enumerate(shards, 1)}
 
 
 def _put_in_place(folder: Path, files: Mapping[str, Sequence[str]], temporary: Mapping[str, Path], size: int) -> None:
