@@ -95,34 +95,6 @@ def test_a_damaged_file_is_refused_before_anything_changes(run: Path, victim: Vi
     gpipe.load(run / "step_1")
 
 
-def test_a_file_or_folder_too_many_is_refused(run: Path, victim: Victim) -> None:
-    (run / "step_2" / "stage_2.safetensors").write_bytes((run / "step_2" / "stage_0.safetensors").read_bytes())
-    (run / "step_2" / "notes").mkdir()
-    assert refused(run, victim) == [
-        "notes does not belong here; move it away",
-        "stage_2.safetensors does not belong here; move it away",
-    ]
-
-
-def test_swapped_files_are_refused_and_told(run: Path, victim: Victim) -> None:
-    one, other = run / "step_2" / "stage_0.safetensors", run / "step_2" / "stage_1.safetensors"
-    one.rename(run / "x")
-    other.rename(one)
-    (run / "x").rename(other)
-    assert refused(run, victim) == [
-        "stage_0.safetensors holds what belongs into stage_1.safetensors; rename it",
-        "stage_1.safetensors holds what belongs into stage_0.safetensors; rename it",
-    ]
-
-
-def test_a_renamed_file_is_refused(run: Path, victim: Victim) -> None:
-    (run / "step_2" / "stage_1.safetensors").rename(run / "step_2" / "stage_3.safetensors")
-    assert refused(run, victim) == [
-        "stage_1.safetensors is missing",
-        "stage_3.safetensors does not belong here; move it away",
-    ]
-
-
 @pytest.mark.parametrize("name", FILES[1:])
 @pytest.mark.parametrize("origin", ["run/step_1", "other/step_2"])
 def test_a_file_of_another_step_or_run_is_refused(
@@ -144,15 +116,7 @@ def test_the_manifest_of_another_step_or_run_is_refused(origin: str, runs: Path,
     (finding,) = refused(run, victim)
     assert finding == "manifest.json is not the one that `latest` was written for; one of them is damaged"
     for finding in refused(run / "step_2", victim):  # which `latest` does not tell about
-        assert "of another checkpoint" in finding or "step_2 is of step 1" in finding
-
-
-def test_a_renamed_checkpoint_is_refused_under_a_name_that_is_a_step(run: Path, victim: Victim) -> None:
-    (run / "step_2").rename(run / "step_3")
-    (run / "latest").write_text("step_3\n")
-    assert refused(run, victim) == ["step_3 is of step 2; give it its name back"]
-    (run / "step_3").rename(run / "best")
-    assert gpipe.load(run / "best").step_number == 2
+        assert "of another checkpoint" in finding
 
 
 def test_another_version_is_told(run: Path, victim: Victim) -> None:

@@ -44,15 +44,6 @@ def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_are_not_stages_of_one_pipe_are_refused(tmp_path: Path) -> None:
-    pipes = rank_pipes(trained()[0])
-    pipes[1]._modules.update(pipes[0]._modules)
-    raised = run_ranks(lambda own: gpipe.save(tmp_path, own), pipes)
-    assert isinstance(raised[0], ValueError)
-    assert "several ranks hold 0.weight, 0.bias" in str(raised[0])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

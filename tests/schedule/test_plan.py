@@ -45,8 +45,3 @@ def test_bytes_are_predicted_where_they_were_counted() -> None:
     held = [StageCost(1.0, 2.0, boundary=2, inside=3, state=10)] * 2
     assert predict(given([2, 1], [1, 1, 1]), table(2, 4), held=held).peak_bytes == (10 + 4 * 5,) * 2
     assert predict(given([2, 1], [1, 1, 1]), table(2, 4)).peak_bytes is None
-
-
-def test_a_program_of_other_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match="a program of 3 stages for a partition into 2"):
-        predict(given([1, 2], [1, 1, 1]), table(3, 2))

@@ -1,7 +1,4 @@
-"""The folder of a run: its checkpoints by name, which is the latest, and what may be removed.
-
-Looks for damage: whether a folder holds what its manifest says, to the last byte, and nothing else.
-"""
+"""The folder of a run: its checkpoints by name, which is the latest, what may be removed, and what is damaged."""
 
 import errno
 import fcntl
@@ -11,13 +8,12 @@ import os
 import re
 import secrets
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from gpipe.checkpoint.files import File, make_folder, put_file, read_small, reading, remove_folder, sync_folder
+from gpipe.checkpoint.files import make_folder, put_file, read_small, reading, remove_folder, sync_folder
 from gpipe.checkpoint.manifest import LARGEST, MANIFEST, CheckpointError, Manifest, from_bytes
 
 LATEST = "latest"
@@ -221,9 +217,6 @@ def read_manifest(found: Found) -> Manifest:
         manifest = from_bytes(data)
     except ValueError as error:
         raise ValueError(f"{MANIFEST}: {error}") from None
-    order = age(found.path.name)
-    if order and order[0] != manifest.step_number:
-        raise ValueError(f"{found.path.name} is of step {manifest.step_number}; give it its name back")
     return manifest
 
 
@@ -236,35 +229,21 @@ def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> lis
         turn: Which of the files are read through here: one after each `turns`.
         turns: How many ranks share that.
     """
-    leading_out = sorted(name for name in manifest.files if not FILE.fullmatch(name))
-    findings = [
-        f"{MANIFEST} names {name!r}, which is no file of a checkpoint; do not trust it" for name in leading_out
-    ]
-    there, wanted = {entry.name for entry in path.iterdir()}, {MANIFEST, *manifest.files} - set(leading_out)
-    findings += [f"{name} is missing" for name in sorted(wanted - there)]
-    findings += [f"{name} does not belong here; move it away" for name in sorted(there - wanted)]
-    sizes = {file.bytes for file in manifest.files.values()}
-    for at, name in enumerate(sorted(wanted & there - {MANIFEST})):
+    findings = []
+    for at, (name, written) in enumerate(sorted(manifest.files.items())):
+        if not FILE.fullmatch(name):
+            findings.append(f"{MANIFEST} names {name!r}, which is no file of a checkpoint; do not trust it")
+            continue
         try:
             with reading(path / name) as (file, size):
-                if size not in sizes:
-                    _check_content(File(size, ""), name, manifest.files)  # unread
-                elif at % turns == turn:
-                    content = File(size, hashlib.file_digest(file, "sha256").hexdigest())
-                    _check_content(content, name, manifest.files)
+                if size != written.bytes:  # unread
+                    raise ValueError(
+                        f"has {size} bytes, and {written.bytes} were written: it is cut off, or of another checkpoint"
+                    )
+                if at % turns == turn and hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
+                    raise ValueError(
+                        "is damaged, or of another checkpoint: its bytes are not those that were written (SHA-256)"
+                    )
         except ValueError as wrong:
             findings.append(f"{name} {wrong}")
     return findings
-
-
-def _check_content(found: File, name: str, files: Mapping[str, File]) -> None:
-    written = files[name]
-    if found == written:
-        return
-    if twins := [twin for twin, file in files.items() if file == found]:
-        raise ValueError(f"holds what belongs into {twins[0]}; rename it")
-    if found.bytes != written.bytes:
-        raise ValueError(
-            f"has {found.bytes} bytes, and {written.bytes} were written: it is cut off, or of another checkpoint"
-        )
-    raise ValueError("is damaged, or of another checkpoint: its bytes are not those that were written (SHA-256)")

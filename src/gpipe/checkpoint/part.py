@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -330,8 +329,6 @@ def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> M
     names = [name for part in parts for name in part["names"]]
     optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
     kinds = sorted({optimizer["type"] for optimizer in optimizers})
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise ValueError(f"several ranks hold {', '.join(twice)}; they are not stages of one pipe")
     if len(kinds) > 1:
         raise ValueError(
             f"the ranks have different optimizers, {', '.join(kinds)}; give save one type on all of them"

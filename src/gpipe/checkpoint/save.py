@@ -218,8 +218,8 @@ def check_order(folder: object, pipe: object, name: str, optimizer: object = Non
         raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.{name}(folder, pipe, ...)")
     if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give the torch optimizer itself, not its state_dict(); that of "
-            f"schedulers and scalers goes into save(..., extra=...)"
+            f"optimizer is a {type(optimizer).__name__}; give the torch optimizer itself, not its state_dict(); "
+            f"that of schedulers and scalers goes into save(..., extra=...)"
         )
 
 

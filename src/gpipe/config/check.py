@@ -339,7 +339,7 @@ def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: 
         mistakes.append(f"schedule: {error}")
         return ()
     if not placement:
-        why = unplaced(schedule, ranks, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks"
+        why = unplaced(schedule, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks"
         mistakes.append(why)
         return ()
     if is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.rows(placement, m):

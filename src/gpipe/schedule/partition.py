@@ -137,14 +137,9 @@ class Partition:
         stage 2: d to e (2): cost 2, 60% of the mean
         slowest stage: 80.0% over the mean 3.33333, 0.0% over the lower bound 6
         in the way: c, cost 6
-
-        Raises:
-            ValueError: There are not as many names as layers.
         """
         costs = self.chain.costs
         names = [f"layer {layer}" for layer in range(len(costs))] if names is None else names
-        if len(names) != len(costs):
-            raise ValueError(f"{len(names)} names for {len(costs)} layers: give one for each")
         lines = [self._line(stage, names) for stage in range(len(self.layers))]
         bound = f"{self.gap:.1f}% over the lower bound {self.lower_bound:.6g}"
         lines.append(f"slowest stage: {self.imbalance:.1f}% over the mean {self.mean:.6g}, {bound}")

@@ -347,16 +347,11 @@ def predict(
         in_seconds: Whether the costs are seconds.
         held: What stages hold, in bytes, where that was counted.
 
-    Raises:
-        ValueError: The program is of another number of stages.
-
     >>> from gpipe.schedule.partition import given
     >>> from gpipe.schedule.schedules import fill_drain
     >>> predict(given([3, 1], [3, 3, 6, 6]), Program.of(fill_drain(2, 4), micro_batches=4)).timeline.seconds
     54.0
     """
-    if program.stages != len(partition.layers):
-        raise ValueError(f"a program of {program.stages} stages for a partition into {len(partition.layers)}")
     timeline = simulate(program, stage_costs(partition, program) if costs is None else costs).timeline
     peak_bytes = None if held is None else simulate(program, held).peak_bytes
     return Prediction(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)

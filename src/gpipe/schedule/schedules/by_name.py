@@ -1,9 +1,6 @@
-"""The programs that schedules have by their names, and what is said of names and sizes that cannot be.
+"""Programs by the names of schedules, and schedules that a user gives: a program, or a function that makes one."""
 
-Schedules that a user gives: a program, or a function that makes one.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,9 +9,6 @@ from gpipe.schedule.laws import check
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, Rows, ScheduleError, too_many
 from gpipe.schedule.schedules import SCHEDULES, Schedule
 from gpipe.schedule.schedules.writing import Placement
-
-MOST_STAGES = 64
-"""The stages a rank among which the nearest number that a page can have is looked for."""
 
 
 def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Program:
@@ -36,9 +30,6 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     row,0F0,0F1,0B0,0B1
     row,1F0,1B0,1F1,1B1
     <BLANKLINE>
-    >>> program_of("zb_v", ranks=2, micro_batches=2, stages_per_rank=3)
-    Traceback (most recent call last):
-    ValueError: schedule='zb_v' cannot place stages_per_rank=3; the nearest that it can is 2
     """
     counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
     mistakes = [] if name in SCHEDULES else [unknown(name)]
@@ -55,7 +46,7 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     each = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
     placement = schedule.placement(ranks, each)
     if placement is None:
-        raise ValueError(unplaced(schedule, ranks, each))
+        raise ValueError(unplaced(schedule, each))
     rows = schedule.rows(placement, micro_batches)
     if rows is None:
         raise ValueError(without_table(schedule, placement, micro_batches))
@@ -67,23 +58,19 @@ def unknown(name: object) -> str:
     return f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
 
 
-def unplaced(schedule: Schedule, ranks: int, each: int) -> str:
+def unplaced(schedule: Schedule, each: int) -> str:
     """What is said of a number of stages that a schedule cannot place on a rank."""
-    nearest = _nearest(each, (n for n in range(1, MOST_STAGES) if schedule.placement(ranks, n)))
+    nearest = schedule.stages_per_rank
     return f"schedule={schedule.name!r} cannot place stages_per_rank={each}; the nearest that it can is {nearest}"
 
 
 def without_table(schedule: Schedule, placement: Placement, micro_batches: int) -> str:
     """What is said of a number of micro-batches for which a schedule has no table."""
     ranks = max(placement) + 1
-    around = range(1, 2 * (micro_batches + 2 * ranks))
-    nearest = _nearest(micro_batches, (m for m in around if schedule.rows(placement, m)))
+    others = [m for m in range(1, 2 * (micro_batches + 2 * ranks)) if schedule.rows(placement, m)]
+    nearest = min(others, key=lambda m: abs(m - micro_batches), default=None)
     remedy = "" if nearest is None else f"; the nearest that it can have is micro_batches={nearest}"
     return f"schedule={schedule.name!r} has no table for micro_batches={micro_batches} over K={ranks} ranks{remedy}"
-
-
-def _nearest(wanted: int, candidates: Iterable[int]) -> int | None:
-    return min(candidates, key=lambda number: abs(number - wanted), default=None)
 
 
 Maker: TypeAlias = Callable[[int, int], Program]
@@ -94,11 +81,7 @@ PLACED = {*TRANSFERS, *CLOSING, Kind.RECOMPUTE}
 
 
 def check_given(program: Program) -> None:
-    """Checks a program that a pipe is to run.
-
-    Raises:
-        ScheduleError: It breaks the laws, leaves a rank without a stage, or has what a pipe places itself.
-    """
+    """Refuses a program that breaks the laws, leaves a rank without a stage, or has what a pipe places itself."""
     kinds = {action.kind for action in program.actions}
     names = [kind.name for kind in Kind if kind in PLACED & kinds]
     if names:

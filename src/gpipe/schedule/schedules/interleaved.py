@@ -1,9 +1,9 @@
 """Interleaved 1F1B (Megatron-LM), and the same with split backwards: several stages a rank, in a loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from gpipe.schedule.program import Rows
-from gpipe.schedule.schedules.writing import Cell, Placement, in_rounds, in_turn, one_for_one, round_sizes
+from gpipe.schedule.schedules.writing import Cell, Placement, in_turn, one_for_one
 
 
 def interleaved(placement: Placement, micro_batches: int) -> Rows:
@@ -35,14 +35,20 @@ def interleaved_zb(placement: Placement, micro_batches: int) -> Rows:
 
 
 def _in_rounds(placement: Placement, micro_batches: int, ahead: Callable[[int], int], *, split: bool) -> Rows:
-    """Rounds through the stages of each rank; `ahead`: the forwards by which its last is, of the ranks behind it."""
-    ranks = max(placement) + 1
-    each, sizes = len(placement) // ranks, round_sizes(ranks, micro_batches)
+    """Rounds through the stages of each rank; `ahead`: the forwards by which its last is, of the ranks behind it.
 
-    def cells(r: int) -> list[Cell]:
+    Rounds are of K micro-batches or, where K does not divide M, of as few more as can be, the largest first.
+    """
+    ranks = max(placement) + 1
+    rounds = max(1, micro_batches // ranks)
+    sizes = [micro_batches // rounds + (number < micro_batches % rounds) for number in range(rounds)]
+
+    def through(stages: Sequence[int]) -> list[int]:
+        return [stage for size in sizes for stage in stages for _ in range(size)]
+
+    def cells(r: int) -> Iterable[Cell]:
         stages = range(r, len(placement), ranks)
-        before = (each - 1) * max(ranks, sizes[0]) + ahead(ranks - 1 - r)
-        late = r if split else None
-        return list(one_for_one(in_rounds(stages, sizes), in_rounds(stages[::-1], sizes), before, late))
+        before = (len(stages) - 1) * max(ranks, sizes[0]) + ahead(ranks - 1 - r)
+        return one_for_one(through(stages), through(stages[::-1]), before, late=r if split else None)
 
     return tuple(in_turn(cells(r), micro_batches) for r in range(ranks))

@@ -1,26 +1,19 @@
-"""Ways to write a row: micro-batch after micro-batch at every stage, whatever the order of the stages.
-
-Which rank holds which stage. A placement gives None where it cannot put so many stages on a rank.
-"""
+"""Which rank holds which stage, and ways to write a row: micro-batch after micro-batch at every stage."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TypeAlias
 
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.program import Row, Rows
 
 Placement: TypeAlias = tuple[int, ...]
-"""The rank of each stage."""
+"""The rank of each stage. What makes one gives None where it cannot put so many stages on a rank."""
 
 
 def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
-    """Places the stages on the ranks in turn, from the first rank again after the last.
-
-    >>> loop(3), loop(2, stages_per_rank=2)
-    ((0, 1, 2), (0, 1, 0, 1))
-    """
+    """Places the stages on the ranks in turn, from the first rank again after the last: `(0, 1, 0, 1)`."""
     return tuple(range(ranks)) * stages_per_rank
 
 
@@ -35,11 +28,7 @@ def loops(ranks: int, stages_per_rank: int) -> Placement | None:
 
 
 def vee(ranks: int, stages_per_rank: int) -> Placement | None:
-    """Places the stages down the ranks and up again, so that the first rank holds the first and the last stage.
-
-    >>> vee(3, stages_per_rank=2)
-    (0, 1, 2, 2, 1, 0)
-    """
+    """Down the ranks and up again, so that the first rank holds the first and the last stage: `(0, 1, 1, 0)`."""
     return (*range(ranks), *reversed(range(ranks))) if stages_per_rank == 2 else None
 
 
@@ -119,18 +108,3 @@ def rows_in_step(kind: Kind, path: Sequence[int], placement: Placement, micro_ba
                 row.append(Action(kind, stage, micro_batch))
                 done[stage] += 1
     return tuple(map(tuple, rows))
-
-
-def round_sizes(ranks: int, micro_batches: int) -> list[int]:
-    """The micro-batches in rounds of K or, where K does not divide M, of as few more as can be; the largest first.
-
-    >>> round_sizes(ranks=4, micro_batches=8), round_sizes(ranks=4, micro_batches=11)
-    ([4, 4], [6, 5])
-    """
-    rounds = max(1, micro_batches // ranks)
-    return [micro_batches // rounds + (number < micro_batches % rounds) for number in range(rounds)]
-
-
-def in_rounds(stages: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The stages of a rank as rounds of micro-batches go through them: `[0, 0, 2, 2, 0, 2]` in rounds of 2 and 1."""
-    return list(chain.from_iterable([stage] * size for size in sizes for stage in stages))
