@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -95,21 +93,6 @@ def test_a_damaged_file_is_refused_before_anything_changes(run: Path, victim: Vi
     gpipe.load(run / "step_1")
 
 
-@pytest.mark.parametrize("name", FILES[1:])
-@pytest.mark.parametrize("origin", ["run/step_1", "other/step_2"])
-def test_a_file_of_another_step_or_run_is_refused(
-    name: str, origin: str, runs: Path, run: Path, victim: Victim
-) -> None:
-    if name == "extra.safetensors" and origin == "run/step_1":
-        pytest.skip("it is the same in both")
-    if name.startswith("stage_1.values"):
-        pytest.skip("it is the same in all")
-    shutil.copy(runs / origin / name, run / "step_2" / name)
-    (finding,) = refused(run, victim)
-    assert finding.startswith(name)
-    assert "of another checkpoint" in finding
-
-
 @pytest.mark.parametrize("origin", ["run/step_1", "other/step_2"])
 def test_the_manifest_of_another_step_or_run_is_refused(origin: str, runs: Path, run: Path, victim: Victim) -> None:
     shutil.copy(runs / origin / "manifest.json", run / "step_2" / "manifest.json")
@@ -156,26 +139,6 @@ def test_no_checkpoint_is_told(tmp_path: Path, victim: Victim) -> None:
         assert finding.startswith("there is no checkpoint here, neither manifest.json nor latest; save one")
 
 
-def test_a_link_to_a_file_is_refused_though_the_bytes_are_right(run: Path, victim: Victim) -> None:
-    for name in ("stage_0.safetensors", "manifest.json"):
-        path = run / "step_2" / name
-        path.rename(run / "elsewhere")
-        path.symlink_to(run / "elsewhere")
-        assert refused(run, victim) == [f"{name} is a symbolic link; put the file itself there"]
-        path.unlink()
-        (run / "elsewhere").rename(path)
-
-
-def test_a_pipe_or_folder_in_place_of_a_file_is_refused(run: Path, victim: Victim) -> None:
-    for make_other in (os.mkfifo, os.mkdir):
-        path = run / "step_2" / "stage_0.safetensors"
-        path.rename(run / "elsewhere")
-        make_other(path)
-        assert refused(run, victim) == ["stage_0.safetensors is not a file"]
-        path.rmdir() if path.is_dir() else path.unlink()
-        (run / "elsewhere").rename(path)
-
-
 @pytest.mark.parametrize(
     "name", ["../stage_0.safetensors", "/etc/passwd", "stage_0.pt", "..", "stage_0.safetensors/x"]
 )
@@ -187,25 +150,6 @@ def test_a_forged_manifest_leads_nowhere(name: str, run: Path, victim: Victim) -
     assert refused(run, victim) == [
         f"manifest.json names {name!r}, which is no file of a checkpoint; do not trust it"
     ]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"files": {"stage_0.safetensors": 3}},
-        {"names": "0.weight"},
-        {"step_number": True},
-        {"optimizer": {"type": "AdamW", "groups": [], "state": []}},
-        {"ties": None},
-        {"files": {"stage_0.safetensors": {"bytes": "9", "sha256": ""}}},
-    ],
-)
-def test_a_manifest_of_other_shape_is_refused(change: dict[str, Any], run: Path, victim: Victim) -> None:
-    forge(run / "step_2", lambda fields: change)
-    (finding,) = refused(run, victim)
-    assert (
-        finding == f"manifest.json: its {next(iter(change))} cannot be understood; it was not written by gpipe.save"
-    )
 
 
 @pytest.mark.parametrize(
@@ -222,32 +166,6 @@ def test_a_forged_value_is_refused(value: Any, said: str, run: Path, victim: Vic
     forge(run / "step_2", lambda fields: {"extra": value})
     (finding,) = refused(run, victim)
     assert finding.startswith(said)
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("forged", [False, True])
-def test_nothing_of_a_malicious_file_is_run(
-    name: str, forged: bool, run: Path, tmp_path: Path, victim: Victim
-) -> None:
-    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
-    (run / "step_2" / name).write_bytes(bomb)
-    if forged and name != "manifest.json":
-        entry = {"bytes": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()}
-
-        def change(fields: dict[str, Any]) -> dict[str, Any]:
-            return {"files": {**fields["files"], name: entry}}
-
-        forge(run / "step_2", change)
-    assert any(name in finding or "no file holds" in finding for finding in refused(run, victim))
-    assert not (tmp_path / "boom").exists()
 
 
 # What is whole and does not fit.
@@ -337,7 +255,7 @@ def test_all_ranks_refuse_what_does_not_fit_one_of_them(run: Path, victim: Victi
     assert [differences(snapshot(own, None), was) for own, was in zip(pipes, before, strict=True)] == [[], []]
 
 
-def test_a_manifest_that_contradicts_itself_is_refused(run: Path, victim: Victim) -> None:
+def test_a_manifest_of_other_types_or_that_contradicts_itself_is_refused(run: Path, victim: Victim) -> None:
     def of(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return lambda fields: {key: change(fields[key]) for key, change in changes.items()}
 
@@ -347,6 +265,10 @@ def test_a_manifest_that_contradicts_itself_is_refused(run: Path, victim: Victim
     path = run / "step_2"
     original = (path / "manifest.json").read_bytes()
     for change, said in (
+        (of(names=lambda _: "0.weight"), "its names cannot be understood; it was not written by gpipe.save"),
+        (of(step_number=lambda _: True, ties=lambda _: None), "its step_number, ties cannot be understood"),
+        (of(optimizer=lambda one: {**one, "state": []}), "its optimizer cannot be understood"),
+        (of(files=lambda _: {"stage_0.safetensors": {"bytes": "9", "sha256": ""}}), "its files cannot be understood"),
         (of(ties=lambda _: {"a": "b", "b": "a"}), "a, b are tied to no tensor"),
         (of(ties=lambda _: {"0.bias": "0.weight"}), "0.bias is tied to no tensor"),
         (of(names=lambda names: [*names, names[0]]), "0.weight is named twice"),

@@ -114,16 +114,6 @@ def test_a_folder_that_another_job_takes_for_left_behind_is_made_anew(
     assert gpipe.load(tmp_path, pipe).step_number == pipe.step_number
 
 
-def test_a_clock_that_goes_back_changes_nothing(tmp_path: Path) -> None:
-    pipe = make()
-    for step in (1, 2, 3):
-        pipe.step_number = step
-        path = gpipe.save(tmp_path, pipe, keep=2).wait()
-        os.utime(path, (10**9 - step, 10**9 - step))
-    assert names(tmp_path) == ["latest", "step_2", "step_3"]
-    assert gpipe.load(tmp_path).step_number == 3
-
-
 def test_a_folder_may_be_moved_and_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = gpipe.save("run", make()).wait()

@@ -65,8 +65,9 @@ class Run:
         ({"partitions": 1}, {"partitions": [1, 2, 2, 1], "remat": "never", "seed": None}),
         ({"partitions": 2, "deferred_batch_norm": True}, {"partitions": 5, "deferred_batch_norm": True}),
         ({"partitions": 4, "driver": "threads"}, {"partitions": 2, "driver": "threads", "remat": "except_last"}),
+        ({"partitions": 3, "schedule": "zb_h1"}, {"partitions": 1, "schedule": "dualpipe_v", "seed": None}),
+        ({"partitions": 2, "schedule": "interleaved"}, {"partitions": 2, "schedule": "v_min", "seed": None}),
     ],
-    ids=["3 to 1", "1 to 4", "2 to 5", "4 to 2"],
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(
     build: Callable[[], list[nn.Module]], optimize: Optimize, first: Any, second: Any, tmp_path: Path

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -79,22 +78,6 @@ def test_ctrl_c_is_noted_where_that_is_wanted_and_the_second_interrupts() -> Non
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_another_thread_is_told_that_it_hears_no_signals() -> None:
-    raised: list[BaseException] = []
-
-    def enter() -> None:
-        try:
-            with gpipe.catch_sigterm(make()):
-                pass
-        except ValueError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(raised[0])
 
 
 def test_what_is_no_pipe_is_refused() -> None:

@@ -13,7 +13,7 @@ from gpipe.schedule.lower import place_reduces, place_ties
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.rules import needs
 from gpipe.schedule.schedules import fill_drain, forward_only
-from tests.support.programs import LAW, bare_programs, closed, listed, lowered, lowered_programs, parsed
+from tests.support.programs import LAW, bare_programs, closed, listed, lowered, lowered_programs
 
 OPTIONAL = {Kind.RECOMPUTE, *CLOSING}  # without them a program is another, lawful one
 
@@ -54,7 +54,8 @@ def test_an_action_that_is_missing_is_refused(program: Program, data: st.DataObj
     lost = data.draw(st.sampled_from([a for a in listed(program) if a.kind not in OPTIONAL]))
     broken = program.with_rows((a for a in row if a != lost) for row in program.rows)
     assume({a.kind for a in broken.actions} - TRANSFERS - {Kind.FORWARD, Kind.COMMIT} or lost.kind is Kind.FORWARD)
-    assert mistakes(broken)
+    found = mistakes(broken)
+    assert lost.kind not in TRANSFERS or f"{lost.peer} has no {lost}" in found
 
 
 @LAW
@@ -82,19 +83,6 @@ def test_an_action_before_what_it_needs_is_refused(program: Program, data: st.Da
 
 
 @LAW
-@given(lowered_programs(forward=False), st.data())
-def test_a_forward_behind_its_backward_is_refused(program: Program, data: st.DataObject) -> None:
-    forward = data.draw(st.sampled_from([a for a in listed(program) if a.kind is Kind.FORWARD]))
-    backward = next(
-        a
-        for a in listed(program)
-        if a.kind in {Kind.BACKWARD, Kind.BACKWARD_INPUT}
-        and (a.stage, a.micro_batch) == (forward.stage, forward.micro_batch)
-    )
-    assert any("deadlock" in text for text in mistakes(swapped(program, forward, backward)))
-
-
-@LAW
 @given(lowered_programs(), st.data())
 def test_an_action_in_the_row_of_another_rank_is_refused(program: Program, data: st.DataObject) -> None:
     assume(program.ranks > 1)
@@ -106,15 +94,6 @@ def test_an_action_in_the_row_of_another_rank_is_refused(program: Program, data:
     broken = changed(away, rank, [*away.rows[rank][:at], moved, *away.rows[rank][at:]])
     expected = f"{moved} is an action of rank {rank}, which does not hold stage {moved.stage}"
     assert expected in mistakes(broken)
-
-
-@LAW
-@given(lowered_programs(), st.data())
-def test_half_a_message_is_refused(program: Program, data: st.DataObject) -> None:
-    assume(program.ranks > 1)
-    lost = data.draw(st.sampled_from([a for a in listed(program) if a.kind in TRANSFERS]))
-    broken = program.with_rows((a for a in row if a != lost) for row in program.rows)
-    assert any(text.endswith(f" has no {lost}") for text in mistakes(broken))
 
 
 @LAW
@@ -136,17 +115,11 @@ def test_a_message_that_neither_end_lists_is_refused(program: Program, data: st.
 def test_two_messages_in_another_order_than_the_peer_lists_are_refused(
     program: Program, data: st.DataObject, kind: Kind
 ) -> None:
-    def peer(a: Action) -> int:
-        assert a.route is not None
-        return program.rank_of[a.route.source + a.route.target - a.stage]
+    def ends(a: Action) -> tuple[int, int]:
+        return program.rank_of[a.stage], program.rank_of[a.peer.stage]
 
     transfers = [a for a in listed(program) if a.kind is kind]
-    pairs = [
-        (a, b)
-        for i, a in enumerate(transfers)
-        for b in transfers[i + 1 :]
-        if program.rank_of[a.stage] == program.rank_of[b.stage] and peer(a) == peer(b)
-    ]
+    pairs = [(a, b) for i, a in enumerate(transfers) for b in transfers[i + 1 :] if ends(a) == ends(b)]
     assume(pairs)
     first, second = data.draw(st.sampled_from(pairs))
     assert any("differently" in text for text in mistakes(swapped(program, first, second)))
@@ -199,12 +172,6 @@ def test_a_stage_that_takes_two_micro_batches_out_of_turn_is_named(program: Prog
     assert f"{first} stands behind {second}; a stage takes the micro-batches in their order" in found
 
 
-def test_bug_a_deadlock_is_found_when_a_program_is_checked() -> None:
-    """The check made the total order's generator and never walked it."""
-    program = Program.of([parsed("0B0 0F0")], 1)
-    assert mistakes(program) == ["deadlock:\nrank 0 waits for 0F0: >0B0< 0F0"]
-
-
 def test_bug_an_order_is_checked_although_something_else_is_missing() -> None:
     program = lowered(2, 3, "never")
     first, second, third = [a for a in listed(program) if a.kind is Kind.RECEIVE and a.stage == 1]
@@ -221,10 +188,6 @@ def test_bug_an_order_is_checked_although_something_else_is_missing() -> None:
 def test_bug_a_route_that_leads_nowhere_is_named_and_stops_nothing(route: Route) -> None:
     program = Program.of(fill_drain(2, 1), 1, skips=[route])
     assert mistakes(program) == [f"route {route} does not lead from a stage to a later one"]
-
-
-def test_a_route_that_stands_twice_is_refused() -> None:
-    assert mistakes(Program.of(fill_drain(2, 1), 1, skips=[Route(0, 1)])) == ["route x:0>1 is listed 2 times"]
 
 
 @pytest.mark.parametrize(
@@ -247,17 +210,15 @@ def test_bug_an_action_that_means_nothing_is_named_and_stops_nothing(stray: str,
     assert mistakes(changed(program, 0, [*program.rows[0], parse_action(stray)])) == [mistake]
 
 
-def test_training_is_all_or_nothing() -> None:
+def test_a_route_that_stands_twice_is_refused() -> None:
+    assert mistakes(Program.of(fill_drain(2, 1), 1, skips=[Route(0, 1)])) == ["route x:0>1 is listed 2 times"]
+
+
+@pytest.mark.parametrize("text", ["1B0", "1TIE", "1REDUCE"])
+def test_training_is_all_or_nothing(text: str) -> None:
     forward = Program.of(forward_only(2, 1), 1)
-    check(forward)
-    assert mistakes(changed(forward, 1, [*forward.rows[1], parse_action("1B0")])) == [
-        "stage 0, micro-batch 0 needs one B, or one I and one W; it has none"
-    ]
-
-
-def test_rows_by_stage_are_no_rows_by_rank() -> None:
-    found = mistakes(Program.of(fill_drain(2, 1), 1, rank_of=[0, 0]))
-    assert found == [f"1{kind}0 is an action of rank 1, which does not hold stage 1" for kind in "FB"]
+    found = mistakes(changed(forward, 1, [*forward.rows[1], parse_action(text)]))
+    assert found[0] == "stage 0, micro-batch 0 needs one B, or one I and one W; it has none"
 
 
 @pytest.mark.parametrize("kind", sorted(CLOSING, key=str))
@@ -268,14 +229,6 @@ def test_a_stage_closes_once_behind_what_it_closes(kind: Kind) -> None:
     early = changed(program, 0, [Action(kind, 0), *(a for a in row if a.kind is not kind)])
     assert mistakes(early)[0].splitlines()[0] == "deadlock:"
     assert mistakes(changed(program, 0, [*row, Action(kind, 0)])) == [f"0{kind.value} appears 2 times"]
-
-
-@pytest.mark.parametrize("kind", [Kind.TIE, Kind.REDUCE])
-def test_gradients_are_not_closed_where_nothing_is_trained(kind: Kind) -> None:
-    forward = Program.of(forward_only(1, 1), 1)
-    assert mistakes(changed(forward, 0, [*forward.rows[0], Action(kind, 0)])) == [
-        "stage 0, micro-batch 0 needs one B, or one I and one W; it has none"
-    ]
 
 
 def test_a_rank_closes_its_stages_in_one_order() -> None:

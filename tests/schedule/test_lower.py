@@ -23,12 +23,11 @@ from gpipe.schedule.lower import (
 )
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.rules import BACKWARDS, linearize, needs
-from gpipe.schedule.schedules import fill_drain, forward_only
+from gpipe.schedule.schedules import forward_only
 from tests.support.programs import (
     LAW,
     REMATS,
     bare_programs,
-    closed,
     computing,
     listed,
     lowered,
@@ -238,52 +237,14 @@ def test_halves_part_a_program_and_each_can_run(program: Program) -> None:
         assert all(a.carries_gradient is gradient for a in half.only(TRANSFERS).actions)
 
 
-@pytest.mark.parametrize(
-    ("remat", "row"),
-    [
-        ("always", "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0R2 0B2"),
-        ("except_last", "0F0 0F1 0F2 0B0 0R1 0B1 0R2 0B2"),
-        ("never", "0F0 0F1 0F2 0B0 0B1 0B2"),
-    ],
-)
-def test_remat_keeps_nothing_or_the_first_or_all(remat: Remat, row: str) -> None:
-    assert " ".join(map(str, lowered(1, 3, remat).rows[0])) == row
-
-
 def rows_of(program: Program) -> Sequence[str]:
     return [" ".join(map(str, row)) for row in program.rows]
-
-
-def test_the_sender_places_both_ends() -> None:
-    assert rows_of(lowered(2, 1, "never")) == [
-        "0F0 0SEND0@x:0>1 0RECEIVE0@x:0>1 0B0",
-        "1RECEIVE0@x:0>1 1F0 1B0 1SEND0@x:0>1",
-    ]
 
 
 def test_a_skip_goes_straight_to_its_rank() -> None:
     program = lowered(3, 1, "never", skips=[Route(0, 2, "e0")])
     assert "e0" not in program.to_text().splitlines()[4]
     assert rows_of(program)[0] == ("0F0 0SEND0@x:0>1 0SEND0@e0:0>2 0RECEIVE0@e0:0>2 0RECEIVE0@x:0>1 0B0")
-
-
-def test_stages_of_one_rank_send_nothing_to_each_other() -> None:
-    ahead, behind = fill_drain(2, 1)
-    bare = Program.of([[ahead[0], *behind, ahead[1]]], 1, rank_of=[0, 0])
-    assert place_transfers(bare) == bare
-
-
-def test_a_stage_commits_before_its_message_leaves() -> None:
-    assert place_commits(lowered(2, 1, "never"), [0]).around(0, 1) == (
-        "0F0 >0COMMIT< 0SEND0@x:0>1 0RECEIVE0@x:0>1 0B0"
-    )
-
-
-def test_a_stage_ties_and_reduces_when_its_gradient_has_left() -> None:
-    assert rows_of(closed(lowered(2, 2, "never"))) == [
-        "0F0 0SEND0@x:0>1 0F1 0COMMIT 0SEND1@x:0>1 0RECEIVE0@x:0>1 0B0 0RECEIVE1@x:0>1 0B1 0TIE 0REDUCE",
-        "1RECEIVE0@x:0>1 1RECEIVE1@x:0>1 1F0 1F1 1COMMIT 1B0 1SEND0@x:0>1 1B1 1SEND1@x:0>1 1TIE 1REDUCE",
-    ]
 
 
 def test_weights_are_reduced_when_they_have_their_gradient_and_not_before() -> None:
@@ -301,12 +262,6 @@ def test_a_stage_reduces_while_its_rank_goes_on_with_another_and_ties_when_that_
 def test_what_is_not_trained_is_neither_tied_nor_reduced() -> None:
     program = Program.of(forward_only(2, 3), 3)
     assert place_reduces(place_ties(program, [0, 1]), [0, 1]) == program
-
-
-def test_ties_that_come_after_reductions_are_refused() -> None:
-    wrong = place_ties(place_reduces(lowered(1, 1, "never"), [0]), [0])
-    with pytest.raises(ScheduleError, match="rank 0 waits for 0TIE: 0F0 0B0 >0REDUCE< 0TIE"):
-        check(wrong)
 
 
 def test_a_tie_that_another_stage_would_wait_for_in_vain_is_a_deadlock() -> None:
@@ -334,7 +289,3 @@ def test_backwards_are_joined_where_nobody_waits_between_their_parts() -> None:
 def test_backwards_whose_parts_stand_apart_are_joined_where_asked() -> None:
     assert joined("0F0 0F1 0I0 0I1 0W0 0W1", (0,)) == ["0F0 0F1 0I0 0I1 0W0 0W1"]
     assert joined("0F0 0F1 0I0 0I1 0W0 0W1", (0,), unsplit=[0]) == ["0F0 0F1 0B0 0B1"]
-
-
-def test_what_stays_on_a_rank_keeps_nobody_waiting() -> None:
-    assert joined("0F0 1F0 1I0 1W0 0I0 0W0", (0, 0)) == ["0F0 1F0 1B0 0B0"]
