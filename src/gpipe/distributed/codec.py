@@ -63,14 +63,12 @@ class Extent:
     """Where a tensor's elements are in a message, and how they lie in memory.
 
     `size` leaves out what is only repeated: dimensions of stride 0 have size 1, and are expanded at the end.
-    `dense` elements travel in the order of memory, others in the order of their indices. `units` are what torch reads
-    them as, and how many.
+    `dense` elements travel in the order of memory, others in the order of their indices.
     """
 
     shape: Shape
     start: int
     end: int
-    units: tuple[torch.dtype, int]
     size: tuple[int, ...]
     strides: tuple[int, ...]
     dense: bool
@@ -217,9 +215,7 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
             shape = (dtype, size, strides, wants_gradient, aligned)
             count = torch.Size(own).numel()
         at = start + count * dtype.itemsize
-        wide = dtype.itemsize > 8  # torch reads complex128 from aligned addresses alone, or dies
-        units = (torch.uint8, at - start) if wide else (dtype, count)
-        extents.append(Extent(shape, start, at, units, own, strides, dense))
+        extents.append(Extent(shape, start, at, own, strides, dense))
     return tuple(extents)
 
 
@@ -249,12 +245,12 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _take(extent: Extent, memory: Buffer, offset: int) -> Tensor:
-    dtype = extent.shape[0]
-    if extent.end == extent.start:
+    dtype, size = extent.shape[0], extent.end - extent.start
+    if not size:
         return lay(torch.empty(0, dtype=dtype, device="cpu"), extent)
-    unit, count = extent.units
-    found = torch.frombuffer(memory, dtype=unit, count=count, offset=offset + extent.start).clone()
-    return lay(found if unit is dtype else found.view(dtype), extent)
+    # as bytes: torch reads complex128 from aligned addresses alone, or dies
+    found = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset + extent.start).clone()
+    return lay(found.view(dtype), extent)
 
 
 def lay(elements: Tensor, extent: Extent) -> Tensor:

@@ -120,7 +120,7 @@ class ProcessContext(Context):
 
     def gather_replicas(self, control: Control, value: Tree) -> list[Any]:
         """Gathers a value from each replica."""
-        return gather_replicas(self.net, self.position, control, value)
+        return gather_replicas(self.net, self.position, Label(control, 0, gradient=False), value)
 
     def sum_over_replicas(self, number: float) -> float:
         """Adds up a number of each replica."""
@@ -229,9 +229,8 @@ class ProcessContext(Context):
         """Has deferred statistics be those of the mini-batch of all replicas."""
         if self.position.replicas > 1:
             for stage, one in deferred.items():
-                control = Control.DEFERRED_STATISTICS
-                gathered = gather_replicas(self.net, self.position, control, one.to_tensors(), number=stage)
-                one.merge_replicas(gathered)
+                label = Label(Control.DEFERRED_STATISTICS, stage, gradient=False)
+                one.merge_replicas(gather_replicas(self.net, self.position, label, one.to_tensors()))
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""

@@ -90,7 +90,7 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
                 f"each partition; start as many, or give mesh="
             ]
         table = torch.arange(world).reshape(world // ranks, ranks)
-        kind = default_device().type
+        kind = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
     else:
         names = mesh.mesh_dim_names or ()
         if PIPELINE not in names:
@@ -120,20 +120,10 @@ def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
     """The world's ranks, replicas by rows, that share this process's position in all other dimensions."""
     table = mesh.mesh.cpu()
     own = (table == dist.get_rank()).nonzero()[0].tolist()
-    for axis in range(table.dim()):
-        if names[axis] not in (PIPELINE, DATA):
-            table = table.narrow(axis, own[axis], 1)
+    plane = table[tuple(slice(None) if name in (PIPELINE, DATA) else at for name, at in zip(names, own, strict=True))]
     if DATA not in names:
-        return table.reshape(1, -1)
-    stages = table.shape[names.index(PIPELINE)]
-    if names.index(DATA) > names.index(PIPELINE):
-        return table.reshape(stages, -1).t()
-    return table.reshape(-1, stages)
-
-
-def default_device() -> torch.device:
-    """The device of this process by which the world talks, if no mesh says so."""
-    return _device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
+        return plane.reshape(1, -1)
+    return plane.t() if names.index(DATA) > names.index(PIPELINE) else plane
 
 
 def _device(kind: str) -> torch.device:

@@ -49,7 +49,12 @@ def add_over_stages(
         own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
         net.send(position.rank_of(row), label, own)
     for row, shared in sorted(common.items()):
-        theirs = iter(_receive(net, position.rank_of(row), label))
+        message, _ = net.receive(position.rank_of(row), label)
+        if not isinstance(message, list):
+            raise damaged(position.rank_of(row), "a value in place of gradients")
+        theirs = (
+            gradient if isinstance(gradient, Tensor) else None for gradient in message
+        )  # no weight's is UNDEFINED
         for at in shared:
             found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if row_of[layer] == row}
     aliases.add_up(found)
@@ -64,87 +69,57 @@ def add_over_replicas(net: Endpoint, position: Position, stage: int, parameters:
     Note "Ahead". A replica sends one round of buckets before it ends the one before: so all have work while messages
     are under way, and never more than four are to one that takes none, for which a link has room (see `Endpoint`).
     """
-    peers = position.ranks_of_row
-    first = stage * MOST
-    gradients = list(_all_gradients(net, peers, first + MOST - 1, parameters))
+    peers, first = position.ranks_of_row, stage * MOST
+    gradients = _all_gradients(net, position, first + MOST - 1, parameters)
     staged = [gradient.contiguous() for gradient in gradients]  # mostly the same memory
     buckets = _buckets(_pieces(staged))
     rounds = [range(at, min(at + len(peers), len(buckets))) for at in range(0, len(buckets), len(peers))]
-    flat: dict[int, Tensor] = {}  # of the buckets under way
+    flat: dict[int, Tensor] = {}  # of the buckets under way; one tensor is much sooner sent than many
     for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
         for at, owner in zip(ahead, peers, strict=False):
-            flat[at] = _flat(buckets[at])
-            _send(net, [owner], Control.GRADIENTS, first + at, flat[at])
+            flat[at] = buckets[at][0] if len(buckets[at]) == 1 else torch.cat(buckets[at])
+            if owner != net.rank:
+                net.send_value(owner, Label(Control.GRADIENTS, first + at, gradient=True), flat[at])
         for at, owner in zip(behind, peers, strict=False):
             if owner == net.rank:
-                _add(
-                    flat[at],
-                    [None if p == net.rank else _receive_one(net, p, Control.GRADIENTS, first + at) for p in peers],
-                )
-                _send(net, peers, Control.SUMMED_GRADIENTS, first + at, flat[at])
+                flat[at] = _add_up(net, peers, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
-            here = owner == net.rank
-            _put_back(
-                buckets[at], flat.pop(at) if here else _receive_one(net, owner, Control.SUMMED_GRADIENTS, first + at)
-            )
+            total = flat.pop(at)
+            if owner != net.rank:
+                total = net.receive_value(owner, Label(Control.SUMMED_GRADIENTS, first + at, gradient=True))
+            if total is not buckets[at][0]:
+                copy_each(buckets[at], total.split([piece.numel() for piece in buckets[at]]))
     for gradient, total in zip(gradients, staged, strict=True):
         if total is not gradient:
             gradient.copy_(total)
 
 
-def _flat(bucket: Bucket) -> Tensor:
-    """One tensor is much sooner sent than many."""
-    return bucket[0] if len(bucket) == 1 else torch.cat(bucket)
-
-
-def _put_back(bucket: Bucket, total: Tensor) -> None:
-    if len(bucket) > 1:
-        copy_each(bucket, total.split([piece.numel() for piece in bucket]))
-    elif total.data_ptr() != bucket[0].data_ptr():
-        bucket[0].copy_(total)
-
-
-def _add(own: Tensor, parts: Sequence[Tensor | None]) -> None:
-    """Puts the sum of all parts in their order into `own`, which is the one that is None."""
-    first, second, *others = [own if part is None else part for part in parts]
-    total = second.add_(first) if second is own else first.add_(second)  # the same sum, and mostly no copy
+def _add_up(net: Endpoint, peers: Sequence[int], at: int, own: Tensor) -> Tensor:
+    """The sum of the parts of all replicas, in the order of these, for all of them."""
+    label = Label(Control.GRADIENTS, at, gradient=True)
+    total, *others = [own if peer == net.rank else net.receive_value(peer, label) for peer in peers]
     for other in others:
         total.add_(other)
-    if total is not own:
-        own.copy_(total)
-
-
-def _send(net: Endpoint, peers: Sequence[int], control: Control, at: int, gradient: Tensor) -> None:
     for peer in peers:
         if peer != net.rank:
-            net.send(peer, Label(control, at, gradient=True), [gradient])
+            net.send_value(peer, Label(Control.SUMMED_GRADIENTS, at, gradient=True), total)
+    return total
 
 
-def _receive_one(net: Endpoint, peer: int, control: Control, at: int) -> Tensor:
-    (gradient,) = _receive(net, peer, Label(control, at, gradient=True))
-    if gradient is None:
-        raise damaged(peer, "no gradient")
-    return gradient
-
-
-def _all_gradients(net: Endpoint, peers: Sequence[int], at: int, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+def _all_gradients(net: Endpoint, position: Position, at: int, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The gradients that any replica has, zeros where it is another."""
-    own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool)
-    _send(net, peers, Control.GRADIENTS, at, own)
-    present = own.clone()
-    for peer in peers:
-        if peer != net.rank:
-            present |= _receive_one(net, peer, Control.GRADIENTS, at)
-    for parameter, wanted in zip(parameters, present.tolist(), strict=True):
-        if wanted:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and cannot be added "
-                    f"up over replicas; use sparse=False"
-                )
-            yield local(parameter.grad)
+    own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool, device="cpu")
+    gathered = gather_replicas(net, position, Label(Control.GRADIENTS, at, gradient=True), own)
+    present = [parameter for parameter, has in zip(parameters, torch.stack(gathered).any(0), strict=True) if has]
+    for parameter in present:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and cannot be added "
+                f"up over replicas; use sparse=False"
+            )
+    return [local(parameter.grad) for parameter in present if parameter.grad is not None]
 
 
 def _pieces(gradients: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -169,7 +144,7 @@ def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
 
 def check_lockstep(net: Endpoint, position: Position, micro_batches: int, why: str) -> None:
     """Checks that all replicas have as many micro-batches, because they will wait for each other in each."""
-    counts = gather_replicas(net, position, Control.MICRO_BATCHES, micro_batches)
+    counts = gather_replicas(net, position, Label(Control.MICRO_BATCHES, 0, gradient=False), micro_batches)
     if len(set(counts)) > 1:
         raise ValueError(
             f"{why}, but the replicas have {counts} of them; give each replica at least M rows in every step, and "
@@ -177,11 +152,9 @@ def check_lockstep(net: Endpoint, position: Position, micro_batches: int, why: s
         )
 
 
-def gather_replicas(
-    net: Endpoint, position: Position, control: Control, value: Tree, *, number: int = 0
-) -> list[Any]:
-    """Gathers a value from each replica, by replica; once a run for each number."""
-    peers, label = position.ranks_of_row, Label(control, number, gradient=False)
+def gather_replicas(net: Endpoint, position: Position, label: Label, value: Tree) -> list[Any]:
+    """Gathers a value from each replica, by replica; once a run for each label."""
+    peers = position.ranks_of_row
     for peer in peers:
         if peer != net.rank:
             net.send_value(peer, label, value)
@@ -191,11 +164,3 @@ def gather_replicas(
 def reduces_itself(parameter: Tensor) -> bool:
     """Whether a parameter is spread over the replicas, as `fully_shard` does it, which sums its gradient too."""
     return is_spread_over(parameter, DATA)
-
-
-def _receive(net: Endpoint, peer: int, label: Label) -> list[Tensor | None]:
-    """Receives gradients of weights, which are never undefined."""
-    message, _ = net.receive(peer, label)
-    if not isinstance(message, list):
-        raise damaged(peer, "a value in place of gradients")
-    return [found if isinstance(found, Tensor) else None for found in message]
