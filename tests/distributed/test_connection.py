@@ -63,12 +63,6 @@ def tensor_of(size: int, number: int) -> Tensor:
     return torch.arange(number, number + size // 4, dtype=torch.int32)
 
 
-def told(link: Connection) -> Sequence[object]:
-    """The reports that came."""
-    link.listen()
-    return link.reports
-
-
 def put(link: Connection, number: int, size: int) -> None:
     link.put(RUN, Label(number, 0, gradient=False), encode(BoundaryValue(tensor_of(size, number), [])), 1.5)
 
@@ -253,16 +247,16 @@ def test_who_sends_to_one_that_is_gone_is_told(kind: type[Connection]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reports_and_the_end_come_by_the_news(kind: type[Connection]) -> None:
+def test_reports_and_the_end_come_by_the_control_channel(kind: type[Connection]) -> None:
     with linked(kind) as (one, other):
-        words = {"rank": 0, "type": "", "traceback": ""}
-        one.report({"run": 1, "message": "no", **words})
-        one.report({"run": 2, "message": "ñ" * 20_000, **words})
-        until(lambda: len(told(other)) == 2)
-        assert [report["run"] for report in other.reports] == [1, 2]
+        sent, came = [b"no", b"n" * 20_000], list[bytes]()
+        for message in sent:
+            one.control.send(message)
+        until(lambda: came.extend(other.control.read()) or len(came) == 2)  # type: ignore[func-returns-value]
+        assert came == sent
         assert not other.control.gone
         one.close()
-        until(lambda: bool(told(other)) and other.control.gone)
+        until(lambda: not other.control.read() and other.control.gone)
 
 
 @pytest.mark.parametrize("kind", KINDS)

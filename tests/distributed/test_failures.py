@@ -86,7 +86,7 @@ def test_who_fails_again_and_again_is_heard_in_the_end(kind: type[Connection]) -
         with pytest.raises(RemoteError, match="ValueError: 0 x"):
             first.receive(1, label_of(0))
         for number in range(1, 60):
-            second.links[0].listen()  # as whatever it does next will
+            second.links[0].control.read()  # as whatever it does next will
             with pytest.raises(RemoteError, match=f"ValueError: {number} x"):
                 first.begin()
 

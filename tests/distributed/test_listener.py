@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.distributed import listener as listener_module
-from gpipe.distributed.listener import HELLO_BYTES, STREAMS, Hello, Listener, dial
+from gpipe.distributed.listener import HELLO_BYTES, STREAMS, Listener, dial
 from tests.support.processes.listening import listening_sockets
 
 LIMIT = 240.0  # seconds that no sound test needs
@@ -40,10 +40,10 @@ def connect(own: Listener, local: bool = True) -> socket.socket:
 
 def check_accepted(own: Listener, peers: range, *, local: bool = True) -> None:
     """All peers get in, and are who they say they are."""
-    hellos = [Hello(peer, stream) for peer in peers for stream in STREAMS]
+    hellos = [(peer, stream) for peer in peers for stream in STREAMS]
     with ThreadPoolExecutor(len(hellos) + 1) as pool, ExitStack() as ends:
         accepted = pool.submit(own.accept, peers, LIMIT, nobody_fails)
-        dialled = {hello: pool.submit(dial, own.address, hello, LIMIT, local=local) for hello in hellos}
+        dialled = {hello: pool.submit(dial, own.address, *hello, LIMIT, local=local) for hello in hellos}
         found = accepted.result(LIMIT)
         assert found.keys() == set(hellos)
         for hello in hellos:

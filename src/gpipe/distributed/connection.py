@@ -10,7 +10,6 @@ an empty message, that a slot is free again.
 """
 
 import fcntl
-import json
 import mmap
 import os
 import select
@@ -18,10 +17,8 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
@@ -35,7 +32,6 @@ from gpipe.distributed.frames import (
     Damaged,
     Frame,
     Gone,
-    reading,
 )
 from gpipe.stages.messages import Label, Message
 
@@ -44,16 +40,6 @@ INLINE_BYTES = 2**15
 SLOT_HEADER_BYTES = 64  # where in a slot the message begins
 ALLOCATED_AT_ONCE_BYTES = 2**26  # bytes that a message is said to have and that are allocated before they are here
 LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
-TYPES_OF_REPORT = {"run": int, "rank": int, "type": str, "message": str, "traceback": str}
-
-
-def read_report(message: bytes) -> Mapping[str, Any]:
-    """A report of a failure, which must be one."""
-    with reading("a report"):
-        report: Mapping[str, Any] = json.loads(message.decode("utf-8", "surrogatepass"))
-        if {name: type(value) for name, value in report.items()} != TYPES_OF_REPORT:
-            raise ValueError(f"{sorted(report)}")
-        return report
 
 
 class Slot:
@@ -116,7 +102,6 @@ class Connection:
         stream.setblocking(False)
         self._stream = stream
         self.control = ControlChannel(control)
-        self.reports: list[Mapping[str, Any]] = []
         self._arrived = Arrived(stream)
         self._head: Frame | None = None
         self._leaving = b""
@@ -131,14 +116,6 @@ class Connection:
     def events(self, *, reading: bool, writing: bool) -> int:
         """What to poll for: that a slot is free comes by `control`."""
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing and self._leaving else 0)
-
-    def listen(self) -> None:
-        """Reads the control channel."""
-        self.reports += [read_report(message) for message in self.control.read() if message]
-
-    def report(self, what: Mapping[str, Any]) -> None:
-        """Tells the other end that a rank failed."""
-        self.control.send(json.dumps(what, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
     @property
     def silent(self) -> float:

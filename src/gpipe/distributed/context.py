@@ -3,18 +3,19 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe.distributed.agree import Header, compare_headers, differences
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import Seen, Status
-from gpipe.distributed.mesh import Position, host_name
+from gpipe.distributed.mesh import host_name
 from gpipe.distributed.reduce import (
     add_over_replicas,
     add_over_stages,
@@ -22,7 +23,6 @@ from gpipe.distributed.reduce import (
     gather_replicas,
     reduces_itself,
 )
-from gpipe.distributed.stragglers import Stragglers
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine
@@ -42,61 +42,38 @@ from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress, layer_at
 from gpipe.stages.tree import Tree
 
+if TYPE_CHECKING:
+    from gpipe.distributed.processes import Processes
+
 logger = logging.getLogger("gpipe")
 SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"
 
 
 class ProcessContext(Context):
-    """One process of several, in one mini-batch.
+    """One process of several, in one mini-batch."""
 
-    Args:
-        engine: The stages.
-        linked: Gives the links to the others.
-        position: Where this process stands among them.
-        stragglers: Watches which ranks take longer.
-        sync_batch_norm: Whether replicas normalize together.
-    """
+    cancelled = False
 
-    def __init__(
-        self,
-        engine: Engine,
-        linked: Callable[[], Endpoint],
-        position: Position,
-        stragglers: Stragglers,
-        *,
-        sync_batch_norm: bool,
-    ) -> None:
-        self.cancelled = False
-        self.engine, self.linked, self.position, self.stragglers = engine, linked, position, stragglers
-        self.sync_batch_norm = sync_batch_norm
-        self.replica, self.replicas = position.replica, position.replicas
-        self.awaits_backwards = sync_batch_norm and self.replicas > 1
-        self.first, self.last = (position.rank_of(engine.placement[stage]) for stage in (0, -1))
+    def __init__(self, processes: "Processes") -> None:
+        self.processes, self.engine, self.position = processes, processes.engine, processes.position
+        self.replica, self.replicas = self.position.replica, self.position.replicas
+        self.awaits_backwards = processes.sync_batch_norm and self.replicas > 1
+        self.first, self.last = (self.position.rank_of(self.engine.placement[stage]) for stage in (0, -1))
         self._sync: Synced | None = None
 
     @contextmanager
     def entered(self, *, notes: bool) -> Iterator[None]:
         """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
-        net = self.net = self.linked()
+        net = self.net = self.processes.linked()
         with net.in_run(notes=notes):
             self._began, self._waited = time.perf_counter(), net.waited
             yield
 
     def agree(self, run: Run, request: Request) -> None:
         """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
-        own = Header(
-            request,
-            run.step,
-            run.trains,
-            run.training,
-            run.gathers,
-            run.call,
-            own_loss=run.loss_fn is own_loss,
-            ready_made=run.ready_made,
-            path=run.path,
-            rows=run.rows,
-            own_weights=run.own_weights,
-        )
+        known = request, run.step, run.trains, run.training, run.gathers, run.call
+        own = Header(*known, own_loss=run.loss_fn is own_loss, ready_made=run.ready_made, path=run.path)
+        own = replace(own, rows=run.rows, own_weights=run.own_weights)
 
         def checksum(header: Header) -> int:
             run.rows, run.path = header.rows, header.path
@@ -174,7 +151,7 @@ class ProcessContext(Context):
             _join_records(recorder, net.rank, [text for _, _, text in gathered])
             recorder.keep()
         if trains and not net.rank:
-            for finding in self.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
+            for finding in self.processes.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
                 logger.warning(finding)
         return [theirs for theirs, _, _ in gathered]
 
@@ -193,8 +170,7 @@ class ProcessContext(Context):
         sees = partial(describe_peer, self.engine, rows.program)
         self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
         self.aliases, self._tied = aliases, False
-        self._aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
-        self._set_gradients_aside(row)
+        self._aside = self._set_gradients_aside(row)
         try:
             with self._meet_replicas(rows.program):
                 yield
@@ -220,7 +196,12 @@ class ProcessContext(Context):
     def close(self, action: Action) -> None:
         """Adds up gradients: of shared weights over the stages that use them, of a stage over the replicas."""
         if action.kind is Kind.REDUCE:
-            self._reduce(action.stage)
+            aside = self._aside[action.stage]
+            with torch.no_grad():
+                add_over_replicas(self.net, self.position, action.stage, [parameter for parameter, _ in aside])
+                for parameter, before in aside:
+                    if before is not None:
+                        parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         elif not self._tied:  # all stages of this process, which have run their backwards, at once
             add_over_stages(self.net, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
             self._tied = True
@@ -236,14 +217,20 @@ class ProcessContext(Context):
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
         if self.position.replicas == 1:
             return nullcontext()
-        spread = [module for module in self._modules() if is_sharded(module)]
         layers = [layer for stage in self.engine.own for layer in stage.layers]
-        norms = find_norms(layers) if self.sync_batch_norm else []
+        spread = [module for layer in layers for module in layer.module.modules() if is_sharded(module)]
+        norms = find_norms(layers) if self.processes.sync_batch_norm else []
         reasons = [SPREAD] * bool(spread) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
             check_lockstep(self.net, self.position, program.micro_batches, " and ".join(reasons))
-        if spread:
-            self._settle_spread(spread)
+        if spread and any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
+            raise ValueError(
+                "a weight that several layers share is under fully_shard, which puts another in its place while a "
+                "layer runs; leave layers that share weights as they are"
+            )
+        for module in spread:  # they add up gradients, which are weighed already
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # no mere attribute
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
         if LOCKSTEP not in reasons:
             return nullcontext()
         if self._sync is None:
@@ -252,50 +239,27 @@ class ProcessContext(Context):
         row = program.rows[self.position.row]
         return self._sync.in_place(norms, lambda: row[self.net.at])
 
-    def _modules(self) -> Iterator[nn.Module]:
-        return (module for stage in self.engine.own for layer in stage.layers for module in layer.module.modules())
+    def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
+        """Sets aside what gradients there are, by stage: replicas add up what this mini-batch gives alone.
 
-    def _settle_spread(self, spread: Sequence[nn.Module]) -> None:
-        """Has modules that are spread over the replicas add up gradients, which are weighed already."""
-        if any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
-            raise ValueError(
-                "a weight that several layers share is under fully_shard, which puts another in its place while a "
-                "layer runs; leave layers that share weights as they are"
-            )
-        for module in spread:
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # no mere attribute
-            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
-
-    def _set_gradients_aside(self, row: Sequence[Action]) -> None:
-        """Sets aside what gradients there are: replicas add up what this mini-batch gives alone."""
-        found = self._parameters()
-        for stage in (action.stage for action in row if action.kind is Kind.REDUCE):
-            self._aside[stage] = [(parameter, parameter.grad) for parameter in found[stage]]
-            for parameter, _ in self._aside[stage]:
-                parameter.grad = None
-
-    def _parameters(self) -> dict[int, list[Tensor]]:
-        """What each stage of this process has that replicas add up, a shared weight at the first that uses it."""
-        aliases = {id(leaf) for leaves in self.aliases.leaves.values() for leaf in leaves.values()}
-        seen: set[int] = set()
-        by_stage: dict[int, list[Tensor]] = {}
+        A shared weight is at the first stage of this process that uses it.
+        """
+        reduced = {action.stage for action in row if action.kind is Kind.REDUCE}
+        seen = {id(leaf) for leaves in self.aliases.leaves.values() for leaf in leaves.values()}
+        aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
         for stage in self.engine.own:
             layers = {layer.index for layer in stage.layers}
             found: list[Tensor] = [p for layer in stage.layers for p in layer.module.parameters()]
             found += [  # in their places are the aliases
                 source for at, source in self.aliases.sources.items() if layers & self.aliases.leaves[at].keys()
             ]
-            own = {id(p): p for p in found if id(p) not in aliases | seen and not reduces_itself(p)}
+            own = {id(p): p for p in found if id(p) not in seen and not reduces_itself(p)}
             seen |= own.keys()
-            by_stage[stage.index] = list(own.values())
-        return by_stage
-
-    def _reduce(self, stage: int) -> None:
-        with torch.no_grad():
-            add_over_replicas(self.net, self.position, stage, [parameter for parameter, _ in self._aside[stage]])
-            for parameter, before in self._aside[stage]:
-                if before is not None:
-                    parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+            if stage.index in reduced:
+                aside[stage.index] = [(parameter, parameter.grad) for parameter in own.values()]
+                for parameter in own.values():
+                    parameter.grad = None
+        return aside
 
 
 def describe_peer(engine: Engine, program: Program, peer: int, seen: Seen) -> str:

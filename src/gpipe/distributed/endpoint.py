@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gpipe.distributed.codec import Encoded, encode, payload_of
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Seen, Status, in_no_step, report_of
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Report, Seen, Status, in_no_step
 from gpipe.distributed.frames import Damaged, Gone, damaged
 from gpipe.distributed.nccl import Coming, NcclGroups
 from gpipe.stages.boundary import BoundaryValue
@@ -132,6 +132,7 @@ class Endpoint:
     def begin(self) -> None:
         """Begins a run."""
         self.detector.run += 1
+        self._parting = False
         self._early.clear()
         self.expect({}, (), in_no_step)
         self._check(self.links)
@@ -284,10 +285,10 @@ class Endpoint:
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""
-        report = report_of(error, self.run, self.rank)
+        report = Report.of(error, self.run, self.rank)
         self.detector.report(report)
         if self._groups is not None and (
-            not report["type"] or any(link.control.gone for link in self.links.values())
+            not report.type_name or any(link.control.gone for link in self.links.values())
         ):
             self._groups.end()  # somebody is gone
 
@@ -296,40 +297,31 @@ class Endpoint:
         label = Label(Control.AGREEMENT, 0, gradient=False)
         if self.rank:
             self.send_value(0, label, value)
-            with self._at_parting():
-                return self._settled(list(self.receive_value(0, label)))
+            self._part()
+            return self._settled(list(self.receive_value(0, label)))
         gathered = [value, *(self.receive_value(peer, label) for peer in range(1, self.size))]
         message = BoundaryValue(gathered, [])
         encoded = encode(message) if self._groups is None else None  # once for all
-        with self._at_parting():
-            for peer in range(1, self.size):
-                if encoded is None:
-                    self.send(peer, label, message)
-                else:
-                    self._send(peer, label, encoded)
-            for peer in range(1, self.size):
-                self._see_off(peer)
+        self._part()
+        for peer in range(1, self.size):
+            if encoded is None:
+                self.send(peer, label, message)
+            else:
+                self._send(peer, label, encoded)
+        for peer in range(1, self.size):
+            with suppress(Gone):  # who is gone by now has it
+                while not self.links[peer].has_left():  # what was sent needs this process
+                    self._wait(peer, reading=True)
         return self._settled(gathered)
+
+    def _part(self) -> None:
+        """From here until the next run others may be gone with good reason (note "Parting")."""
+        self._parting, self._sources = True, ()
 
     def _settled(self, gathered: list[Any]) -> list[Any]:
         if self._groups is not None:
             self._groups.settle()
         return gathered
-
-    def _see_off(self, peer: int) -> None:
-        """Waits until what was sent to a process needs this one no more; who is gone by now has it."""
-        with suppress(Gone):
-            while not self.links[peer].has_left():
-                self._wait(peer, reading=True)
-
-    @contextmanager
-    def _at_parting(self) -> Iterator[None]:
-        """While others may be gone with good reason (note "Parting")."""
-        self._parting, self._sources = True, ()
-        try:
-            yield
-        finally:
-            self._parting = False
 
     def close(self) -> None:
         """Ends all links; the others see this process as gone."""

@@ -3,16 +3,17 @@
 What a process is at, for the others of its host to see: also when it is stuck or gone, and can say nothing.
 """
 
+import json
 import mmap
 import select
 import struct
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.frames import Damaged, Gone, damaged
+from gpipe.distributed.frames import Damaged, Gone, damaged, reading
 from gpipe.errors import RemoteError, folded, heard
 
 _STATUS = struct.Struct("<IiI?d")
@@ -62,9 +63,6 @@ class Status:
         self.memory[_WAITS_OFFSET] = waits
 
 
-Report: TypeAlias = Mapping[str, Any]
-"""In words of JSON: the run, the rank that failed, its exception's type, message and traceback."""
-
 SILENT_SECONDS = 2.5  # after which a host that should answer every second counts as out of reach
 LONG_WAIT_SECONDS = 10.0  # after which a wait is warned of, once
 REPORT_SECONDS = 1.0  # from the end of a process's connection until its own report of why, at most
@@ -72,27 +70,46 @@ LONGEST_TEXT = 20_000  # characters of a traceback, and of an exception's text
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 
-def report_of(error: BaseException, run: int, rank: int, at: str = "") -> Report:
-    """What to report of an exception; one that came from another process is passed on, so that all report the same.
+class Report(NamedTuple):
+    """What a process reports of a failure: the run, the rank that failed, and its exception."""
 
-    `at` says in words when it was raised, if that is not in its notes.
-    """
-    if isinstance(error, RemoteError) and error.heard:
-        passed_on = {"rank": error.rank, "type": error.type_name, "message": str(error), "traceback": error.traceback}
-        return {"run": run, **passed_on}
-    said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
-    return {
-        "run": run,
-        "rank": rank,
-        "type": type(error).__name__,
-        "message": f"rank {rank} failed{at and f' {at}'}: {_shortened(said)}",
-        "traceback": "".join(traceback.format_exception(type(error), error, folded(error)))[-LONGEST_TEXT:],
-    }
+    run: int
+    rank: int
+    type_name: str
+    message: str
+    traceback: str = ""
 
+    @classmethod
+    def of(cls, error: BaseException, run: int, rank: int, at: str = "") -> "Report":
+        """The report of an exception; one that came from another process is passed on, so that all report the same.
 
-def error_of(report: Report) -> RemoteError:
-    """What to raise of a report."""
-    return heard(report["message"], report["rank"], report["type"], report["traceback"])
+        `at` says in words when it was raised, if that is not in its notes.
+        """
+        if isinstance(error, RemoteError) and error.heard:
+            return cls(run, error.rank, error.type_name, str(error), error.traceback)
+        said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
+        if len(said) > LONGEST_TEXT:
+            said = f"{said[: LONGEST_TEXT // 2]} [...] {said[-LONGEST_TEXT // 2 :]}"
+        lines = traceback.format_exception(type(error), error, folded(error))
+        message = f"rank {rank} failed{at and f' {at}'}: {said}"
+        return cls(run, rank, type(error).__name__, message, "".join(lines)[-LONGEST_TEXT:])
+
+    @classmethod
+    def read(cls, written: bytes) -> "Report":
+        """Reads what `write` gave, or raises `Damaged`."""
+        with reading("a report"):
+            match json.loads(written.decode("utf-8", "surrogatepass")):
+                case [int(run), int(rank), str(type_name), str(message), str(text)]:
+                    return cls(run, rank, type_name, message, text)
+            raise ValueError("another message")
+
+    def write(self) -> bytes:
+        """The report as it is sent: short enough for what a socket takes at once."""
+        return json.dumps(self, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+    def error(self) -> RemoteError:
+        """What to raise of it."""
+        return heard(self.message, self.rank, self.type_name, self.traceback)
 
 
 class FailureDetector:
@@ -108,20 +125,20 @@ class FailureDetector:
         self.sees: Callable[[int, Seen], str] = in_no_step
         self.limit = limit  # seconds to wait for one
         self._links = links
+        self._reports: list[Report] = []
         self._shared = shared  # what those of this host are at
 
     def check(self, needed: Collection[int]) -> list[int]:
         """Reads the control channels, and raises a failure of this run; gives who is gone and not needed any more."""
         for peer, link in self._links.items():
             try:
-                link.listen()
+                self._reports += [Report.read(message) for message in link.control.read() if message]
             except Damaged as error:
                 raise damaged(peer, error) from error
-            link.reports = [report for report in link.reports if report["run"] >= self.run]
-        for link in self._links.values():
-            for report in link.reports:
-                if report["run"] == self.run:
-                    raise error_of(report)
+        self._reports = [report for report in self._reports if report.run >= self.run]
+        for report in self._reports:
+            if report.run == self.run:
+                raise report.error()
         gone = [peer for peer, link in self._links.items() if link.control.gone]
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
@@ -177,24 +194,16 @@ class FailureDetector:
     def report(self, report: Report) -> None:
         """Tells all of a failure."""
         for link in self._links.values():
-            link.report(report)
+            link.control.send(report.write())
 
     def gone(self) -> list[int]:
         """Those whose ends of the links are closed. Any thread may ask."""
-        found = []
-        for peer, link in self._links.items():
-            seen, handle = select.poll(), link.control.connection.fileno()
-            if handle >= 0:
-                seen.register(handle, HANGS_UP)
-                found += [peer] * bool(seen.poll(0))
-        return found
+        poll, peers = select.poll(), {link.control.connection.fileno(): peer for peer, link in self._links.items()}
+        for handle in peers.keys() - {-1}:
+            poll.register(handle, HANGS_UP)
+        return sorted(peers[handle] for handle, _ in poll.poll(0))
 
 
 def in_no_step(peer: int, seen: Seen) -> str:
     """What a process is at while none of the words of a step hold."""
     return "outside of any step"
-
-
-def _shortened(text: str) -> str:
-    half = LONGEST_TEXT // 2
-    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} [...] {text[-half:]}"

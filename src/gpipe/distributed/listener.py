@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,12 +42,9 @@ class Address(NamedTuple):
     port: int
     token: str
 
-
-class Hello(NamedTuple):
-    """Who has connected, for which stream."""
-
-    peer: int
-    stream: str
+    def hello(self, rank: int, stream: str) -> bytes:
+        """What who connects has to say: who it is, and for which stream."""
+        return f"{self.token} {rank} {stream}".ljust(HELLO_BYTES).encode()
 
 
 def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | None) -> Endpoint:
@@ -58,27 +55,26 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         status = Status(listener.address.folder)
         addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
         shared = {peer: Status.of_other(addresses[peer].folder) for peer in local - {position.rank}}
-        sockets: dict[Hello, socket.socket] = {}
+        sockets: dict[tuple[int, str], socket.socket] = {}
         for peer in range(position.rank):
             for stream in STREAMS:
-                hello = Hello(position.rank, stream)
                 try:
-                    found = dial(addresses[peer], hello, position.silence, local=peer in local)
+                    found = dial(addresses[peer], position.rank, stream, position.silence, local=peer in local)
                 except OSError as error:
                     if error.errno not in LIMITS:  # it soon says why, or is gone
                         rendezvous.check(REPORT_SECONDS)
                         raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
                     raise
-                sockets[Hello(peer, stream)] = on_failure.enter_context(found)
+                sockets[peer, stream] = on_failure.enter_context(found)
         later = range(position.rank + 1, len(hosts))
         sockets |= listener.accept(later, min(LINK_SECONDS, position.timeout), rendezvous.check)
         for end in sockets.values():
             on_failure.enter_context(end)
             _keep_alive(end, position.silence)
         links = {}
-        for peer in sorted({hello.peer for hello in sockets}):
+        for peer in sorted({peer for peer, _ in sockets}):
             kind = Connection if peer in local else TcpConnection
-            links[peer] = kind(*(sockets[Hello(peer, stream)] for stream in STREAMS))
+            links[peer] = kind(*(sockets[peer, stream] for stream in STREAMS))
             on_failure.callback(links[peer].close)
         net = Endpoint(position.rank, links, position.timeout, status, shared, groups)
         rendezvous.close()
@@ -86,14 +82,14 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         return net
 
 
-def dial(address: Address, hello: Hello, seconds: float, *, local: bool) -> socket.socket:
+def dial(address: Address, rank: int, stream: str, seconds: float, *, local: bool) -> socket.socket:
     """Connects to a listener and says who this is."""
     connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
     try:
         connection.settimeout(seconds)
         connection.connect(f"{address.folder}/listener" if local else (address.host, address.port))
         connection.settimeout(None)
-        connection.sendall(f"{address.token} {hello.peer} {hello.stream}".ljust(HELLO_BYTES).encode())
+        connection.sendall(address.hello(rank, stream))
     except BaseException:
         connection.close()
         raise
@@ -132,7 +128,7 @@ class Listener:
             listening.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def accept(self, peers: range, seconds: float, check: Callable[[], None]) -> dict[Hello, socket.socket]:
+    def accept(self, peers: range, seconds: float, check: Callable[[], None]) -> dict[tuple[int, str], socket.socket]:
         """Takes the connections of these peers, and keeps no stranger, nor waits for one.
 
         Args:
@@ -140,16 +136,16 @@ class Listener:
             seconds: In which all shall have connected.
             check: Raises if one of them has failed.
         """
-        expected = {Hello(peer, stream) for peer in peers for stream in STREAMS}
-        found: dict[Hello, socket.socket] = {}
+        missing = {self.address.hello(peer, stream): (peer, stream) for peer in peers for stream in STREAMS}
+        found: dict[tuple[int, str], socket.socket] = {}
         until = time.monotonic() + seconds
         with ExitStack() as accepted, selectors.DefaultSelector() as selector:
             for listening in self._sockets:
                 selector.register(listening, selectors.EVENT_READ)
-            while missing := expected - found.keys():
+            while missing:
                 check()
                 if time.monotonic() > until:
-                    ranks = sorted({hello.peer for hello in missing})
+                    ranks = sorted({peer for peer, _ in missing.values()})
                     raise TimeoutError(f"ranks {ranks} did not connect within {seconds:g} s")
                 for key, _ in selector.select(POLL_SECONDS):
                     end: Any = key.fileobj
@@ -159,10 +155,11 @@ class Listener:
                         selector.register(end, selectors.EVENT_READ, bytearray())
                     elif _has_said_hello(end, key.data):
                         selector.unregister(end)
-                        if hello := self._admit(key.data, expected - found.keys()):
-                            found[hello] = end
-                        else:
+                        hello = next((hello for hello in missing if hmac.compare_digest(hello, key.data)), None)
+                        if hello is None:
                             end.close()
+                        else:
+                            found[missing.pop(hello)] = end
             for key in selector.get_map().values():
                 if key.data is not None:  # a stranger that has not said all
                     key.fileobj.close()  # type: ignore[union-attr]  # a socket
@@ -170,13 +167,6 @@ class Listener:
         for end in found.values():
             end.setblocking(True)
         return found
-
-    def _admit(self, said: bytearray, expected: Collection[Hello]) -> Hello | None:
-        """Who has connected; None is a stranger."""
-        token, peer, stream, *_ = [*said.decode("ascii", "replace").split(), "", "", ""]
-        known = {(str(hello.peer), hello.stream): hello for hello in expected}
-        is_ours = hmac.compare_digest(token.encode(), self.address.token.encode())
-        return known.get((peer, stream)) if is_ours else None
 
 
 def _has_said_hello(connection: socket.socket, said: bytearray) -> bool:

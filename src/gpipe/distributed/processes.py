@@ -70,7 +70,7 @@ class Processes(OneProcess):
         self.position: Position = position
         self.sync_batch_norm = sync_batch_norm
         self.rank, self.size = position.rank, len(position.members)
-        self._stragglers = Stragglers(engine.placement, costs, position.replicas, measured=measured)
+        self.stragglers = Stragglers(engine.placement, costs, position.replicas, measured=measured)
         self._net: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,9 +99,7 @@ class Processes(OneProcess):
 
     def context(self) -> Context:
         """What a mini-batch shares with the other processes."""
-        return ProcessContext(
-            self.engine, self.linked, self.position, self._stragglers, sync_batch_norm=self.sync_batch_norm
-        )
+        return ProcessContext(self)
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
         """Gathers a value from all processes between runs, by rank."""

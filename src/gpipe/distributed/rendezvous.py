@@ -5,7 +5,6 @@ phase in which the others wait for it.
 """
 
 import atexit
-import json
 import logging
 import math
 import threading
@@ -26,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.distributed.agree import Communicator, agree
-from gpipe.distributed.connection import read_report
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, SILENT_SECONDS, Report, error_of, report_of
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, SILENT_SECONDS, Report
 from gpipe.distributed.frames import Damaged, damaged
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.errors import heard
@@ -169,8 +167,7 @@ class Rendezvous(Communicator):
     ) -> None:
         if error is not None:
             if not self._has_ended:
-                report = report_of(error, 0, self.rank, self.phase)
-                self._channel.send(FAILURE + json.dumps(report).encode())
+                self._channel.send(FAILURE + Report.of(error, 0, self.rank, self.phase).write())
             self._channel.close()
 
     def greet(self, position: Position, value: Any = None) -> list[Any]:
@@ -224,19 +221,19 @@ class Rendezvous(Communicator):
         self._failures.append(self._failure(self._number(peer), message[1:]))
         if len(self._failures) == 1:
             self.check(BETTER_REASON_SECONDS)
-            raise error_of(max(self._failures, key=lambda report: bool(report["type"])))
+            raise max(self._failures, key=lambda report: bool(report.type_name)).error()
         return True
 
     def _failure(self, peer: int, message: bytes) -> Report:
         if message:
             try:
-                return read_report(message)
+                return Report.read(message)
             except Damaged as error:
                 raise damaged(peer, error) from error
         text = f"rank {peer} is gone; it ended {self.phase}"
         if self.phase == COMING and time.monotonic() - self._began > SILENT_SECONDS:  # gloo reports both alike
             text += ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
-        return {"run": 0, "rank": peer, "type": "", "message": text, "traceback": ""}
+        return Report(0, peer, "", text)
 
     def _silent(self, peers: Sequence[int], seconds: str) -> str:
         last = self.phase.removeprefix("while ")
