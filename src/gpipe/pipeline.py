@@ -10,18 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modes import untraced
-from gpipe.config.arguments import Arguments, Costs
+from gpipe.config.arguments import ARGUMENTS, Arguments, Costs
 from gpipe.config.assemble import assemble
-from gpipe.config.findings import Before, Examination, examine_settings, summary
-from gpipe.config.unknown_arguments import (
-    TOO_MANY_FOR_CALLS,
-    TOO_MANY_FOR_PIPES,
-    TOO_MANY_FOR_STEPS,
-    WORDS_OF_CALLS,
-    WORDS_OF_PIPES,
-    WORDS_OF_STEPS,
-    checked_entrance,
-)
+from gpipe.config.findings import Before, Examination, summary
+from gpipe.config.unknown_arguments import checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
@@ -140,7 +132,7 @@ class GPipe(Partitioned):
         >>> optimizer.step(); optimizer.zero_grad()
     """
 
-    @checked_entrance(WORDS_OF_PIPES, TOO_MANY_FOR_PIPES)
+    @checked_entrance
     def __init__(
         self,
         model: Layers | nn.Module | ModelLayers,
@@ -165,42 +157,13 @@ class GPipe(Partitioned):
         driver: str | None = None,
         mesh: "DeviceMesh | None" = None,
     ) -> None:
-        settings, processes = assemble(
-            Arguments(
-                model,
-                partitions,  # type: ignore[arg-type]  # what is missing is said there
-                micro_batches,  # type: ignore[arg-type]  # likewise
-                plan=plan,
-                memory=memory,
-                costs=costs,
-                sample=plain(sample),
-                blocks=blocks,
-                balance=balance,
-                devices=devices,
-                schedule=schedule,
-                stages_per_rank=stages_per_rank,
-                remat=remat,
-                deferred_batch_norm=deferred_batch_norm,
-                sync_batch_norm=sync_batch_norm,
-                ties=ties,
-                seed=seed,
-                intra_op_threads=intra_op_threads,
-                driver=driver,
-                mesh=mesh,
-            )
-        )
+        given = locals()
+        settings, processes = assemble(Arguments(**{name: given[name] for name in ARGUMENTS}))
         super().__init__(settings, processes)
         self.step_number = 0
         self._calls = 0
         self.recorder: Recorder | None = None
-        self._examination = Examination(
-            [*examine_settings(settings), *processes.findings()],
-            [layer for stage in processes.engine.own for layer in stage.layers],
-            micro_batches=settings.micro_batches,
-            deferred=processes.engine.deferred_batch_norm,
-            recomputes=any(remat != "never" for remat in settings.remat),
-            threaded=processes.engine.threaded,
-        )
+        self._examination = Examination(settings, processes)
         self._hold_layers()
 
     @property
@@ -233,7 +196,7 @@ class GPipe(Partitioned):
         """
         return self._settings.foretell(self.program)
 
-    @checked_entrance(WORDS_OF_STEPS, TOO_MANY_FOR_STEPS)
+    @checked_entrance
     @untraced
     def step(
         self,
@@ -291,7 +254,7 @@ class GPipe(Partitioned):
             if share is not None:
                 loss = share if loss is None else loss + share
             metrics += some or ()
-        self._end(run, before, self, loss_fn)
+        self._end(run, before, self)
         return (loss, metrics) if metrics else loss
 
     def _split(self, run: Run, inputs: Tree, targets: Tree, reduction: Reduction | None) -> list[Tree]:
@@ -352,7 +315,7 @@ class GPipe(Partitioned):
             check_weights_of_rows(run.loss_fn, run.targets, run.rows)
         weigh(found)
 
-    @checked_entrance(WORDS_OF_CALLS, TOO_MANY_FOR_CALLS, unless=lambda pipe: pipe.is_model)
+    @checked_entrance
     @untraced
     def forward(self, inputs: Tree = None, *, gather: bool = False, **batch: Tree) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
@@ -429,12 +392,12 @@ class GPipe(Partitioned):
         )
         return run, examination.look(run.step) if run.trains and run.training else None
 
-    def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None, loss_fn: object = None) -> None:
+    def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None) -> None:
         """Counts a mini-batch that has ended well, tells what it has shown, and notes when the caller was inside."""
         if self.training:
             self.step_number += 1
         if before is not None:
-            self._examination.compare(before, run.rows, run.findings, whole, loss_fn)
+            self._examination.compare(before, run, whole)
         if self.recorder is not None:
             self.recorder.inside.append((run.began, time.perf_counter()))
 

@@ -1,7 +1,7 @@
 """What the user gave to `GPipe`, some of it perhaps by a plan."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import nn
@@ -84,3 +84,6 @@ class Arguments:
             remat=list(plan.remat),
             costs=plan.work if takes_costs else self.costs,
         )
+
+
+ARGUMENTS = [field.name for field in fields(Arguments)]

@@ -37,6 +37,7 @@ from gpipe.stages.stage import Layer, Stage
 from gpipe.stages.tree import Tree
 from gpipe.tracing.layers_of import is_model, read_model
 from gpipe.tracing.model import TracedModel
+from gpipe.tracing.runs import plain
 from gpipe.tracing.stage import TracedStage
 
 
@@ -47,7 +48,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
         ValueError: Something cannot be, or differs between the processes.
         RemoteError: Another process failed, or is gone.
     """
-    asked = asked.follow_plan()
+    asked = replace(asked.follow_plan(), sample=plain(asked.sample))
     if asked.driver != "process" and asked.mesh is None:
         settings = settle(asked, traced=_read_model(asked))
         if settings.traced is not None:

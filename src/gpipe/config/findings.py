@@ -4,10 +4,11 @@ Each finding is told once, with what to do.
 """
 
 import logging
+import pickle
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modules import AnyBatchNorm, hooks_of
 from gpipe.config.settings import Settings
+from gpipe.distributed.processes import OneProcess
+from gpipe.runtime.run import Run
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Prediction, equal_bubble
@@ -30,13 +33,7 @@ from gpipe.stages.side_effects import (
     snapshot,
     values_differ,
 )
-from gpipe.stages.stage import Layer
 from gpipe.stages.tree import version
-
-
-def mentions_random(module: nn.Module) -> bool:
-    """Whether a module's forward reads Python's or numpy's random, or all of numpy."""
-    return any(value is one for _, value in read_by_function(type(module).forward) for one in (random, np, np.random))
 
 
 def in_words(places: list[Place]) -> str:
@@ -128,9 +125,6 @@ UNKEYED = (
     "that its gradients are wrong; draw by torch's functions, without a generator"
 )
 
-RandomStates: TypeAlias = Mapping[str, object]
-"""The states of the generators of Python and numpy, by the name of their module."""
-
 
 def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:
     """Tells of generators that modules have as attributes."""
@@ -142,27 +136,22 @@ def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:
                     yield f"{path}.{attribute} is a random generator of its own: {UNKEYED}"
 
 
-def random_states() -> RandomStates:
-    """The states of Python's and numpy's generators, to be compared behind a step."""
-    state = np.random.get_state(legacy=False)
-    words = {  # arrays cannot be compared
-        name: value.tobytes() if isinstance(value, np.ndarray) else value for name, value in state["state"].items()
-    }
-    return {"random": random.getstate(), "numpy.random": state | {"state": words}}
+def random_states() -> dict[str, object]:
+    """The states of the generators of Python and numpy, by the name of their module, to be compared behind a step."""
+    return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state(legacy=False))}
 
 
 def find_unkeyed_draws(layers: Mapping[str, nn.Module], drawn: Iterable[str], step: int) -> list[str]:
     """Tells that somebody drew in a step from the generators of these modules, Python's and numpy's."""
-    mention = [words for words, layer in layers.items() if any(map(mentions_random, layer.modules()))]
-    elsewhere = ", or in another thread" if _other_threads() else ""
-    where = f"perhaps in {', '.join(mention) or 'a layer or loss_fn'}{elsewhere}"
+    libraries = (random, np, np.random)
+    mention = [
+        words
+        for words, layer in layers.items()
+        for module in layer.modules()
+        if any(value is one for _, value in read_by_function(type(module).forward) for one in libraries)
+    ]
+    where = f"perhaps in {', '.join(dict.fromkeys(mention)) or 'a layer or loss_fn'}, or in another thread"
     return [f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn]
-
-
-def _other_threads() -> bool:
-    """Whether there are threads that are neither this one nor a pipe's."""
-    threads = set(threading.enumerate()) - {threading.current_thread()}
-    return any(not thread.name.startswith("gpipe") for thread in threads)
 
 
 DWARFS = 1.5  # a stage this many times the mean sets the pace for all
@@ -182,20 +171,18 @@ def examine_settings(settings: Settings) -> list[str]:
 
 def _bubble(settings: Settings) -> Iterator[str]:
     k, m = len(settings.devices), settings.micro_batches
-    if k == 1 or m >= 4 * k:
+    rows = [settings.schedule.rows(settings.placement, count) for count in (m, 4 * k)]
+    if k == 1 or m >= 4 * k or None in rows:
         return
-    now, then = _equal_bubble(settings, m), _equal_bubble(settings, 4 * k)
-    if now is not None and then is not None and now > SMALL:
+    now, then = (
+        equal_bubble(Program.of(each or (), count, rank_of=settings.placement))
+        for each, count in zip(rows, (m, 4 * k), strict=True)
+    )
+    if now > SMALL:
         yield (
             f"M={m} micro-batches for K={k} partitions leave a bubble of {now:.0%}; with M={4 * k}, four times K, it "
             f"would be {then:.0%}"
         )
-
-
-def _equal_bubble(settings: Settings, micro_batches: int) -> float | None:
-    """The bubble of the schedule's table for so many micro-batches; None where it has none."""
-    rows = settings.schedule.rows(settings.placement, micro_batches)
-    return None if rows is None else equal_bubble(Program.of(rows, micro_batches, rank_of=settings.placement))
 
 
 def _empty_stages(settings: Settings) -> Iterator[str]:
@@ -232,33 +219,34 @@ FEW_ROWS = 16
 """Rows of a micro-batch below which BatchNorm is told of: its statistics are not those of the mini-batch."""
 
 
-def find_few_rows(layers: Sequence[nn.Module], rows: int, deferred: bool) -> list[str]:
+def find_few_rows(layers: Iterable[nn.Module], rows: int, deferred: bool) -> list[str]:
     """Tells of BatchNorms that see too few rows of a micro-batch."""
     norms = [m for layer in layers for m in layer.modules() if isinstance(m, AnyBatchNorm) and m.training]
     if not norms or rows >= FEW_ROWS:
         return []
-    remedy = (
-        ""
-        if deferred
-        else "; for running statistics of the whole mini-batch, as the script without a pipe has them in validation, "
-        "give deferred_batch_norm=True"
-    )
-    return [
+    found = (
         f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics: use fewer micro-batches or "
-        f"a larger mini-batch{remedy}"
-    ]
+        f"a larger mini-batch"
+    )
+    return [found if deferred else found + DEFER]
+
+
+DEFER = (
+    "; for running statistics of the whole mini-batch, as the script without a pipe has them in validation, "
+    "give deferred_batch_norm=True"
+)
 
 
 def find_unused_parameters(module: nn.Module) -> list[str]:
     """Tells of parameters to which the first backward brought no gradient."""
     unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
-    if not unused:
-        return []
-    return [
-        f"{', '.join(unused)}: no gradient came to these parameters in the first step; take them out of the "
-        f"optimizer, or freeze them with requires_grad_(False), if that is meant"
-    ]
+    return [UNUSED.format(names=", ".join(unused))] if unused else []
 
+
+UNUSED = (
+    "{names}: no gradient came to these parameters in the first step; take them out of the optimizer, or freeze them "
+    "with requires_grad_(False), if that is meant"
+)
 
 logger = logging.getLogger("gpipe")
 
@@ -267,7 +255,7 @@ class Before(NamedTuple):
     """What there was before a mini-batch: its step number, states of generators, what modules refer to."""
 
     step: int
-    random_states: RandomStates
+    random_states: Mapping[str, object]
     snapshot: Snapshot | None  # only before the first
     buffers: Mapping[nn.Module, list[TensorVersion]]  # likewise
 
@@ -280,20 +268,13 @@ class Examination:
         fresh: Whether no mini-batch was trained yet that had several micro-batches, if the pipe has any.
     """
 
-    def __init__(
-        self,
-        findings: Sequence[str],
-        layers: Sequence[Layer],
-        *,
-        micro_batches: int,
-        deferred: bool,
-        recomputes: bool,
-        threaded: bool,
-    ) -> None:
-        self.findings = list(findings)
-        self._layers = tuple(layers)  # of this process
-        self.fresh, self._enough = True, min(2, micro_batches)
-        self._deferred, self._recomputes, self._threaded = deferred, recomputes, threaded
+    def __init__(self, settings: Settings, processes: OneProcess) -> None:
+        engine = processes.engine
+        self.findings = [*examine_settings(settings), *processes.findings()]
+        self.fresh, self._enough = True, min(2, settings.micro_batches)
+        self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
+        self._recomputes = any(remat != "never" for remat in settings.remat)
+        self._deferred, self._threaded = engine.deferred_batch_norm, engine.threaded
         self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
         self._drawn: set[str] = set()  # the generators of which it was told that they were drawn from
         for finding in self.findings:
@@ -303,45 +284,28 @@ class Examination:
         """Notes what there is before a mini-batch that trains."""
         if not self.fresh:
             return Before(step, random_states(), None, {})
-        named = self._named()
-        return Before(step, random_states(), snapshot(named), buffers_of(named))
+        return Before(step, random_states(), snapshot(self._layers), buffers_of(self._layers))
 
-    def _named(self) -> dict[str, nn.Module]:
-        """The layers in words."""
-        return {str(layer): layer.module for layer in self._layers}
-
-    def compare(
-        self,
-        before: Before,
-        rows: Sequence[int],
-        seen: Sequence[str],
-        whole: nn.Module | None = None,
-        loss_fn: object = None,
-    ) -> None:
+    def compare(self, before: Before, run: Run, whole: nn.Module | None = None) -> None:
         """Tells what a mini-batch has shown: most of it the first one, the rest whenever it comes.
 
-        Args:
-            before: What there was.
-            rows: Of its micro-batches.
-            seen: What the ranks found.
-            whole: The pipe, if its gradients are there.
-            loss_fn: The loss, if there was one.
+        `whole` is the pipe, if its gradients are there.
         """
         if before.snapshot is not None:
-            self.fresh = len(rows) < self._enough  # a forward that follows a backward may be still to come
-            self.tell(seen)
+            self.fresh = len(run.rows) < self._enough  # a forward that follows a backward may be still to come
+            self.tell(run.findings)
             self.tell(find_unused_parameters(whole) if whole is not None else [])
-            named = self._named()
-            self.tell(find_side_effects(before.snapshot, snapshot(named), seen, recomputes=self._recomputes))
-            self.tell(find_buffer_readers(named, loss_fn, before.buffers))
-            self.tell(find_thread_locals(named) if self._threaded else [])
+            after = snapshot(self._layers)
+            self.tell(find_side_effects(before.snapshot, after, run.findings, recomputes=self._recomputes))
+            self.tell(find_buffer_readers(self._layers, run.loss_fn, before.buffers))
+            self.tell(find_thread_locals(self._layers) if self._threaded else [])
         if (states := random_states()) != before.random_states:
             drawn = [n for n, state in states.items() if n not in self._drawn and state != before.random_states[n]]
             self._drawn.update(drawn)
-            self.tell(find_unkeyed_draws(self._named(), drawn, before.step))
-        if min(rows) < self._few_rows:
-            few = find_few_rows([layer.module for layer in self._layers], min(rows), self._deferred)
-            self._few_rows = 0 if few else min(rows)
+            self.tell(find_unkeyed_draws(self._layers, drawn, before.step))
+        if (rows := min(run.rows)) < self._few_rows:
+            few = find_few_rows(self._layers.values(), rows, self._deferred)
+            self._few_rows = 0 if few else rows
             self.tell(few)
 
     def tell(self, findings: Sequence[str]) -> None:
@@ -359,7 +323,8 @@ def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> st
 
 
 def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
-    costs, shares = settings.partition.seconds, _weight_shares(settings, plan)
+    costs = settings.partition.seconds
+    split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
     yield (
         f"{'stage':>5} {'rank':>4}  {'layers':<16} {'device':<8} {'remat':<12} "
         f"{'parameters':>12} {'MiB':>8} {'cost':>6} {'W':>5}"
@@ -371,19 +336,13 @@ def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
         share = costs[stage] / (sum(costs) or 1)
         mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        of_weights = settings.stage_costs[stage].weight_share if settings.stage_costs else None
+        part = "half" if of_weights is None else f"{of_weights:.0%}"  # half, as the plan takes it unmeasured
+        part = part if stage in split else "-"
         yield (
             f"{stage:>5} {rank:>4}  {span:<16} {settings.devices[rank]!s:<8} {settings.remat[stage]:<12} "
-            f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {share:>6.1%} {shares[stage]:>5}"
+            f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {share:>6.1%} {part:>5}"
         )
-
-
-def _weight_shares(settings: Settings, plan: Prediction) -> list[str]:
-    """The share of W in the backward of each stage that is split: as measured, or half, as the plan takes it."""
-    split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
-    costs = settings.stage_costs or [None] * plan.program.stages
-    shares = [None if cost is None else cost.weight_share for cost in costs]
-    words = ["half" if share is None else f"{share:.0%}" for share in shares]
-    return [word if stage in split else "-" for stage, word in enumerate(words)]
 
 
 def _balance(settings: Settings) -> Iterator[str]:

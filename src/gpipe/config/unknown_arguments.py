@@ -11,90 +11,88 @@ from gpipe.errors import folded, innermost_code
 P = ParamSpec("P")
 R = TypeVar("R")
 
-AT_STEP = "to each step: pipe.step(inputs, targets, loss_fn)"
-
-WORDS_OF_PIPES: Mapping[str, str] = {
-    **dict.fromkeys(("chunks", "n_microbatches", "gradient_accumulation_steps"), "micro_batches="),
-    **dict.fromkeys(("micro_batch_size", "batch_size"), "micro_batches=, how many, not how many rows each has"),
-    **dict.fromkeys(("num_stages", "num_partitions", "pp_size"), "partitions="),
-    **dict.fromkeys(("split_spec", "partition_method"), "partitions=, the number of layers of each"),
-    **dict.fromkeys(
-        ("checkpoint", "activation_checkpointing", "gradient_checkpointing"),
-        "remat='always', 'except_last', 'never' or how many micro-batches at once keep what is inside",
-    ),
-    **dict.fromkeys(("module", "layers"), "model="),
-    **dict.fromkeys(("process_group", "device_mesh"), "mesh=, a DeviceMesh with a dimension 'pp'"),
-    **dict.fromkeys(("loss_fn", "criterion", "reduction", "scale", "scaler"), AT_STEP),
+HOW_MANY = "micro_batches=, how many, not how many rows each has"
+WORDS_OF_PIPES = {
+    "chunks": "micro_batches=",
+    "n_microbatches": "micro_batches=",
+    "micro_batch_size": HOW_MANY,
+    "batch_size": HOW_MANY,
+    "num_stages": "partitions=",
+    "num_partitions": "partitions=",
+    "checkpoint": "remat='always', 'except_last', 'never' or how many micro-batches at once keep what is inside",
+    "layers": "model=",
+    "device_mesh": "mesh=, a DeviceMesh with a dimension 'pp'",
+    "loss_fn": "to each step: pipe.step(inputs, targets, loss_fn)",
     "optimizer": "none to the pipe: make your own over pipe.parameters(), and step it after pipe.step(...)",
-    "example_inputs": "sample=",
 }
-WORDS_OF_STEPS: Mapping[str, str] = {
+WORDS_OF_STEPS = {
     "labels": "targets=",
-    **dict.fromkeys(("x", "batch", "data"), "inputs="),
-    **dict.fromkeys(("input_ids", "attention_mask"), "all of the batch as one dict: pipe.step(batch)"),
+    "x": "inputs=",
+    "input_ids": "all of the batch as one dict: pipe.step(batch)",
     "criterion": "loss_fn=",
-    **dict.fromkeys(("chunks", "n_microbatches"), "micro_batches= to GPipe itself"),
+    "chunks": "micro_batches= to GPipe itself",
     "optimizer": "none to the step: step your optimizer after it",
-    "losses": "none: the loss is what step returns",
-    "return_outputs": "none: have loss_fn return (loss, output), and step returns both",
 }
-WORDS_OF_CALLS: Mapping[str, str] = {
-    **dict.fromkeys(("x", "batch", "data"), "inputs=, or just pipe(x)"),
-    **dict.fromkeys(("mask", "attention_mask", "input_ids"), "one value: pipe({'x': x, 'mask': mask})"),
-    **dict.fromkeys(("targets", "labels", "loss_fn"), "it to pipe.step(inputs, targets, loss_fn)"),
+WORDS_OF_CALLS = {
+    "x": "inputs=, or just pipe(x)",
+    "mask": "one value: pipe({'x': x, 'mask': mask})",
+    "targets": "it to pipe.step(inputs, targets, loss_fn)",
 }
+ENTRANCES = {
+    "__init__": (
+        WORDS_OF_PIPES,
+        "give the layers as one: GPipe([layer, layer, ...], partitions, micro_batches), the rest by name",
+    ),
+    "step": (
+        WORDS_OF_STEPS,
+        "step takes (inputs, targets, loss_fn), the rest by name; several inputs are a tuple or a dict",
+    ),
+    "forward": (
+        WORDS_OF_CALLS,
+        "a pipe takes one value, as its first layer does; give several as a tuple, pipe((x, mask)), or a dict",
+    ),
+}
+"""What is said at each entrance of a pipe for words of others, and for too many values."""
 
-TOO_MANY_FOR_PIPES = "give the layers as one: GPipe([layer, layer, ...], partitions, micro_batches), the rest by name"
-TOO_MANY_FOR_STEPS = "step takes (inputs, targets, loss_fn), the rest by name; several inputs are a tuple or a dict"
-TOO_MANY_FOR_CALLS = (
-    "a pipe takes one value, as its first layer does; give several as a tuple, pipe((x, mask)), or a dict"
-)
 
-
-def checked_entrance(
-    words: Mapping[str, str], too_many: str, unless: Callable[[Any], bool] = lambda pipe: False
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
     """An `entrance` that refuses unknown keywords, all at once, each with our word for it, and too many values.
 
-    It takes any of those pipes that `unless` says it of.
+    Where the function takes any keywords, they are those of a model's forward: of other pipes they are refused too.
     """
+    words, too_many = ENTRANCES[function.__name__]
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    takes_any = len(known) < len(parameters)
+    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    code = innermost_code(function)
 
-    def read(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters.values()
-        known = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        code = innermost_code(function)
-        positional = sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
-
-        @wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                unknown = not kwargs.keys() <= {*known} and not unless(args[0])
-                if unknown or _is_layer_counts(kwargs.get("balance")):
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            is_of_torchgpipe = isinstance(kwargs.get("balance"), (list, tuple))
+            if not kwargs.keys() <= {*known} or is_of_torchgpipe:
+                pipe: Any = args[0]
+                if not (takes_any and pipe.is_model):
                     raise TypeError("\n".join(_mistakes(kwargs, known, words)))
-                if len(args) > positional:
-                    raise TypeError(too_many)
-                return function(*args, **kwargs)
-            except BaseException as error:
-                error.__traceback__ = folded(error, code)
-                raise
+            if len(args) > positional:
+                raise TypeError(too_many)
+            return function(*args, **kwargs)
+        except BaseException as error:
+            error.__traceback__ = folded(error, code)
+            raise
 
-        return called
-
-    return read
+    return called
 
 
 def _mistakes(given: Mapping[str, object], known: list[str], words: Mapping[str, str]) -> list[str]:
     unknown = [word for word in given if word not in known]
     found = [f"there is no {word}=; {_instead(word, known, words)}" for word in unknown]
-    if _is_layer_counts(balance := given.get("balance")):  # torchgpipe's word
+    if isinstance(balance := given.get("balance"), (list, tuple)):  # torchgpipe's word
         found.append(f"balance={balance!r}: give the layers of each partition as partitions=")
     if not all(word in words for word in unknown):
         found.append(f"known are {', '.join(name for name in known if name != 'self')}")
     return found
-
-
-def _is_layer_counts(balance: object) -> bool:
-    return isinstance(balance, (list, tuple)) and all(isinstance(count, int) for count in balance)
 
 
 def _instead(word: str, known: list[str], words: Mapping[str, str]) -> str:
