@@ -83,12 +83,6 @@ def test_a_stash_of_none_comes_to_its_pops(driver: str, remat: str, cut: list[in
     F.mse_loss(pipe(X), Y).backward()
 
 
-def test_a_stash_of_none_is_none_where_costs_are_measured_and_in_the_reference() -> None:
-    gpipe.GPipe(skipping(True), 2, 3, costs="flops", sample=X)
-    gpipe.GPipe(skipping(True), 2, 3, costs="time", sample=X)
-    assert gpipe.Sequential(*skipping(True))(X).shape == X.shape
-
-
 # A gradient scaler.
 
 

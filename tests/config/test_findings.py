@@ -51,11 +51,6 @@ def test_few_micro_batches_are_found_with_the_bubble_that_they_cost(
     assert f"with M={4 * partitions}, four times K, it would be {better}" in finding
 
 
-@pytest.mark.parametrize(("partitions", "micro_batches"), [(1, 1), (2, 8), (4, 16), (4, 64)])
-def test_enough_micro_batches_are_not_found(partitions: int, micro_batches: int) -> None:
-    assert not gpipe.GPipe(linears(), partitions, micro_batches).findings
-
-
 def test_a_partition_without_parameters_is_found_by_number() -> None:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)]
     pipe = gpipe.GPipe(layers, [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
@@ -156,23 +151,6 @@ def test_a_layer_with_a_generator_of_its_own_is_found(make: Callable[[], object]
     assert "draw by torch's functions" in finding
 
 
-def test_why_a_generator_of_its_own_is_found_its_recompute_draws_others() -> None:
-    class Draws(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dice = torch.Generator().manual_seed(0)
-            self.seen: list[float] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen.append(float(torch.rand((), generator=self.dice)))
-            return x * self.seen[-1]
-
-    layer = Draws()
-    with pytest.raises(RuntimeError, match="a recompute gave other values than its forward"):
-        train(gpipe.GPipe([nn.Linear(4, 4), layer], 1, 2, remat="always"))
-    assert len(set(layer.seen)) >= 3
-
-
 class PythonDrop(nn.Module):
     """Layer drop as often written."""
 
@@ -248,9 +226,3 @@ def test_the_summary_shows_partitions_bubble_and_findings() -> None:
     )
     assert [line for line in lines if line.startswith("finding: ")] == [f"finding: {text}" for text in pipe.findings]
     assert len(pipe.findings) == 1
-
-
-def test_shared_parameters_count_once_in_a_partition_of_the_summary() -> None:
-    layer = nn.Linear(4, 4, bias=False)
-    lines = gpipe.GPipe([layer, layer, nn.Linear(4, 4)], [2, 1], 8).summary().splitlines()
-    assert lines[1].split()[7] == "16"

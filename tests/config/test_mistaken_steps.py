@@ -56,6 +56,8 @@ class Output(NamedTuple):
     [
         (lambda out, target: (out - target) ** 2, "a tensor of shape (4, 2), torch.float32: add .mean()"),
         (lambda out, target: F.mse_loss(out, target).item(), "return the tensor itself, without .item()"),
+        (lambda out, target: out.sum().to(torch.complex64), "a tensor of shape (), torch.complex64"),
+        (lambda out, target: (1.5, out), "1.5, a number that gradients cannot come from"),
         (lambda out, target: None, "it returned None: does its `return` lack?"),
         (lambda out, target: {"loss": out.mean()}, "a dict: return the loss in it, or (loss, metrics)"),
         (lambda out, target: Output(out, out.mean()), "a Output: return its .loss"),
@@ -173,6 +175,8 @@ def check_refused(wrong: object, text: str) -> None:
     ("wrong", "text"),
     [
         (None, "not None without one"),
+        (torch.tensor(1.0), "not a Tensor without one"),
+        (gpipe.Whole(X), "not a Whole without one"),
         ({}, "not an empty dict"),
         ("words", "not a str without one"),
         ([1.0, 2.0], "not numbers in a list: torch.tensor(...)"),

@@ -277,16 +277,6 @@ def test_the_default_device_surrounds_layers(way: str, driver: str, remat: str) 
             assert {seen for layer in watches(pipe) for seen in layer.forwards} == {device}
 
 
-def test_a_default_device_set_for_good_surrounds_layers(driver: str, remat: str) -> None:
-    with piped(driver, remat, build(lambda: torch.empty(1).device.type)) as pipe:
-        torch.set_default_device("meta")
-        try:
-            pipe.step(X, Y, squares)
-        finally:
-            torch.set_default_device(None)  # the mode goes too
-        assert {seen for layer in watches(pipe) for seen in layer.forwards} == {"meta"}
-
-
 def test_a_pipe_can_be_made_under_a_default_device(driver: str, remat: str) -> None:
     layers = build()
     with torch.device("meta"), piped(driver, remat, layers, seed=None) as pipe:
@@ -379,18 +369,6 @@ def test_flops_are_counted_in_lockstep(driver: str, remat: str) -> None:
     one = 2 * 7 * 9 * 9
     inputs = 2 * one  # the first layer's input needs no gradient
     assert counter.get_total_flops() == 3 * one * (2 if remat == "always" else 1) + 3 * one + inputs
-
-
-@WAYS
-def test_the_default_dtype_is_seen_by_layers(way: str, driver: str, remat: str) -> None:
-    with piped(driver, remat, build(lambda: torch.empty(1).dtype)) as pipe:
-        torch.set_default_dtype(torch.float64)
-        try:
-            run(pipe, way, nullcontext)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert {seen for layer in watches(pipe) for seen in layer.forwards} == {torch.float64}
-        assert {p.grad.dtype for p in pipe.parameters() if p.grad is not None} == {torch.float32}
 
 
 def test_what_a_layer_changes_for_its_thread_does_not_stay(driver: str, remat: str) -> None:
