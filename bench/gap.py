@@ -28,7 +28,7 @@ from bench.workloads import WORKLOADS
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Rank
 from gpipe.runtime.run import Run as MiniBatch
-from gpipe.runtime.steps import Step
+from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import COMPUTE, Action
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.simulate import simulate
@@ -53,7 +53,7 @@ class Watch(Recorder):
         super().__init__(keep=1)
         self.cells: dict[Action, tuple[float, ...]] = {}
 
-    def work(self, run: MiniBatch, rank: Rank, step: Step) -> None:
+    def work(self, run: MiniBatch, rank: Rank, step: CompiledAction) -> None:
         """Does an action of a rank between two readings."""
         before, start = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
         super().work(run, rank, step)

@@ -13,7 +13,6 @@ from gpipe._torch.modules import hold_state_of
 from gpipe.config.settings import Settings
 from gpipe.distributed.norms import find_tied_names, refuse_norms_of_a_part
 from gpipe.distributed.processes import OneProcess
-from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import NO_GRAPH
 from gpipe.runtime.recorder import Recorder
 from gpipe.stages.skips import Sequential
@@ -29,13 +28,9 @@ class Partitioned(nn.Module):
     def __init__(self, settings: Settings, processes: OneProcess) -> None:
         super().__init__()
         self._settings = settings
-        self._processes = processes
+        self._processes, self._engine = processes, processes.engine
         self._foreign: frozenset[str] = frozenset()  # what other processes hold of a model
         self._tied_names = {} if processes.position is None else find_tied_names(processes.engine)
-
-    @property
-    def _engine(self) -> Engine:
-        return self._processes.engine
 
     def _hold_layers(self) -> None:
         """Takes the layers of this process for modules: at last, and not by add_module, whatever they are named."""
@@ -135,12 +130,12 @@ class Partitioned(nn.Module):
     @property
     def reads_inputs(self) -> bool:
         """Whether this process has the first stage, and reads inputs; in one process always."""
-        return self._engine.own[0] is self._engine.stages[0]
+        return self._engine.reads_inputs
 
     @property
     def reads_targets(self) -> bool:
         """Whether this process has the last stage, and reads targets; in one process always."""
-        return self._engine.own[-1] is self._engine.stages[-1]
+        return self._engine.reads_targets
 
     @property
     def stage_of(self) -> dict[str, int]:

@@ -237,7 +237,7 @@ class GPipe(Partitioned):
                 others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
-        is_own = self.is_model and targets is None and loss_fn is None
+        is_own = targets is None and loss_fn is None and self.is_model
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
         run, before = self._new_run()
@@ -259,13 +259,13 @@ class GPipe(Partitioned):
 
     def _split(self, run: Run, inputs: Tree, targets: Tree, reduction: Reduction | None) -> list[Tree]:
         """Cuts the inputs of a step into micro-batches, and targets that are read here as well, which it gives."""
-        if self.reads_targets:
+        if self._engine.reads_targets:
             check_loss_fn(run.loss_fn)
             if reduction is not None:
                 run.tell(find_contradiction(run.loss_fn, reduction))
         values, parts = list[Tree](), list[list[Tree]]()
-        if self.reads_inputs:
-            both = self.reads_targets and run.loss_fn is not own_loss
+        if self._engine.reads_inputs:
+            both = self._engine.reads_targets and run.loss_fn is not own_loss
             values, *parts = self._cut(run, {"inputs": inputs} | ({"targets": targets} if both else {}))
         if run.trains:
             refuse_gradients_of_inputs(values)
@@ -278,8 +278,8 @@ class GPipe(Partitioned):
 
     def _cut(self, run: Run, trees: Mapping[str, Tree], *, for_output: bool = False) -> list[list[Tree]]:
         """Cuts trees into micro-batches; of a traced model, the inputs are then what its path through it takes."""
-        rows, (values, *others) = split_alike(self.micro_batches, **trees)
-        run.rows, run.ready_made = tuple(rows), isinstance(trees["inputs"], MicroBatches)
+        rows, (values, *others) = split_alike(self._engine.micro_batches, **trees)
+        run.micro_batch_sizes, run.ready_made = tuple(rows), isinstance(trees["inputs"], MicroBatches)
         if (traced := self._settings.traced) is not None:
             over_replicas = run.context.sum_over_replicas if run.loss_fn is own_loss else None
             begun = traced.begin(values, over_replicas, for_output=for_output)
@@ -290,21 +290,21 @@ class GPipe(Partitioned):
 
     def _weigh(self, run: Run, targets: Tree, parts: list[Tree], reduction: Reduction | None, scale: float) -> None:
         """Gives a run its targets and what each micro-batch counts for, where the last stage is."""
-        if not self.reads_targets:
+        if not self._engine.reads_targets:
             return
         if run.loss_fn is own_loss:
             run.context.check_same(reduction="the model's own", scale=scale)
-            run.targets = [None] * len(run.rows)
+            run.targets = [None] * len(run.micro_batch_sizes)
             run.weigh(run.own_weights, scale)
             return
         found = find_reduction(run.loss_fn) if reduction is None else reduction
         told = "weights of the targets" if callable(found) else str(found or "mean")
         run.context.check_same(reduction=told, scale=scale)
-        run.targets = parts or split_targets(targets, run.rows, ready_made=run.ready_made)
+        run.targets = parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
         over_replicas = run.context.sum_over_replicas
 
         def weigh(reduction: Reduction) -> None:
-            run.weigh(loss_weights(reduction, run.rows, run.targets, over_replicas), scale)
+            run.weigh(loss_weights(reduction, run.micro_batch_sizes, run.targets, over_replicas), scale)
 
         if found is None:  # only a call of the loss will show it
             run.call_loss = partial(
@@ -312,7 +312,7 @@ class GPipe(Partitioned):
             )
             return
         if reduction is None:
-            check_weights_of_rows(run.loss_fn, run.targets, run.rows)
+            check_weights_of_rows(run.loss_fn, run.targets, run.micro_batch_sizes)
         weigh(found)
 
     @checked_entrance
@@ -347,20 +347,20 @@ class GPipe(Partitioned):
             run.call, run.gathers = self._calls, gather
             leaves: list[list[Tensor]] = []
             wanted = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
-            if self.reads_inputs or wanted:  # else others read them, and no gradient comes back
+            if self._engine.reads_inputs or wanted:  # else others read them, and no gradient comes back
                 (values,) = self._cut(run, {"inputs": inputs}, for_output=True)
                 cuts = list(map(detach_boundary, values))
                 run.inputs, leaves = [crossing for crossing, _ in cuts], [roots for _, roots in cuts]
             run.context.agree(run, Request.CALL)
-            if not self.reads_inputs:
-                run.inputs = [BoundaryValue(None, [])] * len(run.rows)
-                run.input_gradients = {m: [] for m in range(len(run.rows))}
+            if not self._engine.reads_inputs:
+                run.inputs = [BoundaryValue(None, [])] * len(run.micro_batch_sizes)
+                run.input_gradients = {m: [] for m in range(len(run.micro_batch_sizes))}
             if run.trains:
                 outputs = pipelined(run, leaves)
             else:
                 run_step(run)
-                made = run.take_outputs() if self.reads_targets else []
-                made = run.context.gather_outputs(made, len(run.rows)) if gather else made
+                made = run.take_outputs() if self._engine.reads_targets else []
+                made = run.context.gather_outputs(made, len(run.micro_batch_sizes)) if gather else made
                 outputs = [output.value for output in made]
             returned = self._as_given(run, outputs)
             run.input_shapes = run.context.finish(run, [list(root.shape) for roots in leaves for root in roots])
@@ -374,7 +374,7 @@ class GPipe(Partitioned):
             return None
         if run.ready_made:
             return outputs
-        return join(outputs, run.rows, run.own_weights) if self.is_model else merge(outputs)
+        return join(outputs, run.micro_batch_sizes, run.own_weights) if self.is_model else merge(outputs)
 
     def _new_run(self) -> tuple[Run, Before | None]:
         """A mini-batch that begins here, and, if it trains, what is to be compared when it has ended."""
@@ -383,14 +383,14 @@ class GPipe(Partitioned):
             self._engine,
             self._processes.context(),
             modes,
-            self.seed,
+            self._settings.seed,
             self.step_number,
             self.training,
             self.recorder,
             examines=examination.fresh and self.training and modes.grad,
             tell=examination.tell,
         )
-        return run, examination.look(run.step) if run.trains and run.training else None
+        return run, examination.look(run.step_number) if run.trains and run.training else None
 
     def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None) -> None:
         """Counts a mini-batch that has ended well, tells what it has shown, and notes when the caller was inside."""

@@ -75,6 +75,13 @@ def test_a_wrong_loss_is_told_as_the_loss_with_what_to_return(
     assert "in the loss of micro-batch " in found
 
 
+def test_a_step_without_targets_is_told_to_give_them() -> None:
+    text = refusal(lambda: make().step(X, loss_fn=F.mse_loss), AttributeError)
+    assert "in the loss of micro-batch 0" in text
+    assert "step was given no targets: give them behind the inputs" in text
+    make().step(X, None, lambda output, target: output.mean())
+
+
 class Words(dict[str, Tensor]):
     """Pytree does not look into it."""
 

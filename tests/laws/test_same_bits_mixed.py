@@ -15,7 +15,7 @@ from gpipe.distributed import processes
 from gpipe.runtime.actions import WORK
 from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import Step
+from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label, Message, ReadyEvent
@@ -101,7 +101,7 @@ def _copy_of(message: Message) -> Message:
 def poisoned_boundaries() -> Iterator[None]:
     """Fills what came from another rank with NaN, values and gradients, as soon as the backward has used it."""
 
-    def backward(run: Run, rank: Rank, step: Step) -> None:
+    def backward(run: Run, rank: Rank, step: CompiledAction) -> None:
         cell = rank.saved[step.stage, step.micro_batch]
         came = [tensor for crossing in cell.given for tensor in tensors_in(crossing.value)] if step.stage else []
         came += [g for gradients in rank.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gpipe
 from gpipe.runtime.actions import WORK
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import Step
+from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from tests.support import tied_layers
 from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
@@ -133,7 +133,7 @@ def held() -> Iterator[list[tuple[int, int, int]]]:
     found: list[tuple[int, int, int]] = []
     backward_of_weights = WORK[Kind.BACKWARD_WEIGHT]
 
-    def do(run: Run, rank: Rank, step: Step) -> None:
+    def do(run: Run, rank: Rank, step: CompiledAction) -> None:
         saved = rank.saved[step.stage, step.micro_batch]
         found.append((len(saved.given), len(saved.gradients), len(saved.roots)))
         backward_of_weights(run, rank, step)
@@ -176,7 +176,7 @@ def test_stages_under_fully_shard_run_their_backwards_at_once(held: list[tuple[i
         layers: list[nn.Module] = [Spread(6, 5), nn.Linear(5, 4)]
     backward_of_inputs = WORK[Kind.BACKWARD_INPUT]
 
-    def do(run: Run, rank: Rank, step: Step) -> None:
+    def do(run: Run, rank: Rank, step: CompiledAction) -> None:
         backward_of_inputs(run, rank, step)
         early.setdefault(step.stage, layers[step.stage].weight.grad is not None)
 

@@ -128,6 +128,21 @@ def test_nothing_is_recorded_unless_asked_for(driver: str, monkeypatch: pytest.M
         assert len(recording.timelines) == 1
 
 
+@DRIVERS
+def test_a_run_that_fails_behind_its_last_action_is_not_recorded(driver: str) -> None:
+    """Outputs that cannot be put together fail the call, inside of what tells other processes so."""
+
+    class Means(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    with gpipe.GPipe([nn.Linear(3, 3), Means()], 2, 2, driver=driver) as pipe, gpipe.record(pipe) as recording:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(TypeError, match="cannot be merged"):
+                pipe(X)
+        assert (recording.timelines, pipe.step_number) == ([], 0)
+
+
 def test_recordings_may_be_nested() -> None:
     pipe = make(driver="lockstep")
     with gpipe.record(pipe) as outer:

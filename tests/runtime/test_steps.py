@@ -4,13 +4,13 @@ import pytest
 from torch import nn
 
 import gpipe
-from gpipe.runtime.steps import CompiledProgram, Step
+from gpipe.runtime.steps import CompiledAction, CompiledProgram
 from gpipe.schedule.action import TRANSFERS, Action
 from gpipe.schedule.schedules import SCHEDULES
 from tests.support.odd_layers import Pop, Stash
 
 
-def actions_of(step: Step) -> list[Action]:
+def actions_of(step: CompiledAction) -> list[Action]:
     """All that a step does of the table."""
     transfers = [transfer.action for transfer in (*step.takes, *step.gives) if transfer.action is not None]
     return [*transfers, step.action]

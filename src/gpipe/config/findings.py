@@ -4,7 +4,6 @@ Each finding is told once, with what to do.
 """
 
 import logging
-import pickle
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -138,7 +137,9 @@ def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:
 
 def random_states() -> dict[str, object]:
     """The states of the generators of Python and numpy, by the name of their module, to be compared behind a step."""
-    return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state(legacy=False))}
+    state = np.random.get_state(legacy=False)
+    words = [getattr(value, "tobytes", value.__repr__)() for value in state["state"].values()]  # arrays, or numbers
+    return {"random": random.getstate(), "numpy.random": state | {"state": words}}
 
 
 def find_unkeyed_draws(layers: Mapping[str, nn.Module], drawn: Iterable[str], step: int) -> list[str]:
@@ -292,7 +293,8 @@ class Examination:
         `whole` is the pipe, if its gradients are there.
         """
         if before.snapshot is not None:
-            self.fresh = len(run.rows) < self._enough  # a forward that follows a backward may be still to come
+            # whether a forward that follows a backward is still to come
+            self.fresh = len(run.micro_batch_sizes) < self._enough
             self.tell(run.findings)
             self.tell(find_unused_parameters(whole) if whole is not None else [])
             after = snapshot(self._layers)
@@ -303,7 +305,7 @@ class Examination:
             drawn = [n for n, state in states.items() if n not in self._drawn and state != before.random_states[n]]
             self._drawn.update(drawn)
             self.tell(find_unkeyed_draws(self._layers, drawn, before.step))
-        if (rows := min(run.rows)) < self._few_rows:
+        if (rows := min(run.micro_batch_sizes)) < self._few_rows:
             few = find_few_rows(self._layers.values(), rows, self._deferred)
             self._few_rows = 0 if few else rows
             self.tell(few)

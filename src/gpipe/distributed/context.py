@@ -29,7 +29,7 @@ from gpipe.runtime.engine import Engine
 from gpipe.runtime.notes import in_words
 from gpipe.runtime.recorder import Recorder, RemoteRecord
 from gpipe.runtime.run import Output, Run
-from gpipe.runtime.steps import CompiledRows
+from gpipe.runtime.steps import CompiledTable
 from gpipe.schedule.action import Action, Kind, parse_action
 from gpipe.schedule.program import Program
 from gpipe.schedule.timeline import Span, Timeline
@@ -71,16 +71,16 @@ class ProcessContext(Context):
 
     def agree(self, run: Run, request: Request) -> None:
         """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
-        known = request, run.step, run.trains, run.training, run.gathers, run.call
+        known = request, run.step_number, run.trains, run.training, run.gathers, run.call
         own = Header(*known, own_loss=run.loss_fn is own_loss, ready_made=run.ready_made, path=run.path)
-        own = replace(own, rows=run.rows, own_weights=run.own_weights)
+        own = replace(own, rows=run.micro_batch_sizes, own_weights=run.own_weights)
 
         def checksum(header: Header) -> int:
-            run.rows, run.path = header.rows, header.path
+            run.micro_batch_sizes, run.path = header.rows, header.path
             return run.compiled_program().checksum
 
         header = compare_headers(self.net, self.position, self.first, own, checksum)
-        run.rows, run.path, run.own_weights = header.rows, header.path, header.own_weights
+        run.micro_batch_sizes, run.path, run.own_weights = header.rows, header.path, header.own_weights
         run.ready_made = bool(header.ready_made)
 
     def check_same(self, **settings: object) -> None:
@@ -164,15 +164,15 @@ class ProcessContext(Context):
         return LayerProgress(_Watched(self.net.status))
 
     @contextmanager
-    def running(self, rows: CompiledRows, aliases: WeightAliases) -> Iterator[None]:
+    def running(self, table: CompiledTable, aliases: WeightAliases) -> Iterator[None]:
         """Around the actions of this process: expects its messages, and meets the replicas where they run in step."""
-        inbound, row = rows.inbound[self.position.row], rows.program.rows[self.position.row]
-        sees = partial(describe_peer, self.engine, rows.program)
+        inbound, row = table.inbound[self.position.row], table.program.rows[self.position.row]
+        sees = partial(describe_peer, self.engine, table.program)
         self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
         self.aliases, self._tied = aliases, False
         self._aside = self._set_gradients_aside(row)
         try:
-            with self._meet_replicas(rows.program):
+            with self._meet_replicas(table.program):
                 yield
         finally:
             del self.aliases, self._aside
@@ -193,7 +193,7 @@ class ProcessContext(Context):
     def cancel(self) -> None:
         """Nothing to wake: this process has one rank, and the others learn of it by `Endpoint.fail`."""
 
-    def close(self, action: Action) -> None:
+    def add_up(self, action: Action) -> None:
         """Adds up gradients: of shared weights over the stages that use them, of a stage over the replicas."""
         if action.kind is Kind.REDUCE:
             aside = self._aside[action.stage]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe._torch.trees import tree_leaves
 from gpipe.planner.watch import Watch
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import Step
+from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.layout import storage_address
@@ -78,7 +78,7 @@ class Watches:
         """That of a rank."""
         return self._by_rank.setdefault(rank, Watch())
 
-    def taken(self, rank: Rank, step: Step) -> None:
+    def taken(self, rank: Rank, step: CompiledAction) -> None:
         """Counts what a step was brought where it is now, and where it was made no longer if it is not kept there."""
         tensors = [tensor for message in rank.taken for tensor in _tensors_of(message)]
         others = [watch for other, watch in list(self._by_rank.items()) if other != step.rank]
@@ -89,7 +89,7 @@ class Watches:
         if step.action.kind is Kind.FORWARD:
             self._arrived[step.rank, step.stage, step.micro_batch] = tensors
 
-    def worked(self, run: Run, step: Step) -> None:
+    def worked(self, run: Run, step: CompiledAction) -> None:
         """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
         watch, recomputed = self.of(step.rank), run.connections[step.stage].recomputed
         match step.action.kind:

@@ -27,7 +27,7 @@ from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, held
 from gpipe.profiling.messages import Message, messages_of, write_messages
 from gpipe.runtime.recorder import Interval, Recorder
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import Step
+from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.timeline import Timeline, steps_among
 
 if TYPE_CHECKING:
@@ -195,13 +195,13 @@ class Recording(Recorder):
         if self._watches is not None:
             self._watches.end(self._layers())
 
-    def take(self, run: Run, rank: Rank, step: Step) -> None:
+    def take(self, run: Run, rank: Rank, step: CompiledAction) -> None:
         """Waits for what a step takes; what of it was already on its way counts as a RECEIVE."""
         super().take(run, rank, step)
         if self._watches is not None:
             self._watches.taken(rank, step)
 
-    def work(self, run: Run, rank: Rank, step: Step) -> None:
+    def work(self, run: Run, rank: Rank, step: CompiledAction) -> None:
         """Does what a step does once it has what it takes."""
         super().work(run, rank, step)
         if self._watches is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpipe.runtime.run import Output, Rank, Run, Saved
 from gpipe.runtime.split_backward import backward_input, backward_weight
-from gpipe.runtime.steps import Connections, Step
+from gpipe.runtime.steps import CompiledAction, Connections
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import Gradients, attach_boundary, detach_boundary, failed_node, run_backward, set_apart
@@ -23,15 +23,15 @@ from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
 from gpipe.stages.stage import SHARED_IN_PLACE, Stage, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
-Work: TypeAlias = Callable[[Run, Rank, Step], None]
+Work: TypeAlias = Callable[[Run, Rank, CompiledAction], None]
 _NOTHING = nullcontext()
 
 
-def receive(run: Run, rank: Rank, step: Step) -> ReadyEvent:
+def receive(run: Run, rank: Rank, todo: CompiledAction) -> ReadyEvent:
     """Waits until what an action needs of other ranks is here; says when the last of it was sent."""
     mark: ReadyEvent = None
     taken = rank.taken = []
-    for peer, label, _ in step.takes:
+    for peer, label, _ in todo.takes:
         if peer is None:
             taken.append(rank.handed.pop(label))
         else:
@@ -40,18 +40,18 @@ def receive(run: Run, rank: Rank, step: Step) -> ReadyEvent:
     return mark
 
 
-def send(run: Run, rank: Rank, step: Step, messages: Iterable[Message]) -> None:
+def send(run: Run, rank: Rank, todo: CompiledAction, messages: Iterable[Message]) -> None:
     """Hands on what an action has made; what this rank itself needs stays with it."""
-    for (peer, label, _), message in zip(step.gives, messages, strict=True):
+    for (peer, label, _), message in zip(todo.gives, messages, strict=True):
         if peer is None:
             rank.handed[label] = message
         else:
             run.context.send(peer, label, message, rank.stream.mark())
 
 
-def forward(run: Run, rank: Rank, step: Step) -> None:
+def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """F: runs a stage's layers on a micro-batch; with a recompute to come, keeps only what crossed the boundary."""
-    at, m = step.stage, step.micro_batch
+    at, m = todo.stage, todo.micro_batch
     own, ends = rank.stages[at], run.connections[at]
     # what the first stage is given is wherever the user keeps it; all others were brought crossings
     given = rank.taken if at else [rank.stream.take_value(run.inputs[m], None)]
@@ -74,7 +74,7 @@ def forward(run: Run, rank: Rank, step: Step) -> None:
         saved.snapshot = before
     if ends.outs:
         crossings, saved.roots = own.detach_boundary(made.values)
-        send(run, rank, step, crossings)
+        send(run, rank, todo, crossings)
     else:
         if run.loss_fn is None:
             run.outputs[m] = Output.of(made.values[0])
@@ -87,9 +87,9 @@ def forward(run: Run, rank: Rank, step: Step) -> None:
         del rank.saved[at, m]
 
 
-def recompute(run: Run, rank: Rank, step: Step) -> None:
+def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """R: runs a stage's layers once more, for their graph; the bits must be those of the forward."""
-    at, m = step.stage, step.micro_batch
+    at, m = todo.stage, todo.micro_batch
     own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
     if run.examines:
         _check(run, rank, at).refuse_written()
@@ -109,11 +109,11 @@ def recompute(run: Run, rank: Rank, step: Step) -> None:
         saved.roots = [_last_roots(run, rank, saved, made, m)]
 
 
-def backward(run: Run, rank: Rank, step: Step) -> None:
+def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """B or I: runs autograd through a stage, or its first part; sends the gradients of what crossed its boundary."""
-    at, m = step.stage, step.micro_batch
+    at, m = todo.stage, todo.micro_batch
     own, saved = rank.stages[at], rank.saved[at, m]
-    returned = rank.taken if step.takes else [_last_gradients(run, rank, saved, m)]
+    returned = rank.taken if todo.takes else [_last_gradients(run, rank, saved, m)]
     roots: list[Tensor] = [*chain.from_iterable(saved.roots)]
     gradients: Gradients = [*chain.from_iterable(returned)]  # type: ignore[arg-type]  # since it is a backward
     returned.clear()
@@ -126,7 +126,7 @@ def backward(run: Run, rank: Rank, step: Step) -> None:
         check.before_backward()
     waiting = rank.waiting[at]
     with InBackward(partial(saved.progress.maker_of, layers=own.stage.layers)):
-        if step.action.kind is Kind.BACKWARD or own.is_sharded:
+        if todo.action.kind is Kind.BACKWARD or own.is_sharded:
             for one in waiting.values():
                 backward_weight(one)
             run_backward(roots, gradients)
@@ -137,17 +137,17 @@ def backward(run: Run, rank: Rank, step: Step) -> None:
     del gradients
     set_apart(saved.gradients, waiting[m].gradients if m in waiting else ())
     if at:
-        send(run, rank, step, saved.gradients)
+        send(run, rank, todo, saved.gradients)
     else:
         run.input_gradients[m] = saved.gradients[-1]
     saved.given, saved.gradients = [], []
-    if step.action.kind is Kind.BACKWARD:
+    if todo.action.kind is Kind.BACKWARD:
         del rank.saved[at, m]
 
 
-def backward_of_weights(run: Run, rank: Rank, step: Step) -> None:
+def backward_of_weights(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """W: runs the second part of a backward, which adds up the gradients of weights that waited."""
-    at, m = step.stage, step.micro_batch
+    at, m = todo.stage, todo.micro_batch
     saved, waiting = rank.saved[at, m], rank.waiting[at]
     if m in waiting:
         with InBackward(partial(saved.progress.maker_of, layers=rank.stages[at].stage.layers)):
@@ -158,14 +158,14 @@ def backward_of_weights(run: Run, rank: Rank, step: Step) -> None:
     del rank.saved[at, m]
 
 
-def commit(run: Run, rank: Rank, step: Step) -> None:
+def commit(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """COMMIT: notes that a stage's statistics are whole; `settle` commits them once the run has ended well."""
-    rank.commits.append(step.stage)
+    rank.commits.append(todo.stage)
 
 
-def close(run: Run, rank: Rank, step: Step) -> None:
+def close(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """TIE or REDUCE: adds up gradients with the other processes that it concerns."""
-    run.context.close(step.action)
+    run.context.add_up(todo.action)
 
 
 WORK: dict[Kind, Work] = {
@@ -239,7 +239,8 @@ def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -
     if not rank.stream.alone:
         target = replace_tensors(target, lambda tensor: rank.stream.bring(tensor, None))
     call, run.call_loss = run.call_loss, call_loss
-    with run.thread_state.around_layers(), PipeRngScope(run.seed, run.step, len(run.engine.layers), run.first + m):
+    key, behind = run.rng_key(m), len(run.engine.layers)
+    with run.thread_state.around_layers(), PipeRngScope(key.seed, key.step, behind, key.micro_batch):
         loss, metrics = call(run.loss_fn, made.values[0], target, made.for_loss)
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)

@@ -54,7 +54,7 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, outputs: list[Output], anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
         run_forward(run)
-        outputs += run.context.gather_outputs(run.take_outputs(), len(run.rows))
+        outputs += run.context.gather_outputs(run.take_outputs(), len(run.micro_batch_sizes))
         tensors = [tensor for output in outputs for tensor in tensors_in(output.value)]
         ctx.wants = [output.wants_gradient for output in outputs]
         ctx.run, ctx.context, ctx.notes = run, run.context, run.recorder is not None

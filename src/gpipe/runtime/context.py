@@ -7,13 +7,13 @@ implementation, for one of several processes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from gpipe.runtime.steps import CompiledRows
+from gpipe.runtime.steps import CompiledTable
 from gpipe.schedule.action import Action
 from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import Gradients
@@ -65,9 +65,8 @@ class Context:
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""
 
-    def sum_over_replicas(self, number: float) -> float:
-        """Adds up a number of each replica."""
-        return number
+    sum_over_replicas: Callable[[float], float] = staticmethod(float)
+    """Adds up a number of each replica."""
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""
@@ -93,11 +92,10 @@ class Context:
         """A rank of this process, in messages."""
         return f"rank {rank}"
 
-    def new_progress(self) -> LayerProgress:
-        """Where a stage notes which layer it is at, for whoever looks."""
-        return LayerProgress()
+    new_progress: Callable[[], LayerProgress] = staticmethod(LayerProgress)
+    """Makes where a stage notes which layer it is at, for whoever looks."""
 
-    def running(self, rows: CompiledRows, aliases: WeightAliases) -> AbstractContextManager[object]:
+    def running(self, table: CompiledTable, aliases: WeightAliases) -> AbstractContextManager[object]:
         """Around the actions of all ranks of this process."""
         return nullcontext()
 
@@ -131,7 +129,7 @@ class Context:
         for queue in self._queues:
             queue.put(None)
 
-    def close(self, action: Action) -> None:
+    def add_up(self, action: Action) -> None:
         """Does a TIE or REDUCE, which are for several processes."""
         raise AssertionError(action)
 

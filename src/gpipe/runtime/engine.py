@@ -40,23 +40,7 @@ class Wanted(NamedTuple):
 
 
 class Engine:
-    """The stages of a pipe, and what runs those of this process.
-
-    Args:
-        stages: All of them, in order.
-        placement: The rank of each.
-        micro_batches: M, of each replica.
-        schedule: In which order ranks do what they do.
-        remat: Of each stage.
-        unsplit: The stages whose backwards are never split.
-        traced: The model, if the stages are parts of one that is traced.
-        tied: Parameters that are one though the modules do not show it.
-        threaded: Whether each rank has a thread.
-        intra_op_threads: CPU threads of one operation.
-        deferred_batch_norm: Whether running statistics are those of whole mini-batches.
-        row: The one rank that this process is; None if it is all of them.
-        replicas: How many processes are the same rank.
-    """
+    """The stages of a pipe, as its settings say, and what runs those of this process: one `row`, or all ranks."""
 
     def __init__(
         self,
@@ -88,6 +72,7 @@ class Engine:
         self.deferred_batch_norm = deferred_batch_norm
         self.row, self.replicas = row, replicas
         self.own = tuple(stage for stage in stages if row in (None, placement[stage.index]))  # what runs here
+        self.reads_inputs, self.reads_targets = self.own[0] is stages[0], self.own[-1] is stages[-1]
         self.stages_of: dict[int, list[Stage]] = {}  # of each rank that runs here
         for stage in self.own:
             self.stages_of.setdefault(placement[stage.index], []).append(stage)

@@ -24,7 +24,7 @@ from gpipe.errors import RemoteError
 from gpipe.runtime.actions import WORK, receive
 from gpipe.runtime.notes import add_note
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledRows, Step
+from gpipe.runtime.steps import CompiledAction, CompiledTable
 from gpipe.runtime.threads import ThreadState
 from gpipe.stages.layout import is_sharded
 from gpipe.stages.losses import call_loss
@@ -49,10 +49,9 @@ def run_forward(run: Run) -> None:
         ValueError: A mode is active that a recompute would not see.
     """
     run.prepare()
-    if run.thread_state.unsupported and any(ends.recomputed for ends in run.compiled.connections):
-        raise ValueError(
-            f"{', '.join(run.thread_state.unsupported)} is active, and would not see what a backward recomputes "
-            f"of this call; use step(), or remat='never'"
+    if any(ends.recomputed for ends in run.connections):
+        run.thread_state.refuse_unsupported(
+            ", and would not see what a backward recomputes of this call; use step(), or remat='never'"
         )
     _run_table(run, run.compiled.forward)
     run.versions = _find_versions(run)  # behind it: lazy modules come by theirs in it
@@ -73,49 +72,49 @@ def run_backward(run: Run) -> None:
     _finish(run)
 
 
-def run_rank(run: Run, rank: Rank, rows: CompiledRows) -> None:
+def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
     """Does the actions of one rank, in its own thread or process."""
     context, at = run.context, 0
     try:
         with run.thread_state.rank_thread(), as_rank(), rank.stream.enter():
-            for step in rows.rows[rank.rank]:
-                at = step.at
+            for todo in table.rows[rank.rank]:
+                at = todo.at
                 if context.cancelled:
                     raise Cancelled
                 context.reach(at)
-                do(run, rank, step)
+                do(run, rank, todo)
     except Cancelled:
         raise
     except BaseException as error:
         if not (isinstance(error, RemoteError) and error.heard):
-            add_note(error, run, rank, rows.program, at)
+            add_note(error, run, rank, table.program, at)
         raise
 
 
-def lockstep(run: Run, rows: CompiledRows) -> None:
+def lockstep(run: Run, table: CompiledTable) -> None:
     """Does the actions of all ranks in the calling thread, in one legal order: what a debugger wants to see."""
     with run.thread_state.rank_thread():
-        for step in rows.steps:
-            rank = run.ranks[step.rank]
+        for todo in table.actions:
+            rank = run.ranks[todo.rank]
             try:
                 with rank.stream.enter():
-                    do(run, rank, step)
+                    do(run, rank, todo)
             except BaseException as error:
-                add_note(error, run, rank, rows.program, step.at)
+                add_note(error, run, rank, table.program, todo.at)
                 raise
 
 
-def do(run: Run, rank: Rank, step: Step) -> None:
+def do(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """Does one action."""
     if run.recorder is not None:
-        run.recorder.do(run, rank, step)
+        run.recorder.do(run, rank, todo)
         return
-    if step.takes:
-        receive(run, rank, step)
-    WORK[step.action.kind](run, rank, step)
+    if todo.takes:
+        receive(run, rank, todo)
+    WORK[todo.action.kind](run, rank, todo)
 
 
-def _run_table(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
+def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> None:
     """Has the ranks of this process do their actions of a table, or of half of one.
 
     The backward of a call runs on CUDA in this thread: it is autograd's thread of the device, and backwards in other
@@ -125,14 +124,17 @@ def _run_table(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
     in_threads = engine.threaded and not (backward and any(device.type == "cuda" for device in engine.devices))
     _begin(run, backward=backward)
     if in_threads:
-        ThreadState.here().refuse_unsupported()  # of a backward, too
+        ThreadState.here().refuse_unsupported(  # of a backward, too
+            " in the calling thread and would not see what the rank threads do; leave it outside, or use "
+            "driver='lockstep', which runs in the calling thread"
+        )
     buffers = SharedBufferCheck(engine.shared_buffers) if engine.shared_buffers else None
     aliased = run.aliases.in_place() if engine.shared else nullcontext()
     if autocasts:  # it begins and ends with no casts kept, as ThreadState says
         torch.clear_autocast_cache()
     try:
         with aliased, unseeded(engine.devices), intra_op_threads(engine.intra_op_threads):
-            _run_ranks(run, rows, in_threads=in_threads)
+            _run_ranks(run, table, in_threads=in_threads)
         if buffers:
             buffers.check()
     except BaseException as error:
@@ -144,7 +146,8 @@ def _run_table(run: Run, rows: CompiledRows, *, backward: bool = False) -> None:
         if autocasts:
             torch.clear_autocast_cache()
     for rank in run.ranks:
-        _check_recomputes(run, rank)
+        if rank.doubts:  # on a GPU
+            _check_recomputes(run, rank)
         rank.stream.end()
     if run.recorder is not None:
         run.recorder.end()
@@ -166,22 +169,22 @@ def _begin(run: Run, *, backward: bool) -> None:
         run.recorder.begin(run.engine.streams)
 
 
-def _run_ranks(run: Run, rows: CompiledRows, *, in_threads: bool) -> None:
+def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
     """Has each rank do its actions in its own thread, or all in this one."""
-    with run.context.running(rows, run.aliases):
+    with run.context.running(table, run.aliases):
         if in_threads:
             variables = [copy_context() for _ in run.ranks]
             ranks = zip(variables, run.ranks, strict=True)
             with casts_apart():
                 run.engine.threads.run(
-                    [partial(own.run, run_rank, run, rank, rows) for own, rank in ranks], run.context.cancel
+                    [partial(own.run, run_rank, run, rank, table) for own, rank in ranks], run.context.cancel
                 )
             if run.examines:
                 run.findings += _variables_set(variables)
         elif run.engine.row is None:
-            lockstep(run, rows)
+            lockstep(run, table)
         else:
-            run_rank(run, run.ranks[0], rows)
+            run_rank(run, run.ranks[0], table)
     for rank in run.ranks:
         if rank.commits:
             with rank.stream.enter():
@@ -216,16 +219,11 @@ def _clear(run: Run) -> None:
 
 
 def _check_recomputes(run: Run, rank: Rank) -> None:
-    """Looks whether recomputes on a GPU gave what their forwards did.
-
-    Raises:
-        RecomputeError: One did not.
-    """
-    if rank.doubts:
-        with rank.stream.enter():
-            differs = bool(torch.stack(rank.doubts).any())
-        if differs:
-            raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
+    """Looks whether recomputes gave what their forwards did."""
+    with rank.stream.enter():
+        differs = bool(torch.stack(rank.doubts).any())
+    if differs:
+        raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
 
 
 def _variables_set(variables: Sequence[Context]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from gpipe.runtime.actions import WORK, receive
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import Step
+from gpipe.runtime.steps import CompiledAction
 from gpipe.runtime.streams import RankStream, Stamp
 from gpipe.schedule.action import Action
 from gpipe.schedule.timeline import Span, Timeline, offsets
@@ -69,26 +69,26 @@ class Recorder:
         self.began = time.perf_counter()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
-    def do(self, run: Run, rank: Rank, step: Step) -> None:
+    def do(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
         """Does one action of a rank, and records it from when the rank has what it needs until it is done."""
-        if step.takes:
-            self.take(run, rank, step)
-        self.work(run, rank, step)
+        if todo.takes:
+            self.take(run, rank, todo)
+        self.work(run, rank, todo)
 
-    def take(self, run: Run, rank: Rank, step: Step) -> None:
+    def take(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
         """Waits for what an action needs; what of it was already on its way counts as a RECEIVE."""
         called = rank.stream.stamp()
-        sent = receive(run, rank, step)
-        received = [transfer.action for transfer in step.takes if transfer.action is not None]
+        sent = receive(run, rank, todo)
+        received = [transfer.action for transfer in todo.takes if transfer.action is not None]
         if received and isinstance(sent, float) and isinstance(called, float):
-            self._stamps.append((step.rank, received[-1], max(called, sent), rank.stream.stamp()))
+            self._stamps.append((todo.rank, received[-1], max(called, sent), rank.stream.stamp()))
 
-    def work(self, run: Run, rank: Rank, step: Step) -> None:
+    def work(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
         """Does the work of an action that has what it needs."""
         start = rank.stream.stamp()
-        with self.around(step.rank):
-            WORK[step.action.kind](run, rank, step)
-        self._stamps.append((step.rank, step.action, start, rank.stream.stamp()))
+        with self.around(todo.rank):
+            WORK[todo.action.kind](run, rank, todo)
+        self._stamps.append((todo.rank, todo.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
         """Makes one run of what each process has recorded of it, by rank, by the clock of this one of them."""

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -79,7 +80,7 @@ class Rank:
     stages: dict[int, StageRun]
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     """By stage and micro-batch; empty at the end."""
-    waiting: dict[int, dict[int, PendingWeights]] = field(default_factory=lambda: defaultdict(dict))
+    waiting: dict[int, dict[int, PendingWeights]] = field(default_factory=partial(defaultdict, dict))
     """What I left for W, by stage and micro-batch; empty likewise."""
     handed: dict[Label, Message] = field(default_factory=dict)
     """What its stages have for each other, by what a message would be labelled; empty likewise."""
@@ -103,14 +104,14 @@ class Run:
     context: Context
     thread_state: ThreadState  # of the caller
     seed: int
-    step: int  # keys randomness, together with the seed
+    step_number: int  # keys randomness, together with the seed
     training: bool  # whether the pipe is in training mode
     recorder: Recorder | None = None
     examines: bool = False  # whether what layers do is looked at more closely
     tell: Callable[[Sequence[str]], object] = len  # says what was found: the backward of a call comes when it comes
     call: int = 0  # its number, if it is a call
     gathers: bool = False  # whether every process gets the output
-    rows: tuple[int, ...] = ()  # of each micro-batch
+    micro_batch_sizes: tuple[int, ...] = ()  # in rows
     ready_made: bool = False  # whether the micro-batches were given as such
     path: int = 0  # the number of that which a traced model takes
     own_weights: tuple[float, ...] = ()  # of each micro-batch in the model's own loss, if it gives one
@@ -138,7 +139,7 @@ class Run:
     def compiled_program(self) -> CompiledProgram:
         """The checked table of such a mini-batch, compiled."""
         halved, pops = self.loss_fn is None, tuple(self.loss_pops)
-        return self.engine.compiled(Wanted(len(self.rows), self.trains, halved, pops, self.path))
+        return self.engine.compiled(Wanted(len(self.micro_batch_sizes), self.trains, halved, pops, self.path))
 
     def prepare(self) -> None:
         """Compiles the table, and makes what the ranks and shared weights need."""
@@ -158,7 +159,7 @@ class Run:
 
     def rng_key(self, micro_batch: int) -> RngKey:
         """What keys the randomness of a micro-batch."""
-        return RngKey(self.seed, self.step, self.first + micro_batch)
+        return RngKey(self.seed, self.step_number, self.first + micro_batch)
 
     def weigh(self, weights: Sequence[float], scale: float) -> None:
         """Says what each micro-batch counts for in the loss, and by what gradients are scaled."""

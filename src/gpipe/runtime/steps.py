@@ -1,10 +1,10 @@
-"""A table, cut into steps: an action that computes, with the RECEIVE of what it takes and the SEND of what it gives.
+"""A table, compiled: actions that compute, each with the RECEIVE of what it takes and the SEND of what it gives.
 
     rank 1 of the table    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
-    its steps              RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
+    compiled               RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
 
-Every action of the table is in one step, and ranks do their steps in the order of the table. A RECEIVE may stand
-there before its step: a message may come sooner than it is used. Where both ends of a route are on one rank, the
+Every action of the table is in one of these, and ranks do them in the order of the table. A RECEIVE may stand there
+before what it is for: a message may come sooner than it is used. Where both ends of a route are on one rank, the
 table sends nothing, and the rank hands the value over to itself.
 """
 
@@ -55,7 +55,7 @@ def _order(route: Route) -> tuple[bool, int]:
 
 
 class Transfer(NamedTuple):
-    """A message that a step takes or gives: the rank at the other end, the label, and its SEND or RECEIVE.
+    """A message that an action takes or gives: the rank at the other end, the label, and its SEND or RECEIVE.
 
     Where the other end is this rank itself, there is no rank and no action: the table has none either.
     """
@@ -65,7 +65,7 @@ class Transfer(NamedTuple):
     action: Action | None
 
 
-class Step(NamedTuple):
+class CompiledAction(NamedTuple):
     """An action that computes, or closes: what it takes from other stages, and gives to them."""
 
     rank: int
@@ -85,36 +85,36 @@ class Inbound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CompiledRows:
+class CompiledTable:
     """A program or half of one, as it is walked."""
 
     program: Program
     connections: Sequence[Connections]
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def actions(self) -> tuple[CompiledAction, ...]:
         """What all ranks do, in one legal total order; any gives the same bits."""
         return tuple(
-            Step(rank, at, action, action.stage, action.micro_batch or 0, *self._transfers(action))
+            CompiledAction(rank, at, action, action.stage, action.micro_batch or 0, *self._transfers(action))
             for rank, at, action in linearize(self.program)
             if action.kind not in TRANSFERS
         )
 
     @cached_property
-    def rows(self) -> list[list[Step]]:
+    def rows(self) -> list[list[CompiledAction]]:
         """What each rank does."""
-        rows: list[list[Step]] = [[] for _ in self.program.rows]
-        for step in self.steps:
-            rows[step.rank].append(step)
+        rows: list[list[CompiledAction]] = [[] for _ in self.program.rows]
+        for action in self.actions:
+            rows[action.rank].append(action)
         return rows
 
     @cached_property
     def inbound(self) -> list[Inbound]:
         """What each rank receives."""
         found = []
-        for row, steps in zip(self.program.rows, self.rows, strict=True):
+        for row, actions in zip(self.program.rows, self.rows, strict=True):
             place = {action: at for at, action in enumerate(row)}
-            takes = [taken for step in steps for taken in step.takes if taken.peer is not None]
+            takes = [taken for action in actions for taken in action.takes if taken.peer is not None]
             due = {label: place[action] for _, label, action in takes if action is not None}
             found.append(Inbound(due, {peer for peer, _, _ in takes if peer is not None}))
         return found
@@ -141,9 +141,9 @@ class CompiledRows:
 class CompiledProgram:
     """A program with its halves, and how its stages are connected."""
 
-    whole: CompiledRows
-    forward: CompiledRows
-    backward: CompiledRows
+    whole: CompiledTable
+    forward: CompiledTable
+    backward: CompiledTable
     connections: tuple[Connections, ...]
 
     @property
@@ -165,5 +165,5 @@ class CompiledProgram:
     def of(cls, program: Program) -> "CompiledProgram":
         """Compiles a program that keeps the laws."""
         connections = tuple(Connections.of(program, stage) for stage in range(program.stages))
-        whole, forward, backward = (CompiledRows(each, connections) for each in (program, *halves(program)))
+        whole, forward, backward = (CompiledTable(each, connections) for each in (program, *halves(program)))
         return cls(whole, forward, backward, connections)

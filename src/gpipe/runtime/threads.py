@@ -40,7 +40,8 @@ AT_EXIT = 2.0
 
 
 _NOTHING = nullcontext()
-Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
+_CASTING = ("cpu", "cuda")
+"""The kinds of devices for which a thread may have an autocast."""
 
 
 @dataclass(frozen=True)
@@ -49,35 +50,33 @@ class ThreadState:
 
     grad: bool
     inference: bool
-    autocasts: dict[str, torch.dtype]
+    autocasts: tuple[tuple[str, torch.dtype], ...]
     caches_casts: bool
     device: torch.device | None
-    hooks: Hooks | None
+    hooks: tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None
     flushes: bool
-    unsupported: list[str]
+    unsupported: list[object]
 
     @classmethod
     def here(cls) -> "ThreadState":
         """Reads the modes of this thread."""
         device, unsupported = modes_here()
+        casting = tuple(filter(torch.is_autocast_enabled, _CASTING))
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            _autocasts(),
+            tuple(zip(casting, map(torch.get_autocast_dtype, casting), strict=True)),
             torch.is_autocast_cache_enabled(),
             device,
             saved_tensor_hooks(),
             flushes_denormals(),
-            [type(mode).__name__ for mode in unsupported],
+            unsupported,
         )
 
-    def refuse_unsupported(self) -> None:
-        """Refuses modes that cannot be carried into other threads."""
+    def refuse_unsupported(self, why: str) -> None:
+        """Refuses modes that cannot be carried to where layers will run."""
         if self.unsupported:
-            raise ValueError(
-                f"{', '.join(self.unsupported)} is active in the calling thread and would not see what the rank "
-                f"threads do; leave it outside, or use driver='lockstep', which runs in the calling thread"
-            )
+            raise ValueError(f"{', '.join(type(mode).__name__ for mode in self.unsupported)} is active{why}")
 
     @contextmanager
     def rank_thread(self) -> Iterator[None]:
@@ -86,7 +85,7 @@ class ThreadState:
             if self.autocasts:  # note "Casts"
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)
-            for kind in _autocasts():  # the calling thread's
+            for kind in filter(torch.is_autocast_enabled, _CASTING):  # the calling thread's
                 stack.enter_context(torch.autocast(kind, enabled=False))
             if (own := flushes_denormals()) != self.flushes:
                 torch.set_flush_denormal(self.flushes)
@@ -98,7 +97,7 @@ class ThreadState:
         if not self.autocasts and self.device is None and self.hooks is None:
             return _NOTHING
         stack = ExitStack()
-        for kind, dtype in self.autocasts.items():
+        for kind, dtype in self.autocasts:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.caches_casts))
         if self.device is not None:
             stack.enter_context(self.device)
@@ -113,11 +112,6 @@ def flushes_denormals() -> bool:
 
 
 _SMALLEST = 5e-324
-
-
-def _autocasts() -> dict[str, torch.dtype]:
-    """The kinds of devices for which there is an autocast in this thread, and to what."""
-    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
 
 class RankThreads:
