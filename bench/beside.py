@@ -19,58 +19,101 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import gpipe
 from bench.machine import facts
 from bench.report import describe, interval, spread, table, write
-from bench.workloads import WORKLOADS, sleeping
+from bench.workloads import WORKLOADS, Workload, sleeping
 
+NONE = subprocess.DEVNULL
 HERE = Path(__file__).parents[1]
 WORK = {**WORKLOADS, "sleeping 1 ms": sleeping(0.001)}
 STEPS = {"transformer": 1, "conv": 1, "amoebanet": 1, "sleeping": 1, "sleeping 1 ms": 3, "tiny": 60}
 """How many steps of each make a turn."""
-REMATS, WAYS = ("never", "always"), ("step", "call")
+REMATS, WAYS, DRIVERS = ("never", "always"), ("step", "call"), ("threads", "lockstep", "process")
 HEADER = [
-    "work", "remat", "way", "before, ms a step (min-max)", "after", "change", "interval of 95 %", "of CPU time",
-    "interval of 95 %",
+    "work", "remat", "way", "driver", "before, ms a step (min-max)", "after", "change", "interval of 95 %",
+    "of CPU time", "interval of 95 %",
 ]  # fmt: skip
-Row = tuple[str, str, str]  # work, remat, way
+Row = tuple[str, str, str, str]  # work, remat, way, driver
 Turn = tuple[float, float]  # seconds of a step, and CPU seconds
 Pair = tuple[Turn, Turn]  # before and after
 
 
-def serve(name: str, remat: str, way: str) -> None:
+def serve(name: str, remat: str, way: str, driver: str) -> None:
     """Says which library it is; then answers each line of input, a number of steps, with what they took."""
-    step = training(name, remat, way)
-    print(json.dumps(str(Path(str(gpipe.__file__)).parent)), flush=True)
-    for line in sys.stdin:
-        seconds, cpu = list[float](), time.process_time()
-        for _ in range(int(line)):
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
-        print(json.dumps([median(seconds), (time.process_time() - cpu) / len(seconds)]), flush=True)
-
-
-def training(name: str, remat: str, way: str) -> Callable[[], object]:
-    """A step of a workload, in one of the two ways."""
+    work, others = WORK[name], list[subprocess.Popen[bytes]]()
     torch.set_num_threads(1)
-    work = WORK[name]
+    if driver == "process":
+        others = join_ranks(work.partitions)
+    step = training(work, remat, way, driver)
+    if not dist.is_initialized() or not dist.get_rank():
+        print(json.dumps(str(Path(str(gpipe.__file__)).parent)), flush=True)
+    try:
+        while steps := next_turn():
+            seconds, cpu = list[float](), time.process_time()
+            for _ in range(steps):
+                start = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - start)
+            spent = torch.tensor((time.process_time() - cpu) / steps, dtype=torch.float64)
+            if dist.is_initialized():
+                dist.all_reduce(spent)
+            if not dist.is_initialized() or not dist.get_rank():
+                print(json.dumps([median(seconds), float(spent)]), flush=True)
+    finally:
+        for other in others:
+            other.kill()
+
+
+def next_turn() -> int:
+    """How many steps to run, as the first rank is told; 0 at the end."""
+    if not dist.is_initialized():
+        return int(sys.stdin.readline() or 0)
+    told = torch.tensor(0 if dist.get_rank() else int(sys.stdin.readline() or 0))
+    dist.broadcast(told, 0)
+    return int(told)
+
+
+def join_ranks(world: int) -> list["subprocess.Popen[bytes]"]:
+    """Makes this process a rank of several; the first starts the others."""
+    others, rank = [], int(os.environ.get("RANK", "0"))
+    if not rank:
+        os.environ.update(MEETING=f"{mkdtemp()}/meeting", WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo", RANK="0")
+        for other in range(1, world):
+            variables = {**os.environ, "RANK": str(other), "LOCAL_RANK": str(other)}
+            command = [sys.executable, "-m", "bench.beside", *sys.argv[1:]]
+            others.append(
+                subprocess.Popen(command, env=variables, stdin=NONE, stdout=NONE, stderr=NONE)
+            )  # ends with the first, which it hears
+    os.environ.setdefault("LOCAL_RANK", "0")
+    dist.init_process_group("gloo", f"file://{os.environ['MEETING']}", rank=rank, world_size=world)
+    return others
+
+
+def training(work: Workload, remat: str, way: str, driver: str) -> Callable[[], object]:
+    """A step of a workload, in one of the two ways."""
     inputs, targets = work.data()
     cuts = work.cuts(work.partitions)
     pipe = gpipe.GPipe(
-        work.layers(), work.partitions if cuts is None else cuts, work.micro_batches, remat=remat, seed=0
+        work.layers(),
+        work.partitions if cuts is None else cuts,
+        work.micro_batches,
+        remat=remat,
+        seed=0,
+        driver=driver,
     )
 
     def step() -> None:
         if way == "step":
             pipe.step(inputs, targets, loss_fn=work.loss_fn)
         else:
-            work.loss_fn(pipe(inputs), targets).backward()
+            work.loss_fn(pipe(inputs, gather=True), targets).backward()
         pipe.zero_grad(set_to_none=True)
 
     return step
@@ -153,7 +196,7 @@ def shown(row: Row, pairs: Sequence[Pair]) -> list[str]:
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     """What is asked for."""
-    yield from product(options.work, options.remat, options.way)
+    yield from product(options.work, options.remat, options.way, options.driver)
 
 
 def read_options() -> argparse.Namespace:
@@ -165,8 +208,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--work", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--remat", nargs="+", choices=REMATS, default=REMATS)
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--driver", nargs="+", choices=DRIVERS, default=DRIVERS[:1])
     parser.add_argument("--keep", default="beside", help="write the result under another name")
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is None and options.before is None:
         parser.error("give the checkout to compare with")
