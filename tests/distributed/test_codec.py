@@ -183,38 +183,20 @@ def test_a_tree_comes_as_it_left(tree: Tree, gap: int) -> None:
 
 
 @settings(LAW, max_examples=100)
-@given(st.lists(st.tuples(tensors(), st.integers(0, 2)), max_size=8))
-def test_memory_through_which_messages_keep_coming_gives_each_of_them(sent: Sequence[tuple[Tensor, int]]) -> None:
-    memory = bytearray(2**16)
-    came = []
-    for tensor, gap in sent:
-        encoded = encode(BoundaryValue(tensor, []))
-        memory[:] = b"\xff" * len(memory)
-        memory[gap : gap + encoded.size] = b"".join(map(bytes, encoded.pieces()))
-        came.append(decode(encoded.layout, memory, gap))
-    memory[:] = b"\xff" * len(memory)
-    for (tensor, _), back in zip(sent, came, strict=True):
-        assert_same(back, BoundaryValue(tensor, []))
-
-
-@settings(LAW, max_examples=100)
 @given(st.lists(st.none() | st.just(UNDEFINED) | tensors(), max_size=4))
 def test_gradients_come_as_they_left(found: Gradients) -> None:
     gradients: Gradients = [one.detach() if isinstance(one, Tensor) else one for one in found]
     assert_same(there_and_back(gradients), gradients)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(10.0).unfold(0, 4, 2),
-        torch.arange(12.0).as_strided((3, 4), (2, 1)),
-        torch.arange(12.0).as_strided((2, 3, 2), (1, 1, 0)),
-    ],
-    ids=["unfolded", "rows that overlap", "diagonals, expanded"],
-)
-def test_of_elements_that_overlap_only_the_bits_arrive(tensor: Tensor) -> None:
-    assert_same(there_and_back(BoundaryValue(tensor, [])), BoundaryValue(tensor, []), strides=False)
+def test_of_elements_that_overlap_only_the_bits_arrive() -> None:
+    numbers = torch.arange(12.0)
+    for tensor in (
+        numbers.unfold(0, 4, 2),
+        numbers.as_strided((3, 4), (2, 1)),
+        numbers.as_strided((2, 3, 2), (1, 1, 0)),
+    ):
+        assert_same(there_and_back(BoundaryValue(tensor, [])), BoundaryValue(tensor, []), strides=False)
 
 
 def test_a_size_stays_a_size_and_a_container_what_it_is() -> None:
@@ -258,13 +240,6 @@ def test_an_expanded_tensor_travels_once() -> None:
     assert encode(BoundaryValue(torch.ones(1000, 1).expand(1000, 1000), [])).size == 4000
 
 
-def test_channels_last_stays_channels_last() -> None:
-    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    back = there_and_back(BoundaryValue(images, []))
-    assert isinstance(back, BoundaryValue)
-    assert back.value.is_contiguous(memory_format=torch.channels_last)
-
-
 Pair = namedtuple("Pair", "a b")
 
 
@@ -277,25 +252,24 @@ class Colour(Enum):
     RED = 1
 
 
-REFUSED = {
-    "a set": ({1, 2}, "set"),
-    "a module": (nn.Tanh(), "Tanh"),
-    "an array": (np.ones(3), "ndarray"),
-    "a number of numpy": (np.float32(1), "float32"),
-    "an enum": (Colour.RED, "Colour"),
-    "a dataclass": (Held(torch.ones(1)), "Held"),
-    "a function": (len, "builtin_function"),
-    "a sparse tensor": (torch.ones(2, 2).to_sparse(), "layout torch.sparse_coo"),
-    "a parameter": (nn.Parameter(torch.ones(2)), "Parameter"),
-    "a named tuple": (Pair(1, torch.ones(2)), "Pair"),
-    "a key that is an enum": ({Colour.RED: torch.ones(2)}, "Colour"),
-    "a defaultdict of one's own": (defaultdict[Any, Any](lambda: 0, {1: torch.ones(2)}), "function"),
-}
+REFUSED: list[tuple[Any, str]] = [
+    ({1, 2}, "set"),
+    (nn.Tanh(), "Tanh"),
+    (np.ones(3), "ndarray"),
+    (np.float32(1), "float32"),
+    (Colour.RED, "Colour"),
+    (Held(torch.ones(1)), "Held"),
+    (len, "builtin_function"),
+    (torch.ones(2, 2).to_sparse(), "layout torch.sparse_coo"),
+    (nn.Parameter(torch.ones(2)), "Parameter"),
+    (Pair(1, torch.ones(2)), "Pair"),
+    ({Colour.RED: torch.ones(2)}, "Colour"),
+    (defaultdict[Any, Any](lambda: 0, {1: torch.ones(2)}), "function"),
+]
 
 
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_travel_is_refused_by_name_when_it_leaves(name: str, within: bool) -> None:
-    value, named = REFUSED[name]
-    with pytest.raises(TypeError, match=named):
-        encode(BoundaryValue((torch.ones(1), value) if within else value, []))
+def test_what_cannot_travel_is_refused_by_name_when_it_leaves() -> None:
+    for value, named in REFUSED:
+        for whole in (value, (torch.ones(1), value)):
+            with pytest.raises(TypeError, match=named):
+                encode(BoundaryValue(whole, []))

@@ -45,17 +45,6 @@ def test_a_listening_socket_is_found_until_it_is_closed(address: str) -> None:
     assert one not in listening_sockets([os.getpid()])
 
 
-def test_a_socket_that_is_bound_or_connected_does_not_listen() -> None:
-    with socket.socket() as server, socket.socket() as bound, socket.socket() as client:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        bound.bind(("127.0.0.1", 0))
-        client.connect(server.getsockname())
-        ports = [one.port for one in listening_sockets([os.getpid()])]
-        assert server.getsockname()[1] in ports
-        assert not {bound.getsockname()[1], client.getsockname()[1]} & set(ports)
-
-
 def test_a_process_that_is_gone_listens_nowhere() -> None:
     assert listening_sockets([2**22 + 1]) == []
     assert family(os.getpid())[0] == os.getpid()
