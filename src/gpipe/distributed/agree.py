@@ -5,8 +5,7 @@ Before a run the first stage sends the others of its replica a header, which the
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -148,86 +147,55 @@ def _shown(setting: object) -> str:
     return f"{text[:LONGEST_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"
 
 
-@dataclass(frozen=True)
-class Header:
-    """One run, in whole numbers. What stands before `ready_made` every process knows for itself.
-
-    Attributes:
-        call: The number of the call whose backward it is.
-        own_loss: Whether the loss is the model's own.
-        ready_made: Whether the micro-batches were given as such.
-        path: The number of the path that a model takes that is replayed.
-        rows: Of each micro-batch.
-        own_weights: Of each micro-batch in the model's own loss, if it gives one.
-    """
-
-    request: int
-    step_number: int = 0
-    trains: int = 0
-    in_training: int = 0
-    gathers: int = 0
-    call: int = 0
-    checksum: int = 0
-    own_loss: int = 0
-    ready_made: int = 0
-    path: int = 0
-    rows: tuple[int, ...] = field(default=(), kw_only=True)
-    own_weights: tuple[float, ...] = field(default=(), kw_only=True)
+CALLED = "what was called (0 step, 1 the pipe itself, 2 backward, 3 clip_grad_norm_, 4 saving or the like)"
+GRADIENTS = "whether gradients are enabled"
+PROGRAM = "the checksum of the program (of schedule=, if that is a function, remat, and what layers share)"
 
 
-KNOWN = len(fields(Header)) - 2  # numbers before those of each micro-batch
-WORDS = {
-    "request": "what was called (0 step, 1 the pipe itself, 2 backward, 3 clip_grad_norm_, 4 saving or the like)",
-    "step_number": "the step number",
-    "trains": "whether gradients are enabled",
-    "in_training": "whether the pipe is in training mode",
-    "gathers": "gather",
-    "call": "the call that backward belongs to",
-    "own_loss": "whether the loss is the model's own",
-    "checksum": "the checksum of the program (of schedule=, if that is a function, remat, and what layers share)",
-}
-
-
-def compare_headers(
+def follow_first(
     net: Endpoint,
     position: Position,
     first: int,
-    own: Header,
-    checksum: Callable[[Header], int] = lambda header: 0,
-) -> Header:
-    """Gives all processes of a replica the header of that of the first stage, if they do the same.
+    same: Mapping[str, int],
+    given: Sequence[Any] = (),
+    take: Callable[..., int] = lambda: 0,
+) -> None:
+    """Has all processes of a replica do what that of the first stage does, if they do the same.
 
-    `checksum` is that of the table for a header.
+    Args:
+        net: The links.
+        position: Where this process stands.
+        first: The rank of the first stage.
+        same: What every process knows for itself, by its words; first what was `CALLED`.
+        given: What only the process of the first stage knows, for JSON.
+        take: Takes what is given there, and gives the checksum of the program of it.
 
     Raises:
         ValueError: This process does something else.
     """
     label = Label(Control.HEADER, 0, gradient=False)
+    own = {words: str(int(value)) for words, value in same.items()}
     if net.rank == first:
-        header = replace(own, checksum=checksum(own))
-        *known, rows, weights = vars(header).values()
-        value = torch.tensor([len(rows), *known, *rows, *weights], dtype=torch.float64, device="cpu")
+        own[PROGRAM] = str(take(*given))
+        text = torch.frombuffer(bytearray(json.dumps([own, given]).encode()), dtype=torch.uint8)
         for peer in position.ranks_of_replica:
             if peer != first:
-                net.send_value(peer, label, value)
-        return header
+                net.send_value(peer, label, text)
+        return
+    text = net.receive_value(first, label)
     try:
         with reading("a header"):
-            count, *numbers = net.receive_value(first, label).tolist()
-            known, weights = numbers[: KNOWN + int(count)], numbers[KNOWN + int(count) :]
-            header = Header(*map(int, known[:KNOWN]), rows=tuple(map(int, known[KNOWN:])), own_weights=tuple(weights))
+            theirs, given = json.loads(bytes(text.tolist()))
+            is_same_call, has_same_mode = (theirs.get(words) == own.get(words) for words in (CALLED, GRADIENTS))
     except Damaged as error:
         raise damaged(first, error) from error
-    if header.request == own.request and header.trains == own.trains:
-        own = replace(own, checksum=checksum(header))
-    if mistakes := differences({first: _in_words(header), net.rank: _in_words(own)}):
-        mistakes = mistakes[:1] if header.request != own.request else mistakes  # all else follows
+    if is_same_call and has_same_mode:
+        own[PROGRAM] = str(take(*given))
+    else:
+        theirs.pop(PROGRAM, None)
+    if mistakes := differences({first: theirs, net.rank: own}):
+        mistakes = mistakes if is_same_call else mistakes[:1]  # all else follows
         raise ValueError(
             f"the processes have come apart: {'; '.join(mistakes)}. Call the pipe in every process, as often, and "
             f"with the same arguments"
         )
-    return header
-
-
-def _in_words(header: Header) -> dict[str, str]:
-    return {words: str(int(getattr(header, name))) for name, words in WORDS.items()}

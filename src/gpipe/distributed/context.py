@@ -5,14 +5,13 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gpipe.distributed.agree import Header, compare_headers, differences
+from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import Seen, Status
 from gpipe.distributed.mesh import host_name
@@ -71,17 +70,23 @@ class ProcessContext(Context):
 
     def agree(self, run: Run, request: Request) -> None:
         """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
-        known = request, run.step_number, run.trains, run.training, run.gathers, run.call
-        own = Header(*known, own_loss=run.loss_fn is own_loss, ready_made=run.ready_made, path=run.path)
-        own = replace(own, rows=run.micro_batch_sizes, own_weights=run.own_weights)
+        same = {
+            CALLED: request,
+            "the step number": run.step_number,
+            GRADIENTS: run.trains,
+            "whether the pipe is in training mode": run.training,
+            "gather": run.gathers,
+            "the call that backward belongs to": run.call,
+            "whether the loss is the model's own": run.loss_fn is own_loss,
+        }
 
-        def checksum(header: Header) -> int:
-            run.micro_batch_sizes, run.path = header.rows, header.path
+        def take(rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool) -> int:
+            run.micro_batch_sizes, run.path = tuple(rows), path
+            run.own_weights, run.ready_made = tuple(own_weights), ready_made
             return run.compiled_program().checksum
 
-        header = compare_headers(self.net, self.position, self.first, own, checksum)
-        run.micro_batch_sizes, run.path, run.own_weights = header.rows, header.path, header.own_weights
-        run.ready_made = bool(header.ready_made)
+        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made
+        follow_first(self.net, self.position, self.first, same, given, take)
 
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""

@@ -75,12 +75,11 @@ def was_gone(launcher: int) -> bool:
         if Path(f"/proc/{launcher}/comm").read_text().strip() in ADOPTERS:
             return True
     known = os.environ
-    if known.get("GROUP_WORLD_SIZE") != "1" or known.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    try:
-        socket.create_connection((known["MASTER_ADDR"], int(known["MASTER_PORT"])), ANSWER_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError, KeyError):
-        return False
+    if known.get("GROUP_WORLD_SIZE") == "1" and known.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((known["MASTER_ADDR"], int(known["MASTER_PORT"])), ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            return True
+        except (OSError, ValueError, KeyError):
+            pass
     return False

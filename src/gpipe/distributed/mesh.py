@@ -109,11 +109,13 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
                 f"partitions={partitions!r}, but the mesh has {table.shape[1]} processes along {PIPELINE!r}; they "
                 f"must be as many"
             ]
-    found = (table == dist.get_rank()).nonzero()
-    replica, row = map(int, found[0])
+    replica, row = (table == dist.get_rank()).nonzero()[0].tolist()
     replicas, rows = table.shape
-    members = tuple(table.flatten().tolist())
-    return Position(row, replica, rows, replicas, members, _device(kind), timeout_of_world()), []
+    device = torch.device("cpu")
+    if kind != "cpu":
+        at = os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())
+        device = torch.device(kind, int(at))
+    return Position(row, replica, rows, replicas, tuple(table.flatten().tolist()), device, timeout_of_world()), []
 
 
 def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
@@ -124,12 +126,6 @@ def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
     if DATA not in names:
         return plane.reshape(1, -1)
     return plane.t() if names.index(DATA) > names.index(PIPELINE) else plane
-
-
-def _device(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())))
 
 
 def timeout_of_world() -> float:

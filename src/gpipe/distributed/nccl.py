@@ -17,7 +17,7 @@ Assumed, since no two GPUs were at hand: that NCCL's queues of several groups go
 many tensors are under way is not bounded here. The groups last as long as the world's.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,23 +99,26 @@ class NcclGroups:
     def __init__(self, position: Position, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
         self._rank, self._members, self._device = position.rank, position.members, position.device
         numbers = matchings(pairs_of(position.rows, position.replicas, crossings)) if backend else {}
-        self._groups = _groups(numbers, backend, position.timeout)
+        limit = timedelta(seconds=position.timeout)
+        ways = {
+            number: [dist.new_group(backend=backend, timeout=limit) for _ in range(2)]
+            for number in sorted(set(numbers.values()))
+        }
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # by sender and receiver
+        for (low, high), number in numbers.items():
+            self._groups[low, high], self._groups[high, low] = ways[number]
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         device = position.device  # where room is made, its stream: not behind what is queued to be computed
         self._arriving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ended = False
-        for (low, high), _ in sorted(numbers.items(), key=lambda item: item[1]):
-            if self._rank in (low, high):
-                self._meet(low, high)
-                self._meet(high, low)
-
-    def _meet(self, sender: int, receiver: int) -> None:
-        """Has NCCL connect two processes: at the first message, the sender would wait before it says what comes."""
-        group, byte = self._groups[sender, receiver], torch.zeros(1, dtype=torch.uint8, device=self._device)
-        if self._rank == sender:
-            dist.send(byte, self._members[receiver], group)
-        else:
-            dist.recv(byte, self._members[sender], group)
+        # NCCL connects two processes now: at the first message, the sender would wait before it says what comes
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for low, high in sorted(numbers, key=numbers.__getitem__):
+            for sender, receiver in ((low, high), (high, low)):
+                if self._rank == sender:
+                    dist.send(byte, self._members[receiver], self._groups[sender, receiver])
+                elif self._rank == receiver:
+                    dist.recv(byte, self._members[sender], self._groups[sender, receiver])
 
     def pack(self, peer: int, message: Message) -> tuple[BoundaryValue, list[Tensor]]:
         """What of a message the link carries, and the tensors that follow it."""
@@ -205,21 +208,6 @@ def groups_for(position: Position, crossings: Iterable[tuple[int, int]]) -> Nccl
     if position.device.type == "cpu":
         return None
     return NcclGroups(position, crossings, "nccl" if "nccl" in str(dist.get_backend_config()) else None)
-
-
-def _groups(
-    numbers: Mapping[tuple[int, int], int], backend: str | None, timeout: float
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A group for each sender and receiver; two for each number of a pair, of all processes of the world."""
-    limit = timedelta(seconds=timeout)
-    ways = {
-        number: [dist.new_group(backend=backend, timeout=limit) for _ in range(2)]
-        for number in sorted(set(numbers.values()))
-    }
-    found = {}
-    for (low, high), number in numbers.items():
-        found[low, high], found[high, low] = ways[number]
-    return found
 
 
 @contextmanager

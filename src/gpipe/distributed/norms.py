@@ -46,19 +46,14 @@ def _gathered(
     if processes.position is None:
         return list(norms)
     gathered = processes.gather(Request.NORMS, (list(named), list(norms)))
-    by_rank = [dict(zip(*gathered[rank], strict=True)) for rank in processes.position.ranks_of_replica]
+    found = {
+        name: norm for rank in processes.position.ranks_of_replica for name, norm in zip(*gathered[rank], strict=True)
+    }
     if parameter_names:
-        together = {name: norm for own in by_rank for name, norm in own.items()}
-        return [together[name] for name in parameter_names if name in together]
-    engine = processes.engine
-    layers = [layer for stage in engine.stages for layer in stage.layers]
-    rows = [engine.placement[stage] for stage in engine.stage_of]
-    return [
-        norm
-        for layer, row in zip(layers, rows, strict=False)
-        for name, norm in by_rank[row].items()
-        if name.partition(".")[0] == layer.name
-    ]
+        return [found[name] for name in parameter_names if name in found]
+    layers = [layer.name for stage in processes.engine.stages for layer in stage.layers]
+    order = {name: at for at, name in enumerate(layers)}
+    return [found[name] for name in sorted(found, key=lambda name: order[name.partition(".")[0]])]
 
 
 def refuse_norms_of_a_part() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gpipe.distributed.agree import Communicator, Header, compare_headers
+from gpipe.distributed.agree import CALLED, Communicator, follow_first
 from gpipe.distributed.context import ProcessContext
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.frames import explaining_limits
@@ -105,7 +105,7 @@ class Processes(OneProcess):
         """Gathers a value from all processes between runs, by rank."""
         net = self.linked()
         with net.in_run(notes=False):
-            compare_headers(net, self.position, self.position.rank_of(self.engine.placement[0]), Header(request))
+            follow_first(net, self.position, self.position.rank_of(self.engine.placement[0]), {CALLED: request})
             return net.exchange(value)
 
     def exchange(self, message: bytes, /) -> list[bytes]:
