@@ -9,8 +9,9 @@ Stands in for a parameter that another process holds: no values, and what needs 
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from gpipe.stages.sequence import Maker, build, describe_invalid_sequence, name_
 from gpipe.stages.stage import Stage
 
 READERS = (nn.Module._apply.__code__,)  # moves gradients along with their parameters, if there are any
+HELD = "this parameter is held by another process (layer {layer}); {instead}"
 TRAIN = "use pipe.parameters(), pipe.zero_grad(), pipe.clip_grad_norm_"
 COMPUTE = (
     "compute by pipe(inputs) or pipe.step(...), which all processes call, or have the whole model in one process: "
@@ -64,24 +66,35 @@ class RemoteParameter(nn.Parameter):
         """Refused; to let go of it is fine, since there is none."""
         if sys._getframe(1).f_code in READERS:
             return None
-        raise refusal(self)
+        raise RuntimeError(HELD.format(layer=self.layer, instead=TRAIN))
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            raise refusal(self)
+            raise RuntimeError(HELD.format(layer=self.layer, instead=TRAIN))
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Refuses what needs values; attributes, sizes, copies and moves are as of any tensor on the meta device."""
-        return without_values(func, types, args, kwargs)
+        named = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if named == "__get__" else named
+        cause = None
+        try:
+            # of another class, since torch has it handle a function as if there were no subclass
+            result = nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+            if name in WITHOUT_VALUES or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                return result
+        except RuntimeError as error:  # "no data", or not of the meta device
+            if name in WITHOUT_VALUES and not isinstance(error, NotImplementedError):
+                raise
+            cause = error
+        remote = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))
+        raise RuntimeError(HELD.format(layer=remote.layer, instead=COMPUTE)) from cause
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = stand_in(self, self.layer)
-        found: Tensor = memo[id(self)]
+        found: Tensor = memo.setdefault(id(self), stand_in(self, self.layer))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -95,34 +108,6 @@ def stand_in(empty: Tensor, layer: int) -> Tensor:
     made = RemoteParameter(empty.data, empty.requires_grad)
     made.layer = layer
     return made
-
-
-def without_values(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Calls a function of torch with what has no values; who needs some is told where they are."""
-    named = getattr(func, "__name__", "")
-    name = getattr(getattr(func, "__self__", None), "__name__", "") if named == "__get__" else named
-    try:
-        # of another class, since torch has it handle a function as if there were no subclass
-        result = nn.Parameter.__torch_function__(func, types, args, kwargs or {})
-    except RuntimeError as error:
-        if name in WITHOUT_VALUES and not isinstance(error, NotImplementedError):
-            raise
-        raise refusal(_among(args, kwargs), COMPUTE) from error  # "no data", or not of the meta device
-    if name not in WITHOUT_VALUES and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-        raise refusal(_among(args, kwargs), COMPUTE)
-    return result
-
-
-def refusal(remote: RemoteParameter, instead: str = TRAIN) -> RuntimeError:
-    """What is said to whoever needs what another process holds."""
-    return RuntimeError(f"this parameter is held by another process (layer {remote.layer}); {instead}")
-
-
-def _among(args: object, kwargs: object) -> RemoteParameter:
-    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))
-
-
-Shapes: TypeAlias = dict[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -213,11 +198,8 @@ def _build_on_meta(maker: Maker, seed: int, index: int) -> object:
     """Builds a layer on the meta device, or for real if it asks for values there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever builds the layer for real is warned
-        try:
-            with torch.device("meta"):
-                return build(maker, seed, index)
-        except Exception:  # whatever an operation without values raises; any other error comes again
-            pass
+        with suppress(Exception), torch.device("meta"):  # whatever is raised without values; other errors come again
+            return build(maker, seed, index)
         return build(maker, seed, index)
 
 
@@ -247,30 +229,27 @@ def _is_empty(tensor: Tensor) -> bool:
     return tensor.is_meta or is_lazy(tensor)
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+def _state(module: object) -> dict[str, Tensor]:
+    is_module = isinstance(module, nn.Module)
+    return dict(module.named_parameters()) | dict(module.named_buffers()) if is_module else {}
 
 
 def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[str]:
     """What is wrong with a layer built for real, beside the one built without values."""
-    first, later = _shapes(empty), _shapes(layer) if isinstance(layer, nn.Module) else {}
+    first, later = (
+        {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in _state(one).items()}
+        for one in (empty, layer)
+    )
     same = type(layer).__name__ == type(empty).__name__  # some are of classes made for them alone
     if not same or first != later:
-        apart = [
-            f"{name}: {first.get(name)}, then {later.get(name)}"
-            for name in first | later
-            if first.get(name) != later.get(name)
-        ]
+        names = [name for name in first | later if first.get(name) != later.get(name)]
+        apart = [f"{name}: {first.get(name)}, then {later.get(name)}" for name in names]
         yield (
             f"layer {index}: its callable built a {type(empty).__name__} first and a {type(layer).__name__} later "
             f"({'; '.join(apart)}); it is called in every process, so let every call build the same layer"
         )
-    elif isinstance(layer, nn.Module) and (missing := [name for name, t in _state(layer).items() if t.is_meta]):
+    elif missing := [name for name, tensor in _state(layer).items() if tensor.is_meta]:
         yield (
             f"layer {index}: its callable gave no values to {', '.join(missing)}; let every call build the whole "
             f"layer anew, and name weights that it shares with another layer in ties=... instead"
         )
-
-
-def _shapes(module: nn.Module) -> Shapes:
-    return {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in _state(module).items()}

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import TypeAlias
 
 import numpy as np
@@ -28,7 +29,16 @@ PIPE = ("gpipe.pipeline", "GPipe")  # by name: it stands on this module
 
 def is_maker(layer: object) -> bool:
     """Whether a layer is given as a callable without arguments that builds it."""
-    return callable(layer) and _function_of_torch(layer) is None and _needed(layer) == []
+    function = _function(layer)
+    of_torch = getattr(functional, getattr(function, "__name__", ""), None) is function
+    return callable(layer) and not of_torch and _needed(layer) == []
+
+
+def _function(layer: object) -> object:
+    """What is called in the end, perhaps with some of its arguments."""
+    while isinstance(layer, partial):
+        layer = layer.func
+    return layer
 
 
 def describe_invalid_layer(at: int, layer: object) -> str:
@@ -44,29 +54,19 @@ def describe_invalid_layer(at: int, layer: object) -> str:
     elif isinstance(owner := getattr(layer, "__self__", None), nn.Module):
         text = f"a method of a {type(owner).__name__}; give the module itself"
     elif callable(layer):
-        text = _describe_function(layer)
+        name = str(getattr(_function(layer), "__name__", "<lambda>"))
+        called = "a function" if name == "<lambda>" else f"the function {name}"
+        module = {key.lower(): found for key, found in vars(nn).items()}.get(name.replace("_", ""))
+        if isinstance(module, type):
+            text = f"{called}; give a module: {_written(module)}"
+        else:
+            needed = ", ".join(_needed(layer) or ["..."])
+            text = f"{called} of ({needed}); give a module whose forward does it, or {BUILDS}"
     elif isinstance(layer, (list, tuple)):
         text = f"a {kind}; join its layers: nn.Sequential(*...), or *... for a layer each"
     else:
         text = f"a {kind}; " + ("leave it out" if layer is None else f"give an nn.Module or {BUILDS}")
     return f"layer {at} is {text}"
-
-
-def _function_of_torch(layer: object) -> str | None:
-    """The name of a function of tensors, perhaps with some of its arguments, as torch has it."""
-    while isinstance(layer, partial):
-        layer = layer.func
-    name = getattr(layer, "__name__", "")
-    return name if any(getattr(home, name, None) is layer for home in (functional, torch)) else None
-
-
-def _describe_function(layer: Callable[..., object]) -> str:
-    name = _function_of_torch(layer) or str(getattr(layer, "__name__", ""))
-    module = {key.lower(): found for key, found in vars(nn).items()}.get(name.replace("_", ""))
-    if isinstance(module, type):
-        return f"the function {name}; give a module: {_written(module)}"
-    called = "a function" if name in ("", "<lambda>") else f"the function {name}"
-    return f"{called} of ({', '.join(_needed(layer) or ['...'])}); give a module whose forward does it, or {BUILDS}"
 
 
 def _written(module: type) -> str:
@@ -108,7 +108,7 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
             yield f"{start} is a loss; give it to each step: pipe.step(inputs, targets, {_written(type(layer))})"
         if isinstance(layer, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
             yield f"{start} has no forward; give its parts as layers, or join them by nn.Sequential(*...)"
-        elif _lacks_forward(layer):
+        elif layer.forward == MethodType(nn.Module.forward, layer) and type(layer).__call__ is nn.Module.__call__:
             yield f"{start} has no forward; give it one: def forward(self, x)"
         if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             yield f"{start} is replicated already; give the plain layer, .module, and see mesh= for replicas"
@@ -121,12 +121,6 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
         if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
             yield f"{start} is of TorchScript, whose state cannot be looked after; give the plain module"
         yield from _find_buried_skips(name, layer)
-
-
-def _lacks_forward(layer: nn.Module) -> bool:
-    kind = type(layer)
-    inherits = getattr(kind, "forward", None) is nn.Module.forward and kind.__call__ is nn.Module.__call__
-    return inherits and "forward" not in vars(layer)
 
 
 def _find_buried_skips(layer_name: str, layer: nn.Module) -> Iterator[str]:
@@ -235,8 +229,8 @@ def cut_into_stages(
             index,
             name,
             module,
-            stash=skip_names(module, "stash"),
-            pop=tuple(pop for pop in pops if pop.target == index),
+            skip_names(module, "stash"),
+            tuple(pop for pop in pops if pop.target == index),
             kind=str(vars(module).get("stands_for", "")),
             prefix="" if "stands_for" in vars(module) else None,
         )
