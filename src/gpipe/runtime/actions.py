@@ -93,8 +93,8 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
     own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
     if run.examines:
         _check(run, rank, at).refuse_written()
-    aside = rank.deferred[at].aside() if at in rank.deferred else _NOTHING
-    with own.buffers.as_before(saved.snapshot) if saved.snapshot else _NOTHING, aside:
+    aside = rank.deferred[at].collect() if at in rank.deferred else _NOTHING
+    with own.buffers.as_before(saved.snapshot or {}), aside:
         made = _run_layers(run, own, ends, saved, m)
         assert saved.fingerprint is not None
         differs = saved.fingerprint.differs(Fingerprint.of(made, own.stage, saved.given))

@@ -8,7 +8,7 @@ Over replicas the mini-batch is that of all of them: each merges its own, and al
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from gpipe._torch.modes import is_compiled
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.stages.layout import allocate_like
-
-LENT = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +72,13 @@ class DeferredStatistics:
         return cls([norm for norm in found if isinstance(norm, AnyBatchNorm)])
 
     @contextmanager
-    def collect(self, micro_batch: int) -> Iterator[None]:
-        """Keeps the statistics of the forwards inside, and the real buffers as they are."""
-        with self.aside() as lent:
+    def collect(self, micro_batch: int | None = None) -> Iterator[None]:
+        """Keeps the real buffers as they are, and the statistics of the forwards inside; not those of a recompute."""
+        with ExitStack() as stack:
+            seen = [stack.enter_context(_lend(norm)) for norm in self.norms]
             yield
-        for at, buffers in enumerate(lent):
-            self.seen[at, micro_batch] = buffers.statistics()
-
-    @contextmanager
-    def aside(self) -> Iterator[list["_EmptyBuffers"]]:
-        """Keeps the real buffers as they are: for a recompute, whose forward did so."""
-        lent = [_EmptyBuffers(norm) for norm in self.norms]
-        for buffers in lent:
-            buffers.begin()
-        try:
-            yield lent
-        finally:
-            for buffers in lent:
-                buffers.end()
+        if micro_batch is not None:
+            self.seen |= {(at, micro_batch): found for at, found in enumerate(seen)}
 
     def merged(self, at: int) -> list[Statistics]:
         """The statistics of the whole mini-batch, of each forward of a BatchNorm in it."""
@@ -136,44 +123,37 @@ def _defers(module: nn.Module) -> bool:
     return isinstance(module, AnyBatchNorm) and module.training and module.running_mean is not None
 
 
-class _EmptyBuffers:
-    """Empty buffers for one BatchNorm, and whatever its forwards leave in them."""
+@contextmanager
+def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
+    """Lends a BatchNorm empty buffers for each of its forwards; gives what these have left in them, once it ends."""
+    own = {name: norm._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
+    lent: list[tuple[int, Tensor, Tensor]] = []
+    momenta: dict[nn.Module, float | None] = {}
 
-    def __init__(self, norm: AnyBatchNorm) -> None:
-        self.norm = norm
-        self.counts: list[int] = []
-        self.lent: list[tuple[Tensor, Tensor]] = []
-        self.momenta: dict[nn.Module, float | None] = {}
+    def empty(name: str) -> Tensor | None:
+        buffer = own[name]
+        return None if buffer is None else allocate_like(buffer).zero_()
 
-    def begin(self) -> None:
-        self.own = {name: self.norm._buffers[name] for name in LENT}
-        self.hook = self.norm.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-
-    def _before_forward(self, norm: AnyBatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        """`norm` may be a stand-in for the module, which shares its buffers but not its momentum (weight_aliases)."""
-        mean, variance = self.own["running_mean"], self.own["running_var"]
-        assert mean is not None
-        assert variance is not None
+    def before_forward(used: AnyBatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        """`used` may be a stand-in for the module, which shares its buffers but not its momentum (WeightAliases)."""
         given = args[0] if args else kwargs["input"]
-        self.lent.append((allocate_like(mean).zero_(), allocate_like(variance).zero_()))
-        self.counts.append(given.numel() // given.shape[1])
-        self.momenta.setdefault(norm, norm.momentum)
-        norm.__dict__["momentum"] = 1.0
-        tracked = self.own["num_batches_tracked"]
-        norm._buffers["num_batches_tracked"] = None if tracked is None else allocate_like(tracked).zero_()
-        norm._buffers["running_mean"], norm._buffers["running_var"] = self.lent[-1]
+        momenta.setdefault(used, used.momentum)
+        used.__dict__["momentum"] = 1.0
+        used._buffers.update({name: empty(name) for name in own})
+        assert used.running_mean is not None
+        assert used.running_var is not None
+        lent.append((given.numel() // given.shape[1], used.running_mean, used.running_var))
 
-    def end(self) -> None:
-        self.hook.remove()
-        for norm, momentum in self.momenta.items():
-            norm.__dict__["momentum"] = momentum
-        self.norm._buffers.update(self.own)
-
-    def statistics(self) -> list[Statistics]:
-        return [
-            Statistics(count, mean.double(), variance.double() * (count - 1))
-            for count, (mean, variance) in zip(self.counts, self.lent, strict=True)
-        ]
+    hook = norm.register_forward_pre_hook(before_forward, with_kwargs=True)
+    seen: list[Statistics] = []
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        for used, momentum in momenta.items():
+            used.__dict__["momentum"] = momentum
+        norm._buffers.update(own)
+    seen += [Statistics(count, mean.double(), variance.double() * (count - 1)) for count, mean, variance in lent]
 
 
 @torch.no_grad()

@@ -8,14 +8,13 @@ every forward, and larger ones by their version alone. A recompute works on a co
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.stages.layout import copy_of
+from gpipe.stages.layout import copy_of, storage_address
 from gpipe.stages.tree import version
 
 Slot: TypeAlias = tuple[nn.Module, str]
@@ -25,17 +24,15 @@ SMALL = 2**20
 
 
 class SavedBuffer(NamedTuple):
-    """A buffer, and its value, before a forward; `there` is whether there was one of that name."""
+    """A buffer, and its value, before a forward."""
 
     tensor: Tensor | None
     version: int = 0
     copy: Tensor | None = None
-    there: bool = True
 
 
 SavedBuffers: TypeAlias = dict[Slot, SavedBuffer]
 """All buffers before a forward."""
-_NONE, _ABSENT = SavedBuffer(None), SavedBuffer(None, there=False)
 
 
 class Buffers:
@@ -43,36 +40,27 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
-        self.slots: list[Slot] = []
-        self._tables: list[Mapping[str, Tensor | None]] = []  # of each module inside
-        self._copies: dict[Slot, SavedBuffer] = {}
+        self._parts: list[nn.Module] = []
+        self._copies: SavedBuffers = {}
 
     def find(self) -> None:
-        """Looks the buffers up anew; modules may have come or gone since the last step."""
+        """Looks the modules up anew, which may have come or gone since the last step."""
         self._copies.clear()
-        parts = dict.fromkeys(chain.from_iterable(root.modules() for root in self.modules))
-        self._tables = [part._buffers for part in parts]
-        self.slots = [(part, name) for part in parts for name in part._buffers]
+        self._parts = list(dict.fromkeys(part for root in self.modules for part in root.modules()))
 
     def forget(self) -> None:
         """Lets go of the copies, behind a forward that nobody compared with them."""
         self._copies.clear()
 
+    def _now(self) -> dict[Slot, Tensor | None]:
+        return {(part, name): tensor for part in self._parts for name, tensor in part._buffers.items()}
+
     def before(self) -> SavedBuffers:
         """The buffers before a forward."""
-        if self._are_others():
-            self.find()
-        return {slot: self._keep(slot) for slot in self.slots}
+        return {slot: self._keep(slot, tensor) for slot, tensor in self._now().items()}
 
-    def _are_others(self) -> bool:
-        return sum(map(len, self._tables)) != len(self.slots)
-
-    def _keep(self, slot: Slot) -> SavedBuffer:
-        module, name = slot
-        tensor = module._buffers.get(name)
-        if tensor is None:
-            return _NONE
-        if is_lazy(tensor):
+    def _keep(self, slot: Slot, tensor: Tensor | None) -> SavedBuffer:
+        if tensor is None or is_lazy(tensor):
             return SavedBuffer(tensor)
         kept = self._copies.get(slot)
         if kept is None or kept.tensor is not tensor or kept.version != version(tensor):
@@ -80,49 +68,47 @@ class Buffers:
         return kept
 
     def after(self, before: SavedBuffers) -> list[Slot]:
-        """The buffers that are not what they were; those that are new join the snapshot."""
-        changed = [slot for slot, was in before.items() if _is_changed(slot, was)]
+        """The buffers that are not what they were, or are new; what had no value yet has the first one saved."""
+        changed = _changed(before, self._now())
         for slot in changed:
             self._copies.pop(slot, None)
-        for (module, name), was in before.items():
-            if was.tensor is not None and was.copy is None and not is_lazy(was.tensor):  # it has values since
-                before[module, name] = SavedBuffer(was.tensor, -1, copy_of(was.tensor.detach()))
-        if self._are_others():
-            self.find()
-            new = [slot for slot in self.slots if slot not in before]
-            before.update(dict.fromkeys(new, _ABSENT))
-            changed += new
+        for slot, was in before.items():
+            if was.tensor is not None and was.copy is None and not is_lazy(was.tensor):
+                before[slot] = SavedBuffer(was.tensor, -1, copy_of(was.tensor.detach()))
         return changed
 
     @contextmanager
     def as_before(self, snapshot: SavedBuffers) -> Iterator[None]:
         """Shows modules their buffers as they were, and puts the real ones back."""
-        apart = [(slot, was) for slot, was in snapshot.items() if _is_changed(slot, was)]
-        real = [(slot, slot[0]._buffers.get(slot[1]), slot[1] in slot[0]._buffers) for slot, _ in apart]
+        now = self._now()
+        apart = _changed(snapshot, now)
         _refuse_views(snapshot, apart)
+        shown = {slot: snapshot[slot].tensor for slot in apart if slot in snapshot}
         copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
-        for slot, was in apart:
-            if was.copy is not None and id(was.tensor) not in copies:
-                copies[id(was.tensor)] = copy_of(was.copy)
-            _put(slot, was.tensor if was.copy is None else copies[id(was.tensor)], there=was.there)
+        for slot in shown:
+            tensor, _, copy = snapshot[slot]
+            if copy is not None:
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = copy_of(copy)
+                shown[slot] = copies[id(tensor)]
+        _put(apart, shown)
         try:
             yield
         finally:
-            for slot, tensor, there in real:
-                _put(slot, tensor, there=there)
+            _put(apart, now)
 
 
-def _refuse_views(snapshot: SavedBuffers, apart: Sequence[tuple[Slot, SavedBuffer]]) -> None:
+def _refuse_views(snapshot: SavedBuffers, apart: Sequence[Slot]) -> None:
     """Refuses changed buffers that share memory: copies of them would not change together."""
     users: dict[int, set[int]] = {}
-    for was in snapshot.values():
-        if was.copy is not None and was.tensor is not None and was.tensor.untyped_storage().nbytes():
-            users.setdefault(was.tensor.untyped_storage().data_ptr(), set()).add(id(was.tensor))
+    for tensor, _, copy in snapshot.values():
+        if tensor is not None and copy is not None and (address := storage_address(tensor)):
+            users.setdefault(address, set()).add(id(tensor))
     names = [
-        f"{type(module).__name__}.{name}"
-        for (module, name), was in apart
-        if was.tensor is not None and was.copy is not None
-        if len(users.get(was.tensor.untyped_storage().data_ptr(), ())) > 1
+        f"{type(slot[0]).__name__}.{slot[1]}"
+        for slot in apart
+        if slot in snapshot and (tensor := snapshot[slot].tensor) is not None
+        if not is_lazy(tensor) and len(users.get(storage_address(tensor), ())) > 1
     ]
     if names:
         raise RuntimeError(
@@ -132,18 +118,23 @@ def _refuse_views(snapshot: SavedBuffers, apart: Sequence[tuple[Slot, SavedBuffe
         )
 
 
-def _put(slot: Slot, tensor: Tensor | None, *, there: bool) -> None:
-    module, name = slot
-    if there:
-        module._buffers[name] = tensor
-    else:
-        module._buffers.pop(name, None)
+def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
+    """Puts tensors into slots; those that have none are no buffers."""
+    for module, name in slots:
+        if (module, name) in tensors:
+            module._buffers[name] = tensors[module, name]
+        else:
+            module._buffers.pop(name, None)
 
 
-def _is_changed(slot: Slot, was: SavedBuffer) -> bool:
-    module, name = slot
-    now = module._buffers.get(name)
-    if now is not was.tensor or (name in module._buffers) != was.there:
+def _changed(before: SavedBuffers, now: Mapping[Slot, Tensor | None]) -> list[Slot]:
+    """The slots whose buffers are not what they were, or were not there."""
+    slots = dict.fromkeys((*before, *now))
+    return [slot for slot in slots if slot not in before or slot not in now or _is_changed(before[slot], now[slot])]
+
+
+def _is_changed(was: SavedBuffer, now: Tensor | None) -> bool:
+    if now is not was.tensor:
         return True
     if now is None or was.copy is None:
         return False

@@ -230,8 +230,9 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 def _state(module: object) -> dict[str, Tensor]:
-    is_module = isinstance(module, nn.Module)
-    return dict(module.named_parameters()) | dict(module.named_buffers()) if is_module else {}
+    if not isinstance(module, nn.Module):
+        return {}
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[str]:

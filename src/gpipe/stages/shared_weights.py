@@ -9,12 +9,11 @@ whatever the module refers to is then the layer's own.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modes import is_compiled
@@ -58,31 +57,26 @@ def find_shared(layers: Sequence[nn.Module], tied: Tied = ()) -> list[SharedPara
 
 def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tuple[list[list[Slot]], list[str]]:
     """Where the parameters of each group of names stand, and what is wrong with the names."""
-    root = nn.Module()
-    root._modules.update(layers)
-    mistakes = []
-    groups: list[list[Slot]] = []
-    for group in ties:
-        found: list[Slot] = []
-        for name in group:
-            path, _, leaf = name.rpartition(".")
-            try:
-                module = root.get_submodule(path)
-            except AttributeError:
-                module = nn.Module()
-            if module._parameters.get(leaf) is None:
-                mistakes.append(f"ties: there is no parameter {name!r}")
-            else:
-                found.append((module, leaf))
-        ids = {id(module._parameters[leaf]) for module, leaf in found}
-        if any(ids & {id(module._parameters[leaf]) for module, leaf in other} for other in groups):
+    slots = {
+        f"{name}.{path}.{leaf}".replace("..", "."): (module, leaf)
+        for name, layer in layers.items()
+        for path, module in layer.named_modules(remove_duplicate=False)
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    groups = [[slots[name] for name in group if name in slots] for group in ties]
+    mistakes = [f"ties: there is no parameter {name!r}" for group in ties for name in group if name not in slots]
+    seen: set[int] = set()
+    for group, found in zip(ties, groups, strict=True):
+        parameters = [module.get_parameter(leaf) for module, leaf in found]
+        ids, shapes = set(map(id, parameters)), {tuple(parameter.shape) for parameter in parameters}
+        if ids & seen:
             mistakes.append(f"ties: {tuple(group)} has a parameter that another group has too; make them one group")
-        shapes = {tuple(module._parameters[leaf].shape) for module, leaf in found}  # type: ignore[union-attr]  # none of those found is None
         if len(set(group)) < max(len(group), 2) or len(shapes) > 1:
             mistakes.append(
                 f"ties: {tuple(group)} must name two or more parameters once each, of one shape, not {sorted(shapes)}"
             )
-        groups.append(found)
+        seen |= ids
     return groups, mistakes
 
 
@@ -127,9 +121,19 @@ class WeightAliases:
         self._layers: dict[int, Layer] = {
             index: layers[index][0] for item in self.shared.values() for index in item.slots
         }
-        _refuse_compiled(part for index in self._in_turn for part in self._layers[index].module.modules())
+        for module in (part for index in self._in_turn for part in self._layers[index].module.modules()):
+            if is_compiled(module):  # its code would use the parameters of the first layer
+                raise ValueError(
+                    f"a compiled {type(module).__name__} is several layers, which would need its code once for each; "
+                    f"give each layer a module of its own, and share their parameters, perhaps by ties=..."
+                )
         self.leaves = {
-            at: {index: _alias(item.parameter, layers[index][1].device) for index in item.slots}
+            at: {
+                index: moved(item.parameter.detach(), layers[index][1].device).requires_grad_(
+                    item.parameter.requires_grad
+                )
+                for index in item.slots
+            }
             for at, item in self.shared.items()
         }
         self.sources = {at: item.parameter for at, item in self.shared.items()}
@@ -147,9 +151,9 @@ class WeightAliases:
                     stack.callback(parameter.register_hook(self._refuse).remove)
             for index, aliases in by_layer.items():
                 if index in self._in_turn:
-                    self._layers[index].aliased = _InTurn(self._turn, aliases)
+                    self._layers[index].aliased = _Aliased(aliases, self._turn)
                 else:
-                    stack.enter_context(_Aliased(aliases))
+                    stack.enter_context(_Aliased(aliases, threading.RLock()))
             try:
                 yield
             finally:
@@ -185,32 +189,19 @@ class WeightAliases:
                 leaf.grad = None
 
 
-def _alias(parameter: Tensor, device: torch.device) -> Tensor:
-    return moved(parameter.detach(), device).requires_grad_(parameter.requires_grad)
-
-
-def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
-    """Refuses compiled modules that are several layers: their code would use the parameters of the first."""
-    for module in modules:
-        if is_compiled(module):
-            raise ValueError(
-                f"a compiled {type(module).__name__} is several layers, which would need its code once for each; "
-                f"give each layer a module of its own, and share their parameters, perhaps by ties=..."
-            )
-
-
 def _plus(one: Tensor, other: Tensor) -> Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 class _Aliased:
-    """While entered, modules have aliases in the slots of parameters."""
+    """While entered, modules have aliases in the slots of parameters; it waits for its turn."""
 
-    def __init__(self, aliases: Mapping[Slot, Tensor]) -> None:
-        self._aliases = aliases
+    def __init__(self, aliases: Mapping[Slot, Tensor], turn: threading.RLock) -> None:
+        self._aliases, self._turn = aliases, turn
         self._own: list[tuple[Slot, Tensor | None]] = []
 
     def __enter__(self) -> None:
+        self._turn.acquire()
         for (module, name), leaf in self._aliases.items():
             self._own.append(((module, name), module._parameters[name]))
             put_parameter(module, name, leaf)
@@ -219,19 +210,4 @@ class _Aliased:
         while self._own:
             (module, name), parameter = self._own.pop()
             put_parameter(module, name, parameter)
-
-
-class _InTurn(_Aliased):
-    """While entered, modules have aliases in the slots of parameters, for one layer at a time."""
-
-    def __init__(self, turn: threading.RLock, aliases: Mapping[Slot, Tensor]) -> None:
-        super().__init__(aliases)
-        self._turn = turn
-
-    def __enter__(self) -> None:
-        self._turn.acquire()
-        super().__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
         self._turn.release()
