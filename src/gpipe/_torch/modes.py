@@ -184,28 +184,22 @@ class _Rounds:
                 self._changed.notify_all()
 
 
-class _Thread(threading.local):
-    """Whether this thread is one of a run's ranks."""
-
-    is_rank = False
-
-
-_thread = _Thread()
 _enter, _forget = torch.autocast_increment_nesting, torch.clear_autocast_cache
 _rounds = _Rounds(_forget)
+_ranks: set[int] = set()  # the threads that are ranks of runs
 _runs: list[None] = []
 _lock = threading.Lock()
 
 
 def _entered() -> int:
     depth = _enter()
-    if _thread.is_rank and depth == 1:
+    if depth == 1 and threading.get_ident() in _ranks:
         _rounds.enter()
     return depth
 
 
 def _cleared() -> None:
-    if _thread.is_rank:
+    if threading.get_ident() in _ranks:
         _rounds.leave()
     else:
         _forget()
@@ -229,8 +223,8 @@ def casts_apart() -> Iterator[None]:
 @contextmanager
 def as_rank() -> Iterator[None]:
     """While entered, this thread is a rank of a run, which has its casts for itself."""
-    _thread.is_rank = True
+    _ranks.add(threading.get_ident())
     try:
         yield
     finally:
-        _thread.is_rank = False
+        _ranks.discard(threading.get_ident())
