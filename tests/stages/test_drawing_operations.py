@@ -140,16 +140,6 @@ def test_an_operation_draws_what_torchs_generator_would_give_if_seeded_with_the_
             assert all_same_bits([*drawn(op), *drawn(op)], expected), name
 
 
-def test_an_operation_goes_on_where_the_one_before_stopped() -> None:
-    for name, op in drawing_ops().items():
-        with gpipe.rng_scope(0, 0, 0, 0):
-            first, second = drawn(op), drawn(op)
-        with gpipe.rng_scope(0, 0, 0, 0):
-            assert all_same_bits(drawn(op), first), name
-            assert all_same_bits(drawn(op), second), name
-        assert not all_same_bits(first, second), name
-
-
 def test_a_generator_of_the_users_own_is_left_alone() -> None:
     for name, op in drawing_ops().items():
         if "generator" not in arguments(op):

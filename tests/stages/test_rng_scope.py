@@ -121,19 +121,6 @@ def test_vmap_refuses_what_it_refuses_without_a_scope() -> None:
 # Threads, processes, contexts.
 
 
-def test_other_threads_of_the_users_draw_from_torchs_generator() -> None:
-    drawn: list[Tensor] = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        expected = torch.rand(3)
-        torch.manual_seed(5)
-        with gpipe.rng_scope(0, 0, 0, 0):
-            thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
-            thread.start()
-            thread.join()
-    assert torch.equal(drawn[0], expected)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_process_forked_inside_of_a_scope_draws_from_its_key() -> None:
     def child() -> None:
@@ -165,15 +152,6 @@ def test_whatever_is_raised_nothing_is_keyed_behind_a_scope(error: type[BaseExce
         expected = torch.rand(3)
         torch.manual_seed(5)
         assert torch.equal(torch.rand(3), expected)
-
-
-def test_a_scope_entered_twice_goes_on() -> None:
-    with gpipe.rng_scope(0, 0, 0, 0):
-        expected = torch.rand(6)
-    with (keyed := gpipe.rng_scope(0, 0, 0, 0)), keyed:
-        first = torch.rand(2)
-    with keyed:
-        assert torch.equal(torch.cat([first, torch.rand(4)]), expected)
 
 
 def test_a_torch_without_the_key_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,14 +186,3 @@ def test_two_threads_at_once_draw_what_each_draws_alone() -> None:
         thread.join()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(all_same_bits, alone, together))
-
-
-def test_an_inner_scope_has_a_key_of_its_own() -> None:
-    with gpipe.rng_scope(0, 0, 0, 0):
-        once = torch.rand(3)
-        after = torch.rand(3)
-    with gpipe.rng_scope(0, 0, 0, 0):
-        assert torch.equal(torch.rand(3), once)
-        with gpipe.rng_scope(0, 0, 0, 0):
-            assert torch.equal(torch.rand(3), once)
-        assert torch.equal(torch.rand(3), after)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gpipe.planner.profile import count_flops
 from gpipe.stages.outline import Outline, outline, realize
 from gpipe.stages.sequence import build_layers, cut_into_stages, find_invalid_layers
 from gpipe.stages.shared_weights import find_shared, find_ties
@@ -207,15 +206,6 @@ def test_layers_that_cannot_be_built_without_values_are_in_memory_one_at_a_time(
     assert len(realized(found, range(5))) == 5
 
 
-@pytest.mark.parametrize("ambient", ["cpu", "meta"])
-def test_a_default_device_around_it_changes_no_outline(ambient: str) -> None:
-    with torch.device(ambient):
-        found = outlined([Rotary, lambda: nn.Linear(W, W)])
-        assert torch.empty(0).device.type == ambient
-    assert all(tensor.is_meta for layer in found.layers.values() for tensor in held(layer).values())
-    assert_same_layer(realized(found, [0])["0"], build_layers([Rotary], 0)[0]["0"])
-
-
 def test_routes_costs_and_shared_weights_are_found_in_the_outline() -> None:
     embedding = nn.Linear(W, W)
 
@@ -243,29 +233,6 @@ def test_a_weight_shared_between_a_module_and_a_callable_is_found_in_the_outline
     assert [p.is_meta for p in found["1" if first else "0"].parameters()] == [False, False, True, True]
 
 
-def test_operations_are_counted_on_the_outline() -> None:
-    zoo: list[Made] = [
-        lambda: nn.Linear(W, 9),
-        nn.ReLU,
-        lambda: nn.Sequential(nn.Linear(9, W), nn.BatchNorm1d(W)),
-        Half,
-    ]
-    sample = torch.ones(3, W)
-    counted = count_flops(list(outlined(zoo).layers.values()), sample)
-    assert counted == count_flops(list(build_layers(zoo, 0)[0].values()), sample)
-    assert counted[0] == 2 * 2 * 3 * W * 9
-
-
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.share = torch.tensor([0.5]).item()
-        self.linear = nn.Linear(W, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.share * self.linear(x)
-
-
 def test_stages_of_others_stay_where_they_are() -> None:
     layers = realized(outlined([lambda: nn.Linear(W, W)] * 4), [2, 3])
     layers["0"].bias = layers["1"].weight  # shared, and of another process
@@ -274,17 +241,6 @@ def test_stages_of_others_stay_where_they_are() -> None:
         *(True, True),
         *(False, False),
     ]
-
-
-def test_a_sequential_is_its_own_outline() -> None:
-    model = nn.Sequential(nn.Linear(W, W), nn.Tanh())
-    found = outlined(model)
-    assert realized(found, range(2)) == found.layers == dict(model.named_children())
-
-
-def test_layers_may_come_from_a_generator() -> None:
-    found = outlined(maker for maker in (nn.Tanh, Rotary))
-    assert_same_layer(realized(found, [1])["1"], build_layers([nn.Tanh, Rotary], 0)[0]["1"])
 
 
 @pytest.mark.parametrize("wrong", ["relu", 3, lambda: 3, None])
@@ -298,18 +254,6 @@ def test_an_error_in_a_callable_is_raised_once_and_names_its_layer() -> None:
         outline([nn.ReLU, lambda: nn.Linear()], 0)  # type: ignore[call-arg]
     assert raised.value.__notes__ == ["while layer 1 was built"]
     assert raised.value.__context__ is None
-
-
-def test_an_error_of_the_real_thing_names_its_layer() -> None:
-    def maker() -> nn.Module:
-        layer = nn.Linear(W, W)
-        if not layer.weight.is_meta:
-            raise MemoryError("no room")
-        return layer
-
-    with pytest.raises(MemoryError, match="no room") as raised:
-        realize(outlined([nn.ReLU, maker]), range(2))
-    assert raised.value.__notes__ == ["while layer 1 was built"]
 
 
 def test_all_that_a_second_call_does_otherwise_is_named_at_once() -> None:
@@ -338,26 +282,6 @@ def test_all_that_a_second_call_does_otherwise_is_named_at_once() -> None:
         f"layer 3: its callable gave no values to weight; {anew}... instead",
         f"layer 4: its callable built a Tanh first and a int later (); {same}",
     ]
-
-
-def test_weights_that_callables_share_are_shared_where_all_are_built() -> None:
-    """As in one process: who holds all layers needs no ties."""
-    embedding: list[nn.Linear] = []
-
-    def embed() -> nn.Module:
-        embedding.append(nn.Linear(W, W))
-        return embedding[-1]
-
-    def tied() -> nn.Module:
-        layer = nn.Linear(W, W)
-        layer.weight = embedding[-1].weight
-        return layer
-
-    layers = realized(outlined([embed, tied]), range(2))
-    assert layers["0"].weight is layers["1"].weight
-    whole, _ = build_layers([embed, tied], 0)
-    for name, layer in layers.items():
-        assert_same_layer(layer, whole[name])
 
 
 def test_bug_a_module_that_a_callable_hands_over_keeps_its_values() -> None:
@@ -409,9 +333,3 @@ def test_an_outline_leaves_a_cuda_generator_alone_that_is_not_there_yet(monkeypa
     if not torch.cuda.is_initialized():
         monkeypatch.delattr(torch.cuda, "manual_seed_all")  # it would be remembered until there is one
     realized(outlined([Attribute]), [0])
-
-
-def test_building_for_real_leaves_all_generators_where_they_were() -> None:
-    before = generators()
-    build_layers([Attribute, Reads], 0)
-    assert generators() == before

@@ -109,30 +109,6 @@ def test_a_weight_that_a_second_write_leaves_alone_gives_the_bits_of_the_plain_l
     assert torch.equal(pipe.step(x, t, F.mse_loss), found)
 
 
-def test_a_recompute_may_write_a_weight_as_it_was() -> None:
-    class Starts(nn.Linear):
-        """Clamps what is within its bounds: other versions, the same bits."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.clamp_(-10, 10)
-            return super().forward(x)
-
-    layers = [nn.Linear(4, 4), Starts(4, 4), nn.Linear(4, 4)]
-    pipe = gpipe.GPipe(layers, 2, 4, remat="always", seed=0)
-    x, t = batch()
-    found = plain_loop(copy.deepcopy(layers), x, t, F.mse_loss, micro_batches=4, seed=0)
-    assert torch.equal(pipe.step(x, t, F.mse_loss), found)
-
-
-def test_an_optimizer_in_a_backward_is_refused_where_the_first_mini_batch_had_one_row() -> None:
-    pipe = gpipe.GPipe(with_optimizers(step_by_data), 2, 4, remat="never", driver="lockstep")
-    x, t = batch()
-    pipe.step(x[:1], t[:1], F.mse_loss)
-    with pytest.raises(RuntimeError, match=r"a backward of stage .* writes parameters of it"):
-        pipe.step(x, t, F.mse_loss)
-
-
 @pytest.mark.parametrize("remat", ["never", "always"])
 def test_an_embedding_that_torch_scales_in_its_forward_is_left_alone(remat: str) -> None:
     layers = [nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4)]

@@ -17,7 +17,6 @@ from tests.support.tied_layers import (
     data,
     every_build,
     made,
-    three_uses,
     train,
     train_plainly,
     two_uses,
@@ -74,30 +73,6 @@ def test_ties_give_what_identity_gives(cut: list[int], remat: str) -> None:
     assert_same_bits(pipe, plain)
 
 
-def test_ties_of_lazily_built_layers() -> None:
-    makers = [lambda: nn.Linear(W, W), lambda: nn.Linear(W, W), nn.Tanh, lambda: nn.Linear(W, W)]
-    outcomes = []
-    for partitions in (1, 4):
-        pipe = gpipe.GPipe(makers, partitions, M, seed=5, ties=[("0.weight", "1.weight", "3.weight")])  # type: ignore[arg-type]
-        assert len(list(pipe.parameters())) == 4
-        train(pipe)
-        outcomes.append([p.grad for p in pipe.parameters()])
-    assert all(same_bits(one, other) for one, other in zip(*outcomes, strict=True))
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_gradients_of_shared_weights_add_up_over_steps(adds: bool) -> None:
-    plain = made(three_uses)
-    pipe = gpipe.GPipe(made(three_uses), 3, M, seed=5)
-    for step in (0, 1):
-        if not adds:
-            pipe.zero_grad()
-            nn.Sequential(*plain).zero_grad()
-        train(pipe)
-        train_plainly(plain, step=step)
-        assert_same_bits(pipe, plain)
-
-
 def language_model(rows: int = 6) -> tuple[list[nn.Module], Tensor, Tensor]:
     torch.manual_seed(0)
     layers = models.transformer_lm(2, model_dim=8, ffn_dim=16, heads=2, vocab=11, tied=True, dropout=0.1)
@@ -148,11 +123,3 @@ def test_ties_that_cannot_be_are_refused_all_at_once(ties: list[tuple[str, ...]]
     with pytest.raises(ValueError, match="cannot be built") as caught:
         gpipe.GPipe(layers, 2, M, ties=ties)
     assert all(text in str(caught.value) for text in texts)
-
-
-def test_refused_ties_change_nothing() -> None:
-    layers = [nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 3)]
-    before = [p for layer in layers for p in layer.parameters()]
-    with pytest.raises(ValueError, match="cannot be built"):
-        gpipe.GPipe(layers, 99, M, ties=[("0.weight", "1.weight"), ("0.weight", "7.weight")])
-    assert all(p is q for p, q in zip(before, (p for layer in layers for p in layer.parameters()), strict=True))

@@ -1,8 +1,6 @@
 """A shared weight is one parameter to everybody: optimizers, hooks, clipping, copies."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -16,14 +14,12 @@ from tests.support.plain_loop import assert_same_bits, same_bits
 from tests.support.tied_layers import (
     Build,
     M,
-    a_module_three_times,
     data,
     every_build,
     made,
     three_uses,
     train,
     train_plainly,
-    two_uses,
 )
 
 # A shared weight is one parameter to everybody.
@@ -68,16 +64,6 @@ def test_the_modules_hold_their_own_parameters_after_every_step_and_after_a_fail
         train(pipe)
         train_plainly(plain)
         assert_same_bits(pipe, plain)
-
-
-@every_build
-def test_parameters_are_listed_once_as_in_a_plain_sequential(build: Build) -> None:
-    pipe = gpipe.GPipe(made(build), 3, M)
-    plain = nn.Sequential(*made(build))
-    parameters = list(pipe.parameters())
-    assert len({id(p) for p in parameters}) == len(parameters)
-    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert list(pipe.state_dict()) == list(plain.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -129,16 +115,6 @@ def test_hooks_on_a_shared_parameter_fire_once_a_step_with_the_whole_gradient(pa
     assert same_bits(behind[0], expected)
 
 
-def test_a_hook_may_change_the_gradient_of_a_shared_parameter() -> None:
-    layers, plain = made(two_uses), made(two_uses)
-    weight, expected = next(layers[0].parameters()), next(plain[0].parameters())
-    weight.register_hook(lambda gradient: gradient * 2)
-    train(gpipe.GPipe(layers, 4, M, seed=5))
-    train_plainly(plain)
-    assert expected.grad is not None
-    assert same_bits(weight.grad, expected.grad * 2)
-
-
 def test_a_pipe_of_shared_weights_can_be_copied_and_loaded() -> None:
     pipe = gpipe.GPipe(made(three_uses), 3, M, seed=5)
     train(pipe)
@@ -154,20 +130,3 @@ def test_a_pipe_of_shared_weights_can_be_copied_and_loaded() -> None:
         some.step_number = 1
         train(some)
     assert_same_bits(other, list(pipe.children()))
-
-
-def test_nothing_of_a_step_with_shared_weights_stays_alive() -> None:
-    layers = made(a_module_three_times)
-    kept: list[weakref.ref[Tensor]] = []
-
-    def look(module: nn.Module, args: object, output: Tensor) -> None:
-        kept.extend(weakref.ref(p) for p in module.parameters())
-
-    pipe = gpipe.GPipe(layers, 4, M)
-    handle = layers[0].register_forward_hook(look)
-    train(pipe)
-    handle.remove()
-    gc.collect()
-    own = {id(p) for p in pipe.parameters()}
-    assert kept
-    assert all(ref() is None or id(ref()) in own for ref in kept)

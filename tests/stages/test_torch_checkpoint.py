@@ -1,6 +1,5 @@
 """Randomness inside of `torch.utils.checkpoint`: the numbers of the same layers without it, however they are run."""
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop, same_bits, train, train_plainly
@@ -93,14 +92,6 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(8, WIDTH, generator=generator), torch.randn(8, 2, generator=generator)
 
 
-def swapped(kind: str, layers: list[nn.Module]) -> list[nn.Module]:
-    """The same layers with checkpoints of a kind."""
-    for layer in layers:
-        if isinstance(layer, Layer):
-            layer.outer, layer.inner = KINDS[kind]
-    return layers
-
-
 # Laws.
 
 
@@ -161,64 +152,7 @@ def test_so_it_does_while_another_thread_draws(kind: str, driver: str) -> None:
             assert_same_bits(pipe, plain)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recomputes_of_many_threads_at_once_leave_the_default_generator_alone(kind: str) -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), *[Layer(*KINDS[kind]) for _ in range(3)]]
-    pipe = gpipe.GPipe(layers, 4, 8, driver="threads", seed=7)
-    before = torch.get_rng_state()
-    x = data()[0].repeat(2, 1)
-    for _ in range(3):
-        pipe.step(x, x, F.mse_loss)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # Examples.
-
-
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_sequence_in_segments(use_reentrant: bool, driver: str) -> None:
-    class Segments(nn.Module):
-        def __init__(self, segments: int) -> None:
-            super().__init__()
-            self.segments = segments
-            self.inside = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.segments:
-                out: Tensor = self.inside(x)
-                return out
-            return checkpoint_sequential(self.inside, self.segments, x, use_reentrant=use_reentrant)
-
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Segments(2), nn.Linear(WIDTH, 2)]
-    plain = copy.deepcopy(layers)
-    plain[1].segments = 0  # type: ignore[assignment]
-    pipe = gpipe.GPipe(layers, 2, M, driver=driver, seed=7)
-    assert same_bits(pipe.step(*data(), F.mse_loss), plain_loop(plain, *data(), F.mse_loss, micro_batches=M, seed=7))
-    assert_same_bits(pipe, plain)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_penalty_in_the_forward_draws_what_it_does_without_checkpoints(kind: str) -> None:
-    """The layer runs a backward of its own in its forward, through what draws."""
-
-    def penalized(layer: Layer, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            own = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(layer.linears[0](F.dropout(own.sin(), 0.5)).square().sum(), own)
-        return x * slope + torch.rand_like(x)
-
-    class Penalized(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.outer(partial(penalized, self), x)
-
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Penalized(*KINDS[kind]), nn.Linear(WIDTH, 2)]
-    plain = swapped("inner reentrant", copy.deepcopy(layers))
-    pipe = gpipe.GPipe(layers, 2, M, seed=7)
-    assert same_bits(pipe.step(*data(), F.mse_loss), plain_loop(plain, *data(), F.mse_loss, micro_batches=M, seed=7))
-    assert_same_bits(pipe, plain)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -254,16 +188,6 @@ def test_a_gradient_within_a_forward_without_grad_draws_what_it_does_without_che
         with torch.no_grad():
             found.append(gpipe.GPipe([nn.Linear(WIDTH, WIDTH), Energy(outer, inner)], 2, M, seed=7)(data()[0]))
     assert same_bits(*found)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_without_its_state_one_that_draws_nothing_just_works(use_reentrant: bool) -> None:
-    class Forgets(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.linears[0], x, use_reentrant=use_reentrant, preserve_rng_state=False)
-            return out
-
-    gpipe.GPipe([nn.Linear(WIDTH, WIDTH), Forgets(without, without)], 2, M).step(data()[0], data()[0], F.mse_loss)
 
 
 def test_a_scope_inside_of_a_checkpoint_needs_no_state() -> None:
