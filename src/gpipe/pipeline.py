@@ -48,7 +48,7 @@ from gpipe.stages.losses import (
 )
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
 from gpipe.stages.sequence import Layers
-from gpipe.stages.skips import find_loss_pops, refuse_unused_stashes, skip_names
+from gpipe.stages.skips import find_loss_pops, skip_names
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
@@ -271,9 +271,7 @@ class GPipe(Partitioned):
             refuse_gradients_of_inputs(values)
         run.inputs = [BoundaryValue(value, []) for value in values]
         if self._engine.stashes or hasattr(run.loss_fn, "pop"):
-            popped = skip_names(run.loss_fn, "pop")
-            refuse_unused_stashes(self._engine.layers, popped)
-            run.loss_pops = find_loss_pops(self._engine.layers, popped)
+            run.loss_pops = find_loss_pops(self._engine.layers, skip_names(run.loss_fn, "pop"))
         return parts[0] if parts else []
 
     def _cut(self, run: Run, trees: Mapping[str, Tree], *, for_output: bool = False) -> list[list[Tree]]:

@@ -297,7 +297,7 @@ def _recorded(recorder: Recorder, run: Run, net: Endpoint) -> str:
     timeline, program = recorder.ended.timeline, run.compiled.program
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
     traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(net.noted or ()))
-    moved = traffic.moved(-recorder.began).to_json()
+    moved = traffic.moved(-recorder.began)
     return json.dumps([host_name(), recorder.began, timeline.seconds, spans, moved])
 
 

@@ -135,18 +135,16 @@ def attach_boundary(crossing: BoundaryValue) -> BoundaryInput:
     alignment (autograd would lay it out anew as `.grad` of a leaf).
     """
     gradients: Gradients = [None] * len(crossing.leaves)
-    if not gradients:
-        return BoundaryInput(crossing.value, [], gradients)
-    aliases = {id(leaf): _alias(leaf, gradients, at) for at, leaf in enumerate(crossing.leaves)}
-    value = replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor))
+    aliases: dict[int, Tensor] = {}
+    for at, leaf in enumerate(crossing.leaves):
+        alias = aliases[id(leaf)] = leaf.expand_as(leaf)  # a view, and unlike one of `view_as` with every stride
+        if alias.grad_fn is not None:  # under no_grad there is nothing to come back
+            alias.grad_fn.register_hook(partial(_keep, gradients, at))
+        carry_attributes(leaf, alias)
+    value = (
+        replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor)) if aliases else crossing.value
+    )
     return BoundaryInput(value, list(aliases.values()), gradients)
-
-
-def _alias(leaf: Tensor, gradients: Gradients, at: int) -> Tensor:
-    alias = leaf.expand_as(leaf)  # a view, and unlike one of `view_as` with every stride
-    if alias.grad_fn is not None:  # under no_grad there is nothing to come back
-        alias.grad_fn.register_hook(partial(_keep, gradients, at))
-    return carry_attributes(leaf, alias)
 
 
 def _keep(gradients: Gradients, at: int, passed: object, came: tuple[Tensor | None, ...]) -> tuple[None]:
@@ -214,14 +212,14 @@ class _Nothing(torch.autograd.Function):
 
 def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iterator[tuple[Node | None, int]]:
     """The edges of the autograd graph behind some tensors, not past certain nodes."""
-    todo: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None and root.grad_fn not in until]
-    seen = {*todo, *until}
+    seen: set[Node | None] = {None, *until}
+    todo = [root.grad_fn for root in roots]
     while todo:
-        for edge in todo.pop().next_functions:
-            yield edge
-            if edge[0] is not None and edge[0] not in seen:
-                seen.add(edge[0])
-                todo.append(edge[0])
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield from node.next_functions
+            todo += [behind for behind, _ in node.next_functions]
 
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
@@ -244,9 +242,8 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Ten
     >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
     [True]
     """
-    nodes = dict.fromkeys(node for node, _ in _edges_behind(roots, until) if node not in until)
-    found = (getattr(node, "variable", None) for node in nodes)
-    return [leaf for leaf in found if leaf is not None]
+    found = {node: getattr(node, "variable", None) for node, _ in _edges_behind(roots, until) if node not in until}
+    return [leaf for leaf in found.values() if leaf is not None]
 
 
 def failed_node(error: BaseException) -> int | None:

@@ -81,7 +81,9 @@ class Buffers:
     def as_before(self, snapshot: SavedBuffers) -> Iterator[None]:
         """Shows modules their buffers as they were, and puts the real ones back."""
         now = self._now()
-        apart = _changed(snapshot, now)
+        if not (apart := _changed(snapshot, now)):
+            yield
+            return
         _refuse_views(snapshot, apart)
         shown = {slot: snapshot[slot].tensor for slot in apart if slot in snapshot}
         copies: dict[int, Tensor] = {}  # one tensor in several slots stays one

@@ -105,10 +105,10 @@ class Fingerprint(NamedTuple):
     @classmethod
     def of(cls, made: "StageOutput", stage: "Stage", given: Sequence[BoundaryValue]) -> "Fingerprint":
         """The fingerprint of what a stage made of what it was given."""
-        roots = [tensor for value in made.values for tensor in tensors_in(value)]
-        weights = [weight for layer in stage.layers for weight in layer.module.parameters()]
-        own = frozenset(map(id, [*weights, *(leaf for crossing in given for leaf in crossing.leaves)]))
-        reached = own.intersection(map(id, leaves_of(roots)))
+        own = {id(leaf) for crossing in given for leaf in crossing.leaves}
+        for layer in stage.layers:
+            own.update(map(id, layer.module.parameters()))
+        reached = frozenset(own.intersection(map(id, leaves_of(tensors_in(made.values)))))
         return cls(digest([*made.values, *made.for_loss.values()]), reached)
 
     def differs(self, other: "Fingerprint") -> "bool | Tensor":

@@ -10,7 +10,6 @@ summed at its pop, the pops from the last layer to the first at the stash, and t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -62,65 +61,46 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
 
 
 def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[Pop]:
-    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names."""
+    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names.
+
+    Raises:
+        ValueError: It pops what no layer stashes, or a stash is used neither by a layer nor by the loss.
+    """
     stashed = {name: at for at, layer in enumerate(layers) for name in skip_names(layer, "stash")}
-    mistakes = [f"loss_fn pops {name!r}, which no layer stashes" for name in popped if name not in stashed]
+    used = {*popped, *(name for layer in layers for name in skip_names(layer, "pop"))}
+    mistakes = [f"loss_fn pops {name!r}, which no layer stashes" for name in popped if name not in stashed] + [
+        f"layer {at} ({type(layers[at]).__name__}) stashes {name!r}, which neither a later layer nor loss_fn pops: "
+        f"its gradient would be lost; give the loss pop = ({name!r},) and an argument of that name, or leave the "
+        f"stash out"
+        for name, at in stashed.items()
+        if name not in used
+    ]
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return [Pop(name, stashed[name], len(layers)) for name in popped]
 
 
-def refuse_unused_stashes(layers: Sequence[nn.Module], popped: Sequence[str]) -> None:
-    """Refuses a step whose stashes neither a layer nor the loss, which pops these names, makes use of."""
-    used = {*popped, *(name for layer in layers for name in skip_names(layer, "pop"))}
-    unused = [
-        (at, name) for at, layer in enumerate(layers) for name in skip_names(layer, "stash") if name not in used
-    ]
-    if unused:
-        raise ValueError(
-            "\n".join(
-                f"layer {at} ({type(layers[at]).__name__}) stashes {name!r}, which neither a later layer nor loss_fn "
-                f"pops: its gradient would be lost; give the loss pop = ({name!r},) and an argument of that name, or "
-                f"leave the stash out"
-                for at, name in unused
-            )
-        )
-
-
 def unpack_stashes(result: object, stash: tuple[str, ...]) -> tuple[object, Mapping[str, Tensor | None]]:
     """Takes apart what a layer that stashes returned: `(out, {name: tensor})`, with the names announced."""
+    found = f"a {type(result).__name__}"
     match result:
-        case (out, dict() as tensors) if set(tensors) == set(stash) and _all_tensors(tensors):
-            return out, tensors
+        case (out, dict() as tensors):
+            if set(tensors) == set(stash) and all(isinstance(one, (Tensor, type(None))) for one in tensors.values()):
+                return out, tensors
+            held = ", ".join(f"{name!r}: {type(tensor).__name__}" for name, tensor in tensors.items())
+            found = f"({type(out).__name__}, {{{held}}})"
     raise TypeError(
         f"a layer with stash = {stash!r} must return (out, {{name: tensor}}) with exactly these names, each "
-        f"a tensor or None; it returned {_in_words(result)}"
+        f"a tensor or None; it returned {found}"
     )
 
 
-def _all_tensors(tensors: Mapping[str, object]) -> bool:
-    return all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors.values())
-
-
-def _in_words(value: object) -> str:
-    match value:
-        case (out, dict() as tensors):
-            held = ", ".join(f"{name!r}: {type(tensor).__name__}" for name, tensor in tensors.items())
-            return f"({type(out).__name__}, {{{held}}})"
-    return f"a {type(value).__name__}"
-
-
-class Stashed(NamedTuple):
+class Stashed:
     """A stash that waits for its pops."""
 
-    tensor: Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> "Stashed":
-        """Keeps a tensor that was stashed."""
-        stashed = alias(tensor)
-        return cls(stashed, version(stashed))
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = alias(tensor)
+        self._version = version(self.tensor)
 
     def pop(self, name: str) -> Tensor | None:
         """The tensor for one use, as it was stashed."""
@@ -128,7 +108,7 @@ class Stashed(NamedTuple):
 
     def unchanged(self, name: str) -> Tensor | None:
         """The tensor, which must be as it was stashed: a pop on the other side of a cut would not see a change."""
-        if version(self.tensor) != self.version:
+        if version(self.tensor) != self._version:
             raise RuntimeError(
                 f"stash {name!r} was changed in place after it was stashed, and whether a pop sees that would depend "
                 f"on where the layers are cut; let the layer that changes it work on a copy, or stash a clone"
@@ -172,11 +152,10 @@ class Sequential(nn.Sequential):
 
 def run_layer(layer: nn.Module, value: object, held: dict[str, Stashed]) -> object:
     """Runs one layer, popping from and stashing into `held`; for loops over plain layers."""
-    popped = {name: held[name].pop(name) for name in skip_names(layer, "pop")}
-    result = layer(value, **popped)
+    result = layer(value, **{name: held[name].pop(name) for name in skip_names(layer, "pop")})
     stash = skip_names(layer, "stash")
     if not stash:
         return result
     result, tensors = unpack_stashes(result, stash)
-    held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
+    held |= {name: Stashed(tensor) for name, tensor in tensors.items()}
     return result

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -227,7 +228,7 @@ class Stage:
         if not layer.stash:
             return result
         result, tensors = unpack_stashes(result, layer.stash)
-        held |= {name: Stashed.of(tensor) for name, tensor in tensors.items()}
+        held |= {name: Stashed(tensor) for name, tensor in tensors.items()}
         return result
 
     def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Stashed]) -> Tensor | None:
@@ -288,9 +289,8 @@ class StageRun:
         Buffers leave as copies, since a later forward may write them. What crosses is told which of its leaves others
         were made from that cross too, as in the first micro-batch of the run, and whether it shares memory with them.
         """
-        found = [detach_boundary(value) for value in values]
-        crossings, roots = [crossing for crossing, _ in found], [some for _, some in found]
-        flat = [root for some in roots for root in some]
+        crossings, roots = map(list, zip(*map(detach_boundary, values), strict=True))
+        flat: list[Tensor] = list(chain.from_iterable(roots))
         if len(flat) not in self._ancestors:
             self._ancestors[len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
         first = 0

@@ -142,7 +142,7 @@ class TracedStage(Stage):
         if interpreter.is_last:
             return output
         for name, value_id in crossings.departs.items():
-            held[name] = Stashed.of(interpreter.made.get(value_id))
+            held[name] = Stashed(interpreter.made.get(value_id))
         live = list(map(interpreter.made.get, crossings.leaves))
         return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
 
