@@ -32,19 +32,14 @@ NO_METRICS = object()
 IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
 OF_LABELS = ("cross_entropy", "nll_loss")
 OF_ELEMENTS = {
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "soft_margin_loss",
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
+    "binary_cross_entropy_with_logits", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss",
+    "SoftMarginLoss", "BCEWithLogitsLoss",
 }  # fmt: skip
-"""What averages over all elements of its target."""
+"""What averages over all elements of its target: functions, and classes."""
 OF_ROWS = OF_ELEMENTS | {
     "kl_div", "gaussian_nll_loss", "poisson_nll_loss", "multilabel_soft_margin_loss", "ctc_loss"
 }  # fmt: skip
-OF_CLASSES = {
-    "CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss", "MSELoss": "mse_loss", "L1Loss": "l1_loss",
-    "SmoothL1Loss": "smooth_l1_loss", "HuberLoss": "huber_loss", "BCELoss": "binary_cross_entropy",
-    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits", "SoftMarginLoss": "soft_margin_loss",
-}  # fmt: skip
-"""The functions that torch's classes call, where it matters which."""
 PER_ROW = ("weight", "pos_weight", "var")
 """What a loss of torch may hold for each row, or for each class."""
 
@@ -75,7 +70,7 @@ HALVES, NEARLY = 2, 1e-2
 
 
 class LossCall(NamedTuple):
-    """A loss of torch, by the name of its function, and what it averages over; of a call also the target."""
+    """A loss of torch, by the name of its function or class, and what it averages over; of a call also the target."""
 
     name: str
     reduction: object
@@ -130,9 +125,8 @@ def read_loss(loss_fn: object) -> LossCall | None:
         calls_torch = module_of_forward(function) == TORCH_LOSSES and "forward" not in vars(function)
         if keywords or not calls_torch or kind.__call__ is not nn.Module.__call__:
             return None
-        names = (OF_CLASSES.get(base.__name__) for base in kind.__mro__)
-        arguments = {name: getattr(function, name, None) for name in ("reduction", "ignore_index", *PER_ROW)}
-        return LossCall.of(next(filter(None, names), ""), arguments)
+        name = next((base.__name__ for base in kind.__mro__ if base.__name__ in OF_ELEMENTS), "")
+        return LossCall.of(name, {at: getattr(function, at, None) for at in ("reduction", "ignore_index", *PER_ROW)})
     name = getattr(function, "__name__", "")
     if getattr(functional, name, None) is not function:
         return None
@@ -190,7 +184,7 @@ def find_reduction(loss_fn: object) -> Reduction | None:
         )
     if loss.reduction == "sum":
         return "sum"
-    if loss.name in OF_LABELS:
+    if loss.ignored is not None:
         return partial(sum_of_weights, ignored=loss.ignored, weight=loss.weight)
     return count_elements if loss.name in OF_ELEMENTS else "mean"
 
@@ -320,14 +314,7 @@ def own_loss(output: Tree, target: Tree = None) -> Tensor:
 
 
 class LossReader(TorchFunctionMode):
-    """Notes the calls of torch's losses in what runs inside.
-
-    >>> calls = []
-    >>> with LossReader(calls):
-    ...     loss = nn.MSELoss()(torch.ones(2), torch.zeros(2))
-    >>> [call.name for call in calls]
-    ['mse_loss']
-    """
+    """Notes the calls of torch's losses in what runs inside."""
 
     def __init__(self, calls: list[LossCall]) -> None:
         super().__init__()
@@ -357,17 +344,10 @@ def call_watched_loss(
     tell: Callable[[Sequence[str]], object],
     tries: bool,
 ) -> tuple[Tensor, object]:
-    """The loss of a micro-batch, as `call_loss` gives it, which is the first of a run.
+    """The loss of the first micro-batch of a run, as `call_loss` gives it, where the loss is none of torch's own.
 
-    Args:
-        loss_fn: None of torch's own.
-        output: Of the micro-batch.
-        target: Likewise.
-        popped: What the loss pops.
-        targets: Of all micro-batches.
-        weigh: Is told by what micro-batches are to be weighed.
-        tell: Is told what is to be said of it.
-        tries: Whether to call it on parts of the micro-batch too.
+    `weigh` is told by what micro-batches are to be weighed, of which `targets` are those of all, and `tell` what is
+    to be said of the loss. It is called on parts of the micro-batch too if it `tries`.
     """
     calls: list[LossCall] = []
     kept = [replace_tensors(one, _copy) for one in (output, target)] if tries and not popped else None
@@ -400,17 +380,16 @@ def _find_reduction_in_calls(calls: Sequence[LossCall], target: Tree) -> Reducti
     return known[0]
 
 
-def _reduction_of(call: LossCall, target: Tree) -> "Callable[[Tree], float] | None":
+def _reduction_of(call: LossCall, target: Tree) -> Callable[[Tree], float] | None:
     for at, leaf in enumerate(tree_leaves(target)):
-        shifted = is_shifted(call.target, leaf)
-        if shifted is not None:
-            return partial(_weight_of_labels, at=at, shifted=shifted, ignored=call.ignored, weight=call.weight)
+        if (shifted := is_shifted(call.target, leaf)) is not None:
+
+            def weight(target: Tree, at: int = at, shifted: bool = shifted) -> float:
+                labels: Any = tree_leaves(target)[at]
+                return float(sum_of_weights(labels[..., 1:] if shifted else labels, call.ignored, call.weight))  # type: ignore[arg-type]
+
+            return weight
     return None
-
-
-def _weight_of_labels(target: Tree, *, at: int, shifted: bool, ignored: object, weight: Tensor | None) -> float:
-    labels: Any = tree_leaves(target)[at]
-    return float(sum_of_weights(labels[..., 1:] if shifted else labels, ignored, weight))  # type: ignore[arg-type]
 
 
 def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree]) -> Iterator[str]:

@@ -18,30 +18,19 @@ ReadyEvent: TypeAlias = torch.cuda.Event | float | None
 class Control(IntEnum):
     """What processes tell each other outside of the program: in a label it stands where routes have their place."""
 
-    AGREEMENT = -1
-    """What all processes tell each other."""
-    TIED_GRADIENTS = -2
-    """Gradients of shared weights, between the stages that use them."""
-    GRADIENTS = -3
-    """Which gradients a replica has, and then the gradients, to the replica that adds them up."""
-    SUMMED_GRADIENTS = -4
-    """Gradients of all replicas added up."""
-    HEADER = -5
-    """What the first stage tells the others before a run."""
-    WEIGHT = -6
-    """By how much the micro-batches of a replica count."""
-    OUTPUT = -7
-    """An output of the last stage, for the others."""
-    INPUT_GRADIENTS = -11
-    """Gradients of a call's inputs, for processes whose inputs have a graph."""
-    DEFERRED_STATISTICS = -8
-    """Statistics of BatchNorm over the mini-batch of a replica."""
-    MICRO_BATCHES = -9
-    """How many micro-batches a replica has."""
-    REDUCTION = -10
-    """By what a replica averages and scales losses."""
-    BATCHNORM = -16
-    """Statistics of a micro-batch of a replica, at the stage's first BatchNorm; those of the others follow below."""
+    AGREEMENT = -1  # what all processes tell each other
+    TIED_GRADIENTS = -2  # of shared weights, between the stages that use them
+    GRADIENTS = -3  # which gradients a replica has, and then the gradients, to the replica that adds them up
+    SUMMED_GRADIENTS = -4  # of all replicas
+    HEADER = -5  # what the first stage tells the others before a run
+    WEIGHT = -6  # by how much the micro-batches of a replica count
+    OUTPUT = -7  # of the last stage, for the others
+    DEFERRED_STATISTICS = -8  # of BatchNorm over the mini-batch of a replica
+    MICRO_BATCHES = -9  # how many a replica has
+    REDUCTION = -10  # by what a replica averages and scales losses
+    BATCHNORM = (
+        -16
+    )  # statistics of a micro-batch of a replica, at the stage's first one; those of others follow below
 
 
 class Label(NamedTuple):

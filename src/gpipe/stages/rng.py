@@ -179,8 +179,9 @@ class GeneratorScope:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        if not _installed:
-            _install()
+        with _installing:
+            if not _installed:  # kernels stand there as long as they are remembered
+                _installed.extend(_make_kernels())
         nested = goes_by(_installed[0])
         self._entered = (stashed(SLOT) if nested else None, sys._getframe(1), self._entered)
         self.grad = torch.is_grad_enabled()
@@ -196,13 +197,6 @@ class GeneratorScope:
         stash(SLOT, outer)
         if outer is None:
             go_by(_installed[0], False)
-
-
-def _install() -> None:
-    """Finds the key, and makes the kernels, which stand there as long as they are remembered."""
-    with _installing:
-        if not _installed:
-            _installed.extend(_make_kernels())
 
 
 def _make_kernels() -> tuple[Any, Sequence[torch.library.Library]]:
@@ -222,14 +216,12 @@ def _make_kernels() -> tuple[Any, Sequence[torch.library.Library]]:
 
 def _find_with_generator(func: Operator) -> Operator | None:
     """The overload of a random operation that takes a generator, if it has one."""
-    ours = arguments_of(func)
-    if "generator" in ours:
-        return func
-    for name in func.overloadpacket.overloads():
-        other: Operator = getattr(func.overloadpacket, name)
-        theirs = arguments_of(other)
-        if "generator" in theirs and [n for n in theirs if n != "generator"] == ours:
-            return other
+    packet = func.overloadpacket
+    for other in (func, *(getattr(packet, name) for name in packet.overloads())):
+        names = arguments_of(other)
+        if "generator" in names and {*names, "generator"} == {*arguments_of(func), "generator"}:
+            found: Operator = other
+            return found
     return None
 
 
@@ -259,23 +251,13 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
     return untraced_kernel(kernel)  # it runs within compiled code too, and there dynamo would trace it
 
 
-def _device_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:
-    if args and isinstance(args[0], Tensor):
-        return _whole(args[0].device)
-    for value in (*args[1:], *kwargs.values()):
-        if isinstance(value, Tensor):
-            return _whole(value.device)
-    device = kwargs.get("device")
-    return CPU if device is None else _whole(torch.device(device))  # type: ignore[call-overload]  # as the operation
-
-
-def _whole(device: torch.device) -> torch.device:
-    """A device with its index, but for the CPU, which has one generator whatever its name."""
-    if device.type == "cpu":
-        return CPU
+def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where an operation draws; with its index, but for the CPU, which has one generator whatever its name."""
+    tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    device = torch.device(kwargs.get("device") or CPU) if tensor is None else tensor.device
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return CPU if device.type == "cpu" else device
 
 
 def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:

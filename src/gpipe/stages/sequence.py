@@ -86,18 +86,18 @@ def _needed(layer: object) -> list[str] | None:
 
 def describe_invalid_sequence(layers: object) -> str | None:
     """Why something other than an nn.Sequential cannot be the sequence of layers; None if it can."""
-    kind = type(layers).__name__
-    if isinstance(layers, (Mapping, nn.ModuleDict)):
-        return (
-            f"layers is a {kind}; give its values in order: nn.Sequential(OrderedDict(...)), or list(layers.values())"
-        )
-    if isinstance(layers, nn.ModuleList):
-        return f"layers is a {kind}; give list(layers), or nn.Sequential(*layers)"
-    if isinstance(layers, (set, frozenset)):
-        return f"layers is a {kind}, which has no order; give a list"
-    if isinstance(layers, (str, bytes, Tensor, nn.Module)) or not isinstance(layers, Iterable):
-        return f"layers is a {kind}; give an nn.Sequential, or a list of modules or of callables that build one"
-    return None
+    match layers:
+        case Mapping() | nn.ModuleDict():
+            remedy = "; give its values in order: nn.Sequential(OrderedDict(...)), or list(layers.values())"
+        case nn.ModuleList():
+            remedy = "; give list(layers), or nn.Sequential(*layers)"
+        case set() | frozenset():
+            remedy = ", which has no order; give a list"
+        case Iterable() if not isinstance(layers, (str, bytes, Tensor, nn.Module)):
+            return None
+        case _:
+            remedy = "; give an nn.Sequential, or a list of modules or of callables that build one"
+    return f"layers is a {type(layers).__name__}{remedy}"
 
 
 def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -106,59 +106,50 @@ class WeightAliases:
     """The aliases of shared parameters in one run, for the layers that run in this process."""
 
     def __init__(self, shared: Sequence[SharedParameter], stages: Sequence[Stage]) -> None:
-        layers = {layer.index: (layer, stage) for stage in stages for layer in stage.layers}
+        layers = {layer.index: (layer, stage.device) for stage in stages for layer in stage.layers}
         self.users = {at: tuple(item.slots) for at, item in enumerate(shared)}  # in all processes
-        here = ({i: p for i, p in item.slots.items() if i in layers} for item in shared)
+        here = ({i: slots for i, slots in item.slots.items() if i in layers} for item in shared)
         self.shared = {at: SharedParameter(slots) for at, slots in enumerate(here) if slots}
+        self.sources = {at: item.parameter for at, item in self.shared.items()}
+        self._adds = False
+        self.leaves: dict[int, dict[int, Tensor]] = {}
+        self._by_layer: dict[Layer, dict[Slot, Tensor]] = {}
         owners: dict[nn.Module, set[int]] = {}
-        for item in self.shared.values():
+        for at, item in self.shared.items():
+            source, leaves = self.sources[at], self.leaves.setdefault(at, {})
             for index, slots in item.slots.items():
+                layer, device = layers[index]
+                leaf = leaves[index] = moved(source.detach(), device).requires_grad_(source.requires_grad)
+                self._by_layer.setdefault(layer, {}).update(dict.fromkeys(slots, leaf))
                 for module, _ in slots:
                     owners.setdefault(module, set()).add(index)
-        self._in_turn = {index for indices in owners.values() if len(indices) > 1 for index in indices}
-        self._turn = threading.RLock()
-        self._adds = False
-        self._layers: dict[int, Layer] = {
-            index: layers[index][0] for item in self.shared.values() for index in item.slots
-        }
-        for module in (part for index in self._in_turn for part in self._layers[index].module.modules()):
+        in_turn = {index for indices in owners.values() if len(indices) > 1 for index in indices}
+        self._in_turn = [layers[index][0] for index in in_turn]
+        for module in (part for layer in self._in_turn for part in layer.module.modules()):
             if is_compiled(module):  # its code would use the parameters of the first layer
                 raise ValueError(
                     f"a compiled {type(module).__name__} is several layers, which would need its code once for each; "
                     f"give each layer a module of its own, and share their parameters, perhaps by ties=..."
                 )
-        self.leaves = {
-            at: {
-                index: moved(item.parameter.detach(), layers[index][1].device).requires_grad_(
-                    item.parameter.requires_grad
-                )
-                for index in item.slots
-            }
-            for at, item in self.shared.items()
-        }
-        self.sources = {at: item.parameter for at, item in self.shared.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Has layers see their aliases in place of shared parameters."""
-        by_layer: dict[int, dict[Slot, Tensor]] = {}
-        for at, item in self.shared.items():
-            for index, slots in item.slots.items():
-                by_layer.setdefault(index, {}).update(dict.fromkeys(slots, self.leaves[at][index]))
+        turn = threading.RLock()
         with ExitStack() as stack:
             for parameter in self.sources.values():
                 if parameter.requires_grad:
                     stack.callback(parameter.register_hook(self._refuse).remove)
-            for index, aliases in by_layer.items():
-                if index in self._in_turn:
-                    self._layers[index].aliased = _Aliased(aliases, self._turn)
+            for layer, aliases in self._by_layer.items():
+                if layer in self._in_turn:
+                    layer.aliased = _Aliased(aliases, turn)
                 else:
                     stack.enter_context(_Aliased(aliases, threading.RLock()))
             try:
                 yield
             finally:
-                for index in self._in_turn:
-                    self._layers[index].aliased = _OWN
+                for layer in self._in_turn:
+                    layer.aliased = _OWN
 
     def _refuse(self, gradient: Tensor) -> None:
         """Refuses a gradient that comes to a shared parameter itself, not to an alias."""

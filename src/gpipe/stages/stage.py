@@ -52,7 +52,7 @@ class RngKey:
     micro_batch: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Layer:
     """One layer of the user's sequence, with its place and name in it."""
 
