@@ -56,7 +56,8 @@ ALLOWED = {
     "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
     "_no_split_modules": "what models of transformers say of themselves",
     "_output_capturing_hooks_installed": "what models of transformers look for on themselves",
-    "_fields": "of a namedtuple",
+    "_asdict": "of a namedtuple",
+    "_fields": "likewise",
     "_replace": "likewise",
 }
 """Private names, of torch or others, that modules beside `_torch` may use."""
