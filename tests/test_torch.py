@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -248,6 +249,19 @@ def test_trees() -> None:
         found = trees.tree_flatten_with_path({"a": [1, 2], "b": (3,)}, is_leaf=lambda item: isinstance(item, list))[0]
         with relied_on("keystr", "names a place in a value to the user"):
             assert [(trees.keystr(path), leaf) for path, leaf in found] == [("['a']", [1, 2]), ("['b'][0]", 3)]
+
+
+def test_a_dataclass_can_be_a_node() -> None:
+    with relied_on("OpenDataclass", "takes apart what a model hands on as a dataclass"):
+        leaves, spec = trees.tree_flatten(trees.OpenDataclass(Line, {"one": 1, "other": 2}))
+        assert leaves == [1, 2]
+        assert trees.tree_unflatten([3, 4], spec) == Line(3, 4)
+
+
+@dataclass
+class Line:
+    one: int
+    other: int
 
 
 def test_a_structure_can_be_read_and_made() -> None:
