@@ -16,21 +16,13 @@ RERUNS = os.path.join(os.path.dirname(torch.__file__), "_prims", "rng_prims.py")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFrame:
-    """The forward of a checkpoint that is under way, or its recompute in a backward.
-
-    Attributes:
-        recomputes: Whether it is the recompute.
-        preserves: Whether it was told to keep the states of default generators (`preserve_rng_state`).
-        cpu: The state of the CPU's generator that it noted before the forward.
-        devices: Those of the devices that its inputs are on, by index.
-        release: Tells the forward to leave the default generators alone in its recompute.
-    """
+    """The forward of a checkpoint that is under way, or its recompute in a backward."""
 
     recomputes: bool
-    preserves: bool
-    cpu: Tensor | None
-    devices: Mapping[int, Tensor]
-    release: Callable[[], None]
+    preserves: bool  # whether it was told to keep the states of default generators (`preserve_rng_state`)
+    cpu: Tensor | None  # the state of the CPU's generator that it noted before the forward
+    devices: Mapping[int, Tensor]  # those of the devices that its inputs are on, by index
+    release: Callable[[], None]  # tells the forward to leave the default generators alone in its recompute
 
     def state(self, device: torch.device) -> Tensor | None:
         """The state of a device's generator, if it was noted."""

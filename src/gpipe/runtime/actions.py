@@ -20,7 +20,7 @@ from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
 from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
-from gpipe.stages.stage import SHARED_IN_PLACE, Stage, StageOutput, StageRun
+from gpipe.stages.stage import SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
 Work: TypeAlias = Callable[[Run, Rank, CompiledAction], None]
@@ -206,11 +206,10 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
     entered = list(map(attach_boundary, saved.given))
     saved.gradients = [one.gradients for one in entered]
     arrived = {name: one.value for name, one in zip(ends.skips_in, entered, strict=False)}
-    for_loss = () if ends.outs else run.loss_pops
+    call = StageCall(arrived, run.rng_key(m), saved.progress)
     with run.thread_state.around_layers():
-        made = stage.forward(
-            entered[-1].value, arrived, ends.skips_out, for_loss, run.rng_key(m), saved.progress, own.modes
-        )
+        for_loss = () if ends.outs else run.loss_pops
+        made = stage.forward(entered[-1].value, call, ends.skips_out, for_loss, own.modes)
     for route, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
         if hooked := one.hooked():
             alone = len(one.aliases) == 1 and len(run.connections[route.source].outs) == 1
@@ -263,7 +262,7 @@ def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
 def _refuse_recompute(run: Run, stage: Stage, ends: Connections, saved: Saved, m: int) -> None:
     """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
     arrived = {name: crossing.value for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
-    layer = stage.find_unsteady(saved.given[-1].value, arrived, run.rng_key(m))
+    layer = stage.find_unsteady(saved.given[-1].value, StageCall(arrived, run.rng_key(m), saved.progress))
     if layer is None:
         raise recompute_error("a layer of this partition", tensors_left_on(run.engine.own))
     saved.progress.found = str(layer)

@@ -112,19 +112,12 @@ def stand_in(empty: Tensor, layer: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Outline:
-    """All layers, on the meta device where they are given as callables, and what it takes to build those.
+    """All layers, on the meta device where they are given as callables, and what it takes to build those."""
 
-    Attributes:
-        layers: The layers by name. Modules are the user's own.
-        makers: The callables, by the index of their layer.
-        seed: What the weights depend on.
-        mistakes: What is wrong with the layers.
-    """
-
-    layers: dict[str, nn.Module]
-    makers: dict[int, Maker]
-    seed: int
-    mistakes: list[str]
+    layers: dict[str, nn.Module]  # by name; modules are the user's own
+    makers: dict[int, Maker]  # the callables, by the index of their layer
+    seed: int  # what the weights depend on
+    mistakes: list[str]  # what is wrong with the layers
 
 
 def outline(layers: object, seed: int) -> Outline:

@@ -357,8 +357,7 @@ class PipeRngScope(rng_scope):
 class InBackward(GeneratorScope):
     """A context for a backward of a pipe: recomputes of checkpoints draw what their forwards drew, nothing else may.
 
-    Args:
-        maker: Says in words which layer made an autograd node, given the node's sequence number.
+    `maker` says in words which layer made an autograd node, given the node's sequence number.
     """
 
     in_backward = True

@@ -166,12 +166,7 @@ class FirstRunCheck:
         self._gradients = self._stage.gradients()
 
     def after_forward(self, *, graphs: bool, recomputed: bool) -> None:
-        """Refuses what a forward must not write.
-
-        Args:
-            graphs: Whether graphs of other micro-batches wait for their backwards.
-            recomputed: Whether this forward will run again.
-        """
+        """Refuses what a forward must not write, if graphs of other micro-batches wait or it will run again."""
         self._forwards += 1
         if self._gradients != self._stage.gradients():
             raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=self._stage))

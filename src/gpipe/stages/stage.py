@@ -103,18 +103,22 @@ def layer_at(layers: Sequence[Layer], at: int) -> str | None:
     return str(layers[at]) if at < len(layers) else LOSS
 
 
+@dataclass(slots=True)
+class StageCall:
+    """One run through a stage."""
+
+    arrived: Mapping[str, Tensor | None]  # what skip routes bring, by route name
+    rng_key: RngKey
+    progress: LayerProgress
+    held: dict[str, Stashed] = field(default_factory=dict)  # what its layers have stashed
+
+
 class StageOutput(NamedTuple):
-    """What a stage made of a micro-batch.
+    """What a stage made of a micro-batch."""
 
-    Attributes:
-        values: One for each route out, the main one last.
-        for_loss: What the loss pops.
-        changed: The ids of the tensors that the stage was given and would have changed in place.
-    """
-
-    values: list[Tree]
-    for_loss: Mapping[str, Tensor | None]
-    changed: frozenset[int]
+    values: list[Tree]  # one for each route out, the main one last
+    for_loss: Mapping[str, Tensor | None]  # what the loss pops
+    changed: frozenset[int]  # the ids of the tensors that it was given and would have changed in place
 
 
 class Stage:
@@ -152,37 +156,24 @@ class Stage:
 
     def forward(
         self,
-        value: Tree,
-        arrived: Mapping[str, Tensor | None],
-        departing: Sequence[tuple[str, str]],
-        for_loss: Sequence[Pop],
-        rng_key: RngKey,
-        progress: LayerProgress,
+        value: Tree,  # what the main line brings
+        call: StageCall,
+        departing: Sequence[tuple[str, str]],  # the routes to send stashes by: name of the route, name of the stash
+        for_loss: Sequence[Pop],  # what the loss pops, if this is the last stage
         modes: Modes,
     ) -> StageOutput:
-        """Runs the layers.
-
-        Args:
-            value: What the main line brings.
-            arrived: What skip routes bring, by route name.
-            departing: The routes to send stashes by: name of the route, name of the stash.
-            for_loss: What the loss pops, if this is the last stage.
-            rng_key: When this is.
-            progress: Is told how far the run got.
-            modes: Whether each layer is in training mode.
-        """
-        both = (value, arrived) if arrived else value
+        """Runs the layers."""
+        both = (value, call.arrived) if call.arrived else value
         given, copies = tensors_in(both), self.works_in_place.get(modes, True)
         if copies or type(both) is not Tensor:  # a layer may change the dict that it is given
             both = replace_tensors(both, _copy if copies else _same)
         used = tensors_in(both)
         before = list(map(version, used))
         main = both
-        if arrived:
-            main, arrived = both  # type: ignore[misc]  # the tuple of above
-        held: dict[str, Stashed] = {}
+        if call.arrived:
+            main, call.arrived = both  # type: ignore[misc]  # the tuple of above
         try:
-            made = self._run(main, arrived, held, rng_key, progress)
+            made = self._run(main, call)
         except RuntimeError:
             self.works_in_place.pop(modes, None)  # perhaps it has begun to, which torch refuses on a leaf
             raise
@@ -193,56 +184,43 @@ class Stage:
             raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
         if any(_share_storage(one, other) for one in changed for other in tensors_in(value)):
             raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
-        values = [*(held[stash].unchanged(stash) for _, stash in departing), made]
-        popped = {pop.name: self._pop(pop, arrived, held) for pop in for_loss}
+        values = [*(call.held[stash].unchanged(stash) for _, stash in departing), made]
+        popped = {pop.name: self._pop(pop, call) for pop in for_loss}
         return StageOutput(values, popped, frozenset(map(id, changed)))
 
-    def _run(
-        self,
-        value: Tree,
-        arrived: Mapping[str, Tensor | None],
-        held: dict[str, Stashed],
-        rng_key: RngKey,
-        progress: LayerProgress,
-    ) -> Tree:
+    def _run(self, value: Tree, call: StageCall) -> Tree:
         for layer in self.layers:
-            progress.numbers.append(next_node_number())
-            value = self._run_layer(layer, value, arrived, held, rng_key)
+            call.progress.numbers.append(next_node_number())
+            value = self._run_layer(layer, value, call)
         return value
 
     def __str__(self) -> str:
         return f"stage {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
-    def _run_layer(
-        self,
-        layer: Layer,
-        value: Tree,
-        arrived: Mapping[str, Tensor | None],
-        held: dict[str, Stashed],
-        rng_key: RngKey,
-    ) -> Tree:
+    def _run_layer(self, layer: Layer, value: Tree, call: StageCall) -> Tree:
         """Runs a layer, its randomness keyed, with what it pops and stashes."""
-        popped = {pop.name: self._pop(pop, arrived, held) for pop in layer.pop} if layer.pop else {}
-        with layer.aliased, PipeRngScope(rng_key.seed, rng_key.step, layer.index, rng_key.micro_batch):
+        popped = {pop.name: self._pop(pop, call) for pop in layer.pop} if layer.pop else {}
+        key = call.rng_key
+        with layer.aliased, PipeRngScope(key.seed, key.step, layer.index, key.micro_batch):
             result = layer.module(value, **popped)
         if not layer.stash:
             return result
         result, tensors = unpack_stashes(result, layer.stash)
-        held |= {name: Stashed(tensor) for name, tensor in tensors.items()}
+        call.held |= {name: Stashed(tensor) for name, tensor in tensors.items()}
         return result
 
-    def _pop(self, pop: Pop, arrived: Mapping[str, Tensor | None], held: Mapping[str, Stashed]) -> Tensor | None:
+    def _pop(self, pop: Pop, call: StageCall) -> Tensor | None:
         """A stash for one use, of this stage or of an earlier one."""
-        return held[pop.name].pop(pop.name) if pop.source >= self.first else alias(arrived[pop.route_name])
+        own = pop.source >= self.first
+        return call.held[pop.name].pop(pop.name) if own else alias(call.arrived[pop.route_name])
 
-    def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
+    def find_unsteady(self, value: Tree, call: StageCall) -> Layer | None:
         """A layer that gives something else when it is given the same; None if none does so now."""
-        held: dict[str, Stashed] = {}
         for layer in self.layers:
             tries = []
             for _ in range(TRIES):
-                made = self._run_layer(layer, replace_tensors(value, copy_of), arrived, held, rng_key)
-                all_made = [made, *(held[name].tensor for name in layer.stash)]
+                made = self._run_layer(layer, replace_tensors(value, copy_of), call)
+                all_made = [made, *(call.held[name].tensor for name in layer.stash)]
                 tries.append((digest(all_made), set(map(id, leaves_of(tensors_in(all_made))))))
             first, *others = tries
             if any(differ(first[0], other[0]) is True or first[1] != other[1] for other in others):
@@ -269,18 +247,12 @@ def _share_storage(one: Tensor, other: Tensor) -> bool:
 
 
 class StageRun:
-    """A stage in one mini-batch: what it is found to be, once, and what it keeps between micro-batches.
-
-    Attributes:
-        stage: The stage.
-        modes: Whether each of its layers is in training mode.
-        buffers: What its forwards change, for recomputes.
-    """
+    """A stage in one mini-batch: what it is found to be, once, and what it keeps between micro-batches."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.modes: Modes = tuple([layer.module.training for layer in stage.layers])
-        self.buffers = Buffers([layer.module for layer in stage.layers])
+        self.modes: Modes = tuple([layer.module.training for layer in stage.layers])  # whether each is in training
+        self.buffers = Buffers([layer.module for layer in stage.layers])  # what its forwards change
         self._ancestors: dict[int, set[int]] = {}
 
     def detach_boundary(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:

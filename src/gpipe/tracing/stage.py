@@ -5,17 +5,17 @@ the model itself draw random numbers as a pipe of it does.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Stashed
-from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
+from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage, StageCall
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.interpreter import StageInterpreter, describe
 from gpipe.tracing.parts import ModelPart, Parts
@@ -115,14 +115,7 @@ class TracedStage(Stage):
     def _crossings_on(self, trace: Trace) -> Crossings:
         return Crossings.of(trace, self.index, self._stage_of)
 
-    def _run(
-        self,
-        value: Tree,
-        arrived: Mapping[str, Tensor | None],
-        held: dict[str, Stashed],
-        rng_key: RngKey,
-        progress: LayerProgress,
-    ) -> Tree:
+    def _run(self, value: Tree, call: StageCall) -> Tree:
         assert isinstance(value, dict)
         assert self._shallow_copy is not None
         number = value["path"]
@@ -132,21 +125,22 @@ class TracedStage(Stage):
         crossings = self._crossings[number]
         values = dict(zip(crossings.enters, value["live"], strict=True))
         for route, value_id in crossings.arrives.items():
-            values[value_id] = arrived[route]
+            values[value_id] = call.arrived[route]
         log = json.loads(value["log"])
         wanted = frozenset((*crossings.leaves, *crossings.departs.values()))
+        key, progress = call.rng_key, call.progress
         interpreter = StageInterpreter(
-            self._shallow_copy, trace, self.layers, values, log, wanted, self.device, rng_key, progress
+            self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress
         )
         output = interpreter.go(value["inputs"])
         if interpreter.is_last:
             return output
         for name, value_id in crossings.departs.items():
-            held[name] = Stashed(interpreter.made.get(value_id))
+            call.held[name] = Stashed(interpreter.made.get(value_id))
         live = list(map(interpreter.made.get, crossings.leaves))
         return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
 
-    def find_unsteady(self, value: Tree, arrived: Mapping[str, Tensor | None], rng_key: RngKey) -> Layer | None:
+    def find_unsteady(self, value: Tree, call: StageCall) -> Layer | None:
         """None: one interpretation does all layers."""
         return None
 
@@ -166,7 +160,7 @@ class SingleLayer(nn.Module):
         stage.device = next((tensor.device for tensor in tensors_in(state)), stage.device)
         if stage._shallow_copy is None:
             stage.begin()
-        return stage._run(state, {}, {}, RngKey(0, 0, 0), LayerProgress())
+        return stage._run(state, StageCall({}, RngKey(0, 0, 0), LayerProgress()))
 
 
 class _SingleStage(TracedStage):
