@@ -68,7 +68,7 @@ UNDOCUMENTED = {
     "autocast_decrement_nesting": {"runtime/threads.py"},
     "BackwardCFunction": {"stages/boundary.py", "stages/rng.py"},
     "conv_flop_count": {"planner/counts.py"},
-    "WeakIdKeyDictionary": {"stages/outline.py"},
+    "WeakIdKeyDictionary": {"stages/sequence.py"},
 }
 """Names without an underscore that torch does not document, or not for use, and the modules that use them."""
 

@@ -14,7 +14,7 @@ from gpipe import models
 from gpipe.distributed.codec import decode, encode
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.stages.boundary import BoundaryValue
-from gpipe.stages.layout import copy_of
+from gpipe.stages.tree import copy_of
 
 pytestmark = [
     pytest.mark.gpu,

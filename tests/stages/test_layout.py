@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 import gpipe
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.reduce import add_over_replicas
-from gpipe.stages.layout import alignment, allocate, allocate_like, copy_of, moved, same_layout
+from gpipe.stages.tree import alignment, allocate, allocate_like, copy_of, moved, same_layout
 from tests.support.addresses import in_the_middle
 from tests.support.endpoints import endpoints, together
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from gpipe.stages.outline import RemoteParameter, stand_in
+from gpipe.stages.sequence import RemoteParameter, stand_in
 
 TOLD = re.escape("this parameter is held by another process (layer 3); ")
 

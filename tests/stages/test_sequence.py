@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gpipe.stages.outline import Outline, outline, realize
-from gpipe.stages.sequence import build_layers, cut_into_stages, find_invalid_layers
+from gpipe.stages.sequence import Outline, build_layers, cut_into_stages, find_invalid_layers, outline, realize
 from gpipe.stages.shared_weights import find_shared, find_ties
 from gpipe.stages.skips import find_pops
 from tests.support.odd_layers import Pop, Stash

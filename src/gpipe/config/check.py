@@ -17,8 +17,7 @@ from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
 from gpipe.schedule.schedules.by_name import GivenProgram, MadeProgram, check_given, unknown, unplaced, without_table
 from gpipe.stages.microbatch import find_unsplittable
-from gpipe.stages.outline import Outline
-from gpipe.stages.sequence import build_layers, find_invalid_layers, find_without_values
+from gpipe.stages.sequence import Outline, build_layers, find_invalid_layers, find_without_values
 from gpipe.stages.shared_weights import Tied, find_ties
 from gpipe.stages.skips import find_pops
 from gpipe.stages.tree import Tree

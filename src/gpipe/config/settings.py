@@ -22,7 +22,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
-from gpipe.stages.outline import Outline
+from gpipe.stages.sequence import Outline
 from gpipe.stages.shared_weights import Tied, tie
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel

@@ -31,8 +31,8 @@ from gpipe._torch.trees import (
 )
 from gpipe.distributed.frames import Damaged, reading
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
-from gpipe.stages.layout import UNITS, alignment, allocate
 from gpipe.stages.messages import Message, Payload
+from gpipe.stages.tree import UNITS, alignment, allocate
 
 ALIGNED_BYTES = 64  # bytes: where in a message tensors begin
 CACHED_LAYOUTS = 1024  # layouts

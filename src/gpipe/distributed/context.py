@@ -34,12 +34,11 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.timeline import Span, Timeline
 from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import Gradients
-from gpipe.stages.layout import is_sharded
 from gpipe.stages.losses import own_loss
 from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Traffic
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress, layer_at
-from gpipe.stages.tree import Tree
+from gpipe.stages.tree import Tree, is_sharded
 
 if TYPE_CHECKING:
     from gpipe.distributed.processes import Processes

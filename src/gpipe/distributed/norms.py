@@ -10,7 +10,7 @@ from gpipe.distributed.processes import OneProcess
 from gpipe.errors import innermost_code
 from gpipe.runtime.context import Request
 from gpipe.runtime.engine import Engine
-from gpipe.stages.layout import full_tensor, local
+from gpipe.stages.tree import full_tensor, local
 
 NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
 

@@ -15,10 +15,9 @@ from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.frames import damaged
 from gpipe.distributed.mesh import DATA, Position
 from gpipe.stages.boundary import Gradients
-from gpipe.stages.layout import is_spread_over, local
 from gpipe.stages.messages import Control, Label
 from gpipe.stages.shared_weights import WeightAliases
-from gpipe.stages.tree import Tree
+from gpipe.stages.tree import Tree, is_spread_over, local
 
 BUCKET = 2**22
 """Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""

@@ -25,10 +25,9 @@ from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
 from gpipe.stages.buffers import untouched
-from gpipe.stages.layout import copy_of, moved
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
-from gpipe.stages.tree import Tree, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
 
 T = TypeVar("T")
 LayerInput: TypeAlias = tuple[Tree, dict[str, Tensor | None]]

@@ -18,9 +18,8 @@ from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryValue
-from gpipe.stages.layout import storage_address
 from gpipe.stages.messages import Message
-from gpipe.stages.tree import tensors_in
+from gpipe.stages.tree import storage_address, tensors_in
 
 
 @dataclass(frozen=True)

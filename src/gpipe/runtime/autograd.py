@@ -19,8 +19,7 @@ from gpipe.runtime.context import Request
 from gpipe.runtime.passes import run_backward, run_forward
 from gpipe.runtime.run import Output, Run
 from gpipe.stages.boundary import UNDEFINED, Gradients
-from gpipe.stages.layout import moved
-from gpipe.stages.tree import Tree, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, moved, replace_tensors, tensors_in
 
 CREATE_GRAPH = (
     "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "

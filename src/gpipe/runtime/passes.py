@@ -26,13 +26,12 @@ from gpipe.runtime.notes import add_note
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction, CompiledTable
 from gpipe.runtime.threads import ThreadState
-from gpipe.stages.layout import is_sharded
 from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Cancelled
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
 from gpipe.stages.rng import unseeded
 from gpipe.stages.side_effects import SharedBufferCheck
-from gpipe.stages.tree import version
+from gpipe.stages.tree import is_sharded, version
 
 
 def run_step(run: Run) -> None:

@@ -36,8 +36,7 @@ from gpipe._torch.products import (
     read_product,
 )
 from gpipe.stages.boundary import Gradients, known_roots, shares_memory
-from gpipe.stages.layout import copy_of
-from gpipe.stages.tree import version
+from gpipe.stages.tree import copy_of, version
 
 CHANGED = (
     "what a product of this stage was given, or the gradient that came to it, was changed in place before the "

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from gpipe.stages.boundary import BoundaryValue, Gradients
-from gpipe.stages.layout import moved
 from gpipe.stages.messages import ReadyEvent
-from gpipe.stages.tree import replace_tensors, tensors_in
+from gpipe.stages.tree import moved, replace_tensors, tensors_in
 
 Stamp: TypeAlias = torch.cuda.Event | float
 """When something happened on a stream."""

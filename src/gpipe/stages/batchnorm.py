@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.modes import is_compiled
 from gpipe._torch.modules import AnyBatchNorm
-from gpipe.stages.layout import allocate_like
+from gpipe.stages.tree import allocate_like
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,16 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gpipe._torch.autograd import accumulate_gradients, has_gradient_hooks, memory_users, node_number
-from gpipe.stages.layout import copy_of, storage_address
-from gpipe.stages.tree import Tree, hides_tensors, refuse_hidden_tensors, replace_tensors, tensors_in, version
+from gpipe.stages.tree import (
+    Tree,
+    copy_of,
+    hides_tensors,
+    refuse_hidden_tensors,
+    replace_tensors,
+    storage_address,
+    tensors_in,
+    version,
+)
 
 
 class Undefined(Enum):

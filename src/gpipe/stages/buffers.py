@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.stages.layout import copy_of, storage_address
-from gpipe.stages.tree import version
+from gpipe.stages.tree import copy_of, storage_address, version
 
 Slot: TypeAlias = tuple[nn.Module, str]
 """Where a parameter or a buffer stands: a module, and its name there."""

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 from gpipe._torch.modes import without_compiler
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.buffers import untouched
-from gpipe.stages.layout import copy_of
 from gpipe.stages.microbatch import Reduction, count_rows, loss_weights, merge, split
 from gpipe.stages.side_effects import note, read_by_called, values_differ
-from gpipe.stages.tree import Tree, replace_tensors
+from gpipe.stages.tree import Tree, copy_of, replace_tensors
 
 TORCH_LOSSES = "torch.nn.modules.loss"
 NO_METRICS = object()

@@ -18,10 +18,9 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.modules import NormWithStatistics, hooks_before_forward, hooks_of
 from gpipe.stages.boundary import leaves_of
 from gpipe.stages.buffers import Slot
-from gpipe.stages.layout import storage_address
 from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.stage import Layer, Stage, StageRun
-from gpipe.stages.tree import version
+from gpipe.stages.tree import storage_address, version
 
 OF_TORCH = frozenset(vars(nn.Module()))
 DEPTH = 3  # containers and objects around a value

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from gpipe._torch.autograd import next_node_number
 from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_boundary, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
-from gpipe.stages.layout import copy_of, is_sharded, storage_address
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.skips import Pop, Stashed, alias, unpack_stashes
-from gpipe.stages.tree import Tree, replace_tensors, tensors_in, version
+from gpipe.stages.tree import Tree, copy_of, is_sharded, replace_tensors, storage_address, tensors_in, version
 
 LOSS = "loss_fn"
 """What stands behind the last layer, in words."""

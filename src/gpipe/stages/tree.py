@@ -1,16 +1,25 @@
-"""Values as layers hand them on: trees of tensors.
+"""Values as layers hand them on: trees of tensors, and how these lie in memory.
 
 Finds tensors inside of objects that torch's pytree takes for leaves, so that no boundary loses their gradients.
+
+Kernels choose their arithmetic by strides and alignment of addresses, as by shape and dtype: on AMD processors the
+last bit of MKL's small products depends on where operands lie modulo 64 bytes. So whatever is copied, sent,
+received or moved keeps both, and all that does so does it by what is here. Fresh memory of torch lies at 0; that of
+`bytearray` and `mmap` may lie anywhere.
+
+Tensors of which each process has a shard, as `fully_shard` makes them, beside those that are whole in each.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from gpipe._torch.autograd import negative_view
 from gpipe._torch.trees import tree_leaves, tree_map_only
 
 Tree: TypeAlias = object
@@ -84,3 +93,147 @@ def refuse_hidden_tensors(value: object) -> None:
     for leaf in () if type(value) is Tensor else tree_leaves(value):
         if not isinstance(leaf, (Tensor, *OPAQUE)) and hides_tensors(leaf):
             raise TypeError(HIDDEN.format(name=type(leaf).__name__))
+
+
+UNITS = {"cpu": 64, "cuda": 512}
+"""Bytes by which torch aligns what it allocates; nothing chooses by more of an address than this."""
+PLAIN = (Tensor, nn.Parameter)
+
+
+def alignment(tensor: Tensor) -> int:
+    """The address of a tensor modulo its device's unit; 0 where there is no address to look at.
+
+    >>> alignment(torch.zeros(8)), alignment(torch.zeros(8)[3:]), alignment(torch.zeros(8, device="meta")[3:])
+    (0, 12, 0)
+    """
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, 1))
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins, the same for all its views; 0 where there is none to share."""
+    if is_lazy(tensor) or type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def allocate(
+    dtype: torch.dtype, size: Sequence[int], strides: Sequence[int], aligned: int, device: torch.device
+) -> Tensor:
+    """Memory for a tensor that lies like this.
+
+    >>> alignment(allocate(torch.float32, (2, 3), (5, 1), 20, torch.device("cpu")))
+    20
+    """
+    if not aligned:
+        return torch.empty_strided(size, strides, dtype=dtype, device=device)
+    reach = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
+    ahead, odd = divmod(aligned, dtype.itemsize)
+    if not odd:
+        whole = torch.empty(ahead + reach, dtype=dtype, device=device)
+        return whole.as_strided(size, strides, ahead).detach()  # no view: autograd need not know the whole
+    memory = torch.empty(aligned + reach * dtype.itemsize, dtype=torch.uint8, device=device).untyped_storage()
+    return torch.empty(0, dtype=dtype, device=device).set_(memory[aligned:], 0, size, strides)
+
+
+def allocate_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Memory for another tensor that lies like this one, here or on another device of the kind.
+
+    >>> tensor = torch.zeros(4, 6)[1:, ::2]
+    >>> other = allocate_like(tensor)
+    >>> other.stride(), alignment(other), alignment(tensor)
+    ((6, 2), 24, 24)
+    """
+    return allocate(tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor), device or tensor.device)
+
+
+def same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a shape lie alike."""
+    return one.stride() == other.stride() and alignment(one) == alignment(other)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy that lies like the tensor, in its graph if it has one.
+
+    >>> tensor = torch.arange(8.0)[3:]
+    >>> copy_of(tensor), alignment(copy_of(tensor))
+    (tensor([3., 4., 5., 6., 7.]), 12)
+    >>> copy_of(torch.ones(2, dtype=torch.complex64).conj()).is_conj()
+    True
+    """
+    if tensor.is_conj():
+        return torch.conj(copy_of(torch.conj(tensor)))
+    if tensor.is_neg():
+        return negative_view(copy_of(negative_view(tensor)))
+    if not alignment(tensor):
+        copied = tensor.clone()
+        if not _is_strided(tensor) or copied.stride() == tensor.stride():
+            return copied
+    copied = allocate_like(tensor)
+    _without_repeats(copied).copy_(_without_repeats(tensor))
+    return copied
+
+
+def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
+    """The tensor on a device: itself if it is there, else a copy.
+
+    On a device of the same kind it lies like the tensor. On one of another kind it is what `Tensor.to` makes of it,
+    as in everybody's own loop.
+    """
+    if tensor.device == device:
+        return tensor
+    copied = tensor.to(device, non_blocking=non_blocking)
+    if tensor.device.type != device.type or not _is_strided(tensor) or same_layout(tensor, copied):
+        return copied
+    copied = allocate_like(tensor, device)
+    _without_repeats(copied).copy_(_without_repeats(tensor), non_blocking=non_blocking)
+    return copied
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    """Whether it is plain elements in memory: others copy themselves."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """A tensor without what is only repeated, into which torch does not write."""
+    for axis, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it.
+
+    >>> import torch
+    >>> full_tensor(torch.ones(2))
+    tensor([1., 1.])
+    """
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor: all, or its shard of a DTensor."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def is_spread_over(tensor: Tensor, dimension: str) -> bool:
+    """Whether a tensor is a DTensor over this dimension of a mesh."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and dimension in (mesh.mesh_dim_names or ())
+
+
+def spread_like(tensor: Tensor, target: Tensor) -> Tensor:
+    """This process's shard of a tensor that every process has, spread over a mesh as another is."""
+    from torch.distributed.tensor import distribute_tensor  # which takes long to load
+
+    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]  # a DTensor then
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was told of a module: it puts other parameters in their places while layers run."""
+    return hasattr(type(module), "set_gradient_divide_factor")

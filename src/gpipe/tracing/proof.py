@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path
-from gpipe.stages.layout import copy_of
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.stage import Layer, LayerProgress
-from gpipe.stages.tree import replace_tensors
+from gpipe.stages.tree import copy_of, replace_tensors
 from gpipe.tracing.interpreter import Enough, StageInterpreter, describe
 from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.runs import ForwardArguments, failing_apart, is_of_code, watched

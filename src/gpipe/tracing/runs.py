@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import untouched
-from gpipe.stages.layout import copy_of
 from gpipe.stages.microbatch import MicroBatches
-from gpipe.stages.tree import Tree, replace_tensors, version
+from gpipe.stages.tree import Tree, copy_of, replace_tensors, version
 from gpipe.tracing.trace import CannotSplitError, is_carried
 
 T = TypeVar("T")

@@ -19,11 +19,10 @@ from torch.autograd.graph import Node
 from gpipe._torch.modes import is_vmapped, saved_tensor_hooks
 from gpipe._torch.modules import hooks_of
 from gpipe.stages.boundary import leaves_of
-from gpipe.stages.layout import copy_of, storage_address
 from gpipe.stages.losses import LossCall, LossReader, read_loss_call
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import RngKey
-from gpipe.stages.tree import hides_tensors, tensors_in, version
+from gpipe.stages.tree import copy_of, hides_tensors, storage_address, tensors_in, version
 from gpipe.tracing.interpreter import RANDOM, Interpreter
 from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.parts import Parts

@@ -15,7 +15,7 @@ from torch import nn
 
 import gpipe
 from gpipe.checkpoint import save
-from gpipe.stages.outline import _build_on_meta
+from gpipe.stages.sequence import _build_on_meta
 from tests.support.jobs.training import FEATURES, MICRO_BATCHES, Json, batch
 from tests.support.plain_loop import squares
 from tests.support.processes.faults import EXCEPTIONS, strike
