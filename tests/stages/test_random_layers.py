@@ -154,21 +154,6 @@ def test_a_layer_that_begins_to_draw_is_keyed_from_its_first_draw(partitions: in
         assert_same_bits(pipe, plain)
 
 
-def test_a_loss_that_begins_to_draw_is_keyed_from_its_first_draw() -> None:
-    draws = False
-
-    def loss_fn(output: Any, target: Any) -> Tensor:
-        return F.mse_loss(F.dropout(output) if draws else output, target)
-
-    layers = network("dropout")
-    plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, 2, M, seed=7)
-    for step in (0, 1):
-        draws = step == 1
-        loss = pipe.step(*data(), loss_fn)
-        assert same_bits(loss, plain_loop(plain, *data(), loss_fn, micro_batches=M, seed=7, step=step))
-
-
 def test_a_seed_is_drawn_once_from_torchs_generator() -> None:
     seeds = []
     for _ in range(2):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gpipe.stages.sequence import Outline, build_layers, cut_into_stages, find_invalid_layers, outline, realize
+from gpipe.stages.sequence import Outline, build_layers, cut_into_stages, outline, realize
 from gpipe.stages.shared_weights import find_shared, find_ties
 from gpipe.stages.skips import find_pops
 from tests.support.odd_layers import Pop, Stash
@@ -297,22 +297,6 @@ def test_bug_a_module_that_a_callable_hands_over_keeps_its_values() -> None:
     assert mine.weight.device == CPU
     assert all(p.is_meta for layer in found.layers.values() for p in layer.parameters())
     assert realized(found, [0])["0"] is mine
-
-
-def test_a_scripted_layer_is_refused_in_the_outline_too() -> None:
-    def scripted() -> nn.Module:
-        torch.zeros(1).item()
-        return script(nn.Linear(W, W))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        found = outline([lambda: script(nn.Linear(W, W)), scripted], 0)
-    assert [text.split()[1] for text in find_invalid_layers(found.layers)] == ["0", "1"]
-
-
-def script(layer: nn.Module) -> nn.Module:
-    made: nn.Module = torch.jit.script(layer)
-    return made
 
 
 def test_only_who_builds_a_layer_for_real_is_warned() -> None:

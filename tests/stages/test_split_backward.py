@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -156,9 +156,6 @@ CASES = {
     "einsum of heads": Case(
         lambda: Of(lambda self, x: torch.einsum("bsd,hdf->bhsf", x, self.w), w=parameter(2, 6, 3)), (4, 5, 6)
     ),
-    "a weight for every row": Case(
-        lambda: Of(lambda self, x: torch.bmm(x, self.w.expand(4, 6, 3)), w=parameter(1, 6, 3)), (4, 5, 6)
-    ),
     "a weight that is broadcast": Case(lambda: Of(lambda self, x: x * self.w, w=parameter(1, 6)), (5, 6), ()),
     "a weight in front": Case(lambda: Of(lambda self, x: self.w @ x, w=parameter(3, 5)), (5, 6), ()),
     "addmm": Case(
@@ -189,10 +186,7 @@ CASES = {
         ),
     ),
     "convolution": Case(lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 7, 7)),
-    "convolution of one dimension": Case(lambda: nn.Conv1d(3, 4, 3, stride=2), (2, 3, 9)),
     "transposed convolution": Case(lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), (2, 3, 5, 5)),
-    "dilated convolution": Case(lambda: nn.Conv2d(3, 4, 3, dilation=2), (2, 3, 9, 9)),
-    "convolution in groups": Case(lambda: nn.Conv2d(4, 8, 3, groups=2), (2, 4, 7, 7)),
     "convolution, channels last": Case(
         lambda: nn.Conv2d(3, 4, 3), (2, 3, 7, 7), before=lambda x: x.contiguous(memory_format=torch.channels_last)
     ),
@@ -233,13 +227,10 @@ CASES = {
         (5, 6),
         ("1.weight", "1.bias"),
     ),
-    "spectral normalization": Case(lambda: parametrizations.spectral_norm(nn.Linear(6, 4)), (5, 6), ()),
     "a frozen weight": Case(lambda: frozen(linears(6, 5, 3), "0.weight"), (5, 6), ("2.weight", "2.bias")),
-    "a frozen bias": Case(lambda: frozen(linears(6, 5, 3), "0.bias"), (5, 6), ("0.weight", "2.weight", "2.bias")),
     "an input that wants no gradient": Case(lambda: linears(6, 5, 3), (5, 6), wants=False),
     "a convolution of such an input": Case(lambda: nn.Conv2d(3, 4, 3), (2, 3, 7, 7), wants=False),
     "autocast": Case(lambda: linears(6, 5, 3), (5, 6), around=bfloat16),
-    "bfloat16": Case(lambda: linears(6, 5, 3).bfloat16(), (5, 6), dtype=torch.bfloat16),
     "complex numbers": Case(
         lambda: Of(lambda self, x: x @ self.w, w=parameter(6, 3, dtype=torch.complex64)),
         (5, 6),
@@ -254,7 +245,6 @@ CASES = {
     "weights of no size": Case(
         lambda: Of(lambda self, x: x @ self.v @ self.w, v=parameter(6, 0), w=parameter(0, 3)), (5, 6)
     ),
-    "tensors saved elsewhere": Case(lambda: linears(6, 5, 3), (5, 6), (), around=lambda: save_on_cpu()),
     "a compiled part": Case(
         lambda: nn.Sequential(compiled(linears(6, 5, 3)), nn.Linear(3, 2)),
         (5, 6),

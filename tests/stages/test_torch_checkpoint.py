@@ -171,25 +171,6 @@ def test_without_its_state_a_checkpoint_that_draws_is_refused(driver: str, use_r
         pipe(data()[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_within_a_forward_without_grad_draws_what_it_does_without_checkpoints(kind: str) -> None:
-    class Energy(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                own = x.detach().requires_grad_()
-                self.zero_grad()
-                super().forward(own).square().sum().backward()
-            assert own.grad is not None
-            return own.grad
-
-    found = []
-    for outer, inner in (KINDS[kind], (without, without)):
-        torch.manual_seed(0)
-        with torch.no_grad():
-            found.append(gpipe.GPipe([nn.Linear(WIDTH, WIDTH), Energy(outer, inner)], 2, M, seed=7)(data()[0]))
-    assert same_bits(*found)
-
-
 def test_a_scope_inside_of_a_checkpoint_needs_no_state() -> None:
     layer = Layer(without, without)
 
