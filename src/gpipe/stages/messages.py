@@ -28,9 +28,8 @@ class Control(IntEnum):
     DEFERRED_STATISTICS = -8  # of BatchNorm over the mini-batch of a replica
     MICRO_BATCHES = -9  # how many a replica has
     REDUCTION = -10  # by what a replica averages and scales losses
-    BATCHNORM = (
-        -16
-    )  # statistics of a micro-batch of a replica, at the stage's first one; those of others follow below
+    INPUT_GRADIENTS = -11  # of a call's inputs, for processes whose inputs have a graph
+    BATCHNORM = -16  # statistics of a micro-batch at the stage's first BatchNorm; those of others follow below
 
 
 class Label(NamedTuple):
