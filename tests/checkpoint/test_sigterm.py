@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 import gpipe
-from gpipe.checkpoint.sigterm import TERMINATED, Termination
+from gpipe.checkpoint.sigterm import TERMINATED
 from tests.support.checkpointed import make, trained
 from tests.support.thread_ranks import RankPipe, all_well, rank_pipes, run_ranks
 
@@ -44,16 +45,22 @@ def test_the_first_sigterm_saves_and_the_second_quits(times: int, tmp_path: Path
         assert gpipe.find_checkpoint(tmp_path) is None
 
 
-def test_all_ranks_end_at_the_same_step() -> None:
+def test_all_ranks_end_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 alone is told; the others hear of it, all after the same step."""
+    own_thread = threading.local()
+
+    def catch(number: int, handler: object) -> None:  # only a main thread hears signals
+        own_thread.handler = handler
+
+    monkeypatch.setattr(signal, "signal", catch)
 
     def run(own: RankPipe) -> int:
-        termination = Termination(own)  # without the signal, which only a main thread hears
-        for step in range(9):
-            if own._processes.rank == 1 and step == 4:
-                termination._asked = signal.SIGTERM
-            if termination():
-                return step
+        with gpipe.catch_sigterm(own) as is_to_end:
+            for step in range(9):
+                if own._processes.rank == 1 and step == 4:
+                    own_thread.handler(signal.SIGTERM, None)
+                if is_to_end():
+                    return step
         return -1
 
     assert all_well(run_ranks(run, rank_pipes(trained()[0], 2))) == [4] * 6

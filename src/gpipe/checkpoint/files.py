@@ -5,10 +5,9 @@ They call functions of `os` and nothing else, so that a test can stop a process 
 The format of safetensors: the length of a header (8 bytes), the header (JSON: type, shape and place of each tensor),
 the bytes. The library reads it.
 
-Note "By hand". The library's `save_file` opens and writes by itself: the file would have to be read again for its
-hash, nobody could sync it, a full disk would be a SafetensorError and no OSError, and no test could stop a process
-between two writes. Its `serialize` gives all bytes at once, a second copy of the weights in memory. What is here is a
-header and the bytes of each tensor in turn, for `write_file`, which hashes, writes and syncs them.
+The library's `save_file` opens and writes by itself: nobody could hash or sync on the way, or stop it between two
+writes; its `serialize` is a second copy of the weights in memory. So the header is made here, and the bytes of each
+tensor in turn are handed to `write_file`.
 """
 
 import errno
@@ -180,13 +179,9 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for name in names:
-        if tensors[name].numel():
-            yield _bytes_of(tensors[name])
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+        plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if plain.numel():
+            yield plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 class Shelf:

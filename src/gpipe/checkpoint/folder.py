@@ -221,14 +221,7 @@ def read_manifest(found: Found) -> Manifest:
 
 
 def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> list[str]:
-    """What is wrong with the files of a checkpoint.
-
-    Args:
-        path: Its folder.
-        manifest: What it must hold.
-        turn: Which of the files are read through here: one after each `turns`.
-        turns: How many ranks share that.
-    """
+    """What is wrong with the files of a checkpoint; so many ranks take turns to read one through."""
     findings = []
     for at, (name, written) in enumerate(sorted(manifest.files.items())):
         if not FILE.fullmatch(name):

@@ -26,23 +26,14 @@ from gpipe.stages.tree import spread_like
 
 @dataclass
 class Ready:
-    """What was read, and fits as far as there are no findings.
+    """What was read, and fits as far as there are no findings."""
 
-    Attributes:
-        values: The state_dict of the module.
-        options: Those of each parameter group.
-        state: What the optimizer remembers of each parameter.
-        names: Under which names of the checkpoint the module's were looked for, and those that it has itself.
-        trained: Likewise the optimizer's parameters.
-        findings: What does not fit, each with what to do.
-    """
-
-    values: dict[str, object] = field(default_factory=dict)
-    options: list[dict[str, object]] = field(default_factory=list)
-    state: dict[Tensor, dict[str, object]] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    trained: set[str] = field(default_factory=set)
-    findings: list[str] = field(default_factory=list)
+    values: dict[str, object] = field(default_factory=dict)  # the state_dict of the module
+    options: list[dict[str, object]] = field(default_factory=list)  # of each parameter group
+    state: dict[Tensor, dict[str, object]] = field(default_factory=dict)  # of the optimizer
+    names: set[str] = field(default_factory=set)  # under which the module's were looked for, and its own
+    trained: set[str] = field(default_factory=set)  # likewise of the optimizer's parameters
+    findings: list[str] = field(default_factory=list)  # what does not fit, each with what to do
 
     def lacks(self, names: Sequence[str]) -> None:
         """Notes what the model has and the checkpoint has not."""

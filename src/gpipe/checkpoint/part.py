@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -45,17 +45,11 @@ logger = logging.getLogger("gpipe")
 
 @dataclass
 class Part:
-    """The part of a rank.
+    """The part of a rank."""
 
-    Attributes:
-        files: The tensors of each file, by name.
-        said: What the fields of the manifest get from it.
-        mistakes: What cannot be saved, each with what to do.
-    """
-
-    files: Files = field(default_factory=dict)
-    said: dict[str, Any] = field(default_factory=dict)
-    mistakes: list[str] = field(default_factory=list)
+    files: Files = field(default_factory=dict)  # the tensors of each, by name
+    said: dict[str, Any] = field(default_factory=dict)  # what the fields of the manifest get from it
+    mistakes: list[str] = field(default_factory=list)  # what cannot be saved, each with what to do
 
     def put(self, file: str, name: str, tensor: Tensor) -> str:
         """Puts a tensor into a file, and gives the name that it got there."""
@@ -166,38 +160,25 @@ def copied(files: Files) -> Files:
     One thread copies as fast as the memory goes; several wait for each other whenever a core is busy otherwise.
     """
     with intra_op_threads(1):
-        return {file: {name: _copy(tensor) for name, tensor in tensors.items()} for file, tensors in files.items()}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+        return {
+            file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What a rank has to write, and where.
-
-    Attributes:
-        rank: Its number.
-        ranks: How many ranks write; others do nothing.
-        path: The temporary folder.
-        part: What it writes; emptied on the way.
-        numbers: The fields of the manifest that every rank knows.
-        draft: Of rank 0 alone.
-        keep: How many checkpoints stay, if not all.
-        limit: Seconds that rank 0 waits for ranks of which nothing more comes.
-        gone: Which ranks have no connection any more: they may have closed it, and write all the same.
-    """
+    """What a rank has to write, and where."""
 
     rank: int
-    ranks: int
-    path: Path
-    part: Part
-    numbers: Mapping[str, Any]
-    draft: Draft | None
-    keep: int | None
-    limit: float
-    gone: Callable[[], Collection[int]]
+    ranks: int  # that write; others do nothing
+    path: Path  # of the temporary folder
+    part: Part  # emptied on the way
+    numbers: Mapping[str, Any]  # the fields of the manifest that every rank knows
+    draft: Draft | None  # of rank 0 alone
+    keep: int | None  # how many checkpoints stay, if not all
+    limit: float  # seconds that rank 0 waits for ranks of which nothing more comes
+    gone: Callable[[], Collection[int]]  # which have no connection any more: they may have closed it, and write on
 
     def said(self, rank: int, what: str) -> Path:
         """Where a rank says that its part has `begun`, has `failed`, or is there (`json`)."""
@@ -336,16 +317,12 @@ def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> M
     return Manifest(
         files={name: File(**file) for part in parts for name, file in part["files"].items()},
         names=names,
-        ties=_union(part["ties"] for part in parts),
-        values=_union(part["values"] for part in parts),
+        ties={name: first for part in parts for name, first in part["ties"].items()},
+        values={name: value for part in parts for name, value in part["values"].items()},
         optimizer=_joined_optimizer(optimizers) if optimizers else None,
         extra=parts[0]["extra"],
         **numbers,
     )
-
-
-def _union(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
 def _joined_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
@@ -355,5 +332,5 @@ def _joined_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
         key = json.dumps(group["options"], sort_keys=True)
         same = groups.setdefault(key, {"parameters": [], "options": group["options"]})
         same["parameters"] += group["parameters"]
-    state = _union(optimizer["state"] for optimizer in optimizers)
+    state = {name: remembered for optimizer in optimizers for name, remembered in optimizer["state"].items()}
     return {"type": optimizers[0]["type"], "groups": list(groups.values()), "state": state}

@@ -1,7 +1,7 @@
 """SIGTERM, or Ctrl-C: the run must end soon, and wants to save before it does."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -12,24 +12,8 @@ from gpipe.distributed.agree import communicator_of
 TERMINATED = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
 
 
-class Termination:
-    """Whether this run is to end; called once a step, by every rank."""
-
-    def __init__(self, pipe: nn.Module) -> None:
-        self._team = communicator_of(pipe)
-        self._asked = 0
-
-    def __call__(self) -> int:
-        """The number of the signal by which any rank must end, else 0: the same on all ranks."""
-        return max(map(int, self._team.exchange(str(self._asked).encode())))
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = number
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
 @contextmanager
-def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Termination]:
+def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable[[], int]]:
     """Notes the first SIGTERM, so that the run can save at the end of a step; a second one ends it at once.
 
     Schedulers of clusters send SIGTERM some time before they take a machine away. Leave with exit code 143
@@ -58,11 +42,17 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Terminat
     """
     if not isinstance(pipe, nn.Module):
         raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.catch_sigterm(pipe)")
-    termination = Termination(pipe)
+    team, asked = communicator_of(pipe), 0
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = number
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
     caught = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
-    before = {number: signal.signal(number, termination._ask) for number in caught}
+    before = {number: signal.signal(number, ask) for number in caught}
     try:
-        yield termination
+        yield lambda: max(map(int, team.exchange(str(asked).encode())))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

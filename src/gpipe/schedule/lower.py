@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, filterfalse, pairwise
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import TRANSFERS, Action, Kind
@@ -23,12 +23,7 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
     """Puts R before each backward of a stage, by the stage's `remat`; for a program without transfers.
 
     R stands before the backward and waits for no gradient, so it runs while the gradient is under way. `recomputed`
-    says of which micro-batches.
-
-    Args:
-        program: Bare rows.
-        remat: Of each stage.
-        halved: The program will be cut by `halves`, and between the two anything may happen.
+    says of which micro-batches. If `halved`, the program will be cut by `halves`, and anything may happen between.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> bare = Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2)
@@ -52,11 +47,6 @@ def recomputed(row: Row, remat: Sequence[Remat], *, halved: bool = False) -> set
     Nothing is recomputed where a backward follows its own forward with nothing between: it would keep nothing from
     growing. `"except_last"` keeps what the forward of micro-batch 0 made, whose backward comes first: one inside
     more. A number n keeps what a forward made wherever fewer than n others of its stage are kept just then.
-
-    >>> from gpipe.schedule.action import parse_action
-    >>> row = [parse_action(text) for text in "0F0 0F1 0B0 0F2 0B1 0B2".split()]
-    >>> recomputed(row, ["except_last"]), recomputed(row, [1])
-    ({(0, 1), (0, 2)}, {(0, 1)})
     """
     again: set[tuple[int, int | None]] = set()
     kept: dict[int, set[int | None]] = defaultdict(set)
@@ -182,18 +172,9 @@ _BEFORE_REDUCE = frozenset({*BACKWARDS, Kind.BACKWARD_WEIGHT, Kind.TIE})
 
 
 def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
-    """Makes one B of I and W at the stages that are not to have it split, and where nobody waits between the two.
+    """Makes one B of I and W at the `unsplit` stages of a bare program, and where nobody waits between the two.
 
     These are an I and its W that stand together, if what I gives goes to no other rank: it would be sent later.
-
-    Args:
-        program: Bare rows.
-        unsplit: The stages whose backwards are not to be split.
-
-    >>> from gpipe.schedule.action import parse_action
-    >>> row = [parse_action(text) for text in "0F0 0F1 0I0 0W0 0I1 0W1".split()]
-    >>> print(*join_backwards(Program.of([row], micro_batches=2)).rows[0])
-    0F0 0F1 0B0 0B1
     """
     pairs = {
         first
@@ -222,16 +203,13 @@ def halves(program: Program) -> tuple[Program, Program]:
     0F0 0F1 and 0B0 0B1
     """
 
-    def half(ahead: bool) -> Program:
-        return program.with_rows([action for action in row if _is_ahead(action) is ahead] for row in program.rows)
+    def is_ahead(action: Action) -> bool:
+        if action.kind in TRANSFERS:
+            return not action.carries_gradient
+        return action.kind in {Kind.FORWARD, Kind.COMMIT}
 
-    return half(ahead=True), half(ahead=False)
-
-
-def _is_ahead(action: Action) -> bool:
-    if action.kind in TRANSFERS:
-        return not action.carries_gradient
-    return action.kind in {Kind.FORWARD, Kind.COMMIT}
+    forward = program.with_rows(filter(is_ahead, row) for row in program.rows)
+    return forward, program.with_rows(filterfalse(is_ahead, row) for row in program.rows)
 
 
 def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:

@@ -72,12 +72,6 @@ class Simulator:
     Args:
         program: What is to be timed.
         messages: Whether to send what crosses ranks, as `place_transfers` has it, in a program that does not say it.
-
-    >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> simulator = Simulator(program_of("gpipe", ranks=2, micro_batches=4))
-    >>> costs = [StageCost(forward=1.0, backward=2.0, boundary=10, inside=100)] * 2
-    >>> simulator.seconds(costs), simulator.peak_bytes(0, costs[:1], again=(frozenset(),))
-    (15.0, 440)
     """
 
     def __init__(self, program: Program, *, messages: bool = False) -> None:
@@ -85,7 +79,8 @@ class Simulator:
         self.stages_of = [
             [stage for stage, own in enumerate(program.rank_of) if own == rank] for rank in range(program.ranks)
         ]
-        self._held, self._held_by_rank = cache(self._find_held), cache(self._find_held_by_rank)
+        self._held = cache(self._find_held)
+        self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
 
     @cached_property
     def _steps(self) -> "_Steps":
@@ -118,10 +113,7 @@ class Simulator:
     def peak_bytes(self, rank: int, own: Costs, again: tuple[MicroBatches, ...]) -> int:
         """The most that a rank holds: its state, boundary tensors in flight, and what forwards keep inside.
 
-        Args:
-            rank: Of the program.
-            own: What each of its stages costs.
-            again: What each of them recomputes beside what the program says.
+        `own` is what each of its stages costs, `again` what each recomputes beside what the program says.
         """
         sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working)]
         held = (self._held_by_rank(rank, again) @ sizes).max(initial=0) if own else 0
@@ -130,9 +122,6 @@ class Simulator:
     def in_flight(self, stage: int) -> int:
         """The most micro-batches of which a stage keeps something at once."""
         return int(self._held(stage, frozenset())[:, 0].max())
-
-    def _find_held_by_rank(self, rank: int, again: tuple[MicroBatches, ...]) -> Counts:
-        return np.concatenate(list(map(self._held, self.stages_of[rank], again)), axis=1)
 
     def _find_held(self, stage: int, again: MicroBatches) -> Counts:
         """During each action of its rank, how many boundaries, insides and workings of a stage are held.
@@ -338,14 +327,9 @@ def predict(
     in_seconds: bool = False,
     held: Costs | None = None,
 ) -> Prediction:
-    """Predicts one mini-batch from what each stage costs.
+    """Predicts one mini-batch from what each stage costs, by default by the rule of `stage_costs`.
 
-    Args:
-        partition: The layers of each stage.
-        program: The table of as many stages.
-        costs: Of the actions of each stage; by default by the rule of `stage_costs`.
-        in_seconds: Whether the costs are seconds.
-        held: What stages hold, in bytes, where that was counted.
+    `in_seconds` says whether the costs are seconds; `held` has what stages hold, in bytes, where that was counted.
 
     >>> from gpipe.schedule.partition import given
     >>> from gpipe.schedule.schedules import fill_drain
@@ -358,10 +342,9 @@ def predict(
 
 
 def stage_costs(partition: Partition, program: Program) -> tuple[StageCost, ...]:
-    """What the actions of each stage cost, where nothing is known but what its layers cost in all.
+    """What the actions of each stage cost, where nothing is known but what its layers cost in all for a micro-batch.
 
-    Such a cost is that of one micro-batch: a forward, a backward of twice its length, and a recompute as long as the
-    forward where every stage recomputes. So a forward is a quarter of the cost, or a third without recompute.
+    The forward is a third of that, or a quarter where every stage recomputes; a backward takes twice as long.
     """
     again = {action.stage for action in program.actions if action.kind is Kind.RECOMPUTE}
     costs = partition.seconds if any(partition.seconds) else partition.layers  # costs of zero count as equal

@@ -1,9 +1,6 @@
 """When things happen: written by the simulator and by the recorder alike, so that they can be compared.
 
 Lays timelines of ranks on several hosts side by side, whose clocks have nothing in common.
-
-What a rank makes is there before another takes it: a forward bounds the clocks' difference from one side, a backward
-from the other. The middle is taken, as if messages took equally long both ways.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,19 +79,9 @@ def bubble(stages: int, micro_batches: int) -> float:
 def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
     """The seconds to add to the times of each rank, so that all are by the clock of rank 0's host.
 
-    Ranks that nothing connects with it are taken to begin when it does.
-
-    Args:
-        hosts: Of each rank.
-        timelines: Of each rank alone, by its host's clock.
-
-    >>> from gpipe.schedule.action import parse_action
-    >>> def ran(rank, start, *actions):
-    ...     spans = [Span(rank, parse_action(action), start + at, start + at + 1) for at, action in actions]
-    ...     return Timeline(1, tuple(spans), 9.0)
-    >>> first = ran(0, 0.0, (0, "0F0"), (4, "0B0"))
-    >>> offsets(["one", "two"], [first, ran(1, 100.0, (2, "1F0"), (3, "1B0"))])  # as if messages took half a second
-    [0.0, -100.5]
+    The timelines are of each rank alone, by its host's clock. What a rank makes is there before another takes it: a
+    forward bounds the clocks' difference from one side, a backward from the other. The middle is taken, as if
+    messages took equally long both ways. Ranks that nothing connects with rank 0 are taken to begin when it does.
     """
     known = {hosts[0]: 0.0}
     bounds = _bounds(hosts, timelines)
@@ -109,7 +96,11 @@ def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
 
 def _bounds(hosts: Sequence[str], timelines: Sequence[Timeline]) -> dict[tuple[str, str], tuple[float, float]]:
     """By two hosts, between what lies that which the second's clock is to be put forward by."""
-    made = dict(_made(hosts, timelines))
+    made: dict[tuple[int, Action], tuple[str, Span]] = {}  # by replica
+    seen: list[set[int]] = []
+    for host, timeline in zip(hosts, timelines, strict=True):
+        seen.append({span.action.stage for span in timeline.spans})
+        made |= {(seen.count(seen[-1]), span.action): (host, span) for span in timeline.spans}
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for (replica, action), (host, span) in made.items():
         for need in _brought(action):
@@ -121,18 +112,6 @@ def _bounds(hosts: Sequence[str], timelines: Sequence[Timeline]) -> dict[tuple[s
             waited = before.end - span.start
             found[a, b] = (max(least, waited), most) if host == b else (least, min(most, -waited))
     return found
-
-
-def _made(
-    hosts: Sequence[str], timelines: Sequence[Timeline]
-) -> Iterator[tuple[tuple[int, Action], tuple[str, Span]]]:
-    """What was done, by replica and action, on which host and when."""
-    seen: list[set[int]] = []
-    for host, timeline in zip(hosts, timelines, strict=True):
-        stages = {span.action.stage for span in timeline.spans}
-        for span in timeline.spans:
-            yield (seen.count(stages), span.action), (host, span)
-        seen.append(stages)
 
 
 def _brought(action: Action) -> Iterator[Action]:

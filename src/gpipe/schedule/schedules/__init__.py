@@ -68,10 +68,5 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def rows_in_training(schedule: Schedule, placement: Placement, micro_batches: int) -> Rows:
-    """The rows of a mini-batch of any size: the schedule's, or fill-drain on the same placement where it has none.
-
-    >>> rows = rows_in_training(SCHEDULES["dualpipe_v"], (0, 1, 1, 0), micro_batches=2)
-    >>> print(*rows[1])
-    1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
-    """
+    """The rows of a mini-batch of any size: the schedule's, or fill-drain on the same placement where it has none."""
     return schedule.rows(placement, micro_batches) or fill_drain_rows(placement, micro_batches)

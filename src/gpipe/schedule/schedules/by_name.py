@@ -12,13 +12,9 @@ from gpipe.schedule.schedules.writing import Placement
 
 
 def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Program:
-    """The forwards and backwards of a schedule, for a mini-batch of so many micro-batches.
+    """The forwards and backwards of a schedule by its name in `SCHEDULES`, for K ranks and M micro-batches.
 
-    Args:
-        name: Of the schedule, as `SCHEDULES` has it.
-        ranks: K.
-        micro_batches: M.
-        stages_per_rank: How many stages each rank holds; by default what the schedule has.
+    Each rank holds `stages_per_rank`, by default what the schedule has.
 
     Raises:
         ValueError: There is no such schedule, or it has no table of this size; a line for each mistake.

@@ -64,13 +64,9 @@ def in_turn(cells: Iterable[Cell], micro_batches: int) -> Row:
 def one_for_one(
     forwards: Sequence[int], backwards: Sequence[int], ahead: int, late: int | None = None
 ) -> Iterator[Cell]:
-    """A forward for each backward, once so many forwards are ahead.
+    """A forward at each of the stages for each backward, once so many forwards are ahead.
 
-    Args:
-        forwards: The stages whose forwards a rank runs, in order.
-        backwards: Those whose backwards it runs.
-        ahead: Forwards before the first backward.
-        late: By how many I a W stands behind its own; None for backwards that are whole.
+    A W stands behind `late` I more than its own; None for backwards that are whole.
 
     >>> "".join(kind for kind, _ in one_for_one([0] * 4, [0] * 4, ahead=2, late=1))
     'FFIFIWFIWIWW'
@@ -91,11 +87,6 @@ def rows_in_step(kind: Kind, path: Sequence[int], placement: Placement, micro_ba
 
     At each tick of a clock every rank does one action: of those that are ready, that of the oldest micro-batch. So
     micro-batches overtake each other at no stage, and the rows have a legal order, that of the ticks.
-
-    >>> for row in rows_in_step(Kind.FORWARD, [0, 1, 2, 3], (0, 1, 0, 1), micro_batches=3):
-    ...     print(*row)
-    0F0 0F1 2F0 2F1 0F2 2F2
-    1F0 1F1 3F0 3F1 1F2 3F2
     """
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = dict.fromkeys(path, 0)
