@@ -98,14 +98,15 @@ def test_nothing_that_is_read_can_run() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Import(names):
-                    found += [f"{file.name}: {name.name}" for name in names if name.name in FORBIDDEN]
+                    wrong = FORBIDDEN - {"pickle"}  # what is only compared may be pickled
+                    found += [f"{file.name}: {name.name}" for name in names if name.name in wrong]
                 case ast.ImportFrom(module) if module in FORBIDDEN:
                     found.append(f"{file.name}: {module}")
                 case ast.Call(func):
                     name = ast.unparse(func)
                     if name == "ctypes.py_object":  # a reference, not a value
                         continue
-                    if name in CALLS or name.endswith(("_object", "_object_list", "pickle.loads", "pickle.load")):
+                    if name in CALLS or name.endswith(("_object", "_object_list", "pickle.loads", "pickle.load", "Unpickler")):
                         found.append(f"{file.name}: {name}")
     assert found == []
 
