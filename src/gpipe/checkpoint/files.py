@@ -1,10 +1,7 @@
 """Files of checkpoints: durable operations, each of which says where it failed, and tensors as safetensors files.
 
-They call functions of `os` and nothing else, so that a test can stop a process at any one of them.
-
-The format of safetensors: the length of a header (8 bytes), the header (JSON: type, shape and place of each tensor),
-the bytes. The library reads it.
-
+They call functions of `os` and nothing else, so that a test can stop a process at any one of them. A safetensors file
+is the length of a header (8 bytes), the header (JSON: type, shape and place of each tensor), and the bytes.
 The library's `save_file` opens and writes by itself: nobody could hash or sync on the way, or stop it between two
 writes; its `serialize` is a second copy of the weights in memory. So the header is made here, and the bytes of each
 tensor in turn are handed to `write_file`.

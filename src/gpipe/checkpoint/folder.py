@@ -202,22 +202,14 @@ FILE = re.compile(r"(?:stage_[0-9]+(?:\.(?:values|optimizer))?|extra)\.safetenso
 
 
 def read_manifest(found: Found) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        ValueError: It is damaged, or not that of this folder.
-    """
+    """The manifest of a checkpoint; a ValueError says what is wrong with it."""
     try:
         data = read_small(found.path / MANIFEST, LARGEST)
+        if found.sha256 not in (None, hashlib.sha256(data).hexdigest()):
+            raise ValueError("is not the one that `latest` was written for; one of them is damaged")
+        return from_bytes(data)
     except ValueError as error:
         raise ValueError(f"{MANIFEST} {error}") from None
-    if found.sha256 not in (None, hashlib.sha256(data).hexdigest()):
-        raise ValueError(f"{MANIFEST} is not the one that `latest` was written for; one of them is damaged")
-    try:
-        manifest = from_bytes(data)
-    except ValueError as error:
-        raise ValueError(f"{MANIFEST}: {error}") from None
-    return manifest
 
 
 def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> list[str]:

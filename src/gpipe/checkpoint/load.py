@@ -223,14 +223,7 @@ EXTRA = r"extra\.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is whole.
-
-    Attributes:
-        path: Its folder.
-        step_number: Of the pipe, when it was saved.
-        seed: Of the pipe.
-        extra: What the user added.
-        manifest: All that is known of it.
+    """A checkpoint that is whole: its folder, what the pipe had when it was saved, and what the user added.
 
     >>> import gpipe, tempfile
     >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
@@ -244,7 +237,7 @@ class Checkpoint:
     step_number: int
     seed: int
     extra: Any
-    manifest: Manifest = field(repr=False)
+    manifest: Manifest = field(repr=False)  # all that is known of it
 
     def state_dict(self) -> dict[str, Any]:
         """All parameters and buffers, on the CPU, under the names that the plain layers give them."""
@@ -272,8 +265,6 @@ def load(
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged, or does not fit; the error lists all that is wrong.
-        OSError: A file cannot be read.
-        RemoteError: Another rank failed.
 
     Example:
         >>> import gpipe, tempfile, torch
@@ -307,10 +298,8 @@ def load(
 def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = None) -> Path | None:
     """Finds the checkpoint that `gpipe.load(folder)` would load; None where nothing was saved yet.
 
-    In several processes every one calls it, with the pipe, and gets what the first one finds.
-
-    Raises:
-        CheckpointError: `latest` is damaged, or names a checkpoint that is not there.
+    In several processes every one calls it, with the pipe, and gets what the first one finds. A CheckpointError:
+    `latest` is damaged, or names a checkpoint that is not there.
 
     >>> import gpipe, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -119,28 +119,24 @@ def to_bytes(manifest: Manifest, versions: dict[str, str]) -> bytes:
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """The manifest that was written.
-
-    Raises:
-        ValueError: It is damaged, or of another version.
-    """
+    """The manifest that was written; a ValueError says what is wrong with it."""
     try:
         fields = json.loads(data.decode())
         head, found, tail = data.rpartition(fields["sha256"].encode())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError("it is damaged: not the JSON that was written") from None
+        raise ValueError("is damaged: not the JSON that was written") from None
     if not found or hashlib.sha256(head + NO_HASH.encode() + tail).hexdigest() != fields["sha256"]:
-        raise ValueError("it is damaged: its bytes are not those that were written (SHA-256)")
+        raise ValueError("is damaged: its bytes are not those that were written (SHA-256)")
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
         raise ValueError(
-            f"it is of format {fields.get('format')!r}, version {fields.get('version')!r}, and this gpipe reads "
+            f"is of format {fields.get('format')!r}, version {fields.get('version')!r}, and this gpipe reads "
             f"{FORMAT!r}, version {VERSION}; use the gpipe that wrote it: {fields.get('written_by')}"
         )
     wrong = [name for name, wanted in TYPES.items() if name not in fields or not is_of(fields[name], wanted)]
     if wrong:
-        raise ValueError(f"its {', '.join(wrong)} cannot be understood; it was not written by gpipe.save")
+        raise ValueError(f"has {', '.join(wrong)} of other types than gpipe.save writes")
     if odd := _contradictions(fields):
-        raise ValueError(f"it contradicts itself: {'; '.join(odd)}; it was not written by gpipe.save")
+        raise ValueError(f"contradicts itself: {'; '.join(odd)}; it was not written by gpipe.save")
     files = {name: File(file["bytes"], file["sha256"]) for name, file in fields["files"].items()}
     return Manifest(**{name: fields[name] for name in TYPES} | {"files": files})
 

@@ -16,19 +16,11 @@ TERMINATED = 128 + signal.SIGTERM  # what a shell reports of a process that SIGT
 def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable[[], int]]:
     """Notes the first SIGTERM, so that the run can save at the end of a step; a second one ends it at once.
 
-    Schedulers of clusters send SIGTERM some time before they take a machine away. Leave with exit code 143
+    Schedulers of clusters send SIGTERM some time before they take a machine away. What is given, called once a step
+    by every rank, gives the signal's number, and 0 where there was none. Leave with exit code 143
     (`gpipe.checkpoint.sigterm.TERMINATED`), which is what a process has that SIGTERM ended, so that nobody takes the
-    run for finished.
-
-    Args:
-        pipe: Whose run it is.
-        ctrl_c: Whether Ctrl-C is noted as well; the second one raises KeyboardInterrupt. Leave with 130 then. What is
-            given, called once a step by every rank, gives the signal's number, `signal.SIGTERM` or `signal.SIGINT`,
-            and 0 where there was none.
-
-    Raises:
-        TypeError: It is no pipe.
-        ValueError: This is not the main thread, which alone gets signals.
+    run for finished. With `ctrl_c` the first Ctrl-C is noted as well; leave with 130 then. Signals come to the main
+    thread alone: elsewhere this is a ValueError.
 
     Example:
         >>> import gpipe, torch

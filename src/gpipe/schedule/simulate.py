@@ -288,8 +288,7 @@ class Prediction:
         partition: The layers of each stage, and what they cost.
         program: What each rank does, in order.
         timeline: When, if each rank has a device or a core of its own and all micro-batches are of one size.
-        unit: Of costs and timeline: seconds where costs were measured, by a plan too; else only proportions have a
-            meaning, also of seconds that a plan tells from operations: those are of its devices, not of these.
+        unit: Of costs and timeline: seconds where they were measured; else only proportions have a meaning.
         peak_bytes: The most that each rank holds; None where no bytes were counted.
 
     >>> from gpipe.schedule.partition import given

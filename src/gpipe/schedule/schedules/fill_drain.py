@@ -1,7 +1,4 @@
-"""GPipe's schedule, fill-drain: every forward, then every backward (paper, Figure 2c).
-
-Forwards alone, for evaluation; whatever the schedule of training is, its placement serves.
-"""
+"""GPipe's schedule, fill-drain: every forward, then every backward (paper, Figure 2c); and forwards alone."""
 
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Rows
