@@ -1,8 +1,7 @@
 import pytest
 
-from gpipe.schedule.cost import StageCost
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import SCHEDULES, forward_only
+from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.simulate import figures
 
@@ -26,11 +25,6 @@ def test_what_is_held_is_counted_in_shares_of_a_rank() -> None:
 @pytest.mark.parametrize(("name", "split"), [("gpipe", 0), ("zb_h1", 1), ("dualpipe_v", 22 / 64)])
 def test_split_backwards_are_counted(name: str, split: float) -> None:
     assert figures(program_of(name, 4, 8)).split == split
-
-
-def test_costs_may_be_given_and_forwards_alone_be_drawn() -> None:
-    assert figures(program_of("gpipe", 2, 2), [StageCost(2.0, 4.0)] * 2).seconds == 18
-    assert figures(Program.of(forward_only(2, 3), 3)).split == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from gpipe.schedule.action import CLOSING, TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.schedule.laws import check, messages
 from gpipe.schedule.lower import (
-    Remat,
     RematName,
     halves,
     join_backwards,
@@ -26,16 +25,13 @@ from gpipe.schedule.rules import BACKWARDS, linearize, needs
 from gpipe.schedule.schedules import forward_only
 from tests.support.programs import (
     LAW,
-    REMATS,
     bare_programs,
     computing,
     listed,
     lowered,
     lowered_programs,
-    micro_batch_counts,
     parsed,
     remats,
-    stage_counts,
 )
 
 WEIGHTS = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}  # what makes gradients of weights
@@ -149,14 +145,6 @@ def test_each_route_that_crosses_ranks_is_taken_once_each_way(program: Program) 
 
 
 @LAW
-@given(lowered_programs())
-def test_two_ranks_list_their_messages_in_one_order(program: Program) -> None:
-    for first in range(program.ranks):
-        for second in range(program.ranks):
-            assert messages(program, first, second) == messages(program, second, first)
-
-
-@LAW
 @given(bare_programs(), st.data())
 def test_commit_stands_behind_the_last_forward_of_its_stage(bare: Program, data: st.DataObject) -> None:
     stages = data.draw(st.sets(st.integers(0, bare.stages - 1)))
@@ -169,18 +157,6 @@ def test_commit_stands_behind_the_last_forward_of_its_stage(bare: Program, data:
         assert row[at - 1].kind is Kind.FORWARD
         assert row[at - 1].stage == commit.stage
         assert all(a.kind is not Kind.FORWARD or a.stage != commit.stage for a in row[at:])
-
-
-@LAW
-@given(stage_counts, micro_batch_counts, st.sampled_from(REMATS), st.data())
-def test_a_training_program_is_lawful_however_it_closes(k: int, m: int, remat: Remat, data: st.DataObject) -> None:
-    stages = st.sets(st.integers(0, k - 1))
-    commits, ties, reduces = data.draw(stages), data.draw(stages), data.draw(stages)
-    program = place_commits(lowered(k, m, remat), commits)
-    program = place_reduces(place_ties(program, ties), reduces)
-    check(program)
-    for kind, closing in ((Kind.COMMIT, commits), (Kind.TIE, ties), (Kind.REDUCE, reduces)):
-        assert [a for a in listed(program) if a.kind is kind] == [Action(kind, stage) for stage in sorted(closing)]
 
 
 @LAW
@@ -212,13 +188,6 @@ def test_nothing_that_another_stage_could_wait_for_stands_behind_a_tie(program: 
 
 
 @LAW
-@given(bare_programs(split=False), st.data())
-def test_transfers_may_be_placed_behind_closing_actions_too(bare: Program, data: st.DataObject) -> None:
-    stages = data.draw(st.sets(st.integers(0, bare.stages - 1)))
-    check(place_transfers(place_reduces(place_ties(bare, stages), stages)))
-
-
-@LAW
 @given(lowered_programs())
 def test_halves_part_a_program_and_each_can_run(program: Program) -> None:
     forward, backward = halves(program)
@@ -245,11 +214,6 @@ def test_a_skip_goes_straight_to_its_rank() -> None:
     program = lowered(3, 1, "never", skips=[Route(0, 2, "e0")])
     assert "e0" not in program.to_text().splitlines()[4]
     assert rows_of(program)[0] == ("0F0 0SEND0@x:0>1 0SEND0@e0:0>2 0RECEIVE0@e0:0>2 0RECEIVE0@x:0>1 0B0")
-
-
-def test_weights_are_reduced_when_they_have_their_gradient_and_not_before() -> None:
-    program = Program.of([parsed("0F0 0F1 0I0 0I1 0W0 0W1")], 2)
-    assert rows_of(place_reduces(program, [0])) == ["0F0 0F1 0I0 0I1 0W0 0W1 0REDUCE"]
 
 
 def test_a_stage_reduces_while_its_rank_goes_on_with_another_and_ties_when_that_is_done() -> None:

@@ -35,12 +35,6 @@ def test_a_cost_holds_the_recompute_where_every_stage_recomputes() -> None:
     assert predict(cut, table(1, 5, "except_last")).timeline.seconds == pytest.approx(5 * 8 - 2)
 
 
-def test_a_recompute_hides_in_the_bubble() -> None:
-    plan = predict(given([1] * 4, [4.0] * 4), table(4, 8, "always"))  # forward 1, recompute 1, backward 2
-    assert plan.timeline.seconds == (8 + 3) * (1 + 2) + 8  # all but the last stage's is done when a gradient comes
-    assert plan.bubble < bubble(4, 8)
-
-
 def test_bytes_are_predicted_where_they_were_counted() -> None:
     held = [StageCost(1.0, 2.0, boundary=2, inside=3, state=10)] * 2
     assert predict(given([2, 1], [1, 1, 1]), table(2, 4), held=held).peak_bytes == (10 + 4 * 5,) * 2
