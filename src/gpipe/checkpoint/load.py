@@ -324,7 +324,7 @@ def _agree_which(folder: Path, team: Communicator) -> Found | None:
     known, findings = agree(team, [known, findings], same={"folder": str(folder)}, error=failed.error)[0]
     if findings:
         raise CheckpointError(folder, findings)
-    return Found(Path(os.path.normpath(folder / known[0])), known[1]) if known else None
+    return Found(folder / known[0], known[1]) if known else None
 
 
 def _why_none(folder: Path) -> str:

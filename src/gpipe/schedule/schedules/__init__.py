@@ -37,11 +37,10 @@ class Schedule:
         placement: From the number of ranks and of stages on each, the rank of each stage; None where it has none.
         stages_per_rank: How many stages a rank holds where nothing is asked for.
 
-    >>> schedule = SCHEDULES["1f1b"]
-    >>> schedule.placement(3, 1)
-    (0, 1, 2)
-    >>> [" ".join(map(str, row)) for row in schedule.rows((0, 1), 2)]
-    ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
+    >>> for row in SCHEDULES["1f1b"].rows(SCHEDULES["1f1b"].placement(2, 1), 2):
+    ...     print(*row)
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
     """
 
     name: str
