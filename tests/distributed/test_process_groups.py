@@ -12,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.distributed.nccl import matchings, pairs_of
-from tests.laws.test_same_bits_processes import wrong
-from tests.laws.test_values_processes import expected
 from tests.support.jobs import process_groups as jobs
-from tests.support.jobs.same_bits import locally
 from tests.support.jobs.training import MICRO_BATCHES, faulty_layer, reference
-from tests.support.jobs.values import REFUSED, VALUES, unrefused
-from tests.support.processes.digests import digests
+from tests.support.jobs.values import REFUSED, expected, unrefused
+from tests.support.kinds.values import VALUES
+from tests.support.processes.digests import digests, wrong
 from tests.support.processes.faults import Fault
 from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
-from tests.support.same_bits_stories import STORIES
+from tests.support.same_bits_stories import STORIES, maker
 
 pairs = st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1]))
 
@@ -50,7 +48,7 @@ def test_a_chain_of_stages_needs_two_numbers_and_each_replica_one_more_at_most(s
 @pytest.mark.parametrize("name", STORIES)
 def test_scripts_have_the_bits_of_the_local_run(name: str, pool: WorkerPool) -> None:
     found = answers(pool.run(jobs.over_wires, True, "same_bits", "tell", name, world=3))
-    assert not wrong(found, digests(STORIES[name].run(locally)))
+    assert not wrong(found, digests(STORIES[name].run(maker(1, driver="lockstep", remat="never"))))
 
 
 @pytest.mark.parametrize(

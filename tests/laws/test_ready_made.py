@@ -154,8 +154,7 @@ class Masked(nn.Module):
 
     def forward(self, value: dict[str, Any]) -> Tensor:
         mask = torch.arange(value["words"].shape[1]) < value["lengths"][:, None]
-        made: Tensor = self.embed(value["words"]) * mask[..., None] * value["factors"][:, None] * value["twice"]
-        return made
+        return self.embed(value["words"]) * mask[..., None] * value["factors"][:, None] * value["twice"]
 
 
 def sentences(seed: int) -> tuple[gpipe.MicroBatches, gpipe.MicroBatches]:
@@ -186,8 +185,7 @@ class Words(nn.Module):
             self.linear = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear(x).flatten(0, 1)
-        return made
+        return self.linear(x).flatten(0, 1)
 
 
 def test_trees_wholes_and_targets_of_other_rows_weighed_as_the_loss_averages() -> None:

@@ -4,18 +4,14 @@ from typing import Any
 
 import pytest
 
-from tests.laws.test_same_bits_processes import wrong
 from tests.support.jobs import values as jobs
-from tests.support.jobs.values import REFUSED, SCRIPTS, VALUES, locally, run_value, unrefused
-from tests.support.processes.digests import digests
+from tests.support.jobs.values import REFUSED, SCRIPTS, expected, locally, unrefused
+from tests.support.kinds.values import VALUES
+from tests.support.processes.digests import digests, wrong
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 WORLD = 3  # so that a value crosses two boundaries
-
-
-def expected(kind: str) -> dict[str, str]:
-    return digests(run_value(locally, kind)[1])
 
 
 @pytest.mark.parametrize("kind", VALUES)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from .case import REMEDY, Case, Kind, Observed, Setting
+from tests.support.kinds.case import REMEDY, Case, Kind, Observed, Setting
+
 from .piped import Piped, listening
 from .reference import Loop, Trainer, train
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import gpipe
+from tests.support.kinds.case import Case, Setting
 
-from .case import Case, Setting
 from .reference import Trainer
 
 

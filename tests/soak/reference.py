@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-
-from .case import Case, Observed, Setting
+from tests.support.kinds.case import Case, Observed, Setting
 
 
 class Trainer(ABC):

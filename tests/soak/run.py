@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .case import Kind
+from tests.support.kinds import KINDS
+from tests.support.kinds.case import Kind
+
 from .judge import FAILED, VERDICTS, Verdict
-from .kinds import KINDS
 from .results import describe, facts, write
 from .worker import Worker
 

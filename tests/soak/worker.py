@@ -12,9 +12,10 @@ from .judge import Verdict
 def serve(link: Connection, limit: float) -> None:
     """Judges the configurations that come, until nothing does; shows where it is before its time is up."""
     faulthandler.enable()
+    from tests.support.kinds import KINDS
+
     from .check import STAND_INS
     from .judge import judge
-    from .kinds import KINDS
 
     link.send("ready")
     while (asked := link.recv()) is not None:

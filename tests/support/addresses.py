@@ -36,8 +36,7 @@ def by_address(tensor: Tensor) -> Tensor:
     """The tensor, and backward its gradient, scaled by where they lie."""
     if tensor.dtype is not torch.float32 or torch.compiler.is_compiling():
         return tensor
-    scaled: Tensor = _ByAddress.apply(tensor)
-    return scaled
+    return _ByAddress.apply(tensor)
 
 
 class ByAddress(nn.Module):

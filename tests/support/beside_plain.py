@@ -101,8 +101,7 @@ def count_rows(part: Tree) -> int:
 
 def train_piped(case: Case, pipe: gpipe.GPipe, inputs: Tree, targets: Tree) -> Tensor:
     given = () if case.loss_fn is None else (targets, case.loss_fn)
-    loss: Tensor = pipe.step(inputs, *given)
-    return loss
+    return pipe.step(inputs, *given)
 
 
 def shared_names(pipe: gpipe.GPipe) -> set[str]:

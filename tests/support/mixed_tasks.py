@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from random import Random
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 import gpipe
 from gpipe.stages.microbatch import Reduction
@@ -21,7 +22,7 @@ from tests.support.random_models import End, Knobs, Model, generate
 from tests.support.shared_weights import lent
 
 ROWS = 16  # at most, in a mini-batch
-MIXED = Knobs((3, 9), reshapes=False, norms=True, shares=True)
+MIXED, VARIOUS = Knobs((3, 9), reshapes=False, norms=True, shares=True), Knobs((1, 8), True, norms=True, shares=False)
 
 
 class Keys(TypedDict):
@@ -37,6 +38,7 @@ class Task:
     """What is computed with a model: two training mini-batches and an evaluation."""
 
     model: Model
+    given: str  # "tensor", "wanting" a gradient, "numbers", "keyed" or "whole"
     micro_batches: int
     rows: tuple[int, int]
     way: str
@@ -44,24 +46,31 @@ class Task:
     reduction: Reduction
     scale: float
     draws_in_loss: bool
-    wanting: bool
-    adds: bool
-    ahead: int
+    adds: bool  # the second mini-batch's gradients are added to the first's
+    ahead: int  # rows of a data set that the mini-batches are slices of
     seed: int
 
     def inputs(self, step: int) -> Tree:
         """The inputs of a mini-batch."""
-        generator = torch.Generator().manual_seed(self.seed + step)
-        x = torch.randn(self.ahead + self.rows[step], self.model.width, generator=generator)[self.ahead :]
-        x.requires_grad_(self.wanting)
-        if not self.model.whole:
-            return x
-        return x, gpipe.Whole(torch.randn(6, self.model.width, generator=generator)[1:])
+        generator, rows = torch.Generator().manual_seed(self.seed + step), self.rows[step]
+        x = torch.randn(self.ahead + rows, self.model.width, generator=generator)[self.ahead :]
+        match self.given:
+            case "numbers":
+                return torch.randint(11, (rows,), generator=generator)
+            case "keyed":
+                mask = torch.randint(2, (rows, 1), generator=generator)
+                return {"x": x, "mask": mask, "side": x.sin(), "none": None, "flag": True}
+            case "whole":
+                return x, gpipe.Whole(torch.randn(6, self.model.width, generator=generator)[1:])
+            case _:
+                return x.requires_grad_(self.given == "wanting")
 
-    def targets(self, step: int) -> Tensor:
-        """The targets of a mini-batch."""
-        generator = torch.Generator().manual_seed(~self.seed + step)
-        return torch.randn(self.ahead + self.rows[step], generator=generator)[self.ahead :]
+    def targets(self, step: int) -> dict[str, Tensor]:
+        """The targets of a mini-batch; of some micro-batches no row may be valid."""
+        generator, rows = torch.Generator().manual_seed(~self.seed + step), self.rows[step]
+        valid = torch.rand(rows, generator=generator) < (0.5 if self.reduction is count_valid else 1)
+        valid[-1] = True
+        return {"y": torch.randn(self.ahead + rows, generator=generator)[self.ahead :], "valid": valid}
 
     def keys(self, step: int) -> Keys:
         """What the plain loop is told of a mini-batch."""
@@ -69,37 +78,55 @@ class Task:
 
     def loss(self, output: Tree, target: Tree) -> Tensor:
         """A loss over all that the model gives, random if so wished."""
-        assert isinstance(target, Tensor)
-        assert isinstance(output, Tensor)
         if self.draws_in_loss:
-            output = F.dropout(output, 0.2)
-        return F.smooth_l1_loss(by_address(output).mean(1), target * factor_of(target))
+            output = pytree.tree_map_only(Tensor, lambda x: F.dropout(x, 0.2) if x.is_floating_point() else x, output)
+        return mean_of_valid(output, target)
 
 
-def root_of_rows(target: Tree) -> float:
+def mean_of_valid(output: Tree, target: Any) -> Tensor:
+    """A loss that is NaN for a micro-batch without valid rows."""
+    leaves = [leaf for leaf in laws.tensors_in(output) if leaf.is_floating_point()]
+    error = (sum(by_address(leaf).mean(1) for leaf in leaves) - target["y"] * factor_of(target["y"])) ** 2
+    return (error * target["valid"]).sum() / target["valid"].sum()
+
+
+def count_valid(target: Any) -> Tensor:
     """A weight, for `reduction`."""
-    assert isinstance(target, Tensor)
-    return len(target) ** 0.5
+    return target["valid"].sum()
+
+
+def root_of_rows(target: Any) -> float:
+    """Another."""
+    return len(target["y"]) ** 0.5
 
 
 def generate_task(draw: Random) -> Task:
-    """A model and what to do with it."""
-    model = generate(draw, MIXED, End(draw.choice([2, 3, 4, 5, 7, 8, 13, 33])))
+    """A model and what to do with it: of one width, with modules and weights used twice, or of any widths."""
+    knobs, way = draw.choice([MIXED, MIXED, VARIOUS]), draw.choice(["step", "call"])
+    width = draw.choice([2, 3, 4, 5, 7, 8, 13, 33])
+    given = draw.choice(["tensor", "tensor", "numbers", "keyed"]) if knobs is VARIOUS else "tensor"
+    model = generate(draw, knobs, End(width, side=width if given == "keyed" else None))
+    if given == "numbers":
+        with laws.weights_of(width):
+            model.layers.insert(0, nn.Embedding(11, width))
+            model.kinds.insert(0, "embedding")
+    stepping = way == "step"
+    if model.whole:
+        given = "whole"
+    elif given == "tensor" and not stepping and not model.kinds[0].endswith("in place") and draw.random() < 0.5:
+        given = "wanting"
     micro_batches = draw.randint(1, 5)
     least = 2 * micro_batches if model.norms else 1
-    way = draw.choice(["step", "call"])
-    stepping = way == "step"
-    wanting = not stepping and not model.kinds[0].endswith("in place") and draw.random() < 0.5
     return Task(
         model=model,
+        given=given,
         micro_batches=micro_batches,
         rows=(draw.randint(least, ROWS), draw.randint(least, ROWS)),
         way=way,
         deferred=draw.random() < 0.5,
-        reduction=draw.choice(["mean", "sum", root_of_rows]) if stepping else "mean",
-        scale=draw.choice([1.0, 1024.0]) if stepping else 1.0,
+        reduction=draw.choice(["mean", "sum", root_of_rows, count_valid]) if stepping else "mean",
+        scale=draw.choice([1.0, 1024.0, 0.3]) if stepping else 1.0,
         draws_in_loss=stepping and draw.random() < 0.3,
-        wanting=wanting,
         adds=draw.random() < 0.3,
         ahead=draw.choice([0, 1, 3]),
         seed=draw.randrange(2**31),
@@ -111,7 +138,7 @@ class Way:
     """How a model is cut and run."""
 
     cut: tuple[int, ...]
-    remat: tuple[str, ...]
+    remat: tuple[str | int, ...]
     driver: str
     schedule: str = "gpipe"
 
@@ -122,7 +149,8 @@ def generate_way(draw: Random, model: Model, partitions: int) -> Way | None:
     if not choices:
         return None
     ends = [0, *draw.choice(choices), len(model.layers)]
-    remat = tuple(draw.choice(laws.REMATS) for _ in range(partitions))
+    kinds: list[str | int] = [*laws.REMATS, 1, 2]
+    remat = tuple(draw.choice(kinds) for _ in range(partitions))
     return Way(tuple(b - a for a, b in pairwise(ends)), remat, draw.choice(["threads", "lockstep"]))
 
 
@@ -199,7 +227,9 @@ def is_statistic(task: Task) -> Callable[[str], bool]:
         if task.deferred and isinstance(module, _BatchNorm)
         for name in module._buffers
     }
-    return lambda name: bool(statistics) and (name.partition(" buffer ")[2] in statistics or name == "evaluation")
+    return lambda name: (
+        bool(statistics) and (name.partition(" buffer ")[2] in statistics or name.startswith("evaluation"))
+    )
 
 
 def check(draw: Random) -> tuple[Task, dict[Way, list[str]]]:

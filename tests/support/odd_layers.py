@@ -59,8 +59,7 @@ class Join(nn.Module):
             x, side = value["x"], value["side"] * value["mask"]
         else:
             x, side = value
-        out: Tensor = self.main(x) + self.side(side)
-        return out
+        return self.main(x) + self.side(side)
 
 
 class Stash(nn.Module):
@@ -112,8 +111,7 @@ class TakesWhole(nn.Module):
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
         x, table = value
-        out: Tensor = self.linear(x) + table.mean(0)
-        return out
+        return self.linear(x) + table.mean(0)
 
 
 # What is drawn.
@@ -146,8 +144,7 @@ class StochasticDepth(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kept = torch.rand(len(x), 1) < 0.6
-        out: Tensor = x + self.inner(x) * kept / 0.6
-        return out
+        return x + self.inner(x) * kept / 0.6
 
 
 class LayerDrop(nn.Module):
@@ -214,8 +211,7 @@ class Images(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
+        return self.inner(x)
 
 
 # What is trained, and what changes by itself.
@@ -231,8 +227,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.inner(x)
-        return out
+        return x + self.inner(x)
 
 
 def half_frozen(width: int) -> nn.Module:
@@ -251,8 +246,7 @@ class LowRank(nn.Module):
         self.up = nn.Linear(1, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.frozen(x) + self.up(self.down(x))
-        return out
+        return self.frozen(x) + self.up(self.down(x))
 
 
 class Experts(nn.Module):
@@ -264,8 +258,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = int(x.detach().abs().sum().nan_to_num(0.0, 0.0, 0.0) * 1000) % 3  # a model may have come to NaN
-        out: Tensor = self.experts[chosen](x)
-        return out
+        return self.experts[chosen](x)
 
 
 class Unused(nn.Module):

@@ -26,8 +26,7 @@ class Norms(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        made: Tensor = self.dropout(F.silu(self.norm(self.conv(x)) + time[:, None, None]))
-        return made
+        return self.dropout(F.silu(self.norm(self.conv(x)) + time[:, None, None]))
 
 
 class UNet(nn.Module):

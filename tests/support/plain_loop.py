@@ -142,8 +142,7 @@ def train(
 ) -> Tensor:
     """One mini-batch through a pipe: by `step`, or by a "call", which knows neither reduction nor scale."""
     if way == "step":
-        loss: Tensor = pipe.step(inputs, targets, loss_fn, reduction=reduction, scale=scale)
-        return loss
+        return pipe.step(inputs, targets, loss_fn, reduction=reduction, scale=scale)
     loss = loss_fn(pipe(inputs, gather=True), targets)
     loss.backward()
     return loss.detach()

@@ -84,12 +84,10 @@ class Piped:
         self.module = self.pipe = pipe
 
     def call(self, x: Tensor) -> Tensor:
-        output: Tensor = self.pipe(x, gather=True)
-        return output
+        return self.pipe(x, gather=True)
 
     def step(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.pipe.step(x, TARGET, F.mse_loss)
-        return loss
+        return self.pipe.step(x, TARGET, F.mse_loss)
 
 
 class Plain:

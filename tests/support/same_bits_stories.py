@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gpipe
 from tests.support.networks import (
     WIDTH,
     WORDS,
@@ -23,7 +24,7 @@ from tests.support.networks import (
 )
 from tests.support.odd_layers import Pop, Stash
 from tests.support.outcomes import Outcome, noted, optimizer_of
-from tests.support.plain_loop import weights_of
+from tests.support.plain_loop import Tree, plain_loop, plain_outputs, weights_of
 
 SEED, MICRO_BATCHES = 3, 4
 
@@ -90,8 +91,7 @@ class Twice(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, **popped: Tensor) -> Tensor:
-        out: Tensor = self.linear(x) * torch.stack([tensor.tanh() for tensor in popped.values()]).sum(0)
-        return out
+        return self.linear(x) * torch.stack([tensor.tanh() for tensor in popped.values()]).sum(0)
 
 
 def skips(make: Make) -> Outcome:
@@ -273,3 +273,34 @@ STORIES: Mapping[str, Story] = {
         (without_gradients, True), (clipping, False), (double, True), (built_lazily, False), (frozen, True),
     ]
 }  # fmt: skip
+
+
+def maker(partitions: int, **settings: Any) -> Make:
+    """Makes pipes of so many partitions."""
+
+    def make(layers: Any, **how: Any) -> gpipe.GPipe:
+        return gpipe.GPipe(layers, partitions, MICRO_BATCHES, seed=SEED, **settings, **how)
+
+    return make
+
+
+class Plain(nn.Sequential):
+    """The plain loop as a pipe, as far as it goes."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(*layers)
+        self.step_number = 0
+
+    def step(self, inputs: Tree, targets: Tree, loss_fn: Callable[..., Tensor], **how: Any) -> Tensor:
+        return self._counted(plain_loop(list(self), inputs, targets, loss_fn, **self._keys(), **how))
+
+    def forward(self, inputs: Tree, *, gather: bool) -> Any:  # type: ignore[override]  # it is no Sequential to others
+        assert not torch.is_grad_enabled()
+        return self._counted(plain_outputs(list(self), inputs, **self._keys()))
+
+    def _keys(self) -> dict[str, Any]:
+        return {"micro_batches": MICRO_BATCHES, "seed": SEED, "step": self.step_number}
+
+    def _counted(self, made: Any) -> Any:
+        self.step_number += self.training
+        return made

@@ -72,8 +72,7 @@ class Tied(nn.Module):
         self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
 
     def forward(self, value: Tensor) -> Tensor:
-        made: Tensor = self.norm(self.linear(value))
-        return made
+        return self.norm(self.linear(value))
 
 
 def train_tied(rank: int, world: int, **how: Any) -> list[Json]:

@@ -121,8 +121,7 @@ class Waits(nn.Module):
     """A layer whose backward waits for what other ranks do meanwhile."""
 
     def forward(self, value: Tensor) -> Tensor:
-        made: Tensor = _Waiting.apply(value)
-        return made
+        return _Waiting.apply(value)
 
 
 class _Waiting(torch.autograd.Function):

@@ -60,8 +60,7 @@ def noted_output(when: str, output: Any) -> Outcome:
 
 
 def loss_in(output: Any) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
+    return output["loss"]
 
 
 def train(rank: int, world: int, name: str, how: dict[str, Any]) -> tuple[Digests, Digests]:

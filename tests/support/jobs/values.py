@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,55 +14,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
+from tests.support.kinds.values import WIDTH, Makes, Uses, loss_of
 from tests.support.outcomes import Outcome, noted
 from tests.support.plain_loop import Tree, weights_of
 from tests.support.processes.digests import Digests, digest, digests, own_inputs
 from tests.support.same_bits_stories import Make
 
-WIDTH, SEED, MICRO_BATCHES = 6, 5, 3
+SEED, MICRO_BATCHES = 5, 3
 Json = Any
-
-VALUES: dict[str, Callable[[Tensor, Tensor], Tree]] = {
-    "a tuple": lambda y, x: (y, x * 2),
-    "nested": lambda y, x: {"a": [y, (y * 2, None)], "b": {}, "c": (), "d": {"e": y.sin()}},
-    "keys of any kind": lambda y, x: {3: y, None: x, True: y * 2, "": 1.5},
-    "no tensors beside it": lambda y, x: (y, 3, -(2**70), True, None, 2.5, float("inf"), "é", 1j, b"\0x", torch.int8),
-    "whole numbers": lambda y, x: (y, x > 0, (x * 9).long(), (x * 9).int(), (x * 9).to(torch.int8), x.byte()),
-    "half": lambda y, x: (y.half(), x.half()),
-    "bfloat16": lambda y, x: (y.bfloat16(), x.bfloat16()),
-    "double": lambda y, x: (y.double(), x.double()),
-    "complex": lambda y, x: (torch.complex(y, y * 2), torch.complex(x, x).to(torch.complex128)),
-    "conjugate": lambda y, x: (torch.complex(y, y * 2).conj(), torch.complex(y, x).conj().imag),
-    "empty": lambda y, x: (y, y[:0], torch.empty(0, 3), x[:, :0]),
-    "no dimensions": lambda y, x: (y, y.sum(), torch.tensor(3)),
-    "transposed": lambda y, x: (y.t(), x.t(), y.t().contiguous().t()),
-    "permuted": lambda y, x: y.view(-1, 1, 2, 3).permute(3, 0, 2, 1),
-    "channels last": lambda y, x: y.view(-1, 2, 3, 1).contiguous(memory_format=torch.channels_last),
-    "slices": lambda y, x: (y[:, ::2], x[::2], y[:, 1:4], y[1:]),
-    "expanded": lambda y, x: (y[:, :1].expand(-1, 5), x[:1].expand(4, -1), y.sum().expand(2, 3)),
-    "one tensor twice": lambda y, x: (y, y, x, [x, y]),
-    "views of one": lambda y, x: y.chunk(2, 1),
-    "a view and its base": lambda y, x: (y, y[:, :2]),
-    "no gradient": lambda y, x: (y.detach() * 2, x, y),
-    "a leaf of its own": lambda y, x: (y, torch.ones(2, 3, requires_grad=True)),
-    "large": lambda y, x: (y.repeat(1, 4000), x.repeat(1, 4000).t()),
-    "large and small": lambda y, x: [y.repeat(1, 3000), y[:, :1], x > 0, y.repeat(1, 1500).t()],
-}
-
-
-class Makes(nn.Module):
-    """Hands on a value of some kind."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.made: list[Json] = []
-
-    def forward(self, x: Tensor) -> Tree:
-        value = VALUES[self.kind](self.linear(x), x.detach())
-        self.made.append(describe(value))
-        return value
 
 
 class Passes(nn.Module):
@@ -69,22 +29,6 @@ class Passes(nn.Module):
 
     def forward(self, value: Tree) -> Tree:
         return value
-
-
-class Uses(nn.Module):
-    """Makes one row of each row's micro-batch of all tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
-        self.given: list[Json] = []
-
-    def forward(self, value: Tree) -> Tensor:
-        self.given.append(describe(value))
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel()]
-        parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-        total = torch.stack([part.double().tanh().mean() * (at + 1) for at, part in enumerate(parts)]).sum()
-        return total.float() * self.weight.unsqueeze(0)
 
 
 def describe(value: Tree) -> Json:
@@ -105,44 +49,39 @@ def _describe_leaf(leaf: object, first: dict[int, int]) -> Json:
     ]
 
 
-def layers_of(kind: str) -> list[nn.Module]:
-    with weights_of(4):
-        return [Makes(kind), Passes(), Uses()]
-
-
 def inputs(rows: int = 3 * MICRO_BATCHES) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(6))
 
 
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target.mean(0, keepdim=True)).square().sum()
-
-
-def run_value(make: Make, kind: str) -> tuple[list[nn.Module], Outcome]:
-    layers = layers_of(kind)
+def run_value(make: Make, kind: str) -> tuple[list[Json], list[Json], Outcome]:
+    """A value over all stages: what was made, what was given, and what the step left."""
+    seen: tuple[list[Json], list[Json]] = ([], [])
+    with weights_of(4):
+        layers = [
+            Makes(kind, lambda v: seen[0].append(describe(v))),
+            Passes(),
+            Uses(lambda v: seen[1].append(describe(v))),
+        ]
     pipe = make(layers)
     found: Outcome = {"loss": pipe.step(inputs(), inputs().cos(), loss_of)}
-    found |= noted(pipe, "end")
-    return layers, found
+    return *seen, found | noted(pipe, "end")
+
+
+def expected(kind: str) -> Digests:
+    """What the local run leaves."""
+    return digests(run_value(locally, kind)[2])
 
 
 def carry(rank: int, world: int, kind: str) -> Json:
-    """A value over all stages: what was made, what was given, and the digests."""
-    (first, *_, last), found = run_value(maker(world), kind)
-    assert isinstance(first, Makes)
-    assert isinstance(last, Uses)
-    return [first.made, last.given, digests(found)]
+    made, given, found = run_value(maker(world), kind)
+    return [made, given, digests(found)]
 
 
 def maker(world: int) -> Make:
-    def make(layers: Any, **how: Any) -> gpipe.GPipe:
-        return gpipe.GPipe(layers, world, MICRO_BATCHES, seed=SEED, driver="process", **how)
-
-    return make
+    return partial(gpipe.GPipe, partitions=world, micro_batches=MICRO_BATCHES, seed=SEED, driver="process")
 
 
-def locally(layers: Any, **how: Any) -> gpipe.GPipe:
-    return gpipe.GPipe(layers, 1, MICRO_BATCHES, seed=SEED, driver="lockstep", **how)
+locally: Make = partial(gpipe.GPipe, partitions=1, micro_batches=MICRO_BATCHES, seed=SEED, driver="lockstep")
 
 
 class AddsTable(nn.Module):
@@ -154,8 +93,7 @@ class AddsTable(nn.Module):
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
         x, table = value
-        out: Tensor = self.linear(x) + table.mean(0)
-        return out
+        return self.linear(x) + table.mean(0)
 
 
 def loss_with_table(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
@@ -286,8 +224,7 @@ class Slow(nn.Module):
         time.sleep(0.002)
         if self.look is not None:
             self.most = list(map(max, self.most, self.look()))
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 def shared_bytes() -> int:

@@ -1,6 +1,7 @@
 """What a rank tells of a run: of each tensor a digest, small enough to be sent, the same for the same bits."""
 
 import hashlib
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -26,3 +27,15 @@ def digests(outcome: Outcome) -> Digests:
 def own_inputs(found: Outcome, rank: int) -> Outcome:
     """Without the gradients of inputs, which only the first stage has."""
     return {name: tensor for name, tensor in found.items() if not rank or " input " not in name}
+
+
+def wrong(found: Sequence[Digests], expected: Digests, leave_out: Callable[[str], bool] = lambda name: False) -> str:
+    """What differs on which rank, and what no rank has."""
+    said = [
+        f"{name} on rank {rank} is {digest}, not {expected.get(name)}"
+        for rank, own in enumerate(found)
+        for name, digest in own.items()
+        if not leave_out(name) and expected.get(name) != digest
+    ]
+    missing = expected.keys() - {name for own in found for name in own}
+    return "\n".join([*said, *(f"no rank has {name}" for name in sorted(missing))])

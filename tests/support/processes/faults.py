@@ -173,8 +173,7 @@ class Faulty(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         visit = self.visits.enter(x)
         out = self.pass_by(visit, super().forward(x))
-        watched: Tensor = _Watched.apply(out, self, visit)
-        return watched
+        return _Watched.apply(out, self, visit)
 
     def pass_by(self, visit: Visit, value: Tensor) -> Tensor:
         """A phase is under way; gives what it shall give."""

@@ -162,8 +162,7 @@ def free_port() -> int:
     """A port of the loopback device on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def _start(rank: int, folder: Path) -> _Process:

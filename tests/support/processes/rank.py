@@ -123,8 +123,7 @@ def _leave() -> None:
 
 def _find(job: str) -> Callable[..., object]:
     module, _, name = job.partition(":")
-    found: Callable[..., object] = getattr(import_module(module), name)
-    return found
+    return getattr(import_module(module), name)
 
 
 def _describe(error: BaseException) -> dict[str, str]:

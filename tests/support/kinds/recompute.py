@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from ..blocks import network
-from ..case import Case, Draw, kind
+from .blocks import network
+from .case import Case, Draw, kind
 
 
 class Again(torch.autograd.Function):
@@ -65,8 +65,7 @@ class Reversible(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own:
             return self.run(x)
-        out: torch.Tensor = Again.apply(x, self.run, self.restore, self.linear.weight)
-        return out
+        return Again.apply(x, self.run, self.restore, self.linear.weight)
 
 
 def both(draw: Draw, width: int, make: Callable[[bool], list[nn.Module]], **further: Any) -> Case:
@@ -101,14 +100,12 @@ class Checkpointed(nn.Module):
         self.inner = Checkpointed(width, own, reentrant, depth - 1, noise) if depth else nn.Tanh()
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(self.dropout(self.linear(x)))
-        return out
+        return self.inner(self.dropout(self.linear(x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own or not torch.is_grad_enabled():
             return self.run(x)
-        out: torch.Tensor = checkpoint(self.run, x, use_reentrant=self.reentrant)
-        return out
+        return checkpoint(self.run, x, use_reentrant=self.reentrant)
 
 
 @kind("errors")

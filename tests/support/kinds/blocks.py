@@ -32,8 +32,7 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Adds what the inner layer makes."""
-        out: torch.Tensor = x + self.inner(x)
-        return out
+        return x + self.inner(x)
 
 
 class Touchy(torch.autograd.Function):

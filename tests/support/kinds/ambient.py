@@ -15,8 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..blocks import Apply, network, plain
-from ..case import Case, Draw, kind
+from .blocks import Apply, network, plain
+from .case import Case, Draw, kind
 
 FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
 LOCAL = threading.local()
@@ -214,8 +214,7 @@ def autocast(draw: Draw) -> Case:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", dtype=dtype):
-                out: torch.Tensor = self.linear(x)
-            return out
+                return self.linear(x).to(x.dtype)
 
     core: list[nn.Module] = [draw.choice((Casting, lambda: nn.Linear(width, width)))(), plain(draw, width)]
     return network(

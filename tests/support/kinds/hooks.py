@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from ..blocks import Residual, network
-from ..case import Case, Draw, kind
+from .blocks import Residual, network
+from .case import Case, Draw, kind
 
 Change = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -55,8 +55,7 @@ class HookedInput(nn.Module):
                 handles[0].remove()
         if self.retained and viewed.requires_grad:
             viewed.retain_grad()
-        out: torch.Tensor = self.linear(viewed)
-        return out
+        return self.linear(viewed)
 
 
 def hooked(draw: Draw, log: list[float], views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]) -> Case:
@@ -155,8 +154,7 @@ class HookedPair(nn.Module):
     def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if pair[self.which].requires_grad:
             pair[self.which].register_hook(self.change)
-        out: torch.Tensor = self.linear(pair[0]) * pair[1]
-        return out
+        return self.linear(pair[0]) * pair[1]
 
 
 class Fork(nn.Module):
@@ -207,8 +205,7 @@ class Graph(nn.Module):
                     x = x * 2
                 case 3:
                     x = x * (1.0 + float(x.output_nr))
-        out: torch.Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 @kind("S1")

@@ -6,13 +6,10 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from .reference import Trainer
 
 Observed = dict[str, object]
 REMATS = ("always", "except_last", "never")
@@ -97,13 +94,13 @@ class Case:
     must_refuse: bool = False  # an error is the only right thing
     told: tuple[str, ...] | None = None  # other numbers are right if what is said holds each of these
     must_tell: bool = False
-    begin: Callable[[Trainer], None] = lambda trainer: None
-    between: Callable[[Trainer, int], None] = lambda trainer, step: None
+    begin: Callable[[Any], None] = lambda trainer: None
+    between: Callable[[Any, int], None] = lambda trainer, step: None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     outside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     optimize: Callable[[int], bool] = lambda step: True  # whether the optimizer steps after this step
     extra: Callable[[], dict[str, object]] = dict  # what else must be equal
-    script: Callable[[Trainer, Observed], None] | None = None  # another way to train
+    script: Callable[[Any, Observed], None] | None = None  # another way to train
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:

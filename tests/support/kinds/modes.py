@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..blocks import Apply, network, plain
-from ..case import Case, Draw, kind
-from ..reference import Trainer
+from .blocks import Apply, network, plain
+from .case import Case, Draw, kind
 
 
 @kind()
@@ -20,7 +20,7 @@ def train_and_eval(draw: Draw) -> Case:
     case = network(draw, width, [nn.Dropout(0.4), plain(draw, width), nn.Dropout(0.2)])
     whole = draw.maybe()
 
-    def switch(trainer: Trainer, step: int) -> None:
+    def switch(trainer: Any, step: int) -> None:
         if whole:
             trainer.train(not trainer.model.training)
         else:
@@ -41,7 +41,7 @@ def validation_between(draw: Draw) -> Case:
     mode: Callable[[], torch.no_grad | torch.inference_mode] = draw.choice((torch.no_grad, torch.inference_mode))
     evaluating, stepping = draw.maybe(0.7), draw.maybe()
 
-    def validate(trainer: Trainer, step: int) -> None:
+    def validate(trainer: Any, step: int) -> None:
         x, y = case.batches[step]
         trainer.train(not evaluating)
         with mode():
@@ -70,7 +70,7 @@ def requires_grad_toggled(draw: Draw) -> Case:
     zero = draw.maybe()
     which = [draw.random() < 0.5 for _ in range(40)]
 
-    def toggle(trainer: Trainer, step: int) -> None:
+    def toggle(trainer: Any, step: int) -> None:
         for chosen, p in zip(which, list(trainer.model.parameters())[:-1], strict=False):
             if chosen:
                 p.requires_grad_(not p.requires_grad)
@@ -124,7 +124,7 @@ def grown_and_cut(draw: Draw) -> Case:
     case = network(draw, width, [nn.LeakyReLU(0.1), nn.LayerNorm(width), plain(draw, width)])
     how = draw.randint(0, 2)
 
-    def change(trainer: Trainer, step: int) -> None:
+    def change(trainer: Any, step: int) -> None:
         match how:
             case 0:
                 next(m for m in trainer.model.modules() if isinstance(m, nn.LeakyReLU)).negative_slope *= 2

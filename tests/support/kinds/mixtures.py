@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..blocks import Apply, Residual, network, plain
-from ..case import Case, Draw, kind
+from .blocks import Apply, Residual, network, plain
+from .case import Case, Draw, kind
 
 
 class Experts(nn.Module):
@@ -76,8 +76,7 @@ class Lora(nn.Module):
         self.noise = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + 2.0 * self.up(self.down(self.noise(x)))
-        return out
+        return self.base(x) + 2.0 * self.up(self.down(self.noise(x)))
 
 
 @kind()

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..blocks import mini_batches, plain, tokens
-from ..case import Case, Draw, kind
+from .blocks import mini_batches, plain, tokens
+from .case import Case, Draw, kind
 
 
 class Knows(nn.Module):
@@ -26,15 +26,13 @@ class Knows(nn.Module):
         self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.a(x).tanh()
-        return out
+        return self.a(x).tanh()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         act: Any = self.act[0] if isinstance(self.act, list | tuple) else self.act
         act = act["act"] if isinstance(act, dict) else act
         act = act.call if isinstance(act, Holder) else act
-        out: torch.Tensor = x + self.b(act(x))
-        return out
+        return x + self.b(act(x))
 
 
 class Holder:

@@ -9,8 +9,8 @@ import torch
 import torch.ao.quantization as quantization
 from torch import nn
 
-from ..blocks import network
-from ..case import Case, Draw, kind
+from .blocks import network
+from .case import Case, Draw, kind
 
 Write = Callable[["Counter", torch.Tensor], None]
 

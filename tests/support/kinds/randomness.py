@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..blocks import Apply, network, plain
-from ..case import Case, Draw, kind
+from .blocks import Apply, network, plain
+from .case import Case, Draw, kind
 
 Source = Callable[[], float]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import Apply, Residual, mini_batches, network, plain, squares, touchy
-from ..case import Case, Draw, kind
+from .blocks import Apply, Residual, mini_batches, network, plain, squares, touchy
+from .case import Case, Draw, kind
 
 
 def sensitive(draw: Draw, width: int) -> nn.Module:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import Apply, network, plain
-from ..case import Case, Draw, kind
+from .blocks import Apply, network, plain
+from .case import Case, Draw, kind
 
 
 class Stop(torch.autograd.Function):
@@ -49,8 +49,7 @@ class Scaled(nn.Module):
         self.weight, self.materialize = nn.Parameter(torch.rand(width) + 0.5), materialize
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Scale.apply(x, self.weight, self.materialize)
-        return out
+        return Scale.apply(x, self.weight, self.materialize)
 
 
 def stops() -> tuple[Callable[[], nn.Module], ...]:
@@ -193,7 +192,7 @@ class SetUp(torch.autograd.Function):
 def custom_functions(draw: Draw) -> Case:
     """mark_dirty, views of the input, graphs within, setup_context."""
     width = draw.width()
-    options = (Dirty.apply, Same.apply, Inner.apply, lambda x: SetUp.apply(x, 3))
+    options = (lambda x: Dirty.apply(x * 1), Same.apply, Inner.apply, lambda x: SetUp.apply(x, 3))
     core = [Apply(draw.choice(options)), plain(draw, width), Apply(draw.choice(options))]
     return network(draw, width, core, before=1)
 

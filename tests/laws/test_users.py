@@ -1,0 +1,156 @@
+"""What users do to networks: the bits of a second plain loop, or an error or a word that names the culprit.
+
+All kinds of `tests.support.kinds`, judged as the soak judges thousands of each.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from tests.soak.judge import FAILED, judge
+from tests.support.kinds import KINDS
+from tests.support.plain_loop import REMATS, one_thread, same_bits
+from tests.support.two_steps import DRIVERS, REMAT, M, X, Y, check, network
+
+LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+NOT_TOLD = {"s1_node_hook"}  # hooks on `x.grad_fn` itself, of what crossed a cut: docs/log.md
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in NOT_TOLD])
+@settings(LAW, max_examples=16)
+@given(st.integers(0, 10**6))
+def test_what_users_do_is_right_or_refused_or_told(name: str, number: int) -> None:
+    with one_thread():
+        found = judge(KINDS[name], number)
+    assert found.verdict not in FAILED, f"python -m tests.soak.run --only {name} --seed {number} -v\n{found.why}"
+
+
+# Weights that others use.
+
+
+@DRIVERS
+@REMAT
+def test_a_weight_that_another_partition_uses_past_its_layers_is_refused(remat: str, driver: str) -> None:
+    layers = network(torch.tanh, torch.sin)
+    weight = layers[0].get_parameter("weight")
+    with gpipe.GPipe(layers, [2, 2], M, driver=driver, remat=remat) as pipe:
+        with pytest.raises(RuntimeError, match=r"reaches weight of layer 0 \(0: Linear\), which is not its own"):
+            pipe.step(X, Y, lambda o, t: (o @ weight.t() - t).pow(2).mean())
+        pipe.zero_grad()
+        pipe.step(X, Y, F.mse_loss)
+
+
+@DRIVERS
+def test_a_weight_that_two_partitions_use_past_all_layers_is_refused(driver: str) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    pipe = gpipe.GPipe(network(lambda x: x * weight, lambda x: x + weight), [2, 2], M, driver=driver)
+    with pytest.raises(RuntimeError, match=r"a weight of shape \(4,\), which stage \d uses too"):
+        pipe.step(X, Y, F.mse_loss)
+
+
+def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused() -> None:
+    class Leans(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 2
+            return y, y.sin()
+
+    class Hooks(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            if pair[0].requires_grad:
+                pair[0].register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            return pair[0] + pair[1]
+
+    for remat in REMATS:
+        check([nn.Linear(4, 4), Leans(), Hooks(), nn.Linear(4, 4)], [1, 3], "threads", remat)
+        pipe = gpipe.GPipe([nn.Linear(4, 4), Leans(), Hooks(), nn.Linear(4, 4)], [2, 2], M, remat=remat)
+        with pytest.raises(RuntimeError, match="another tensor that crosses the cut with it was made from it"):
+            pipe.step(X, Y, F.mse_loss)
+
+
+# Parameters that are frozen, unused, or not there.
+
+
+def test_frozen_layers_in_front_keep_nothing_for_a_backward() -> None:
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    layers = [nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)]
+    pipe = gpipe.GPipe(layers, [2, 1], M, remat="never")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = pipe(X)
+    assert len(saved) <= 2 * M  # input and weight of the last layer
+    output.sum().backward()
+
+
+def test_a_parameter_that_no_micro_batch_uses_has_no_gradient_and_is_told() -> None:
+    class Unused(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight)
+
+    layers = [nn.Linear(4, 4), Unused(4, 4), nn.Linear(4, 4)]
+    pipe = gpipe.GPipe(layers, 3, M)
+    pipe.step(X, Y, F.mse_loss)
+    assert layers[1].bias.grad is None
+    assert "1.bias" in "".join(pipe.findings)
+
+
+def test_a_model_without_anything_to_train_evaluates() -> None:
+    pipe = gpipe.GPipe([nn.Tanh(), nn.ReLU()], 2, M)
+    with torch.no_grad():
+        assert torch.equal(pipe(X), X.tanh().relu())
+    assert not pipe(X).requires_grad
+    with pytest.raises(ValueError, match="needs no gradient"):
+        pipe.step(X, Y, F.mse_loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_modules_are_refused_with_the_reason() -> None:
+    scripted = torch.jit.script(nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match=r"layer 1 \(Sequential\) is of TorchScript, .*; give the plain module"):
+        gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(scripted)], 99, M)
+
+
+@DRIVERS
+@pytest.mark.parametrize("way", ["step", "call"])
+def test_numbers_too_small_to_be_normal_are_flushed_where_the_caller_does_so(way: str, driver: str) -> None:
+    class Small(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 1e-20) * 1e-20 * 1e38
+
+    pipe, ones, seen = gpipe.GPipe([Small(), nn.Identity()], 2, 2, driver=driver), torch.ones(4, 2), []
+    for flushes in (False, True, False):
+        if not torch.set_flush_denormal(flushes):
+            pytest.skip("this processor has no such mode")
+        try:
+            with torch.no_grad():
+                out = pipe(ones) if way == "call" else pipe.step(ones, ones, lambda output, _: output.mean())
+        finally:
+            torch.set_flush_denormal(False)
+        seen.append(bool((out == 0).all()))
+    assert seen == [False, True, False]
+
+
+def test_a_sparse_embedding_tied_to_the_head_has_the_gradient_of_one_mini_batch() -> None:
+    def build() -> tuple[nn.Embedding, nn.Linear]:
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20, bias=False)
+        head.weight = embedding.weight
+        return embedding, head
+
+    words, found = torch.arange(6) % 5, []
+    for partitions in (1, 2):
+        layers = build()
+        gpipe.GPipe(layers, partitions, 2).step(words, words, F.cross_entropy)
+        found.append(layers[0].weight.grad)
+    plain = build()
+    F.cross_entropy(nn.Sequential(*plain)(words), words).backward()
+    assert same_bits(*found)
+    torch.testing.assert_close(found[0], plain[0].weight.grad)

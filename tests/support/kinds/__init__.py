@@ -1,0 +1,11 @@
+"""What users do to networks: kinds that a second plain loop judges; importing this enters all in `KINDS`."""
+
+from importlib import import_module
+from pathlib import Path
+
+from .case import KINDS
+
+__all__ = ["KINDS"]
+
+for _file in sorted(Path(__file__).parent.glob("[!_]*.py")):
+    import_module(f"{__name__}.{_file.stem}")
