@@ -1,8 +1,7 @@
 """Networks as sequences of layers: those the GPipe paper trains, and the U-Net of torchgpipe's benchmarks."""
 
 from gpipe.recipes.models.amoebanet import DropPath, amoebanet_b, amoebanet_d, drop_path_keep, set_keep
-from gpipe.recipes.models.transformer import transformer_lm
-from gpipe.recipes.models.translation import transformer
+from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.models.unet import unet
 
 __all__ = [

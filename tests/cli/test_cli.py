@@ -10,10 +10,9 @@ import pytest
 import gpipe
 from gpipe.cli.main import main
 from gpipe.recipes import prepare, training
-from gpipe.recipes.options.bounds import flag
 from gpipe.recipes.options.files import OPTIONS
 from gpipe.recipes.options.images import DigitsOptions
-from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.options.training import TrainOptions, flag
 from gpipe.recipes.recipe import Recipe
 
 

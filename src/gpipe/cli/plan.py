@@ -13,7 +13,7 @@ import tyro
 
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.planner.search.device import PRESETS, Device, parse_devices
-from gpipe.recipes.options.bounds import Count, NotNegative, out_of_bounds, refuse
+from gpipe.recipes.options.training import Count, NotNegative, out_of_bounds, refuse
 from gpipe.schedule.schedules import SCHEDULES
 
 IMAGE = (3, 224, 224)

@@ -11,7 +11,7 @@ from rich.console import Console
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, needed, panel, words
-from gpipe.recipes.options.bounds import Positive, out_of_bounds, refuse
+from gpipe.recipes.options.training import Positive, out_of_bounds, refuse
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES

@@ -9,15 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.recipes.data.augment import Augmentation, augment, jitter
+from gpipe.recipes.data.augment import Augmentation, augment, batches, jitter
 from gpipe.recipes.data.digits import CLASSES, load_digits
 from gpipe.recipes.data.folder import Reader, load_folder
-from gpipe.recipes.data.sampling import batches
-from gpipe.recipes.display import watched
 from gpipe.recipes.learning import cosine, exponential
 from gpipe.recipes.models.amoebanet import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.options.images import ImagesOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, load
+from gpipe.recipes.training import watched
 
 EVALUATED = 256  # images that are evaluated at once
 SHOWN = 25  # classes, above which the terminal shows no confusion table
@@ -136,12 +135,9 @@ class ImagesRecipe(Recipe[ImagesOptions]):
                 f"--batch-size is {options.batch_size}, and there are {len(source.train)} images to train on: "
                 "choose fewer"
             )
+        self.title = f"{NETWORKS[options.model][1]} ({options.layers}, {options.filters})"
         self.steps_per_epoch = len(source.train) // options.batch_size
-
-    @property
-    def title(self) -> str:
-        """The network and its size."""
-        return f"{NETWORKS[self.options.model][1]} ({self.options.layers}, {self.options.filters})"
+        self.averaging, self.data = options.ema, source.data
 
     def layers(self) -> list[nn.Module]:
         """Builds the network."""
@@ -203,16 +199,6 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         """Drops more and more paths over the training."""
         if self.options.drop_path < 1:
             set_keep(pipe, drop_path_keep(step, steps, self.options.drop_path))
-
-    @property
-    def data(self) -> str:
-        """Tells the names and classes of the images of a folder."""
-        return self.source.data
-
-    @property
-    def averaging(self) -> float:
-        """How much of itself the moving average of the weights keeps at each step."""
-        return self.options.ema
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
         """The share of held-out images that are classified rightly."""

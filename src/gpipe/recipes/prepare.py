@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.recipes.learning import Averages
-from gpipe.recipes.options.bounds import flag, refuse
 from gpipe.recipes.options.files import write_config
-from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.options.training import TrainOptions, flag, refuse
 from gpipe.recipes.recipe import Recipe, Share
 from gpipe.recipes.world import World, find_world, of_first
 
@@ -32,14 +31,7 @@ PATIENCE = 20.0  # seconds without news from another rank that saves; torchrun k
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch came to, a line of metrics.jsonl.
-
-    Attributes:
-        epoch: Its number, from 1.
-        loss: The mean over its steps.
-        measured: How well the network does on held-out data, by name.
-        seconds: How long it took, measuring included.
-    """
+    """What an epoch, counted from 1, came to: the mean loss of its steps, and what was measured on held-out data."""
 
     epoch: int
     loss: float
@@ -47,11 +39,7 @@ class Epoch:
     seconds: float
 
     def line(self) -> dict[str, float]:
-        """The line of metrics.jsonl.
-
-        >>> Epoch(1, 0.5, {"accuracy": 0.25}, 2.0).line()
-        {'epoch': 1, 'loss': 0.5, 'accuracy': 0.25, 'seconds': 2.0}
-        """
+        """The line of metrics.jsonl."""
         return {"epoch": self.epoch, "loss": self.loss, **self.measured, "seconds": self.seconds}
 
 
@@ -125,23 +113,34 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         os.close(handle)
 
 
-@dataclass(frozen=True, eq=False)
 class Job:
-    """All that training needs, checked and built, and how far it is; `how` is how the network is cut and run."""
+    """All that training needs, checked and built, and how far it is.
 
-    recipe: Recipe[Any]
-    pipe: gpipe.GPipe
-    optimizer: torch.optim.Optimizer
-    averages: Averages
-    world: World
-    how: Mapping[str, Any]
-    progress: Progress = field(default_factory=Progress)
+    Attributes:
+        recipe: What is trained, by its `options`.
+        pipe: Its network.
+        optimizer: Of the pipe's parameters.
+        averages: Of the same.
+        world: The processes that train together.
+        how: How the network is cut and run, in plain values.
+        progress: How far it is.
+        checkpoints: The folder of the checkpoints.
+        share: What this process reads of each mini-batch.
+        steps: How many steps the training has.
+        epochs: How many epochs it has; the last one may be short.
+    """
 
-    @property
-    def options(self) -> TrainOptions:
-        """The options of the command."""
-        options: TrainOptions = self.recipe.options
-        return options
+    def __init__(self, recipe: Recipe[Any], pipe: gpipe.GPipe, how: Mapping[str, Any], world: World) -> None:
+        self.recipe, self.pipe, self.how, self.world = recipe, pipe, how, world
+        self.options: TrainOptions = recipe.options
+        self.optimizer = recipe.optimizer(pipe.parameters())
+        self.averages = Averages(self.optimizer, recipe.averaging)
+        self.progress = Progress()
+        self.checkpoints = self.options.out / CHECKPOINTS
+        replicas = _replicas(pipe.partitions, world)
+        self.share = Share(world.rank // pipe.partitions, replicas, pipe.reads_inputs)
+        self.steps: int = self.options.steps or self.options.epochs * recipe.steps_per_epoch
+        self.epochs = ceil(self.steps / recipe.steps_per_epoch)
 
     @property
     def name(self) -> str:
@@ -155,21 +154,6 @@ class Job:
         )
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.options.out / CHECKPOINTS
-
-    @property
-    def steps(self) -> int:
-        """How many steps the training has."""
-        return self.options.steps or self.options.epochs * self.recipe.steps_per_epoch
-
-    @property
-    def epochs(self) -> int:
-        """How many epochs it has; the last one may be short."""
-        return ceil(self.steps / self.recipe.steps_per_epoch)
-
-    @property
     def done(self) -> int:
         """How many steps were taken."""
         return len(self.progress.epochs) * self.recipe.steps_per_epoch + len(self.progress.losses)
@@ -177,12 +161,6 @@ class Job:
     def steps_of(self, epoch: int) -> int:
         """How many steps an epoch has, counted from 1."""
         return min(self.recipe.steps_per_epoch, self.steps - (epoch - 1) * self.recipe.steps_per_epoch)
-
-    @property
-    def share(self) -> Share:
-        """What this process reads of each mini-batch."""
-        k = self.pipe.partitions
-        return Share(self.world.rank // k, _replicas(k, self.world), self.pipe.reads_inputs)
 
     def begin_save(self) -> Callable[[], Path]:
         """Begins to save a checkpoint; what it gives waits for it, and gives its folder.
@@ -240,7 +218,7 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
         )
     if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
-    job = make_job(recipe, layers, costs, world)
+    pipe, how = make_pipe(recipe, layers, costs, world)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -248,7 +226,8 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
             f"--out is {options.out}, which cannot be made: {error.strerror}; choose another folder"
         ) from None
     with locked(options.out, world):
-        job = replace(job, progress=_begin(job))
+        job = Job(recipe, pipe, how, world)
+        _begin(job)
         if not world.rank:
             write_config(options.out, recipe.name, options)
             recipe.write(options.out)
@@ -278,8 +257,10 @@ def read_weights(run: Path) -> Mapping[str, Any]:
     return gpipe.load(run / CHECKPOINTS).state_dict()
 
 
-def make_job(recipe: Recipe[Any], layers: list[nn.Module], costs: Sequence[float] | None, world: World) -> Job:
-    """Cuts the layers as the options say, or as is fastest on this machine; nothing is trained of it yet."""
+def make_pipe(
+    recipe: Recipe[Any], layers: list[nn.Module], costs: Sequence[float] | None, world: World
+) -> tuple[gpipe.GPipe, dict[str, Any]]:
+    """Cuts the layers as the options say, or as is fastest on this machine; gives also how."""
     o: TrainOptions = recipe.options
     k = o.partitions
     assert k is not None
@@ -310,8 +291,7 @@ def make_job(recipe: Recipe[Any], layers: list[nn.Module], costs: Sequence[float
         driver="process" if world.launched else None,
         **how,
     )
-    optimizer = recipe.optimizer(pipe.parameters())
-    return Job(recipe, pipe, optimizer, Averages(optimizer, recipe.averaging), world, how)
+    return pipe, how
 
 
 def _replicas(partitions: int, world: World) -> int:
@@ -330,7 +310,7 @@ def _even(sample: Any, parts: int) -> Any:
     return sample[torch.arange(max(parts, rows - rows % parts)) % rows]
 
 
-def _begin(job: Job) -> Progress:
+def _begin(job: Job) -> None:
     """Goes back to the latest checkpoint if that is wanted, and there is one; else puts those of earlier runs aside.
 
     Rank 0 looks, so that all do the same.
@@ -339,18 +319,16 @@ def _begin(job: Job) -> Progress:
     found = wanted and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
     if any(job.pipe.exchange(b"found" if found else b"")):
         extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
-        progress = from_extra(extra, job.options, job.recipe.data)
-        if (done := replace(job, progress=progress).done) > job.steps:
+        job.progress = from_extra(extra, job.options, job.recipe.data)
+        if job.done > job.steps:
             raise ValueError(
-                f"{done} steps were trained before, and this is a training of {job.steps}: give as many or more by "
-                "--steps or --epochs, or start anew without --resume"
+                f"{job.done} steps were trained before, and this is a training of {job.steps}: give as many or more "
+                "by --steps or --epochs, or start anew without --resume"
             )
-        return progress
-    if not job.world.rank:
+    elif not job.world.rank:
         for name in (WEIGHTS, EVALUATION):
             (job.options.out / name).unlink(missing_ok=True)
         if job.checkpoints.exists():
             old = job.checkpoints.with_suffix(".old")
             shutil.rmtree(old, ignore_errors=True)
             job.checkpoints.rename(old)
-    return Progress()

@@ -47,13 +47,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `gpipe evaluate` found.
-
-    Attributes:
-        numbers: By name; what the mean over several runs is taken of.
-        details: What else evaluation.json has.
-        text: Tables for the terminal.
-    """
+    """What `gpipe evaluate` found: numbers, of several runs averaged, what else evaluation.json has, and tables."""
 
     numbers: Mapping[str, float]
     details: Mapping[str, Any]
@@ -68,19 +62,24 @@ class Recipe(ABC, Generic[Options]):
 
     Attributes:
         name: As `gpipe train` calls it.
+        title: The network and its size.
         steps_per_epoch: How many mini-batches the training data are.
+        reduction: How losses of micro-batches make one, as `GPipe.step` takes it: by default a mean over rows.
+        largest_norm: To which norm gradients are scaled down; 0: they are not.
+        data: Identifies the training data, so that no run goes on with others; by default nothing does.
+        averaging: How much of itself a moving average of the weights keeps at each step; 0: there is none.
     """
 
     name: ClassVar[str]
+    title: str
     steps_per_epoch: int
+    reduction: Any = "mean"
+    largest_norm: float = 0.0
+    averaging: float = 0.0
+    data: str = ""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """The network and its size."""
 
     @abstractmethod
     def layers(self) -> list[nn.Module]:
@@ -98,11 +97,6 @@ class Recipe(ABC, Generic[Options]):
     def loss(self, output: Any, targets: Any) -> Tensor:
         """The loss of a micro-batch, 0-dim, to be lessened."""
 
-    @property
-    def reduction(self) -> Any:
-        """How losses of micro-batches make one, as `GPipe.step` takes it: by default a mean over rows."""
-        return "mean"
-
     @abstractmethod
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Makes the optimizer of these parameters."""
@@ -113,21 +107,6 @@ class Recipe(ABC, Generic[Options]):
 
     def before_step(self, pipe: gpipe.GPipe, step: int, steps: int) -> None:
         """Changes what layers do over the training; by default nothing."""
-
-    @property
-    def data(self) -> str:
-        """Identifies the training data, so that no run goes on with others; by default nothing does."""
-        return ""
-
-    @property
-    def largest_norm(self) -> float:
-        """To which norm gradients are scaled down; 0: they are not."""
-        return 0.0
-
-    @property
-    def averaging(self) -> float:
-        """How much of itself a moving average of the weights keeps at each step; 0: there is none."""
-        return 0.0
 
     @abstractmethod
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
@@ -155,9 +134,8 @@ def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Iterable
     Raises:
         ValueError: Names or sizes differ: all that do not fit, the first ten by name.
     """
-    fresh, plain = set(new), nn.Sequential(*layers)
-    own = {name: value for name, value in plain.state_dict().items() if name not in fresh}
-    other = {name: value for name, value in state.items() if name not in fresh}
+    plain = nn.Sequential(*layers)
+    own, other = ({name: one[name] for name in one.keys() - set(new)} for one in (plain.state_dict(), state))
     odd = [
         f"{name}: {_size(other.get(name))} in the run, {_size(own.get(name))} here"
         for name in sorted(own.keys() | other.keys())

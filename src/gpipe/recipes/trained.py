@@ -14,9 +14,9 @@ import torch
 
 import gpipe
 from gpipe.recipes.images import DigitsRecipe, ImagesRecipe
-from gpipe.recipes.options.bounds import flag
 from gpipe.recipes.options.files import CONFIG, OPTIONS, read_options, recipe_of
-from gpipe.recipes.prepare import EVALUATION, WEIGHTS, Job, build, make_job, one_thread, precision, read_weights
+from gpipe.recipes.options.training import flag
+from gpipe.recipes.prepare import EVALUATION, WEIGHTS, Job, build, make_pipe, one_thread, precision, read_weights
 from gpipe.recipes.recipe import Evaluation, Recipe, load
 from gpipe.recipes.training import train_epoch
 from gpipe.recipes.translation.decode import beam, greedy
@@ -33,12 +33,7 @@ Translator = Callable[[Sequence[str]], Iterator[str]]
 
 
 def open_recipe(run: Path, partitions: int | None, world: World, **changes: Any) -> Recipe[Any]:
-    """The recipe of a run, with its options, but for the number of partitions and for changes.
-
-    Raises:
-        ValueError: The folder is none of a run, or the options cannot be.
-        ImportError: A library is missing.
-    """
+    """The recipe of a run, with its options, but for the number of partitions and for changes."""
     name = recipe_of(run)
     if name not in OPTIONS:
         raise ValueError(f"{run / CONFIG} is of the recipe {name}: there are {', '.join(OPTIONS)}")
@@ -52,21 +47,17 @@ def open_recipe(run: Path, partitions: int | None, world: World, **changes: Any)
         raise ValueError(f"{run / CONFIG} cannot be gone by: {mistake}") from None
 
 
-def _job_of(recipe: Recipe[Any], world: World) -> Job:
-    """The network of a run, with its weights."""
+def _pipe_of(recipe: Recipe[Any], world: World) -> tuple[gpipe.GPipe, dict[str, Any]]:
+    """The network of a run, with its weights; and how it is cut."""
     layers = build(recipe)
     load(read_weights(recipe.options.out), layers)
-    return make_job(recipe, layers, [1.0] * len(layers), world)
+    return make_pipe(recipe, layers, [1.0] * len(layers), world)
 
 
 @contextmanager
 def opened(recipe: Recipe[Any], world: World) -> Iterator[gpipe.GPipe]:
-    """Builds the network of a run, with its weights, in evaluation mode.
-
-    Raises:
-        ValueError: The run has no weights.
-    """
-    pipe = _job_of(recipe, world).pipe
+    """Builds the network of a run, with its weights, in evaluation mode."""
+    pipe, _ = _pipe_of(recipe, world)
     with pipe, one_thread(), torch.no_grad(), precision(recipe.options, pipe.devices[0]):
         yield pipe.eval()
 
@@ -74,15 +65,8 @@ def opened(recipe: Recipe[Any], world: World) -> Iterator[gpipe.GPipe]:
 def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], world: World) -> Evaluation:
     """Evaluates a run, and writes evaluation.json into its folder.
 
-    Args:
-        run: Its folder.
-        partitions: K; None: as many as there are processes, or 2.
-        changes: Options of the recipe in place of the run's, by name; None: the run's.
-        world: The processes that evaluate together.
-
-    Raises:
-        ValueError: The folder is none of a run, or it has no weights.
-        ImportError: A library is missing.
+    `partitions` of None are as many as there are processes, or 2. `changes` are options of the recipe in place of the
+    run's, by name; None: the run's.
     """
     recipe = open_recipe(
         run, partitions, world, **{name: value for name, value in changes.items() if value is not None}
@@ -117,17 +101,9 @@ def spread(found: Sequence[Evaluation]) -> str:
 
 
 def record_run(run: Path, steps: int, partitions: int | None, world: World) -> str:
-    """Trains a run for some steps more, which leave nothing but what crossed, in `run`/messages.jsonl.
-
-    Returns:
-        What there was, in words.
-
-    Raises:
-        ValueError: The folder is none of a run, or it has no weights.
-        ImportError: A library is missing.
-    """
+    """Trains a run for some steps more, which leave what crossed in `run`/messages.jsonl; gives that in words."""
     recipe = open_recipe(run, partitions, world, steps=steps)
-    job = _job_of(recipe, world)
+    job = Job(recipe, *_pipe_of(recipe, world), world)
     batches = zip(range(min(steps, recipe.steps_per_epoch)), recipe.batches(1, 0, job.share), strict=False)
     with job.pipe, one_thread(), gpipe.record(job.pipe, keep=steps) as recording:
         train_epoch(job, 1, batches, lambda loss: None)
@@ -143,12 +119,7 @@ def record_run(run: Path, steps: int, partitions: int | None, world: World) -> s
 
 @contextmanager
 def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator[Translator]:
-    """Gives what translates lines to English, by a beam of so many, as long as the run is open.
-
-    Raises:
-        ValueError: The folder is of no run of the recipe, or it has no weights.
-        ImportError: A library is missing.
-    """
+    """Gives what translates lines to English, by a beam of so many, as long as the run is open."""
     if (name := recipe_of(run)) != TranslationRecipe.name:
         raise ValueError(f"{run} is a run of the recipe {name}: give one of `gpipe train translation`")
     if not (run / VOCABULARY).is_file():

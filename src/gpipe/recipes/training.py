@@ -1,34 +1,81 @@
 """Trains a job, shows how it goes, and leaves the files of its run."""
 
 import json
+import os
 import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from safetensors.torch import save
 from torch import Tensor
 
 import gpipe
 from gpipe.profiling import Report, report_json
 from gpipe.profiling.stored import NAME
-from gpipe.recipes.display import Display, Recorded
 from gpipe.recipes.options.files import OPTIONS
 from gpipe.recipes.prepare import WEIGHTS, Epoch, Job, locked, one_thread, precision
 from gpipe.recipes.recipe import Batch, Recipe
+from gpipe.schedule.action import Kind
 
 ENDINGS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 METRICS = "metrics.jsonl"
 AVERAGES = "averages"  # a folder, for the time of their writing
+KEPT = 100  # steps that are recorded
 COMPARED = 2**27  # parameters, above which the plain loop, which needs all of them once more, is not timed
 REPEATS = 3  # of the plain loop, and one before them to warm up
+NOTICEABLE = 1.1  # times as long as alone
+COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+class Recorded:
+    """Recordings of an epoch of so many steps.
+
+    Attributes:
+        steps: When what was done; in all steps but the first, if there are others.
+    """
+
+    def __init__(self, pipe: gpipe.GPipe, steps: int) -> None:
+        self.steps = gpipe.record(pipe, keep=min(steps, KEPT))
+        self._first = gpipe.record(pipe, memory=True) if steps > 1 else self.steps
+
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Iterates over the mini-batches; memory is watched until the second is asked for."""
+        try:
+            for batch in self.steps.loading(batches):
+                yield batch
+                self._first.stop()
+        finally:
+            self._first.stop()
+            self.steps.stop()
+
+    @property
+    def held(self) -> tuple[Mapping[str, int], ...]:
+        """The bytes of each rank at its peak, by what they were for; nothing where other processes have ranks."""
+        return self._first.report("").memory
+
+
+def watched(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """Iterates over items, `total` or as many as they have; a terminal shows how far it is, and the time left.
+
+    >>> list(watched([1, 2], "counting"))
+    [1, 2]
+    """
+    console = Console(stderr=True)
+    silent = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    return iter(track(items, what, total, console=console, transient=True, disable=silent))
 
 
 def run(job: Job, console: Console | None = None) -> list[Epoch]:
@@ -38,41 +85,66 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
         ValueError: Another training writes into the folder.
         SystemExit: After Ctrl-C or SIGTERM, with status 130 or 143; what was done is saved.
     """
-    display = Display(console or Console(quiet=job.world.rank > 0), job.epochs, job.steps)
+    console = console or Console(quiet=job.world.rank > 0)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with locked(job.options.out, job.world):
         with job.pipe, one_thread():
             with gpipe.catch_sigterm(job.pipe, ctrl_c=True) as is_to_end:
-                recorded = _train(job, display, is_to_end)
+                recorded = _train(job, say, _bar(console), is_to_end)
             weights = job.begin_save()()
             if job.recipe.averaging:
                 with job.averages.applied():
                     weights = gpipe.save(job.options.out / AVERAGES, job.pipe).wait()
         if not job.world.rank:
-            _write_files(job, display, weights, recorded)
+            _write_files(job, say, weights, recorded)
     return job.progress.epochs
 
 
-def _train(job: Job, display: Display, is_to_end: Callable[[], int]) -> Recorded | None:
+def _bar(console: Console) -> Progress:
+    """How far it is, and the time left: on a terminal only, never in a log."""
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeRemainingColumn()
+    silent = not console.is_terminal or console.quiet
+    return Progress(*columns, TextColumn("left"), console=console, transient=True, disable=silent)
+
+
+def _train(job: Job, say: Say, bar: Progress, is_to_end: Callable[[], int]) -> Recorded | None:
     """Trains what is left; gives what was recorded of the last epoch, if there is one left."""
     progress, recorded = job.progress, None
     if job.done:
         over = "" if len(progress.epochs) < job.epochs else ": all was trained before"
-        display.say(f"goes on after {progress}, from {job.checkpoints}{over}")
+        say(f"goes on after {progress}, from {job.checkpoints}{over}")
     _write_metrics(job)
-    with display.training(job.name, job.pipe, job.done):
+    say(job.name)
+    say(job.pipe.summary())
+    task = bar.add_task("", total=job.steps, completed=job.done)
+
+    def step_ended() -> None:
+        bar.advance(task)
+        if ending := is_to_end():
+            _end(job, say, signal.Signals(ending))
+
+    with bar:
         while len(progress.epochs) < job.epochs:
-            epoch, recorded = _epoch(job, display, is_to_end)
+            epoch, recorded = _epoch(job, step_ended)
             progress.epochs.append(epoch)
             if len(progress.losses) == job.recipe.steps_per_epoch:
                 progress.losses, progress.seconds = [], 0.0
             _write_metrics(job)
-            display.epoch_ended(epoch)
+            say(_line(epoch, job.epochs))
             if epoch.epoch % job.options.checkpoint_every == 0 and epoch.epoch < job.epochs:
                 job.begin_save()
     return recorded
 
 
-def _epoch(job: Job, display: Display, is_to_end: Callable[[], int]) -> tuple[Epoch, Recorded | None]:
+def _line(epoch: Epoch, epochs: int) -> str:
+    """Of an epoch; nothing in it depends on the number of partitions."""
+    measured = ", ".join(
+        f"{name} {f'{value:.2%}' if name == 'accuracy' else f'{value:.4f}'}" for name, value in epoch.measured.items()
+    )
+    return f"epoch {epoch.epoch:{len(str(epochs))}}/{epochs}  loss {epoch.loss:<10.6g}  held-out {measured}"
+
+
+def _epoch(job: Job, step_ended: Callable[[], None]) -> tuple[Epoch, Recorded | None]:
     """Trains and evaluates the next epoch, or what is left of it; the last one is recorded."""
     progress, number = job.progress, len(job.progress.epochs) + 1
     first, start = len(progress.losses), time.perf_counter() - progress.seconds
@@ -81,9 +153,7 @@ def _epoch(job: Job, display: Display, is_to_end: Callable[[], int]) -> tuple[Ep
     def after_step(loss: float) -> None:
         progress.losses.append(loss)
         progress.seconds = time.perf_counter() - start
-        display.step_ended()
-        if ending := is_to_end():
-            _end(job, display, signal.Signals(ending))
+        step_ended()
 
     batches: Iterator[tuple[int, Batch]]
     batches = zip(range(first, steps), job.recipe.batches(number, first, job.share), strict=False)
@@ -119,13 +189,13 @@ def train_epoch(
         after_step(loss.item())
 
 
-def _end(job: Job, display: Display, ending: signal.Signals) -> None:
+def _end(job: Job, say: Say, ending: signal.Signals) -> None:
     """Saves, says how to go on, and ends the process."""
     folder = job.begin_save()()
     again = f"gpipe train {job.recipe.name} --out {shlex.quote(str(job.options.out))} --resume"
     if job.recipe.name not in OPTIONS:
         again = "the same options with resume=True"
-    display.say(f"{ENDINGS[ending]}: saved to {folder}; go on by\n  {again}")
+    say(f"{ENDINGS[ending]}: saved to {folder}; go on by\n  {again}")
     raise SystemExit(128 + ending)
 
 
@@ -136,7 +206,7 @@ def _write_metrics(job: Job) -> None:
         (job.options.out / METRICS).write_text("".join(lines))
 
 
-def _write_files(job: Job, display: Display, checkpoint: Path, recorded: Recorded | None) -> None:
+def _write_files(job: Job, say: Say, checkpoint: Path, recorded: Recorded | None) -> None:
     """Writes weights under unpartitioned names, the typical step as a picture, all as a trace and as a report."""
     out = job.options.out
     state = gpipe.load(checkpoint).state_dict()
@@ -151,7 +221,37 @@ def _write_files(job: Job, display: Display, checkpoint: Path, recorded: Recorde
         plain_seconds = None
         if sum(value.numel() for value in weights.values()) <= COMPARED:
             plain_seconds = measure_plain_step(job.recipe, job.options.micro_batches, job.pipe.devices[0])
-        display.report(recorded, plain_seconds, out)
+        for line in _told(recorded, plain_seconds, out):
+            say(line)
+
+
+def _told(recorded: Recorded, plain_seconds: float | None, out: Path) -> Iterator[str]:
+    """Where the time of the recorded steps went, how the plain loop compares, and what to change."""
+    recording = recorded.steps
+    ranks = recording.timelines[0].ranks
+    own = median(timeline.seconds for timeline in recording.timelines)
+    in_turn = median(sum(map(step.busy, range(ranks))) for step in recording.timelines)
+    yield f"\nWhere a step's time went, in the last epoch:\n{recording}\n"
+    yield f"forward and backward, pipelined       {own * 1000:8.1f} ms"
+    if plain_seconds is not None:
+        plain = f"{plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
+        yield f"forward and backward, plain loop      {plain_seconds * 1000:8.1f} ms: {plain}"
+    yield f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x"
+    if plain_seconds is not None and ranks > 1:
+        together = median(
+            sum(span.seconds for span in step.spans if span.action.kind in COMPUTES) for step in recording.timelines
+        )
+        if together >= NOTICEABLE * plain_seconds:
+            yield (
+                f"the same layers take {together / plain_seconds:.2f} x as long with {ranks} ranks at work as in the "
+                "plain loop: they share cores, caches and memory, and whatever else runs on this machine has its part"
+            )
+    if totals := [sum(parts.values()) / 2**20 for parts in recorded.held]:
+        share = f"{max(totals):.1f} of {sum(totals):.1f} MiB, {max(totals) / sum(totals):.0%}"
+        yield f"weights, gradients, optimizer, activations: {share} in the largest partition"
+    yield f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev), report.json"
+    yield f"a page of all this, for a browser: gpipe report {shlex.quote(str(out))}"
+    yield f"\n{recording.explain()}"
 
 
 def _report(job: Job, recorded: Recorded) -> Report:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.recipes.data.pairs import Pair
-from gpipe.recipes.data.sampling import batches, draw, language_probabilities
+from gpipe.recipes.data.augment import batches
+from gpipe.recipes.data.pairs import Pair, draw, language_probabilities
 
 COUNTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=1)
 TEMPERATURES = st.floats(0.5, 20)

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.recipes.data.pairs import read_catalogues
-from gpipe.recipes.data.sampling import draw
+from gpipe.recipes.data.pairs import draw, read_catalogues
 from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, collate, steps_per_epoch, token_batches
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=40)

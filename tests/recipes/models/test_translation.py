@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.models import transformer
-from gpipe.recipes.models.translation import EncoderLayer
+from gpipe.recipes.models.transformer import EncoderLayer
 from tests.support.plain_loop import Tree, assert_same_bits, plain_loop, same_bits
 from tests.support.shared_weights import lent
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe.cli.main import main
-from gpipe.recipes.options.bounds import flag, name_of
 from gpipe.recipes.options.files import (
     CONFIG,
     NOT_SAVED,
@@ -29,7 +28,7 @@ from gpipe.recipes.options.files import (
     write_config,
 )
 from gpipe.recipes.options.images import DigitsOptions
-from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.options.training import TrainOptions, flag, name_of
 from gpipe.recipes.options.translation import TranslationOptions
 
 WORDS = st.text("abcäöπ 0.7_", min_size=1, max_size=5)

@@ -94,7 +94,6 @@ def test_all_that_is_judged_by_is_judged_once_also_what_is_long(tmp_path: Path) 
     assert max(max(one.lengths) for one in corpus.test) > 12
     some = in_order(corpus.test, 1)
     assert sorted([one.pair for rows in some for one in rows], key=repr) == sorted(corpus.split.test, key=repr)
-    assert in_order([], 64) == []
 
 
 def test_fewer_sentences_to_judge_by_are_of_the_same_english_in_each_language(tmp_path: Path) -> None:

@@ -1,24 +1,54 @@
-"""Crops, flips, cutouts and small turns of images.
+"""Which images an epoch sees, and what becomes of them: crops, flips, cutouts and small turns.
 
 Every draw is a function of (seed, epoch, row) alone: neither the batch that a row is in nor the process that reads it
 makes a difference. Each kind of draw has a key of its own, so leaving one out changes no other.
 """
 
+from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CROP, FLIP, CUTOUT = 2, 3, 4  # keys of draws; the order of rows has none, which is 0, and jitter has 1
+CROP, FLIP, CUTOUT, SUBSET = 2, 3, 4, 6  # keys of draws; the order of rows has none, which is 0, and jitter has 1
 NARROWEST, WIDEST = 3 / 4, 4 / 3  # width of a box by its height
 MIDDLE = 0.875  # of each side, what evaluation looks at
 SHIFT = 0.05  # of the image's side, at most, each way
 ANGLE = 0.15  # radians, at most, each way
 
+T = TypeVar("T")
 Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> list[Tensor]:
+    """Returns the row numbers of each mini-batch of an epoch: every row at most once.
+
+    The rows left over after the last whole mini-batch sit this epoch out, others in the next, so that every step has
+    the same shape.
+
+    >>> [batch.tolist() for batch in batches(rows=7, batch_size=3, seed=0, epoch=1)]
+    [[1, 3, 6], [0, 4, 2]]
+    """
+    order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(rows))
+    return list(order[: rows - rows % batch_size].split(batch_size))
+
+
+def some_of_each(classes: Mapping[int, Sequence[T]], count: int, seed: int) -> dict[int, list[T]]:
+    """Keeps `count` of each numbered class, in their order; fewer are always a part of more.
+
+    Raises:
+        ValueError: There are not so many.
+    """
+    if count > (most := min(map(len, classes.values()))):
+        raise ValueError(f"--per-class is {count}: choose 1 to {most}")
+    chosen = {}
+    for number, own in classes.items():
+        order = np.random.default_rng((seed, number, SUBSET)).permutation(len(own))
+        chosen[number] = [own[place] for place in sorted(order[:count])]
+    return chosen
 
 
 class Augmentation(NamedTuple):

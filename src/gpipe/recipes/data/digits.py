@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from gpipe.recipes.data.sampling import some_of_each
+from gpipe.recipes.data import imported
+from gpipe.recipes.data.augment import some_of_each
 
 CLASSES = 10
 FIFTHS = np.s_[4::5]  # of each class, in the order of the file, every fifth image is held out
@@ -68,9 +69,5 @@ def _read() -> NDArray[np.float64]:
     file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if found else None
     if file is not None and file.is_file():
         return np.loadtxt(file, delimiter=",")
-    try:
-        from sklearn.datasets import load_digits as read_digits
-    except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'gpipe[digits]'") from error
-    bunch = read_digits()
+    bunch = imported("sklearn.datasets", "the digits come with scikit-learn", "digits").load_digits()
     return np.column_stack([bunch.data, bunch.target])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gpipe.recipes.data.augment import Augmentation, augment, central_box, random_box
-from gpipe.recipes.data.sampling import some_of_each
+from gpipe.recipes.data import imported
+from gpipe.recipes.data.augment import Augmentation, augment, central_box, random_box, some_of_each
 from gpipe.recipes.recipe import Batch
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def load_folder(
         ValueError: No class folders, empty ones, held-out classes that training lacks, files that are no images by
             their suffix, or a class of `classes` is not there: the message lists all. Or `per_class` is too many.
     """
-    _require_pillow()
+    imported("PIL.Image", "images are read by Pillow", "images")
     whole = root = held_out_root = Path(directory)
     if not root.is_dir():
         raise ValueError(f"{root} is no folder; give one that holds a folder of images for each class")
@@ -115,13 +115,6 @@ def read_image(file: Path) -> "Image":
     if image.mode.startswith(("I", "F")):
         raise UnreadableImage(f"{file} has pixels of mode {image.mode!r}; convert it to 8 bits a channel")
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise ImportError("images are read by Pillow: pip install 'gpipe[images]'") from error
 
 
 def _subfolders(folder: Path) -> list[str]:

@@ -1,20 +1,30 @@
 """Sentences with their English translations: of tables, or of Django's catalogues; split by what the English says.
 
-Django's catalogues are what its forms and pages say in some hundred languages.
+Django's catalogues are what its forms and pages say in some hundred languages. Rules that `draw` keeps:
+
+1. Every epoch has equally many pairs of a language, so that its sizes are known before training.
+2. The pairs of a language come in rounds: each pair once in a new order, then all again. An epoch goes on where the
+   one before it stopped, perhaps within a round.
+3. All is a function of the arguments, not of what was drawn before: a run resumes at any epoch.
 """
 
 import hashlib
+import math
 import unicodedata
-from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpipe.recipes.data import imported
 
 UNKNOWN_LANGUAGE = "und"  # what BCP 47 calls a language that nobody named
 ENGLISH = "en"  # and en_GB, en_AU: translations from English into English
 MISTAKES_SHOWN = 10
 TEST, VALIDATION = 0.1, 0.05  # shares of the English texts
+ROUND, EPOCH = 1, 2  # set the draws of rounds apart from those of epochs, and both from those of other modules
 
 
 class Pair(NamedTuple):
@@ -117,27 +127,80 @@ def read_catalogues() -> list[Pair]:
     Raises:
         ImportError: Django, or polib, which reads its files, is not installed.
     """
-    found = find_spec("django")
-    if found is None or found.origin is None or find_spec("polib") is None:
-        raise ImportError("the translations come with Django and are read by polib: pip install 'gpipe[translation]'")
+    what = "the translations come with Django and are read by polib"
+    django, polib = (imported(name, what, "translation") for name in ("django", "polib"))
     pairs = {
         Pair(language, source, english)
-        for file in Path(found.origin).parent.glob("**/locale/*/LC_MESSAGES/*.mo")
+        for file in Path(django.__file__).parent.glob("**/locale/*/LC_MESSAGES/*.mo")
         if (language := file.parts[-3]).split("_")[0] != ENGLISH
-        for source, english in _translations(file)
+        for source, english in _translations(polib.mofile(str(file)))
         if source.strip() and source != english
     }
     return sorted(pairs, key=lambda pair: (pair.language, pair.english, pair.source))
 
 
-def _translations(file: Path) -> Iterator[tuple[str, str]]:
+def _translations(catalogue: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """Yields (source, English) of a catalogue."""
-    from polib import mofile
-
-    for entry in mofile(str(file)):
+    for entry in catalogue:
         if not entry.msgid_plural:
             yield entry.msgstr, entry.msgid
         else:
             forms = [entry.msgstr_plural[number] for number in sorted(entry.msgstr_plural)]
             yield forms[0], entry.msgid
             yield forms[-1], entry.msgid_plural
+
+
+def language_probabilities(counts: Mapping[str, int], temperature: float) -> dict[str, float]:
+    """Returns how probable a language is by how many pairs it has: p ~ count^(1 / temperature).
+
+    Temperature 1 leaves the shares as they are, a higher one evens them out, infinity makes them equal.
+
+    >>> language_probabilities({"de": 900, "fy": 100}, temperature=2)
+    {'de': 0.75, 'fy': 0.25}
+    """
+    most = max(counts.values())
+    weights = {language: math.pow(count / most, 1 / temperature) for language, count in counts.items()}
+    total = math.fsum(weights.values())
+    return {language: weight / total for language, weight in weights.items()}
+
+
+def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, epoch: int) -> list[int]:
+    """Returns the numbers of the `count` pairs that an epoch sees.
+
+    Of each language come `count` times its probability, rounded so that the sum is `count`; one whose share is less
+    than half a pair may go without. Drawing `len(pairs)` at temperature 1 gives each pair once. Within an epoch, and
+    from epoch to epoch of the same arguments, no pair comes again before all of its language came.
+
+    >>> pairs = [Pair("de", "ja", "yes"), Pair("de", "nein", "no"), Pair("fy", "ja", "yes")]
+    >>> sorted(draw(pairs, temperature=1, count=3, seed=0, epoch=1))
+    [0, 1, 2]
+    >>> sorted(draw(pairs, temperature=float("inf"), count=4, seed=0, epoch=1))
+    [0, 1, 2, 2]
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, pair in enumerate(pairs):
+        numbers.setdefault(pair.language, []).append(number)
+    probabilities = language_probabilities({name: len(numbers[name]) for name in sorted(numbers)}, temperature)
+    drawn: list[int] = []
+    for index, (language, quota) in enumerate(_quotas(probabilities, count).items()):
+        drawn += _next_of_rounds(numbers[language], start=epoch * quota, quota=quota, key=(seed, index))
+    order = np.random.default_rng((seed, epoch, EPOCH)).permutation(len(drawn))
+    return [drawn[place] for place in order]
+
+
+def _quotas(probabilities: Mapping[str, float], count: int) -> dict[str, int]:
+    """Rounds `count` x probability down, and gives what is left over to the largest remainders."""
+    shares = {language: round(count * share, 6) for language, share in probabilities.items()}
+    quotas = {language: math.floor(share) for language, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda language: quotas[language] - shares[language])
+    for language in by_remainder[: count - sum(quotas.values())]:
+        quotas[language] += 1
+    return quotas
+
+
+def _next_of_rounds(numbers: Sequence[int], start: int, quota: int, key: tuple[int, int]) -> Iterator[int]:
+    """Yields `quota` numbers from the endless row of rounds through `numbers`, from place `start` on."""
+    size, end = len(numbers), start + quota
+    for turn in range(start // size, -(-end // size)):
+        order = np.random.default_rng((*key, turn, ROUND)).permutation(size)
+        yield from (numbers[place] for place in order[max(start - turn * size, 0) : end - turn * size])

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gpipe.recipes.data import imported
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TOKENIZERS = ("tokenizers", "vocabularies are learnt by tokenizers", "translation")
 PAD, BEGIN, END = 0, 1, 2
 SPECIAL = 3  # how many ids are no pieces: those of PAD, BEGIN and END
 LONGEST_PIECE = 48  # bytes, 16 letters of most scripts: or else a language without spaces gets sentences for pieces
@@ -47,7 +50,7 @@ class Vocabulary:
         Raises:
             ImportError: tokenizers is not installed.
         """
-        _check_installed()
+        imported(*TOKENIZERS)
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -73,7 +76,7 @@ class Vocabulary:
             ImportError: tokenizers is not installed.
             ValueError: The file holds something else.
         """
-        _check_installed()
+        imported(*TOKENIZERS)
         from tokenizers import Tokenizer
 
         text = Path(file).read_text("utf-8")
@@ -100,13 +103,6 @@ class Vocabulary:
         """
         said = ids[: ids.index(END)] if END in ids else ids
         return self._tokenizer.decode([number - SPECIAL for number in said if number >= SPECIAL])
-
-
-def _check_installed() -> None:
-    try:
-        import tokenizers  # noqa: F401 (to see whether it is there)
-    except ImportError as error:
-        raise ImportError("vocabularies are learnt by tokenizers: pip install 'gpipe[translation]'") from error
 
 
 def token_batches(lengths: Lengths, tokens: int, steps: int, *, seed: int, epoch: int) -> list[Tensor]:

@@ -1,17 +1,29 @@
-"""Transformer-L, the language model of the GPipe paper's Table 1, as a sequence of layers.
+"""The Transformers of the GPipe paper as sequences of layers.
+
+The language model of its Table 1, whose embedding and head have a matrix of vocabulary x model dimension each:
 
     embedding | block ... | head
 
-The embedding and the head have a matrix of vocabulary x model dimension each; `tied` makes them one
-Parameter. A block is causal self-attention and a feed-forward layer, each behind a layer norm and inside a
-residual connection.
+T(L, H, A), the translation model of its section 5:
+
+    source embedding | encoder layer ... | bridge | decoder layer ... | head
+         target, mask >---------- mask --> target
+                    mask >----------------------------> memory, mask
+
+What flows from layer to layer is the source, and from the bridge on the target. The bridge stashes what the encoder
+made of the source, the `memory`, for every decoder layer; the first layer stashes the target for the bridge, and the
+`mask`, (N, S), which is true where the source may be attended to.
 """
 
 import math
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Stashing = tuple[Tensor, dict[str, Tensor]]
 
 
 def vocabulary(vocab: int, model_dim: int) -> nn.Parameter:
@@ -67,7 +79,7 @@ class Head(nn.Module):
         return logits
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention, (N, T, model_dim) -> (N, T, model_dim).
 
     Each dimension of a head's queries has a learned scale, shared by the heads. It starts at the usual
@@ -179,11 +191,186 @@ def transformer_lm(
         raise ValueError(f"clip_logits={clip_logits} leaves no logits to choose from: give more than 0, or None")
     embedding = Embedding(vocabulary(vocab, model_dim))
     depth = layers if scaled_init else 1
-    blocks = [
-        Block(
-            Attention(model_dim, heads, dropout), model_dim=model_dim, ffn_dim=ffn_dim, depth=depth, dropout=dropout
-        )
-        for _ in range(layers)
-    ]
+    block = partial(Block, model_dim=model_dim, ffn_dim=ffn_dim, depth=depth, dropout=dropout)
+    blocks = [block(CausalAttention(model_dim, heads, dropout)) for _ in range(layers)]
     weight = embedding.weight if tied else vocabulary(vocab, model_dim)
     return [embedding, *blocks, Head(weight, clip_logits, affine=False)]
+
+
+class Attention(nn.Module):
+    """Attention of x, (N, T, model_dim), to itself or a context, (N, S, model_dim): gives (N, T, model_dim).
+
+    The channels are heads * head_dim, whatever model_dim is.
+    """
+
+    def __init__(self, model_dim: int, heads: int, head_dim: int, dropout: float) -> None:
+        super().__init__()
+        channels = heads * head_dim
+        self.heads = heads
+        self.dropout = dropout
+        self.query = nn.Linear(model_dim, channels)
+        self.key = nn.Linear(model_dim, channels)
+        self.value = nn.Linear(model_dim, channels)
+        self.out = nn.Linear(channels, model_dim)
+        for linear in (self.query, self.key, self.value, self.out):
+            init_xavier(linear)
+
+    def forward(self, x: Tensor, mask: Tensor | None, context: Tensor | None = None) -> Tensor:
+        """Lets each position attend where the mask (N, S) is true; None is for positions up to its own."""
+        context = x if context is None else context
+        query, key, value = (
+            made.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (N, heads, length, head_dim)
+            for made in (self.query(x), self.key(context), self.value(context))
+        )
+        dropout = self.dropout if self.training else 0.0
+        where = None if mask is None else mask[:, None, None]
+        mixed = F.scaled_dot_product_attention(query, key, value, where, dropout_p=dropout, is_causal=where is None)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class SourceEmbedding(nn.Module):
+    """Token ids (source (N, S), target (N, T)) -> the source as vectors (N, S, model_dim); see `_readable`."""
+
+    stash = ("target", "mask")
+
+    def __init__(self, weight: nn.Parameter, pad: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = Embedding(weight)
+        self.dropout = nn.Dropout(dropout)
+        self.pad = pad
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Stashing:
+        """Embeds the source, and stashes the target and where the source may be read."""
+        source, target = inputs
+        return self.dropout(self.embedding(source)), {"target": target, "mask": _readable(source, self.pad)}
+
+
+def _readable(source: Tensor, pad: int) -> Tensor:
+    """Where a source (N, S) may be attended to: where it is not padding.
+
+    A softmax over nothing is NaN, so a source of padding alone is read as one word, the first.
+    """
+    words = source != pad
+    first = torch.arange(source.shape[1], device=source.device) == 0
+    return words | (first & ~words.any(dim=1, keepdim=True))
+
+
+class EncoderLayer(ResidualLayer):
+    """Attention of the source to itself and a feed-forward layer, (N, S, model_dim) -> (N, S, model_dim)."""
+
+    pop = ("mask",)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Adds what each part makes of the normalized x."""
+        return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x), mask)))
+
+
+class Bridge(nn.Module):
+    """From the encoder to the decoder: (N, S, model_dim) -> the target as vectors (N, T, model_dim)."""
+
+    pop = ("target",)
+    stash = ("memory",)
+
+    def __init__(self, weight: nn.Parameter, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(weight.shape[1])
+        self.embedding = Embedding(weight)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, target: Tensor) -> Stashing:
+        """Embeds the target, and stashes the normalized output of the encoder."""
+        return self.dropout(self.embedding(target)), {"memory": self.norm(x)}
+
+
+class DecoderLayer(ResidualLayer):
+    """Attention of the target to itself, then to the memory (N, S, model_dim), and a feed-forward layer."""
+
+    pop = ("memory", "mask")
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Adds what each part makes of the normalized x, (N, T, model_dim)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), None))
+        return self.fed_forward(x + self.dropout(self.memory_attention(self.memory_norm(x), mask, memory)))
+
+
+def transformer(
+    layers: int,
+    ffn_dim: int = 8192,
+    heads: int = 16,
+    *,
+    model_dim: int = 1024,
+    head_dim: int = 64,
+    vocab: int = 64000,
+    matrices: int = 3,
+    dropout: float = 0.1,
+    scaled_init: bool = True,
+    clip_logits: float | None = None,
+    pad: int = 0,
+) -> list[nn.Module]:
+    """Builds T(L, H, A), token ids (source (N, S), target (N, T)) -> logits (N, T, vocab): 2 * `layers` + 3 layers.
+
+    L encoder layers and L decoder layers, each with a feed-forward layer of width H and A heads of `head_dim`.
+    The logits at a position score the target's next word, of which they know nothing: target and labels are one
+    sentence, shifted by one. Sentences of a batch are made of one length by `pad` at the end, which changes nothing
+    at the words; the loss must leave out the labels that are padding. A source of padding alone is read as one word.
+
+    Args:
+        layers: Of the encoder, and of the decoder: the paper's L.
+        ffn_dim: The paper's H.
+        heads: The paper's A.
+        model_dim: The width of what flows between layers; even.
+        head_dim: Channels of a head; all heads together need not have `model_dim`.
+        vocab: Words of source and target, which have one vocabulary.
+        matrices: 3 for a source embedding, a target embedding and a softmax layer of their own; 2 has the softmax
+            layer use the target embedding's Parameter, the very object, and 1 the source embedding too.
+        dropout: Falls on embeddings, on attention and on what is added to the residual.
+        scaled_init: Has the weights of the feed-forward layers start smaller by 1 / sqrt(`layers`), as the paper
+            does to train deep models; else they start as Glorot and Bengio have them.
+        clip_logits: Keeps logits within -clip_logits ... clip_logits in training mode; None leaves them.
+        pad: The token that is no word.
+
+    >>> with torch.device("meta"):
+    ...     network = transformer(layers=24)
+    >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
+    (51, 1304955392)
+
+    Raises:
+        ValueError: Sizes that cannot be; the message lists all mistakes.
+    """
+    counts = {"layers": layers, "ffn_dim": ffn_dim, "heads": heads, "head_dim": head_dim}
+    if mistakes := list(_mistakes(counts, model_dim, vocab, matrices, clip_logits, pad)):
+        raise ValueError("\n".join(mistakes))
+    depth = layers if scaled_init else 1
+    attention = partial(Attention, model_dim, heads, head_dim, dropout)
+    encoder, decoder = (
+        partial(layer, model_dim=model_dim, ffn_dim=ffn_dim, depth=depth, dropout=dropout)
+        for layer in (EncoderLayer, DecoderLayer)
+    )
+    source = vocabulary(vocab, model_dim)
+    target = source if matrices == 1 else vocabulary(vocab, model_dim)
+    softmax = vocabulary(vocab, model_dim) if matrices == 3 else target
+    return [
+        SourceEmbedding(source, pad, dropout),
+        *(encoder(attention()) for _ in range(layers)),
+        Bridge(target, dropout),
+        *(decoder(attention(), attention()) for _ in range(layers)),
+        Head(softmax, clip_logits, affine=True),
+    ]
+
+
+def _mistakes(
+    counts: Mapping[str, int], model_dim: int, vocab: int, matrices: int, clip_logits: float | None, pad: int
+) -> Iterator[str]:
+    """A line for each argument that cannot be."""
+    for name, number in counts.items():
+        if number < 1:
+            yield f"{name}={number}: give at least 1"
+    if model_dim < 2 or model_dim % 2:
+        yield f"model_dim={model_dim}: give an even number, for positions are sines and cosines"
+    if matrices not in (1, 2, 3):
+        yield f"matrices={matrices}: give 3 for none shared, 2 for target and softmax as one, 1 for all as one"
+    if clip_logits is not None and not clip_logits > 0:
+        yield f"clip_logits={clip_logits}: give more than 0, or None"
+    if not 0 <= pad < vocab:
+        yield f"pad={pad}: give one of the {vocab} tokens, 0 ... {vocab - 1}"

@@ -17,9 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from gpipe.recipes.options.bounds import flag, name_of, refuse
 from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
-from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.options.training import TrainOptions, flag, name_of, refuse
 from gpipe.recipes.options.translation import TranslationOptions
 
 OPTIONS: dict[str, type[TrainOptions]] = {

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from gpipe.recipes.options.bounds import Count, NotNegative, Part, Positive, Rest, Share, at_least
-from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.options.training import Count, NotNegative, Part, Positive, Rest, Share, TrainOptions, at_least
 
 DIGITS = 10
 

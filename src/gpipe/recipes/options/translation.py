@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from gpipe.recipes.options.bounds import Bounds, Count, NotNegative, Part, Positive, at_least
-from gpipe.recipes.options.training import TrainOptions
+from gpipe.recipes.options.training import Bounds, Count, NotNegative, Part, Positive, TrainOptions, at_least
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipe.recipes.data.pairs import Pair, Split, place_of, read_catalogues, read_tsv, split_by_english
-from gpipe.recipes.data.sampling import draw
+from gpipe.recipes.data.pairs import Pair, Split, draw, place_of, read_catalogues, read_tsv, split_by_english
 from gpipe.recipes.data.token_batches import Vocabulary, steps_per_epoch, token_batches
 from gpipe.recipes.options.translation import TranslationOptions
 
@@ -34,7 +33,7 @@ class Corpus:
 
     Attributes:
         split: The pairs to train on, to look at meanwhile, and to judge by.
-        vocabulary: The subwords of all languages.
+        vocabulary: The subwords of all languages, drawn as in training.
         train: The sentences to train on, those of `longest` subwords at most.
         steps_per_epoch: How many mini-batches they are.
 
@@ -44,13 +43,19 @@ class Corpus:
     """
 
     def __init__(self, options: TranslationOptions, vocabulary: Vocabulary | None = None) -> None:
-        self._options = options
+        self._options = o = options
         self.split = _read(options)
-        self.vocabulary = vocabulary or _learn(self.split.train, options)
-        self.train = [one for one in self._encoded(self.split.train) if max(one.lengths) <= options.longest]
+        if vocabulary is None:
+            drawn = [self.split.train[number] for number in self._draw(self.split.train, epoch=0)]
+            vocabulary = Vocabulary.learn([text for pair in drawn for text in pair[1:]], o.vocabulary)
+        self.vocabulary = vocabulary
+        self.train = [one for one in self._encoded(self.split.train) if max(one.lengths) <= o.longest]
         if not self.train:
-            raise ValueError(f"no pair is of --longest {options.longest} subwords at most: choose more")
-        self.steps_per_epoch = steps_per_epoch([one.lengths for one in self.train], options.tokens)
+            raise ValueError(f"no pair is of --longest {o.longest} subwords at most: choose more")
+        self.steps_per_epoch = steps_per_epoch([one.lengths for one in self.train], o.tokens)
+
+    def _draw(self, pairs: Sequence[Pair], epoch: int) -> list[int]:
+        return draw(pairs, self._options.temperature, len(pairs), seed=self._options.seed, epoch=epoch)
 
     @cached_property
     def data(self) -> str:
@@ -85,19 +90,19 @@ class Corpus:
 
     def mini_batches(self, epoch: int) -> list[list[Sentence]]:
         """The sentences of each mini-batch of an epoch: a function of the options and the epoch."""
-        o = self._options
-        numbers = draw([one.pair for one in self.train], o.temperature, len(self.train), seed=o.seed, epoch=epoch)
-        drawn = [self.train[number] for number in numbers]
-        lengths = [one.lengths for one in drawn]
-        batches = token_batches(lengths, o.tokens, self.steps_per_epoch, seed=o.seed, epoch=epoch)
-        return [[drawn[row] for row in batch.tolist()] for batch in batches]
+        drawn = [self.train[number] for number in self._draw([one.pair for one in self.train], epoch)]
+        return _batches(drawn, self._options.tokens, self.steps_per_epoch, self._options.seed, epoch)
 
 
 def in_order(sentences: Sequence[Sentence], tokens: int) -> list[list[Sentence]]:
     """All sentences, each once, those of similar length together, of so many subwords at most with padding."""
     lengths = [one.lengths for one in sentences]
-    tokens = max([tokens, *(sum(sides) + 2 for sides in lengths)])
-    batches = token_batches(lengths, tokens, steps_per_epoch(lengths, tokens), seed=0, epoch=0) if lengths else []
+    tokens = max(tokens, *(sum(sides) + 2 for sides in lengths))
+    return _batches(sentences, tokens, steps_per_epoch(lengths, tokens), seed=0, epoch=0)
+
+
+def _batches(sentences: Sequence[Sentence], tokens: int, steps: int, seed: int, epoch: int) -> list[list[Sentence]]:
+    batches = token_batches([one.lengths for one in sentences], tokens, steps, seed=seed, epoch=epoch)
     return [[sentences[row] for row in batch.tolist()] for batch in batches]
 
 
@@ -116,10 +121,3 @@ def _read(options: TranslationOptions) -> Split:
             "part of the English sentences each: give more pairs, or more languages"
         )
     return split
-
-
-def _learn(pairs: Sequence[Pair], options: TranslationOptions) -> Vocabulary:
-    """Learns subwords from both sides, of languages as they are drawn in training."""
-    numbers = draw(pairs, options.temperature, len(pairs), seed=options.seed, epoch=0)
-    drawn = [pairs[number] for number in numbers]
-    return Vocabulary.learn([text for pair in drawn for text in (pair.source, pair.english)], options.vocabulary)

@@ -33,29 +33,22 @@ def greedy(network: Network, sources: Sequence[Sequence[int]]) -> list[list[int]
     Returns:
         The words of each translation, without BEGIN and END.
     """
-    found: list[list[int]] = [[] for _ in sources]
-    if not sources:
-        return found
-    limits = torch.tensor([limit_of(source) for source in sources])
-    alive = torch.arange(len(sources))
-    words = padded([[*source, END] for source in sources])
-    begun = torch.full((len(sources), 1), BEGIN)
-    while len(alive):
-        best = network(words[alive], begun)[:, -1].argmax(dim=1)
-        begun = torch.cat([begun, best[:, None]], dim=1)
-        ended = (best == END) | (begun.shape[1] - 1 >= limits[alive])
-        for row, number in zip(begun[ended].tolist(), alive[ended].tolist(), strict=True):
-            found[number] = cut(row)
-        alive, begun = alive[~ended], begun[~ended]
-    return found
+    rows: list[list[int]] = [[BEGIN] for _ in sources]
+    words = padded([[*source, END] for source in sources or [[]]])
+    alive = list(range(len(sources)))
+    while alive:
+        begun = torch.tensor([rows[number] for number in alive])
+        best = network(words[alive], begun)[:, -1].argmax(dim=1).tolist()
+        for number, word in zip(alive, best, strict=True):
+            rows[number].append(word)
+        alive = [
+            number for number in alive if rows[number][-1] != END and len(rows[number]) <= limit_of(sources[number])
+        ]
+    return [cut(row) for row in rows]
 
 
 def cut(row: Sequence[int]) -> list[int]:
-    """The words between BEGIN and END.
-
-    >>> cut([BEGIN, 7, 8, END]), cut([BEGIN, 7])
-    ([7, 8], [7])
-    """
+    """The words between BEGIN and END."""
     return [word for word in row[1:] if word != END]
 
 

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import fsum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpipe.recipes.display import watched
+from gpipe.recipes.data import imported
 from gpipe.recipes.recipe import Evaluation
+from gpipe.recipes.training import watched
 from gpipe.recipes.translation.corpus import Corpus, in_order
 from gpipe.recipes.translation.decode import Network, beam, greedy
 
@@ -130,30 +131,23 @@ def together(nlls: Iterable[tuple[float, int]]) -> tuple[float, int]:
     return fsum(values), sum(words)
 
 
-def check_installed() -> None:
-    """Looks for sacrebleu, before hours of translating.
+def scorer() -> Any:
+    """The library sacrebleu.
 
     Raises:
         ImportError: It is not installed.
     """
-    try:
-        import sacrebleu  # noqa: F401 (to see whether it is there)
-    except ImportError as error:
-        raise ImportError("translations are scored by sacrebleu: pip install 'gpipe[translation]'") from error
+    return imported("sacrebleu", "translations are scored by sacrebleu", "translation")
 
 
 def chrf(translations: Sequence[str], right: Sequence[str]) -> float:
     """The chrF of sacrebleu, with its defaults."""
-    import sacrebleu
-
-    return float(sacrebleu.corpus_chrf(list(translations), [list(right)]).score)
+    return float(scorer().corpus_chrf(list(translations), [list(right)]).score)
 
 
 def bleu(translations: Sequence[str], right: Sequence[str]) -> float:
     """The BLEU of sacrebleu, with its defaults but for short texts, whose missing n-grams are left out."""
-    import sacrebleu
-
-    return float(sacrebleu.BLEU(effective_order=True).corpus_score(list(translations), [list(right)]).score)
+    return float(scorer().BLEU(effective_order=True).corpus_score(list(translations), [list(right)]).score)
 
 
 def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str]:

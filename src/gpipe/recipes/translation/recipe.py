@@ -18,14 +18,13 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, collate, padded
 from gpipe.recipes.learning import inverse_root
-from gpipe.recipes.models.transformer import transformer_lm
-from gpipe.recipes.models.translation import transformer
+from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
 from gpipe.recipes.translation.decode import Network
-from gpipe.recipes.translation.evaluation import check_installed, evaluation_of, together
+from gpipe.recipes.translation.evaluation import evaluation_of, scorer, together
 
 VOCABULARY = "vocabulary.json"
 
@@ -104,6 +103,16 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     name: ClassVar[str] = "translation"
 
+    def __init__(self, options: TranslationOptions) -> None:
+        super().__init__(options)
+        o = options
+        self.title = f"Transformer T({o.layers}, {o.ffn_dim}, {o.heads}), {o.model_dim} wide"
+        if o.model == "decoder":
+            self.title = f"Transformer-{2 * o.layers}, {o.model_dim} wide"
+        self.reduction = count_words  # a micro-batch counts as many times as it has words
+        self.largest_norm = o.clip_norm
+        self._layout = LAYOUTS[o.model]
+
     @cached_property
     def corpus(self) -> Corpus:
         """The sentences; a vocabulary that the run has, or the one it starts from, is kept."""
@@ -133,18 +142,6 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         """How many mini-batches the sentences to train on are."""
         return self.corpus.steps_per_epoch
 
-    @property
-    def title(self) -> str:
-        """The network and its size."""
-        o = self.options
-        if o.model == "decoder":
-            return f"Transformer-{2 * o.layers}, {o.model_dim} wide"
-        return f"Transformer T({o.layers}, {o.ffn_dim}, {o.heads}), {o.model_dim} wide"
-
-    @property
-    def _layout(self) -> EncoderDecoder:
-        return LAYOUTS[self.options.model]
-
     def layers(self) -> list[nn.Module]:
         """Builds the network."""
         return self._layout.layers(self.options, len(self.vocabulary))
@@ -168,11 +165,6 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         """Smoothed cross-entropy, the mean over the words of a micro-batch."""
         return _cross_entropy(output, targets, "mean", self.options.label_smoothing)
 
-    @property
-    def reduction(self) -> Any:
-        """A micro-batch counts as many times as it has words."""
-        return count_words
-
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Adam with the constants of Vaswani et al. (2017, section 5.3)."""
         return torch.optim.Adam(parameters, lr=self.options.learning_rate, betas=(0.9, 0.98), eps=1e-9)
@@ -182,14 +174,9 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return self.options.learning_rate * inverse_root(step, self.options.warm_up)
 
     @property
-    def data(self) -> str:
+    def data(self) -> str:  # type: ignore[override]  # likewise
         """Tells the pairs to train on from others."""
         return self.corpus.data
-
-    @property
-    def largest_norm(self) -> float:
-        """To which gradients are scaled down."""
-        return self.options.clip_norm
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
         """The mean negative log-likelihood of a word of the sentences held out for that, in nats."""
@@ -215,7 +202,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
-        check_installed()
+        scorer()  # to see whether it is there, before hours of translating
         nlls = self.nlls(pipe, self.corpus.test)
         return evaluation_of(self.corpus, nlls, self.network(pipe), self.options.tokens, self.options.beam)
 
