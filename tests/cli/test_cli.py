@@ -51,7 +51,6 @@ def test_mistakes_end_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture
 def test_a_missing_library_ends_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpipe.recipes.data.digits.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits"])

@@ -73,7 +73,7 @@ class PlanOptions:
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, as far as that is known without torch."""
         yield from _about_model(self.model)
-        yield from out_of_bounds(self)
+        yield from out_of_bounds(type(self), vars(self))
         if self.micro_batches and self.batch > 0 and self.batch % self.micro_batches:
             yield f"--micro-batches is {self.micro_batches}: choose a number that divides --batch {self.batch}"
         if self.schedule is not None and self.schedule not in SCHEDULES:

@@ -1,6 +1,5 @@
 """The command `gpipe report`: what a run came to, as a page for a browser or in the terminal."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,35 +16,33 @@ from gpipe.profiling.stored import NAME
 PAGE = "report.html"
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """What is drawn."""
+def report(
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    text: bool = False,
+    picture: Path | None = None,
+) -> None:
+    """Draws a run as one page for a browser, RUN/report.html, as text, or as a picture for a paper.
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, such as out/digits; `gpipe train` leaves report.json there when it ends."""
-
-    text: bool = False
-    """Draws in the terminal; no file is written."""
-
-    picture: Path | None = None
-    """A file for the step of median length, .svg or .png, in place of the page."""
-
-
-def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
-    """Draws a run as one page for a browser, RUN/report.html, as text, or as a picture for a paper."""
+    Args:
+        run: The folder of a run, such as out/digits; `gpipe train` leaves report.json there when it ends.
+        text: Draws in the terminal; no file is written.
+        picture: A file for the step of median length, .svg or .png, in place of the page.
+    """
     with ending_by_mistakes():
-        if options.text and options.picture is not None:
+        if text and picture is not None:
             raise ValueError("--text draws in the terminal and --picture in a file: choose one")
-        found = _read(options.run)
-        if options.text:
+        found = _read(run)
+        if text:
             _show(found, Console(highlight=False))
             return
-        if options.picture is not None:
-            _draw(found, options.picture)
-            return
-        page = options.run / PAGE
-        page.write_text(report_html(found), encoding="utf-8")
-        print(page)
+        file = picture or run / PAGE
+        if picture is None:
+            file.write_text(report_html(found), encoding="utf-8")
+        elif not found.timelines:
+            raise ValueError("the run has no recorded step to draw: the page has all that is known of it")
+        else:
+            write_picture(file, typical_svg(found))
+        print(file)
 
 
 def _read(run: Path) -> Report:
@@ -62,13 +59,6 @@ def _read(run: Path) -> Report:
         return read_report(file.read_text(encoding="utf-8"))
     except ValueError as mistake:
         raise ValueError(f"{file} cannot be read: {mistake}; train again") from None
-
-
-def _draw(report: Report, picture: Path) -> None:
-    if not report.timelines:
-        raise ValueError("the run has no recorded step to draw: the page has all that is known of it")
-    write_picture(picture, typical_svg(report))
-    print(picture)
 
 
 def _show(report: Report, console: Console) -> None:

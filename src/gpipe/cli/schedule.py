@@ -63,7 +63,7 @@ class ScheduleOptions:
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, whatever the schedule is."""
-        yield from out_of_bounds(self)
+        yield from out_of_bounds(type(self), vars(self))
         if len(self.stages_per_rank) not in (0, 1, len(self.names)):
             yield f"--stages-per-rank has {len(self.stages_per_rank)} numbers: give one, or one for each schedule"
         if self.csv is not None and len(self.names) > 1:

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,107 +70,92 @@ def _train(name: str, options: TrainOptions) -> None:
             run(job)
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """What is evaluated."""
+def evaluate(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")],
+    partitions: Count | None = None,
+    beam: Count | None = None,
+    sentences: Count | None = None,
+) -> None:
+    """Evaluates a run on data that its training has not seen: a table, and RUN/evaluation.json.
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """The folders of runs of `gpipe train`; of several the mean and the spread are printed too."""
-
-    partitions: Count | None = None
-    """K: how many partitions the network is cut into; by default 2, or under torchrun as many as there are processes.
-    Numbers do not depend on it."""
-
-    beam: Count | None = None
-    """Of a translation, how many translations of a sentence are followed at once, beside the greedy one; 1: none."""
-
-    sentences: Count | None = None
-    """Of a translation, how many sentences of each language are translated at most; by default all of the test."""
-
-
-def evaluate(options: Annotated[EvaluateOptions, tyro.conf.arg(name="")]) -> None:
-    """Evaluates a run on data that its training has not seen: a table, and RUN/evaluation.json."""
+    Args:
+        runs: The folders of runs of `gpipe train`; of several the mean and the spread are printed too.
+        partitions: K: how many partitions the network is cut into; by default 2, or under torchrun as many as there
+            are processes. Numbers do not depend on it.
+        beam: Of a translation, how many translations of a sentence are followed at once, beside the greedy one; 1:
+            none.
+        sentences: Of a translation, how many sentences of each language are translated at most; by default all of
+            the test.
+    """
+    changes = {"beam": beam, "sentences": sentences}
     with ending_by_mistakes():
-        if not options.runs:
+        if not runs:
             raise ValueError("give the folder of a run, such as out/digits; `gpipe train` writes it")
-        refuse(out_of_bounds(options))
+        refuse(out_of_bounds(evaluate, {"partitions": partitions, **changes}))
         from gpipe.recipes.options.files import recipe_of
         from gpipe.recipes.trained import evaluate_run, spread
         from gpipe.recipes.world import find_world, joined
 
-        for run in options.runs:
+        for run in runs:
             recipe_of(run)
-    changes = {"beam": options.beam, "sentences": options.sentences}
     world = find_world(os.environ)
     with joined(world), ending_by_failures_elsewhere():
         found = []
-        for run in options.runs:
+        for run in runs:
             with ending_by_mistakes():
-                found.append(evaluate_run(run, options.partitions, changes, world))
+                found.append(evaluate_run(run, partitions, changes, world))
             if not world.rank:
-                print(f"{run}: {found[-1].text}\n" if len(options.runs) > 1 else found[-1].text)
+                print(f"{run}: {found[-1].text}\n" if len(runs) > 1 else found[-1].text)
         if len(found) > 1 and not world.rank:
             print(spread(found))
 
 
-@dataclass(frozen=True)
-class RecordOptions:
-    """What is recorded."""
+def record(
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    steps: Count = 10,
+    partitions: Count | None = None,
+) -> None:
+    """Writes each message between the processes of torchrun as a line of JSON, to RUN/messages.jsonl.
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run of `gpipe train`."""
-
-    steps: Count = 10
-    """How many mini-batches are trained on meanwhile; the run stays as it is."""
-
-    partitions: Count | None = None
-    """K: how many partitions the network is cut into; by default as many as there are processes."""
-
-
-def record(options: Annotated[RecordOptions, tyro.conf.arg(name="")]) -> None:
-    """Writes each message between the processes of torchrun as a line of JSON, to RUN/messages.jsonl."""
+    Args:
+        run: The folder of a run of `gpipe train`.
+        steps: How many mini-batches are trained on meanwhile; the run stays as it is.
+        partitions: K: how many partitions the network is cut into; by default as many as there are processes.
+    """
     with ending_by_mistakes():
-        refuse(out_of_bounds(options))
+        refuse(out_of_bounds(record, {"steps": steps, "partitions": partitions}))
         from gpipe.recipes.world import find_world, joined
 
         world = find_world(os.environ)
         if not world.launched:
             raise ValueError(
                 "within one process nothing crosses: run it by torchrun, say\n"
-                f"torchrun --nproc-per-node 2 -m gpipe record {options.run}"
+                f"torchrun --nproc-per-node 2 -m gpipe record {run}"
             )
         from gpipe.recipes.trained import record_run
     with joined(world), ending_by_failures_elsewhere(), ending_by_mistakes():
-        said = record_run(options.run, options.steps, options.partitions, world)
+        said = record_run(run, steps, partitions, world)
     if not world.rank:
         print(said)
 
 
-@dataclass(frozen=True)
-class TranslateOptions:
-    """By which run lines are translated."""
+def translate(run: Path, beam: Count = 4, partitions: Count | None = None) -> None:
+    """Translates each line of stdin to English, a line of stdout each.
 
-    run: Path
-    """The folder of a run of `gpipe train translation`."""
-
-    beam: Count = 4
-    """How many translations are followed at once; 1: the likeliest word is taken each time."""
-
-    partitions: Count | None = None
-    """K: how many partitions the network is cut into; by default 2. Translations do not depend on it."""
-
-
-def translate(options: Annotated[TranslateOptions, tyro.conf.arg(name="")]) -> None:
-    """Translates each line of stdin to English, a line of stdout each."""
+    Args:
+        run: The folder of a run of `gpipe train translation`.
+        beam: How many translations are followed at once; 1: the likeliest word is taken each time.
+        partitions: K: how many partitions the network is cut into; by default 2. Translations do not depend on it.
+    """
     with ExitStack() as stack:
         with ending_by_mistakes():
-            refuse(out_of_bounds(options))
+            refuse(out_of_bounds(translate, {"beam": beam, "partitions": partitions}))
             from gpipe.recipes.prepare import WEIGHTS
             from gpipe.recipes.trained import opened_translator
 
-            to_english = stack.enter_context(opened_translator(options.run, options.partitions, options.beam))
-        if not (options.run / WEIGHTS).is_file():
-            print(f"{options.run} has not ended: by the weights of its latest checkpoint", file=sys.stderr)
+            to_english = stack.enter_context(opened_translator(run, partitions, beam))
+        if not (run / WEIGHTS).is_file():
+            print(f"{run} has not ended: by the weights of its latest checkpoint", file=sys.stderr)
         with ending_by_mistakes():
             _translate(to_english)
 

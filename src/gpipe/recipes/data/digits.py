@@ -1,13 +1,10 @@
 """Scikit-learn's handwritten digits: 1797 real images of 8x8 pixels, here at 64x64 in three channels."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -40,10 +37,10 @@ def load_digits(
         ImportError: scikit-learn, which carries the images, is not installed.
         ValueError: `per_class` is more than there are.
     """
-    table = _read()
-    pixels = torch.from_numpy(table[:, :-1].astype(np.float32).reshape(-1, 1, 8, 8))
-    digits = torch.from_numpy(table[:, -1].astype(np.int64))
-    rows = [np.flatnonzero(table[:, -1] == digit) for digit in range(CLASSES)]
+    found = imported("sklearn.datasets", "the digits come with scikit-learn", "digits").load_digits()
+    pixels = torch.from_numpy(found.images.astype(np.float32))[:, None]
+    digits = torch.from_numpy(found.target)
+    rows = [np.flatnonzero(found.target == digit) for digit in range(CLASSES)]
     to_train_on = np.sort(np.concatenate([np.delete(own, FIFTHS) for own in rows]))
     pixels = (pixels - pixels[to_train_on].mean()) / pixels[to_train_on].std()
     images = F.interpolate(pixels, size=(size, size), mode="bilinear", align_corners=False).repeat(1, 3, 1, 1)
@@ -58,16 +55,3 @@ def load_digits(
     if per_class is not None:
         train = some_of_each(train, per_class, seed)
     return Digits(part([*train.values()]), part([rows[digit][FIFTHS].tolist() for digit in classes]))
-
-
-def _read() -> NDArray[np.float64]:
-    """Returns a row of 64 pixels and the class for each image.
-
-    Scikit-learn takes most of a second to import, in every process; its file of digits is enough.
-    """
-    found = find_spec("sklearn")
-    file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if found else None
-    if file is not None and file.is_file():
-        return np.loadtxt(file, delimiter=",")
-    bunch = imported("sklearn.datasets", "the digits come with scikit-learn", "digits").load_digits()
-    return np.column_stack([bunch.data, bunch.target])

@@ -1,10 +1,10 @@
 """Options of all recipes, and what they refuse."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
 import tyro
 
@@ -31,11 +31,11 @@ Part = Annotated[float, Bounds("0 to less than 1", lambda value: 0 <= value < 1)
 Rest = Annotated[float, Bounds("more than 0 to 1", lambda value: 0 < value <= 1)]
 
 
-def out_of_bounds(options: object) -> Iterator[str]:
-    """A line for each field of a dataclass that is out of the bounds of its type; None is always within."""
-    for name, kind in get_type_hints(type(options), include_extras=True).items():
+def out_of_bounds(typed: Any, values: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each value out of the bounds of its type in a dataclass or a function; None is always within."""
+    for name, kind in get_type_hints(typed, include_extras=True).items():
         for bounds in [one for part in (kind, *get_args(kind)) for one in getattr(part, "__metadata__", ())]:
-            value = getattr(options, name)
+            value = values.get(name)
             if isinstance(bounds, Bounds) and value is not None and not bounds.hold(value):
                 yield f"{flag(name)} is {value}: choose {bounds.words}"
 
@@ -171,7 +171,7 @@ class TrainOptions:
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
-        yield from out_of_bounds(self)
+        yield from out_of_bounds(type(self), vars(self))
         each = SCHEDULES[self.schedule].stages_per_rank
         if self.depth is not None and (self.partitions or 1) * each > self.depth:
             stages = f" of {each} stages each" if each > 1 else ""
