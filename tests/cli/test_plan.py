@@ -72,10 +72,6 @@ def test_a_function_of_the_users_is_planned(
         (["unet", "--devices"], "--devices has none: give at least one, as 4xtpuv2"),
         (["math:tau"], "math:tau is no function; give MODULE:FUNCTION"),
         (["time:localtime"], "time:localtime gives struct_time; return (model, sample)"),
-        (
-            ["math:dist"],
-            "math:dist is called without arguments: missing a required argument: 'p'; give them defaults",
-        ),
         (["gpipe:nothing"], "nothing"),
         (["transformer_lm", *SMALL, "--devices", "1x0.00001x1x1"], "nothing fits"),
     ],

@@ -40,8 +40,8 @@ class DigitImages:
         o = self._options = options
         self.classes = o.classes or tuple(map(str, range(CLASSES)))
         chosen = tuple(map(int, self.classes))
-        self._digits = load_digits(o.image_size, classes=chosen, per_class=o.per_class, seed=o.seed)
-        self.train, self.held_out = (part.tensors[1] for part in self._digits)
+        self._train, self._held_out = load_digits(o.image_size, chosen, o.per_class, o.seed)
+        self.train, self.held_out = self._train.tensors[1], self._held_out.tensors[1]
 
     def read(self, batches: Iterable[Tensor], epoch: int | None) -> Iterator[Batch]:
         """Yields mini-batches given by rows: to train on, changed as the options say, or for None those held out."""
@@ -49,9 +49,9 @@ class DigitImages:
         how = Augmentation(o.image_size, o.crop, o.flip, o.cutout, o.seed)
         for rows in batches:
             if epoch is None:
-                yield Batch(*self._digits.held_out[rows])
+                yield Batch(*self._held_out[rows])
                 continue
-            images, classes = self._digits.train[rows]
+            images, classes = self._train[rows]
             if o.jitter:
                 images = jitter(images, rows, seed=o.seed, epoch=epoch)
             yield Batch(augment(images, rows, how, epoch), classes)
@@ -76,12 +76,7 @@ class FolderImages:
 
 
 def evaluation_of(classified: Iterable[tuple[Tensor, Tensor]], classes: Sequence[str]) -> Evaluation:
-    """Counts over logits [N, classes] and the true classes [N]: top-1, top-5, and a table where it can be read.
-
-    >>> found = evaluation_of([(torch.tensor([[2.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 1]))], ["cat", "dog"])
-    >>> found.numbers, found.details["confusion"]
-    ({'top1': 0.5, 'top5': 1.0}, [[1, 0], [1, 0]])
-    """
+    """Counts over logits [N, classes] and the true classes [N]: top-1, top-5, and a table where it can be read."""
     confusion, among_few = torch.zeros(len(classes) ** 2, dtype=torch.int64), 0
     for logits, right in classified:
         confusion += torch.bincount(right * len(classes) + logits.argmax(dim=1), minlength=len(confusion))
@@ -116,12 +111,7 @@ def confusion_lines(confusion: Tensor, classes: Sequence[str]) -> list[str]:
 
 
 class ImagesRecipe(Recipe[ImagesOptions]):
-    """AmoebaNet-B or -D on a folder of images, or on the digits.
-
-    Raises:
-        ValueError: The folder is not as it should be, or there are too few images.
-        ImportError: The library that has or reads them is not installed.
-    """
+    """AmoebaNet-B or -D on a folder of images, or on the digits."""
 
     name: ClassVar[str] = "images"
 

@@ -90,11 +90,7 @@ def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") 
 
 @contextmanager
 def locked(folder: Path, world: World) -> Iterator[None]:
-    """Keeps the folder of a run for one training, by its rank 0; the lock ends with the process, too.
-
-    Raises:
-        ValueError: Another training writes into it.
-    """
+    """Keeps the folder of a run for one training, by its rank 0; the lock ends with the process, too."""
     if world.rank:
         yield
         return
@@ -116,18 +112,8 @@ def locked(folder: Path, world: World) -> Iterator[None]:
 class Job:
     """All that training needs, checked and built, and how far it is.
 
-    Attributes:
-        recipe: What is trained, by its `options`.
-        pipe: Its network.
-        optimizer: Of the pipe's parameters.
-        averages: Of the same.
-        world: The processes that train together.
-        how: How the network is cut and run, in plain values.
-        progress: How far it is.
-        checkpoints: The folder of the checkpoints.
-        share: What this process reads of each mini-batch.
-        steps: How many steps the training has.
-        epochs: How many epochs it has; the last one may be short.
+    `how` is how the network is cut and run, in plain values; the last of its `epochs` may be short; `share` is what
+    this process reads of each mini-batch.
     """
 
     def __init__(self, recipe: Recipe[Any], pipe: gpipe.GPipe, how: Mapping[str, Any], world: World) -> None:
@@ -242,11 +228,7 @@ def build(recipe: Recipe[Any]) -> list[nn.Module]:
 
 
 def read_weights(run: Path) -> Mapping[str, Any]:
-    """The weights of a run: those that it ended with, or its latest checkpoint's.
-
-    Raises:
-        ValueError: It has neither.
-    """
+    """The weights of a run: those that it ended with, or its latest checkpoint's."""
     if (run / WEIGHTS).is_file():
         try:
             return load_file(run / WEIGHTS)

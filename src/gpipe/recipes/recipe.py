@@ -37,11 +37,7 @@ class Share:
     reads_inputs: bool = True
 
     def of(self, rows: Tensor) -> Tensor:
-        """This replica's rows of a mini-batch.
-
-        >>> Share(1, 2).of(torch.arange(5))
-        tensor([3, 4])
-        """
+        """This replica's rows of a mini-batch."""
         return rows.tensor_split(self.replicas)[self.replica]
 
 
@@ -117,11 +113,7 @@ class Recipe(ABC, Generic[Options]):
         """How well the network does, at length, on data that no training has seen."""
 
     def fit(self, state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
-        """Gives layers the weights of another run that this one starts from, by name; by default all of them.
-
-        Raises:
-            ValueError: They do not fit.
-        """
+        """Gives layers the weights of another run that this one starts from, by name; by default all of them."""
         load(state, layers)
 
     def write(self, run: Path) -> None:
@@ -129,11 +121,7 @@ class Recipe(ABC, Generic[Options]):
 
 
 def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Iterable[str] = ()) -> None:
-    """Gives layers weights and buffers by name, all but the `new` ones, which stay as they were built.
-
-    Raises:
-        ValueError: Names or sizes differ: all that do not fit, the first ten by name.
-    """
+    """Gives layers weights and buffers by name, all but the `new` ones; a ValueError names those that do not fit."""
     plain = nn.Sequential(*layers)
     own, other = ({name: one[name] for name in one.keys() - set(new)} for one in (plain.state_dict(), state))
     odd = [

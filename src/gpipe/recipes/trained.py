@@ -65,8 +65,7 @@ def opened(recipe: Recipe[Any], world: World) -> Iterator[gpipe.GPipe]:
 def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], world: World) -> Evaluation:
     """Evaluates a run, and writes evaluation.json into its folder.
 
-    `partitions` of None are as many as there are processes, or 2. `changes` are options of the recipe in place of the
-    run's, by name; None: the run's.
+    `partitions` of None are as many as there are processes, or 2; `changes` of None leave the run's options.
     """
     recipe = open_recipe(
         run, partitions, world, **{name: value for name, value in changes.items() if value is not None}

@@ -41,11 +41,7 @@ Say = Callable[[str], None]
 
 
 class Recorded:
-    """Recordings of an epoch of so many steps.
-
-    Attributes:
-        steps: When what was done; in all steps but the first, if there are others.
-    """
+    """Recordings of an epoch of so many steps: when what was done in all but the first, and what was held in that."""
 
     def __init__(self, pipe: gpipe.GPipe, steps: int) -> None:
         self.steps = gpipe.record(pipe, keep=min(steps, KEPT))
@@ -68,11 +64,7 @@ class Recorded:
 
 
 def watched(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Iterates over items, `total` or as many as they have; a terminal shows how far it is, and the time left.
-
-    >>> list(watched([1, 2], "counting"))
-    [1, 2]
-    """
+    """Iterates over items, `total` or as many as they have; a terminal shows how far it is, and the time left."""
     console = Console(stderr=True)
     silent = not console.is_terminal or os.environ.get("RANK", "0") != "0"
     return iter(track(items, what, total, console=console, transient=True, disable=silent))

@@ -14,7 +14,7 @@ def test_the_split_is_fixed_stratified_and_complete_and_images_are_scaled_and_no
     assert torch.equal(counts, (counts + classes.bincount()) // 5)
     assert abs(images.mean()) < 1e-5
     assert abs(images.std() - 1) < 1e-3
-    large, _ = load_digits(size=64).train.tensors
+    large, _ = load_digits(size=64)[0].tensors
     assert (large.shape, large.dtype) == ((1442, 3, 64, 64), torch.float32)
     assert torch.equal(large[:, 0], large[:, 2])
 
@@ -40,8 +40,8 @@ def test_a_few_of_each_class_are_chosen_by_the_seed_and_nothing_else() -> None:
         assert len(held_out) == 355
         return train.tensors[0]
 
-    images, classes = load_digits(8, per_class=3, seed=1).train.tensors
-    alone = load_digits(8, classes=[4], per_class=3, seed=1).train
+    images, classes = load_digits(8, per_class=3, seed=1)[0].tensors
+    alone = load_digits(8, classes=[4], per_class=3, seed=1)[0]
     assert torch.equal(alone.tensors[0], images[classes == 4])
     assert not torch.equal(images, few(3, 2))
     assert {image.numpy().tobytes() for image in images} <= {image.numpy().tobytes() for image in few(6, 1)}

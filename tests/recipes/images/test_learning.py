@@ -37,7 +37,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 def mini_batches() -> Iterator[tuple[Tensor, Tensor]]:
-    digits, classes = load_digits(67, classes=(0, 1, 2), per_class=6).train.tensors
+    digits, classes = load_digits(67, classes=(0, 1, 2), per_class=6)[0].tensors
     for epoch in (1, 2):
         for rows in batches(18, 8, seed=0, epoch=epoch):
             images = jitter(digits[rows], rows, seed=0, epoch=epoch)

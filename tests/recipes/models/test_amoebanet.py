@@ -1,3 +1,5 @@
+"""AmoebaNet: what the paper counts, and how what evolution found is put together."""
+
 from collections.abc import Callable
 
 import pytest
@@ -18,58 +20,49 @@ def parameters(build: Build, *sizes: int, **options: int) -> int:
         return sum(p.numel() for layer in build(*sizes, **options) for p in layer.parameters())
 
 
-@pytest.mark.parametrize(
-    ("build", "layers", "filters", "classes", "count"),
-    [
+def test_counts_of_parameters() -> None:
+    for build, layers, filters, classes, count in (
         (amoebanet_d, 3, 16, 10, 99_503),
         (amoebanet_d, 18, 208, 1000, 81_137_437),
         (amoebanet_d, 72, 512, 1000, 1_842_610_248),
         (amoebanet_b, 3, 16, 10, 125_803),
         (amoebanet_b, 18, 512, 1000, 557_277_864),  # the paper prints 557M
         (amoebanet_b, 18, 512, 1001, 557_286_057),
-    ],
-)
-def test_counts_of_parameters(build: Build, layers: int, filters: int, classes: int, count: int) -> None:
-    assert parameters(build, layers, filters, classes) == count
-
-
-@pytest.mark.parametrize(
-    ("layers", "filters", "count"),
-    [  # Table 1 prints 82M, 318M, 542M, 1.05B and 1.8B
+    ):
+        assert parameters(build, layers, filters, classes) == count
+    for layers, filters, count in (  # Table 1 prints 82M, 318M, 542M, 1.05B and 1.8B
         (18, 208, 81_781_529),
         (18, 416, 318_270_652),
         (18, 544, 540_977_420),
         (36, 544, 1_054_074_956),
         (72, 512, 1_843_378_372),
-    ],
-)
-def test_counts_of_parameters_with_the_auxiliary_head(layers: int, filters: int, count: int) -> None:
-    assert parameters(amoebanet_d, layers, filters, 1000, aux_head=True) == count
-
-
-def test_the_auxiliary_head_grows_with_the_image() -> None:
+    ):
+        assert parameters(amoebanet_d, layers, filters, 1000, aux_head=True) == count
     small, large = (parameters(amoebanet_b, 18, 512, 1000, aux_head=True, image_size=size) for size in (224, 480))
     assert large - small == 51 * 307 * (9 * 9 - 4 * 4)
-
-
-def test_running_statistics_are_not_parameters() -> None:
     with torch.device("meta"):
         network = amoebanet_d(18, 208)
     assert sum(b.numel() for layer in network for b in layer.buffers() if b.dim()) == 166_126
 
 
-@BOTH
-@pytest.mark.parametrize("layers", [3, 4, 5, 18, 36])
-def test_the_sequence_is_six_layers_longer_than_its_normal_cells(build: Build, layers: int) -> None:
-    with torch.device("meta"):
-        assert len(build(layers, 16)) == layers + 6
+@pytest.mark.parametrize(
+    ("build", "filters", "image", "billions"), [(amoebanet_d, 256, 224, 14.194), (amoebanet_b, 512, 480, 298.794)]
+)
+def test_multiplications_of_a_forward(build: Build, filters: int, image: int, billions: float) -> None:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        nn.Sequential(*build(18, filters))(torch.empty(1, 3, image, image))
+    assert round(counter.get_total_flops() / 2e9, 3) == billions
 
 
 def outputs(network: list[nn.Module], image: Tensor) -> list[Tensor]:
-    """What each layer gives, without the skip."""
-    states, state = [], image
+    """What each layer gives, without the skip; none changes what it reads."""
+    states: list[Tensor] = []
+    state: Tensor | tuple[Tensor, ...] = image
     for layer in network:
+        read = [state] if isinstance(state, Tensor) else list(state)
+        versions = [x._version for x in read]
         state = layer(state)
+        assert [x._version for x in read] == versions
         states.append(state if isinstance(state, Tensor) else state[0])
     return states
 
@@ -86,8 +79,8 @@ def outputs(network: list[nn.Module], image: Tensor) -> list[Tensor]:
 def test_images_shrink_and_channels_grow(build: Build, image: int, sizes: list[int]) -> None:
     with torch.device("meta"):
         *features, logits = outputs(build(6, 32, 7), torch.empty(2, 3, image, image))
-    assert [x.shape[2] for x in features] == sizes
-    assert [x.shape[3] for x in features] == sizes
+        assert [len(build(layers, 16)) for layers in (3, 4, 5, 18, 36)] == [9, 10, 11, 24, 42]
+    assert [x.shape[2:] for x in features] == [(size, size) for size in sizes]
     states = 3 if build is amoebanet_d else 2  # that a reduction cell concatenates; a normal one has 4
     filters = [8, 16, 32, 32, 64, 64, 64, 128, 128, 128]
     factors = [states, states, 4, 4, states, 4, 4, states, 4, 4]
@@ -95,35 +88,16 @@ def test_images_shrink_and_channels_grow(build: Build, image: int, sizes: list[i
     assert logits.shape == (2, 7)
 
 
-@pytest.mark.parametrize(
-    ("build", "filters", "image", "billions"), [(amoebanet_d, 256, 224, 14.194), (amoebanet_b, 512, 480, 298.794)]
-)
-def test_multiplications_of_a_forward(build: Build, filters: int, image: int, billions: float) -> None:
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        nn.Sequential(*build(18, filters))(torch.empty(1, 3, image, image))
-    assert round(counter.get_total_flops() / 2e9, 3) == billions
-
-
 @BOTH
 @pytest.mark.parametrize("filters", [32, 34])  # of 34, the second reduction has 17: an odd number to share out
 def test_every_parameter_learns(build: Build, filters: int) -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(*build(3, filters, 10))
-    logits = network(torch.randn(2, 3, 64, 64))
+    layers = build(3, filters, 10)
+    *_, logits = outputs(layers, torch.randn(2, 3, 64, 64))
     assert logits.shape == (2, 10)
     F.cross_entropy(logits, torch.tensor([3, 7])).backward()
-    idle = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.any()]
-    assert idle == []
-
-
-@BOTH
-def test_a_layer_leaves_what_it_reads_as_it_was(build: Build) -> None:
-    state = torch.randn(2, 3, 64, 64)
-    for layer in build(3, 16, 10):
-        tensors = [state] if isinstance(state, Tensor) else list(state)
-        versions = [x._version for x in tensors]
-        state = layer(state)
-        assert [x._version for x in tensors] == versions
+    named = nn.Sequential(*layers).named_parameters()
+    assert [name for name, p in named if p.grad is None or not p.grad.any()] == []
 
 
 def test_a_factorized_reduction_sees_every_pixel() -> None:
@@ -140,7 +114,7 @@ def test_a_factorized_reduction_sees_every_pixel() -> None:
         assert torch.equal(seen, rows[:, None] == rows[None, :])
 
 
-def test_auxiliary_logits_come_in_training_only() -> None:
+def test_auxiliary_logits_come_in_training_only_and_their_head_only_adds_names() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(*amoebanet_d(3, 16, 10, aux_head=True, image_size=96))
     images = torch.randn(2, 3, 96, 96)
@@ -150,37 +124,15 @@ def test_auxiliary_logits_come_in_training_only() -> None:
     reached = [i for i, layer in enumerate(network) if any(p.grad is not None for p in layer.parameters())]
     assert reached == [0, 1, 2, 3, 4, 5]  # up to the last cell before the second reduction
     assert network.eval()(images).shape == (2, 10)
+    plain = nn.Sequential(*amoebanet_d(3, 16, 10)).state_dict()
+    assert [name for name in network.state_dict() if ".auxiliary." not in name] == list(plain)
 
 
-def test_the_auxiliary_head_only_adds_names() -> None:
-    with torch.device("meta"):
-        plain, with_head = (nn.Sequential(*amoebanet_d(6, 16, aux_head=aux)).state_dict() for aux in (False, True))
-    assert [name for name in with_head if ".auxiliary." not in name] == list(plain)
-
-
-@pytest.mark.parametrize(("layers", "filters"), [(2, 16), (3, 8)])
-def test_too_small_a_network_is_refused(layers: int, filters: int) -> None:
-    with pytest.raises(ValueError, match=f"got layers={layers}, filters={filters}"):
-        amoebanet_d(layers, filters)
-
-
-def test_too_small_an_image_for_the_auxiliary_head_is_refused() -> None:
+def test_too_small_a_network_or_image_is_refused() -> None:
+    for layers, filters in ((2, 16), (3, 8)):
+        with pytest.raises(ValueError, match=f"got layers={layers}, filters={filters}"):
+            amoebanet_d(layers, filters)
     with torch.device("meta"):
         amoebanet_d(3, 16, aux_head=True, image_size=67)
         with pytest.raises(ValueError, match="at least 67x67"):
             amoebanet_d(3, 16, aux_head=True, image_size=66)
-
-
-def test_a_small_network_learns() -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(*amoebanet_d(3, 16, 10, dropout=0.0))
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
-    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8)
-    losses = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(network(images), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2

@@ -1,108 +1,253 @@
+"""The Transformers: what the paper counts, what each position may know, and the bits of the plain loop."""
+
+import copy
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe.models import transformer_lm
+import gpipe
+from gpipe.models import transformer, transformer_lm
+from gpipe.recipes.models.transformer import EncoderLayer
+from tests.support.plain_loop import Tree, assert_same_bits, plain_loop, same_bits
+from tests.support.shared_weights import lent
 
-tiny = partial(transformer_lm, model_dim=16, ffn_dim=32, heads=4, vocab=11)
+VOCAB = 13
+Build = Callable[..., list[nn.Module]]
+tiny_lm = partial(transformer_lm, model_dim=16, ffn_dim=32, heads=4, vocab=VOCAB)
+tiny = partial(transformer, ffn_dim=20, heads=3, model_dim=12, head_dim=5, vocab=VOCAB, dropout=0.0)
+BOTH = pytest.mark.parametrize("build", [tiny_lm, tiny], ids=["lm", "translation"])
+
+
+def words(rows: int, length: int) -> Tensor:
+    """Random sentences without padding."""
+    return torch.randint(1, VOCAB, (rows, length))
+
+
+def padded(sentence: Tensor, length: int) -> Tensor:
+    return F.pad(sentence, (0, length - sentence.shape[1]))
+
+
+def run(network: list[nn.Module], target: Tensor, source: Tensor | None = None) -> Tensor:
+    """Logits of targets, by default behind two words as the source."""
+    source = torch.arange(1, 3).expand(len(target), -1) if source is None else source
+    logits = gpipe.Sequential(*network)((source, target) if hasattr(network[0], "stash") else target)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def evaluated(network: list[nn.Module]) -> list[nn.Module]:
+    return [layer.eval() for layer in network]
+
+
+@pytest.fixture
+def quiet() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return evaluated(tiny(2, dropout=0.1))
 
 
 def count(network: list[nn.Module]) -> int:
     return sum(p.numel() for p in nn.Sequential(*network).parameters())
 
 
-@pytest.mark.parametrize(("layers", "total"), [(3, 282_179_008), (13, 785_762_368), (103, 5_318_012_608)])
-def test_counts_of_parameters(layers: int, total: int) -> None:
+def test_counts_of_parameters() -> None:
     with torch.device("meta"):
-        network = transformer_lm(layers)
-    assert len(network) == layers + 2
-    assert [count([block]) for block in network[1:-1]] == [50_358_336] * layers
-    assert count(network) == total
+        for layers, total in ((3, 282_179_008), (13, 785_762_368), (103, 5_318_012_608)):
+            network = transformer_lm(layers)
+            assert (len(network), count(network)) == (layers + 2, total)
+            assert [count([block]) for block in network[1:-1]] == [50_358_336] * layers
+        assert count(transformer_lm(3, tied=True)) == 282_179_008 - 32_000 * 2048
+        for sizes, matrices, total in (
+            ((6, 8192, 16), 3, 473_745_920),
+            ((6, 8192, 16), 2, 408_209_920),
+            ((6, 8192, 16), 1, 342_673_920),
+            ((24, 8192, 16), 3, 1_304_955_392),
+            ((24, 8192, 16), 2, 1_239_419_392),
+            ((12, 16384, 32), 3, 1_304_771_072),
+            ((32, 16384, 32), 3, 3_151_596_032),
+            ((64, 16384, 32), 3, 6_106_515_968),
+            ((64, 16384, 32), 2, 6_040_979_968),
+        ):
+            network = transformer(*sizes, matrices=matrices)
+            assert (len(network), count(network)) == (2 * sizes[0] + 3, total)
+        assert count(transformer(6, 2048, 8, model_dim=512)) == 142_508_544  # as published of Transformer base
 
 
-def test_a_tied_head_uses_the_very_parameter_of_the_embedding() -> None:
-    with torch.device("meta"):
-        network = transformer_lm(3, tied=True)
-    assert network[-1].weight is network[0].weight
-    assert count(network) == 282_179_008 - 32_000 * 2048
+def test_so_many_matrices_have_a_vector_for_each_word() -> None:
+    for matrices in (1, 2, 3):
+        first, _, bridge, _, head = tiny(1, matrices=matrices)
+        source, target = (layer.get_parameter("embedding.weight") for layer in (first, bridge))
+        assert len({source, target, head.weight}) == matrices
+        assert (target is head.weight) == (matrices < 3)
+    tied = tiny_lm(3, tied=True)
+    assert tied[-1].weight is tied[0].weight
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_learns(tied: bool) -> None:
+@pytest.mark.parametrize(
+    "network",
+    [
+        *(lambda tied=tied: tiny_lm(2, tied=tied) for tied in (False, True)),
+        *(lambda matrices=matrices: tiny(2, matrices=matrices) for matrices in (1, 2, 3)),
+    ],
+)
+def test_every_parameter_learns(network: Callable[[], list[nn.Module]]) -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(*tiny(2, tied=tied))
-    tokens = torch.randint(11, (2, 9))
-    logits = network(tokens[:, :-1])
-    assert logits.shape == (2, 8, 11)
-    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    assert [name for name, p in network.named_parameters() if p.grad is None or not p.grad.any()] == []
+    layers = network()
+    logits = run(layers, words(2, 8))
+    assert logits.shape == (2, 8, VOCAB)
+    F.cross_entropy(logits.flatten(0, 1), words(2, 8).flatten()).backward()
+    idle = [name for name, p in nn.Sequential(*layers).named_parameters() if p.grad is None or not p.grad.any()]
+    assert [name for name in idle if "key.bias" not in name] == []  # a softmax does not feel a shift of all keys
 
 
-def test_a_later_token_does_not_change_earlier_logits() -> None:
+@BOTH
+def test_a_later_token_does_not_change_earlier_logits(build: Build) -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(*tiny(3)).eval()
-    tokens = torch.randint(11, (2, 8))
+    network, tokens = evaluated(build(3)), words(2, 8)
     changed = tokens.clone()
-    changed[:, 5] = (tokens[:, 5] + 1) % 11
-    with torch.no_grad():
-        before, after = network(tokens), network(changed)
+    changed[:, 5] = tokens[:, 5] % (VOCAB - 1) + 1
+    before, after = run(network, tokens), run(network, changed)
     torch.testing.assert_close(before[:, :5], after[:, :5])
     assert not torch.isclose(before[:, 5:], after[:, 5:]).all(dim=2).any()
 
 
+@BOTH
+def test_dropout_and_clipping_act_in_training_only(build: Build) -> None:
+    torch.manual_seed(0)
+    tokens = words(2, 8)
+    clipped = build(1, clip_logits=0.5)
+    assert torch.equal(run(clipped, tokens), run(clipped, tokens))
+    whole = run(evaluated(copy.deepcopy(clipped)), tokens)
+    assert whole.abs().max() > 0.5
+    assert torch.equal(run(clipped, tokens), whole.clamp(-0.5, 0.5))
+    noisy = build(1, dropout=0.5)
+    assert not torch.equal(run(noisy, tokens), run(noisy, tokens))
+    assert torch.equal(run(evaluated(noisy), tokens), run(noisy, tokens))
+
+
+@BOTH
+@pytest.mark.parametrize("layers", [2, 64])
+def test_logits_start_at_unit_scale_at_any_depth(build: Build, layers: int) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert 0.5 < run(build(layers), words(8, 16)).std().item() < 2
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_feed_forward_weights_start_smaller_the_deeper_the_stack(scaled: bool) -> None:
+    stacks = [
+        tiny_lm(16, model_dim=32, ffn_dim=64, scaled_init=scaled)[1:-1],
+        [tiny(16, model_dim=32, ffn_dim=64, head_dim=16, scaled_init=scaled)[at] for at in (1, 16, 18, 33)],
+    ]
+    bound = (6 / (32 + 64)) ** 0.5 / (4 if scaled else 1)
+    for layer in (layer for stack in stacks for layer in stack):
+        for matrix in ("ffn.0.weight", "ffn.2.weight"):
+            assert 0.9 * bound < layer.get_parameter(matrix).abs().max() <= bound
+    assert stacks[1][0].get_parameter("attention.query.weight").abs().max() > 0.9 * (6 / (32 + 48)) ** 0.5
+
+
 def test_positions_matter_and_any_length_will_do() -> None:
     torch.manual_seed(0)
-    embedding = tiny(1)[0]
+    embedding = tiny_lm(1)[0]
     same = embedding(torch.zeros(1, 50, dtype=torch.long))[0]
     assert len(torch.unique(same, dim=0)) == 50
     assert torch.equal(embedding(torch.zeros(1, 3, dtype=torch.long))[0], same[:3])
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_a_padded_batch_gives_the_logits_of_each_row_alone(quiet: list[nn.Module]) -> None:
+    pairs = [(words(1, source), words(1, target)) for source, target in ((7, 2), (3, 5), (1, 1))]
+    sources, targets = (torch.cat([padded(one, 9) for one in side]) for side in zip(*pairs, strict=True))
+    together = run(quiet, targets, sources)
+    for row, (source, target) in enumerate(pairs):
+        torch.testing.assert_close(together[row, : target.shape[1]], run(quiet, target, source)[0])
+    other = evaluated(tiny(2, pad=VOCAB - 1))
+    source = words(1, 4) % (VOCAB - 1)
+    longer = F.pad(source, (0, 2), value=VOCAB - 1)
+    torch.testing.assert_close(run(other, targets, source.expand(3, -1)), run(other, targets, longer.expand(3, -1)))
+
+
+def test_padding_changes_no_gradient(quiet: list[nn.Module]) -> None:
+    source, target, labels = words(2, 4), words(2, 3), words(2, 3)
+    gradients = []
+    for more in (0, 3):
+        network = copy.deepcopy(quiet)
+        logits = run(network, padded(target, 3 + more), padded(source, 4 + more))
+        F.cross_entropy(logits.flatten(0, 1), padded(labels, 3 + more).flatten(), ignore_index=0).backward()
+        gradients.append([p.grad for p in nn.Sequential(*network).parameters()])
+    for alone, with_padding in zip(*gradients, strict=True):
+        torch.testing.assert_close(alone, with_padding)
+
+
+def test_a_source_of_padding_alone_is_one_word(quiet: list[nn.Module]) -> None:
+    target, source = words(2, 3), padded(words(2, 2), 6)
+    source[1] = 0
+    logits = run(quiet, target, source)
+    torch.testing.assert_close(logits[1:], run(quiet, target[1:], torch.zeros(1, 1, dtype=torch.long)))
+    logits.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in nn.Sequential(*quiet).parameters())
+
+
+def test_every_word_of_the_source_changes_every_logit(quiet: list[nn.Module]) -> None:
+    source, target = words(1, 6), words(1, 4)
+    before = run(quiet, target, source)
+    for at in range(6):
+        changed = source.clone()
+        changed[:, at] = source[:, at] % (VOCAB - 1) + 1
+        assert not torch.isclose(before, run(quiet, target, changed)).all(dim=2).any()
+
+
+def test_the_memory_is_stashed_once_for_all_decoder_layers() -> None:
+    network = tiny(2)
+    assert [name for layer in network for name in getattr(layer, "stash", ())] == ["target", "mask", "memory"]
+    assert sum("memory" in getattr(layer, "pop", ()) for layer in network) == 2
+    assert sum(isinstance(layer, EncoderLayer) for layer in network) == 2
+
+
+def loss_of(logits: Tree, labels: Tree) -> Tensor:
+    assert isinstance(logits, Tensor)
+    assert isinstance(labels, Tensor)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def batch_of(rows: int, source: int, target: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Sentences of different lengths, made as long as these by padding."""
+    given, wanted = words(rows, source), words(rows, target + 1)
+    for row in range(rows):
+        given[row, max(1, source - row) :] = 0
+        wanted[row, max(2, target + 1 - row) :] = 0
+    return (given, wanted[:, :-1]), wanted[:, 1:]
+
+
+@pytest.mark.parametrize("matrices", [1, 2, 3])
+def test_it_trains_to_the_bits_of_the_plain_loop_for_every_cut_and_changing_lengths(matrices: int) -> None:
     torch.manual_seed(0)
-    tokens = torch.randint(11, (2, 8))
-    quiet = nn.Sequential(*tiny(1))
-    assert torch.equal(quiet(tokens), quiet(tokens))
-    noisy = nn.Sequential(*tiny(1, dropout=0.5))
-    assert not torch.equal(noisy(tokens), noisy(tokens))
-    noisy.eval()
-    assert torch.equal(noisy(tokens), noisy(tokens))
+    layers = tiny(2, matrices=matrices, clip_logits=1.0, dropout=0.1)
+    batches = [batch_of(5, 6, 4), batch_of(4, 3, 8)]
+    plain = copy.deepcopy(layers)
+    losses = []
+    for step, (inputs, labels) in enumerate(batches):
+        with lent(plain) as own:
+            losses.append(plain_loop(own, inputs, labels, loss_of, micro_batches=2, seed=3, step=step))
+    for partitions, remat in [(1, "always"), (2, "always"), (3, "except_last"), (3, "never")]:
+        with gpipe.GPipe(copy.deepcopy(layers), partitions, 2, remat=remat, seed=3) as pipe:
+            for (inputs, labels), loss in zip(batches, losses, strict=True):
+                assert same_bits(pipe.step(inputs, labels, loss_of, reduction="mean"), loss)
+            assert_same_bits(pipe, plain)
 
 
-@pytest.mark.parametrize("layers", [2, 128])
-def test_logits_start_at_unit_scale_at_any_depth(layers: int) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(*tiny(layers))
-    with torch.no_grad():
-        logits = network(torch.randint(11, (8, 16)))
-    assert 0.5 < logits.std().item() < 2
-
-
-@pytest.mark.parametrize(("scaled", "factor"), [(True, 4), (False, 1)])
-def test_feed_forward_weights_start_smaller_the_deeper_the_stack(scaled: bool, factor: int) -> None:
-    bound = (6 / (16 + 32)) ** 0.5 / factor
-    for block in tiny(16, scaled_init=scaled)[1:-1]:
-        assert 0.9 * bound < block.get_parameter("ffn.0.weight").abs().max() <= bound
-
-
-def test_logits_are_clipped_in_training_only() -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(*tiny(1, clip_logits=0.5))
-    tokens = torch.randint(11, (2, 8))
-    clipped, whole = network(tokens), network.eval()(tokens)
-    assert whole.abs().max() > 0.5
-    assert torch.equal(clipped, whole.clamp(-0.5, 0.5))
-
-
-def test_clipping_all_logits_away_is_refused() -> None:
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="layers=0") as refused:
+        transformer(0, heads=0, model_dim=15, vocab=5, matrices=4, clip_logits=0.0, pad=5)
+    text = str(refused.value)
+    assert all(name in text for name in ("heads=0", "model_dim=15", "matrices=4", "clip_logits=0.0", "pad=5"))
+    assert len(text.splitlines()) == 6
     with pytest.raises(ValueError, match="clip_logits=0"):
-        tiny(1, clip_logits=0)
-
-
-@pytest.mark.parametrize(("layers", "dim", "heads"), [(0, 16, 4), (1, 18, 4), (1, 15, 3)])
-def test_impossible_sizes_are_refused(layers: int, dim: int, heads: int) -> None:
-    with pytest.raises(ValueError, match=f"got layers={layers}, model_dim={dim}, heads={heads}"):
-        transformer_lm(layers, model_dim=dim, heads=heads, vocab=5)
+        tiny_lm(1, clip_logits=0)
+    for layers, dim, heads in ((0, 16, 4), (1, 18, 4), (1, 15, 3)):
+        sizes: dict[str, Any] = {"model_dim": dim, "heads": heads}
+        with pytest.raises(ValueError, match=f"got layers={layers}, model_dim={dim}, heads={heads}"):
+            transformer_lm(layers, vocab=5, **sizes)

@@ -59,7 +59,7 @@ def test_skips_are_named_and_nested() -> None:
     assert stashed == popped[::-1] == ["e0", "e1", "e2", "e3", "e4"]
 
 
-@pytest.mark.parametrize(("b", "c"), [(0, 4), (1, 3), (1, 0)])
-def test_impossible_sizes_are_refused(b: int, c: int) -> None:
-    with pytest.raises(ValueError, match=f"got B={b}, C={c}"):
-        unet(b, c)
+def test_impossible_sizes_are_refused() -> None:
+    for b, c in ((0, 4), (1, 3), (1, 0)):
+        with pytest.raises(ValueError, match=f"got B={b}, C={c}"):
+            unet(b, c)

@@ -28,20 +28,13 @@ def batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> list[Tensor
 
     The rows left over after the last whole mini-batch sit this epoch out, others in the next, so that every step has
     the same shape.
-
-    >>> [batch.tolist() for batch in batches(rows=7, batch_size=3, seed=0, epoch=1)]
-    [[1, 3, 6], [0, 4, 2]]
     """
     order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(rows))
     return list(order[: rows - rows % batch_size].split(batch_size))
 
 
 def some_of_each(classes: Mapping[int, Sequence[T]], count: int, seed: int) -> dict[int, list[T]]:
-    """Keeps `count` of each numbered class, in their order; fewer are always a part of more.
-
-    Raises:
-        ValueError: There are not so many.
-    """
+    """Keeps `count` of each numbered class, in their order; fewer are always a part of more."""
     if count > (most := min(map(len, classes.values()))):
         raise ValueError(f"--per-class is {count}: choose 1 to {most}")
     chosen = {}
@@ -82,11 +75,7 @@ def random_box(width: int, height: int, row: int, *, least_area: float, seed: in
 
 
 def central_box(width: int, height: int) -> Box:
-    """Returns the middle of an image, seven eighths of each side.
-
-    >>> central_box(16, 32)
-    (1.0, 2.0, 15.0, 30.0)
-    """
+    """Returns the middle of an image, seven eighths of each side."""
     left, top = width * (1 - MIDDLE) / 2, height * (1 - MIDDLE) / 2
     return left, top, width - left, height - top
 
@@ -99,12 +88,7 @@ def augment(images: Tensor, rows: Tensor, how: Augmentation, epoch: int) -> Tens
 
 
 def flip(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Mirrors half of the images [N, C, H, W], left to right.
-
-    >>> image = torch.arange(2.0).reshape(1, 1, 1, 2)
-    >>> [flip(image, torch.tensor([row]), seed=0, epoch=1).flatten().tolist() for row in range(3)]
-    [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
-    """
+    """Mirrors half of the images [N, C, H, W], left to right."""
     mirrored = _draw(rows.tolist(), FLIP, 1, seed, epoch) < 0.5
     return torch.where(mirrored[:, :, None, None], images.flip(-1), images)
 
@@ -113,9 +97,6 @@ def cutout(images: Tensor, rows: Tensor, size: int, *, seed: int, epoch: int) ->
     """Sets a square of `size` pixels a side to 0 in each image [N, C, H, W], which should have mean 0.
 
     The square's center is any pixel of the image, so that the square may hang over the edge.
-
-    >>> int(cutout(torch.ones(1, 1, 8, 8), torch.tensor([3]), 1, seed=0, epoch=1).sum())
-    63
     """
     covered = []
     for centers, side in zip(_draw(rows.tolist(), CUTOUT, 2, seed, epoch).T, images.shape[-2:], strict=True):

@@ -1,7 +1,6 @@
 """Scikit-learn's handwritten digits: 1797 real images of 8x8 pixels, here at 64x64 in three channels."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,27 +14,14 @@ CLASSES = 10
 FIFTHS = np.s_[4::5]  # of each class, in the order of the file, every fifth image is held out
 
 
-class Digits(NamedTuple):
-    """Handwritten digits to train on and held out: images [N, 3, H, W] in float32, and their classes [N]."""
-
-    train: TensorDataset
-    held_out: TensorDataset
-
-
 def load_digits(
     size: int = 64, classes: Sequence[int] = range(CLASSES), per_class: int | None = None, seed: int = 0
-) -> Digits:
-    """Reads the digits and scales them to `size` pixels a side.
+) -> tuple[TensorDataset, TensorDataset]:
+    """Reads the digits to train on and those held out, images [N, 3, size, size] in float32 and their classes [N].
 
     The pixels of all training images together have mean 0 and standard deviation 1. The split is stratified: the
-    held-out images are a fifth of each class.
-
-    `classes` keeps only these digits, numbered from 0 in the order given. `per_class` keeps only so many training
-    images of each, chosen by `seed`; no held-out image is left out by it.
-
-    Raises:
-        ImportError: scikit-learn, which carries the images, is not installed.
-        ValueError: `per_class` is more than there are.
+    held-out images are a fifth of each class, and none is left out by `per_class`, the number of training images that
+    are kept of each class, chosen by `seed`. `classes` keeps only these digits, numbered in the order given.
     """
     found = imported("sklearn.datasets", "the digits come with scikit-learn", "digits").load_digits()
     pixels = torch.from_numpy(found.images.astype(np.float32))[:, None]
@@ -54,4 +40,4 @@ def load_digits(
     train = {digit: np.delete(rows[digit], FIFTHS).tolist() for digit in classes}
     if per_class is not None:
         train = some_of_each(train, per_class, seed)
-    return Digits(part([*train.values()]), part([rows[digit][FIFTHS].tolist() for digit in classes]))
+    return part([*train.values()]), part([rows[digit][FIFTHS].tolist() for digit in classes])

@@ -99,11 +99,7 @@ class UnreadableImage(ValueError):  # noqa: N818 a worker process hands it over 
 
 
 def read_image(file: Path) -> "Image":
-    """Reads an image: RGB, turned as its EXIF data say.
-
-    Raises:
-        UnreadableImage: The file cannot be decoded, or has more than 8 bits a channel; the message has its path.
-    """
+    """Reads an image: RGB, turned as its EXIF data say; raises UnreadableImage, with its path, if it cannot."""
     from PIL import Image, ImageOps
 
     try:
@@ -155,11 +151,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join([*names[:SHOWN], *more])
 
 
-class Order(NamedTuple):
-    """Which rows to read, and the key of what is drawn for them; an epoch of None is evaluation, without draws."""
-
-    rows: tuple[int, ...]
-    epoch: int | None
+Order = tuple[list[int], int | None]  # rows to read, and the epoch for which is drawn; None is evaluation
 
 
 class Batches(Dataset[Batch | UnreadableImage]):
@@ -171,21 +163,21 @@ class Batches(Dataset[Batch | UnreadableImage]):
     def __getitem__(self, order: Order) -> Batch | UnreadableImage:
         from PIL.Image import Resampling
 
-        how, pixels = self._how, []
-        for row in order.rows:
+        (rows, epoch), how, pixels = order, self._how, []
+        for row in rows:
             try:
                 image = read_image(self._folder.root / self._folder.names[row])
             except UnreadableImage as error:
                 return error  # raised where it is read: a DataLoader would put a traceback into its text
             box = central_box(*image.size)
-            if order.epoch is not None:
-                box = random_box(*image.size, row, least_area=how.least_area, seed=how.seed, epoch=order.epoch)
+            if epoch is not None:
+                box = random_box(*image.size, row, least_area=how.least_area, seed=how.seed, epoch=epoch)
             pixels.append(np.asarray(image.resize((how.size, how.size), Resampling.BILINEAR, box=box)))
         stacked = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
         images = (stacked.to(torch.float32) / 127.5 - 1).contiguous()
-        if order.epoch is not None:
-            images = augment(images, torch.tensor(order.rows), how, order.epoch)
-        return Batch(images, torch.tensor([self._folder.labels[row] for row in order.rows]))
+        if epoch is not None:
+            images = augment(images, torch.tensor(rows), how, epoch)
+        return Batch(images, torch.tensor([self._folder.labels[row] for row in rows]))
 
 
 class Reader:
@@ -209,12 +201,8 @@ class Reader:
         )
 
     def read(self, batches: Iterable[Tensor], epoch: int | None) -> Iterator[Batch]:
-        """Reads batches given by their rows, [N] each: augmented by (seed, epoch, row), or for None as they are.
-
-        Raises:
-            UnreadableImage: A file cannot be decoded; the message has its path.
-        """
-        self._orders[:] = [Order(tuple(rows.tolist()), epoch) for rows in batches]
+        """Reads batches given by their rows, [N] each: augmented by (seed, epoch, row), or for None as they are."""
+        self._orders[:] = [(rows.tolist(), epoch) for rows in batches]
         for images in self._loader:
             if isinstance(images, UnreadableImage):
                 raise images

@@ -50,10 +50,6 @@ def split_by_english(pairs: Iterable[Pair]) -> Split:
     function of that text alone: more pairs move none of the others. Texts that differ in case, in whitespace around
     them or in punctuation at their end fall together; a singular and its plural are two texts. Each part keeps the
     order of `pairs`.
-
-    >>> split = split_by_english([Pair("de", "Ja.", "Yes."), Pair("fr", "oui", "yes"), Pair("fr", "non", "No")])
-    >>> len(split.train), len(split.validation), len(split.test)
-    (3, 0, 0)
     """
     split = Split([], [], [])
     for pair in pairs:
@@ -64,11 +60,7 @@ def split_by_english(pairs: Iterable[Pair]) -> Split:
 
 
 def place_of(english: str) -> float:
-    """Returns a number in [0, 1) that is a function of the text alone, apart from case and what ends it.
-
-    >>> place_of(" Delete? ") == place_of("delete")
-    True
-    """
+    """Returns a number in [0, 1) that is a function of the text alone, apart from case and what ends it."""
     text = english.casefold().strip()
     while text and (text[-1].isspace() or unicodedata.category(text[-1]).startswith("P")):
         text = text[:-1]
@@ -154,9 +146,6 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
     """Returns how probable a language is by how many pairs it has: p ~ count^(1 / temperature).
 
     Temperature 1 leaves the shares as they are, a higher one evens them out, infinity makes them equal.
-
-    >>> language_probabilities({"de": 900, "fy": 100}, temperature=2)
-    {'de': 0.75, 'fy': 0.25}
     """
     most = max(counts.values())
     weights = {language: math.pow(count / most, 1 / temperature) for language, count in counts.items()}

@@ -46,9 +46,6 @@ class Vocabulary:
 
         It is smaller where the texts do not repeat enough to fill it. How often a language stands in `texts` is how
         much of the vocabulary it gets.
-
-        Raises:
-            ImportError: tokenizers is not installed.
         """
         imported(*TOKENIZERS)
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -70,12 +67,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> "Vocabulary":
-        """Reads a vocabulary that `save` wrote.
-
-        Raises:
-            ImportError: tokenizers is not installed.
-            ValueError: The file holds something else.
-        """
+        """Reads a vocabulary that `save` wrote; a ValueError names a file that holds something else."""
         imported(*TOKENIZERS)
         from tokenizers import Tokenizer
 
@@ -128,11 +120,7 @@ def token_batches(lengths: Lengths, tokens: int, steps: int, *, seed: int, epoch
 
 
 def steps_per_epoch(lengths: Lengths, tokens: int) -> int:
-    """Returns how many mini-batches of at most `tokens` the rows fill: those `token_batches` makes of itself.
-
-    >>> steps_per_epoch([(1, 1), (9, 9), (1, 2), (8, 9)], tokens=40)
-    2
-    """
+    """Returns how many mini-batches of at most `tokens` the rows fill: those `token_batches` makes of itself."""
     return len(_pack(lengths, tokens, range(len(lengths))))
 
 
@@ -176,9 +164,5 @@ def collate(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) 
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Returns rows [N, T] of the longest one's length, with `PAD` at the right.
-
-    >>> padded([[5], [6, 7]]).tolist()
-    [[5, 0], [6, 7]]
-    """
+    """Returns rows [N, T] of the longest one's length, with `PAD` at the right."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)

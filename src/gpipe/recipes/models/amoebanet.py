@@ -160,10 +160,10 @@ def conv(
 
 
 def norm(channels: int) -> nn.BatchNorm2d:
-    """Makes a BatchNorm with torch's momentum of 0.1 and epsilon of 1e-5.
+    """Makes a BatchNorm with torch's momentum of 0.1 and epsilon of 1e-5, as the reference runs it (decay 0.9).
 
-    They are what the reference runs with (decay 0.9). The alternative it also states, decay 0.9997 and
-    epsilon 1e-3, leaves the running statistics useless for the first ten thousand steps.
+    The alternative that it also states, decay 0.9997 and epsilon 1e-3, leaves the running statistics useless for the
+    first ten thousand steps.
     """
     return nn.BatchNorm2d(channels, eps=1e-5, momentum=0.1)
 

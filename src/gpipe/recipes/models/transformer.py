@@ -247,10 +247,7 @@ class SourceEmbedding(nn.Module):
 
 
 def _readable(source: Tensor, pad: int) -> Tensor:
-    """Where a source (N, S) may be attended to: where it is not padding.
-
-    A softmax over nothing is NaN, so a source of padding alone is read as one word, the first.
-    """
+    """Where a source (N, S) is no padding; of padding alone the first is read, for a softmax over nothing is NaN."""
     words = source != pad
     first = torch.arange(source.shape[1], device=source.device) == 0
     return words | (first & ~words.any(dim=1, keepdim=True))

@@ -69,11 +69,7 @@ def _read_as(value: Any, kind: Any) -> Any:
 
 
 def in_words(kind: Any) -> str:
-    """What to give for a type.
-
-    >>> in_words(int | None), in_words(tuple[str, ...]), in_words(Literal["cat", "dog"])
-    ('a whole number', 'a list, each a text', "'cat' or 'dog'")
-    """
+    """What to give for a type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join(in_words(one) for one in inner if one is not NoneType)
@@ -90,11 +86,7 @@ def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
 
 
 def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:
-    """The options as a TOML table; those that say nothing are left out.
-
-    >>> to_table("digits", TrainOptions(steps=7))["steps"], "from" in to_table("digits", TrainOptions())
-    (7, False)
-    """
+    """The options as a TOML table; those that say nothing are left out."""
     values = {name: value for name, value in vars(options).items() if name not in NOT_SAVED}
     return {RECIPE: recipe} | {
         name_of(name): str(value) if isinstance(value, Path) else value
@@ -104,11 +96,7 @@ def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The table in a file of options.
-
-    Raises:
-        ValueError: It is no TOML, or there is no such file.
-    """
+    """The table in a file of options; a ValueError says if there is none."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -118,22 +106,14 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def recipe_of(run: Path) -> str:
-    """Which recipe a run is of.
-
-    Raises:
-        ValueError: The folder is none of a run.
-    """
+    """Which recipe a run is of; a ValueError says if the folder is none of a run."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} has no {CONFIG}: give the folder of a run, such as `gpipe train` writes")
     return str(read_config(run / CONFIG).get(RECIPE))
 
 
 def read_options(file: Path, recipe: str, wanted: Container[str] | None = None) -> dict[str, Any]:
-    """The options that a file has of a recipe, by field; by default all of them.
-
-    Raises:
-        ValueError: A name is no option, or a value none of an option: a line for each.
-    """
+    """The options that a file has of a recipe, by field, all or those wanted; a ValueError lists all mistakes."""
     table = read_config(file)
     other = table.pop(RECIPE, recipe)
     if other != recipe and {other, recipe} != {"digits", "images"}:
@@ -158,14 +138,7 @@ def read_options(file: Path, recipe: str, wanted: Container[str] | None = None) 
 
 
 def find_preset(name: Path, recipe: str) -> Path:
-    """The file that `--config` names: a preset's, or the file itself.
-
-    Raises:
-        ValueError: There is neither.
-
-    >>> find_preset(Path("paper"), "digits").name
-    'paper.toml'
-    """
+    """The file that `--config` names: a preset's, or the file itself."""
     presets = {file.stem: file for file in sorted((PRESETS / recipe).glob("*.toml"))}
     if str(name) in presets and not name.is_file():  # a folder of that name does not stand in its way
         return presets[str(name)]
@@ -175,11 +148,7 @@ def find_preset(name: Path, recipe: str) -> Path:
 
 
 def options_before(recipe: str, given: Sequence[str]) -> TrainOptions:
-    """What holds where flags say nothing: what the files say to which `--config`, `--resume` and `--from` send.
-
-    Raises:
-        ValueError: A file or a flag says what cannot be: a line for each mistake.
-    """
+    """What holds where flags say nothing: what files say to which `--config`, `--resume` and `--from` send."""
     options = OPTIONS[recipe]
     refuse(_unreadable(given, options))
     config, out, start = (_value(given, name) for name in ("--config", "--out", "--from"))

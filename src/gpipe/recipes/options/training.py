@@ -41,30 +41,18 @@ def out_of_bounds(typed: Any, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Refuses options for their problems, if there are any.
-
-    Raises:
-        ValueError: A line for each.
-    """
+    """Refuses options for their problems, if there are any, by a ValueError with a line for each."""
     if lines := list(problems):
         raise ValueError("\n".join(lines))
 
 
 def name_of(field: str) -> str:
-    """An option's name in a file.
-
-    >>> name_of("from_"), name_of("micro_batches")
-    ('from', 'micro_batches')
-    """
+    """An option's name in a file."""
     return field.rstrip("_")
 
 
 def flag(field: str) -> str:
-    """An option's name on the command line.
-
-    >>> flag("from_"), flag("micro_batches")
-    ('--from', '--micro-batches')
-    """
+    """An option's name on the command line."""
     return "--" + name_of(field).replace("_", "-")
 
 
@@ -162,11 +150,7 @@ class TrainOptions:
         return chosen
 
     def check(self) -> None:
-        """Refuses options that cannot be.
-
-        Raises:
-            ValueError: One line for each option that cannot be, with what to do.
-        """
+        """Refuses options that cannot be by a ValueError: a line for each, with what to do."""
         refuse(self.problems())
 
     def problems(self) -> Iterator[str]:

@@ -25,21 +25,10 @@ class Sentence(NamedTuple):
 
 
 class Corpus:
-    """All pairs that the options name.
+    """All pairs that the options name, split; `train` are those to train on of `longest` subwords at most.
 
-    Args:
-        options: Of the recipe.
-        vocabulary: Of another run; by default it is learnt from the pairs to train on.
-
-    Attributes:
-        split: The pairs to train on, to look at meanwhile, and to judge by.
-        vocabulary: The subwords of all languages, drawn as in training.
-        train: The sentences to train on, those of `longest` subwords at most.
-        steps_per_epoch: How many mini-batches they are.
-
-    Raises:
-        ValueError: There is no such language, or too few pairs.
-        ImportError: A library is missing.
+    The vocabulary is that of another run, or learnt from the pairs to train on, drawn as in training. A ValueError
+    says that there is no such language, or that there are too few pairs.
     """
 
     def __init__(self, options: TranslationOptions, vocabulary: Vocabulary | None = None) -> None:

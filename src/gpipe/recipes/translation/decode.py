@@ -52,6 +52,11 @@ def cut(row: Sequence[int]) -> list[int]:
     return [word for word in row[1:] if word != END]
 
 
+def penalty(words: int) -> float:
+    """What the log-probability of a translation of so many words, END included, is divided by."""
+    return float(((5 + words) / 6) ** ALPHA)
+
+
 @torch.no_grad()
 def beam(network: Network, sources: Sequence[Sequence[int]], width: int) -> list[list[int]]:
     """Follows the `width` likeliest beginnings of each translation, and takes the best that ended.
@@ -70,7 +75,7 @@ def beam(network: Network, sources: Sequence[Sequence[int]], width: int) -> list
         own = logs.split([len(search.beginnings) for search in alive])
         for search, scores in zip(alive, own, strict=True):
             search.go_on(scores)
-    return [search.best for search in searches]
+    return [cut(max(search.ended)[1] if search.ended else search.beginnings[0]) for search in searches]
 
 
 class Search:
@@ -79,6 +84,7 @@ class Search:
     Attributes:
         source: The sentence.
         beginnings: Those that are followed, from BEGIN on, likeliest first, all of one length.
+        ended: Translations that ended, behind their scores.
     """
 
     def __init__(self, source: Sequence[int], width: int) -> None:
@@ -86,7 +92,7 @@ class Search:
         self.beginnings: list[list[int]] = [[BEGIN]]
         self._scores = torch.zeros(1)
         self._width = width
-        self._ended: list[tuple[float, list[int]]] = []
+        self.ended: list[tuple[float, list[int]]] = []
 
     @property
     def is_over(self) -> bool:
@@ -94,7 +100,7 @@ class Search:
         if not self.beginnings or len(self.beginnings[0]) > limit_of(self.source):
             return True
         best_possible = float(self._scores.max()) / penalty(limit_of(self.source))
-        return bool(self._ended) and max(self._ended)[0] >= best_possible
+        return bool(self.ended) and max(self.ended)[0] >= best_possible
 
     def go_on(self, logs: Tensor) -> None:
         """Takes the likeliest words after the beginnings, from log-probabilities [beginnings, vocabulary]."""
@@ -107,20 +113,8 @@ class Search:
             row = self.beginnings[place // logs.shape[1]]
             word = place % logs.shape[1]
             if word == END:
-                self._ended.append((value / penalty(len(row)), row))
+                self.ended.append((value / penalty(len(row)), row))
             elif len(beginnings) < self._width:
                 beginnings.append([*row, word])
                 kept.append(value)
         self.beginnings, self._scores = beginnings, torch.tensor(kept)
-
-    @property
-    def best(self) -> list[int]:
-        """The best translation that ended, else the likeliest beginning."""
-        if self._ended:
-            return cut(max(self._ended)[1])
-        return cut(self.beginnings[0]) if self.beginnings else []
-
-
-def penalty(words: int) -> float:
-    """What the log-probability of a translation of so many words, END included, is divided by."""
-    return float(((5 + words) / 6) ** ALPHA)

@@ -58,12 +58,8 @@ def evaluation_of(
 ) -> Evaluation:
     """Translates all of a test, and compares.
 
-    Args:
-        corpus: Whose test.
-        nlls: Negative log-likelihoods by language, and of how many subwords.
-        network: The pipelined forward.
-        tokens: How many subwords are translated at once, at most.
-        width: Of the beam; 1: there is none.
+    `nlls` are negative log-likelihoods by language, and of how many subwords; so many `tokens` at most are translated
+    at once, by a beam of `width`, or of 1 greedily alone.
     """
     likeliest = _translate(corpus, lambda sources: greedy(network, sources), tokens, "greedily")
     searched: Sequence[str | None] = [None] * len(likeliest)
@@ -122,21 +118,13 @@ def _scores(translated: Sequence[Translated], train: int, nll: tuple[float, int]
 
 
 def together(nlls: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """Negative log-likelihoods, and of how many words they are, as one.
-
-    >>> together([(6.0, 3), (2.0, 1)])
-    (8.0, 4)
-    """
+    """Negative log-likelihoods, and of how many words they are, as one."""
     values, words = zip(*nlls, strict=True)
     return fsum(values), sum(words)
 
 
 def scorer() -> Any:
-    """The library sacrebleu.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """The library sacrebleu."""
     return imported("sacrebleu", "translations are scored by sacrebleu", "translation")
 
 
