@@ -1,20 +1,30 @@
 """Several runs of a pipe may be alive at once: each has the bits of the plain loop, whatever runs in between."""
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.jobs import runs_alive as jobs
 from tests.support.plain_loop import REMATS, same_bits
-from tests.support.processes.digests import Digests, digests
+from tests.support.processes.digests import digests
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
-from tests.support.runs_alive import ACTS, TARGET, Story, data, embedding, gradient_of, pipes, plain, state_of, tell
+from tests.support.runs_alive import (
+    ACTS,
+    TARGET,
+    Story,
+    data,
+    embedding,
+    gradient_of,
+    pipes,
+    plain,
+    state_of,
+    tell,
+    tell_replicas,
+)
 
 BETWEEN: Story = [("call", 0), ("call", 1), ("evaluate", 0), ("score", 1), ("backward", 0), ("backward", 0)]
 GAN: Story = [("chain", 0), ("call", 1), ("backward", 0), ("chain", 0), ("backward", 1), ("backward", 0)]
@@ -54,35 +64,17 @@ def stories(seed: int, many: int) -> list[Story]:
     return [BETWEEN, GAN, *([(draw.choice(ACTS), draw.randrange(4)) for _ in range(8)] for _ in range(many))]
 
 
-def wrong(found: Sequence[Any], expected: Sequence[tuple[list[torch.Tensor], Digests]]) -> list[str]:
-    """What of the stories is not as expected, on any rank."""
-    return [
-        f"story {at}: {name}"
-        for rank in found
-        for at, ((_, left), (_, right)) in enumerate(zip(rank, expected, strict=True))
-        for name, digest in left.items()
-        if right[name] != digest
-    ]
-
-
 @pytest.mark.parametrize("remat", ["always", "never"])
-def test_so_over_processes(remat: str, pool: WorkerPool) -> None:
-    told = stories(1, 6)
-    expected = []
-    for story in told:
-        references = plain()
-        expected.append((tell(story, references), digests(state_of(references))))
-    found = answers(pool.run(jobs.told, told, 1, remat, world=2))
-    assert not wrong(found, expected)
-    for rank in found:
-        for (came, _), (right, _) in zip(rank, expected, strict=True):
-            assert came == [tensor.double().flatten().tolist() for tensor in right]
-
-
-def test_so_with_replicas(pool: WorkerPool) -> None:
-    told = stories(2, 2)
-    ways = [answers(pool.run(jobs.told, told, 2, remat, world=4)) for remat in ("always", "never")]
-    assert ways[0] == ways[1]
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_so_over_processes_and_replicas(replicas: int, remat: str, pool: WorkerPool) -> None:
+    told = stories(replicas, 6 // replicas)
+    found = answers(pool.run(jobs.told, told, replicas, remat, world=2 * replicas))
+    for at, story in enumerate(told):
+        for replica, (came, state) in enumerate(tell_replicas(story, replicas)):
+            right = digests(state)
+            for numbers, left in (rank[at] for rank in found[2 * replica : 2 * replica + 2]):
+                assert numbers == [tensor.double().flatten().tolist() for tensor in came], story
+                assert [name for name, digest in left.items() if right[name] != digest] == [], story
 
 
 def test_a_plain_layer_before_a_pipe_learns_in_every_process(pool: WorkerPool) -> None:

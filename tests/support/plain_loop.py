@@ -82,8 +82,9 @@ def plain_loop(
     step: int = 0,
     reduction: Reduction = "mean",
     scale: float = 1.0,
+    first: int = 0,
 ) -> Tensor:
-    """What `pipe.step` does."""
+    """What `pipe.step` does; `first` is the number of the first micro-batch, in a replica."""
 
     def loss_of(m: int, x: Tree, y: Tree) -> Tensor:
         output = run_layers(layers, x, seed=seed, step=step, micro_batch=m)
@@ -91,7 +92,7 @@ def plain_loop(
             return loss_fn(output, y)
 
     goals = parts_of(targets, micro_batches)
-    parts = enumerate(zip(parts_of(inputs, micro_batches), goals, strict=True))
+    parts = enumerate(zip(parts_of(inputs, micro_batches), goals, strict=True), first)
     return accumulated((loss_of(m, x, y) for m, (x, y) in parts), shares_of(reduction, goals), scale)
 
 

@@ -91,15 +91,16 @@ class Piped:
 
 
 class Plain:
-    """A plain loop, as a story uses it."""
+    """A plain loop, as a story uses it: of one replica of several, perhaps."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], replica: int, replicas: int) -> None:
         self.layers = list(layers)
+        self.first, self.share = replica * M, 1 / replicas
         self.module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
         self.step_number = 0
 
     def _run(self, m: int, part: Tensor) -> Any:
-        return run_layers(self.layers, part, seed=SEED, step=self.step_number, micro_batch=m)
+        return run_layers(self.layers, part, seed=SEED, step=self.step_number, micro_batch=self.first + m)
 
     @one_thread()
     def call(self, x: Tensor) -> Tensor:
@@ -110,9 +111,11 @@ class Plain:
         return torch.cat(outputs)
 
     def step(self, x: Tensor) -> Tensor:
-        loss = plain_loop(self.layers, x, TARGET, F.mse_loss, micro_batches=M, seed=SEED, step=self.step_number)
+        where = (self.layers, x, TARGET, F.mse_loss)
+        step, first = self.step_number, self.first
+        loss = plain_loop(*where, micro_batches=M, seed=SEED, step=step, scale=self.share, first=first)
         self.step_number += self.module.training
-        return loss
+        return loss * self.share
 
 
 class _Loop(torch.autograd.Function):
@@ -143,9 +146,9 @@ def pipes(partitions: int, **settings: Any) -> list[Piped]:
     return [Piped(layers), Piped(gpipe.GPipe(model(1), partitions, **given | {"sample": TARGET, "costs": "params"}))]
 
 
-def plain() -> list[Plain]:
+def plain(replica: int = 0, replicas: int = 1) -> list[Plain]:
     """The same as plain loops."""
-    return [Plain(network(0)), Plain([model(1)])]
+    return [Plain(network(0), replica, replicas), Plain([model(1)], replica, replicas)]
 
 
 Side: TypeAlias = Piped | Plain
@@ -159,8 +162,44 @@ def state_of(sides: Sequence[Side]) -> Outcome:
     return found
 
 
-def tell(story: Story, sides: Sequence[Side]) -> list[Tensor]:
-    """Does what a story says; gives all that came of it. Losses whose turn never came are dropped."""
+def tell_replicas(story: Story, replicas: int) -> list[tuple[list[Tensor], Outcome]]:
+    """What comes of a story, and what it leaves, in each replica: losses and gradients are added up over them.
+
+    Several replicas add up what each run gives, one alone what each micro-batch does.
+    """
+    if replicas == 1:
+        alone = plain()
+        return [(tell(story, alone), state_of(alone))]
+    told = []
+    for replica in range(replicas):
+        runs, sides = list[list[Tensor | None]](), plain(replica, replicas)
+        parameters = [parameter for side in sides for parameter in side.module.parameters()]
+
+        def note(parameters: Sequence[nn.Parameter] = parameters, runs: list[list[Tensor | None]] = runs) -> None:
+            runs.append([parameter.grad for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+
+        told.append((tell(story, sides, note), sides, parameters, runs))
+    for run in zip(*(runs for *_, runs in told), strict=True):
+        for at, gradients in enumerate(zip(*run, strict=True)):
+            if gradients[0] is not None:
+                total: Tensor = sum(gradients[1:], start=gradients[0])
+                for _, _, parameters, _ in told:
+                    before = parameters[at].grad
+                    parameters[at].grad = total.clone() if before is None else before + total
+    came = [
+        [sum(column[1:], start=column[0]) if not column[0].dim() else column[replica] for replica in range(replicas)]
+        for column in zip(*(found for found, *_ in told), strict=True)
+    ]
+    return [([each[at] for each in came], state_of(sides)) for at, (_, sides, *_) in enumerate(told)]
+
+
+def tell(story: Story, sides: Sequence[Side], note: Callable[[], object] = lambda: None) -> list[Tensor]:
+    """Does what a story says; gives all that came of it. Losses whose turn never came are dropped.
+
+    `note` is called behind each backward.
+    """
     waiting: list[Tensor] = []
     found: list[Tensor] = []
     for at, (act, which) in enumerate(story):
@@ -174,10 +213,12 @@ def tell(story: Story, sides: Sequence[Side]) -> list[Tensor]:
                 waiting.append(output.square().sum())
             case "backward" if waiting:
                 waiting.pop(which % len(waiting)).backward()
+                note()
             case "drop" if waiting:
                 waiting.pop(which % len(waiting))
             case "step":
                 found.append(side.step(x))
+                note()
             case "evaluate" | "score" | "peek":
                 side.module.train(act == "peek")
                 with torch.no_grad():
