@@ -295,7 +295,7 @@ class GPipe(Partitioned):
             run.targets = [None] * len(run.micro_batch_sizes)
             run.weigh(run.own_weights, scale)
             return
-        found = find_reduction(run.loss_fn) if reduction is None else reduction
+        found = find_reduction(run.loss_fn, ready_made=run.ready_made) if reduction is None else reduction
         told = "weights of the targets" if callable(found) else str(found or "mean")
         run.context.check_same(reduction=told, scale=scale)
         run.targets = parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.stages.losses import count_elements, find_reduction
+from gpipe.stages.losses import find_reduction
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
 
 ROWS, CLASSES, PIXELS = 7, 3, 2
@@ -197,9 +197,18 @@ def test_a_loss_for_each_row_is_refused_before_anything_runs(loss_fn: Callable[.
     assert pipe.step_number == 0
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_bug_a_target_that_every_micro_batch_takes_whole_leaves_the_mean_to_the_rows() -> None:
+    """Its elements were counted, though they say nothing of a micro-batch's rows."""
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for target in (y, gpipe.Whole(y.view(1, 1))):
+        pipe = gpipe.GPipe(build(None), 2, 2)
+        assert close(pipe.step(x, target, nn.MSELoss()), nn.Sequential(*pipe.children())(x).pow(2).mean().detach())
+
+
 def test_compiled_losses_are_read() -> None:
     assert find_reduction(torch.compile(nn.MSELoss(reduction="sum"), backend="eager")) == "sum"
-    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) is count_elements
+    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) == "mean"
 
 
 class Own(nn.CrossEntropyLoss):

@@ -27,14 +27,10 @@ def accumulate_gradients(
     )
 
 
-def will_run(node: Node) -> bool:
-    """Whether the backward that is under way comes to a node: not if it is for some inputs alone."""
-    return torch._C._will_engine_execute_node(node)
-
-
-def running_node() -> Any:
-    """The node whose backward this thread runs, or None."""
-    return torch._C._current_autograd_node()
+will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
+"""Whether the backward that is under way comes to a node: not if it is for some inputs alone."""
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node whose backward this thread runs, or None."""
 
 
 def node_number(node: Any) -> int:
@@ -61,17 +57,13 @@ def is_differentiated_forward() -> bool:
     return forward_ad._current_level >= 0
 
 
-def copy_each(into: list[Tensor], values: tuple[Tensor, ...]) -> None:
-    """Copies tensors into others all at once; `Tensor.copy_` does one."""
-    torch._foreach_copy_(into, values)
+copy_each: Callable[[list[Tensor], tuple[Tensor, ...]], object] = torch._foreach_copy_
+"""Copies tensors into others all at once; `Tensor.copy_` does one."""
+negative_view: Callable[[Tensor], Tensor] = torch._neg_view
+"""A view with the other sign, as `torch.conj(x).imag` is one."""
 
 
 def memory_users(tensor: Tensor) -> int:
     """How many tensors there are of the memory of one, but for that which it is a view of and keeps alive."""
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is the storage's own, in Python
     return users - tensor._is_view()
-
-
-def negative_view(tensor: Tensor) -> Tensor:
-    """A view with the other sign, as `torch.conj(x).imag` is one."""
-    return torch._neg_view(tensor)

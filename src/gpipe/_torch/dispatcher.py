@@ -95,9 +95,8 @@ stashed: Callable[[str], Any] = torch._C._get_obj_in_tls
 """What was stashed last."""
 
 
-def keys_below(key: Any) -> Any:
-    """The keys that come after a key, as what `redispatch` is given."""
-    return torch._C._dispatch_keyset_full_after(key)
+keys_below: Callable[[Any], Any] = torch._C._dispatch_keyset_full_after
+"""The keys that come after a key, as what `redispatch` is given."""
 
 
 def are_below_a_mode(keys: Any) -> bool:

@@ -49,9 +49,8 @@ def check_dimensions(norm: AnyBatchNorm, given: Tensor) -> None:
     norm._check_input_dim(given)
 
 
-def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class whose objects hold other tensors, as a DTensor does."""
-    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+is_wrapper: Callable[[Tensor], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+"""Whether a tensor is of a class whose objects hold other tensors, as a DTensor does."""
 
 
 def seconds_of_group(group: dist.ProcessGroup) -> float:

@@ -87,10 +87,14 @@ def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
     leaves: list[Tensor] = []
 
     def cut(tensor: Tensor) -> Tensor:
-        leaf = _leaf(tensor)
+        if tensor.is_nested:
+            raise TypeError(NO_STRIDES.format(kind="nested", why="", remedy="torch.nested.to_padded_tensor(t, 0.0)"))
+        if tensor.layout is not torch.strided and tensor.requires_grad:
+            raise TypeError(NO_STRIDES.format(kind="sparse", why="that wants a gradient", remedy="t.to_dense()"))
+        leaf = carry_attributes(tensor, tensor.detach())
         if tensor.requires_grad:
             roots.append(tensor)
-            leaves.append(leaf)
+            leaves.append(leaf.requires_grad_())
         return leaf
 
     return BoundaryValue(replace_tensors(value, cut), leaves), roots
@@ -100,15 +104,6 @@ def detached(value: Tree) -> Tree:
     """The value cut from its graph, for those who keep track of gradients themselves."""
     refuse_hidden_tensors(value)
     return replace_tensors(value, lambda tensor: carry_attributes(tensor, tensor.detach()))
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    if tensor.is_nested:
-        raise TypeError(NO_STRIDES.format(kind="nested", why="", remedy="torch.nested.to_padded_tensor(t, 0.0)"))
-    if tensor.layout is not torch.strided and tensor.requires_grad:
-        raise TypeError(NO_STRIDES.format(kind="sparse", why="that wants a gradient", remedy="t.to_dense()"))
-    leaf = carry_attributes(tensor, tensor.detach())
-    return leaf.requires_grad_() if tensor.requires_grad else leaf
 
 
 def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
@@ -172,12 +167,18 @@ def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
 
 def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
     """The roots from which a backward starts, and a gradient for each."""
-    known = [
-        _without_value(root) if gradient is UNDEFINED else (root, gradient)
-        for root, gradient in zip(roots, gradients, strict=True)
-        if gradient is not None
-    ]
-    return [root for root, _ in known], [gradient for _, gradient in known]
+    known: list[Tensor] = []
+    values: list[Tensor] = []
+    for root, gradient in zip(roots, gradients, strict=True):
+        if gradient is None:
+            continue
+        if isinstance(gradient, Undefined):  # a root behind this one makes autograd run this one's node without one
+            with torch.enable_grad():
+                root = _Nothing.apply(root)  # type: ignore[no-untyped-call]  # untyped in torch
+            gradient = torch.zeros_like(root)
+        known.append(root)
+        values.append(gradient)
+    return known, values
 
 
 def set_apart(gradients: Iterable[Gradients], kept: Iterable[Tensor] = ()) -> None:
@@ -199,13 +200,6 @@ def set_apart(gradients: Iterable[Gradients], kept: Iterable[Tensor] = ()) -> No
 def shares_memory(tensor: Tensor) -> bool:
     """Whether there is another tensor, a view say, of the memory of this one."""
     return storage_address(tensor) != 0 and memory_users(tensor) > 1
-
-
-def _without_value(root: Tensor) -> tuple[Tensor, Tensor]:
-    """A root behind this one, and its gradient, which make autograd run this one's node without a gradient."""
-    with torch.enable_grad():
-        behind: Tensor = _Nothing.apply(root)  # type: ignore[no-untyped-call]  # untyped in torch
-    return behind, torch.zeros_like(behind)
 
 
 class _Nothing(torch.autograd.Function):

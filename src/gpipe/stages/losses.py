@@ -158,13 +158,15 @@ def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
     ]
 
 
-def find_reduction(loss_fn: object) -> Reduction | None:
+def find_reduction(loss_fn: object, *, ready_made: bool = False) -> Reduction | None:
     """How a loss of torch.nn or torch.nn.functional averages, also in a `functools.partial`; None of any other.
+
+    Ready-made micro-batches may have other lengths each: there a mean over elements counts these.
 
     Raises:
         ValueError: It does not average: it gives a loss for each row.
 
-    >>> find_reduction(nn.KLDivLoss()), find_reduction(partial(functional.l1_loss, reduction="sum"))
+    >>> find_reduction(nn.MSELoss()), find_reduction(partial(functional.l1_loss, reduction="sum"))
     ('mean', 'sum')
     >>> count = find_reduction(nn.CrossEntropyLoss(ignore_index=0))
     >>> float(count(torch.tensor([2, 0, 1])))
@@ -185,11 +187,11 @@ def find_reduction(loss_fn: object) -> Reduction | None:
         return "sum"
     if loss.ignored is not None:
         return partial(sum_of_weights, ignored=loss.ignored, weight=loss.weight)
-    return count_elements if loss.name in OF_ELEMENTS else "mean"
+    return count_elements if ready_made and loss.name in OF_ELEMENTS else "mean"
 
 
 def count_elements(target: Tree) -> float:
-    """The elements of a target: ready-made micro-batches of as many rows may have other lengths."""
+    """The elements of a target."""
     return float(target.numel()) if isinstance(target, Tensor) else 1.0
 
 

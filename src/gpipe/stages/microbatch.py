@@ -159,13 +159,13 @@ def _merge_leaf(column: Sequence[object]) -> object:
     first = column[0]
     if len(column) == 1:
         return first
-    if isinstance(first, Tensor):
-        if first.dim() == 0:
-            raise TypeError(
-                "an output is a tensor without dimensions, one for each micro-batch, and cannot be merged; "
-                "give it a row dimension, or use step(), where loss_fn sees each micro-batch's output"
-            )
+    if isinstance(first, Tensor) and first.dim() > 0:
         return torch.cat([leaf for leaf in column if isinstance(leaf, Tensor)])
+    if isinstance(first, Tensor):
+        raise TypeError(
+            "an output is a tensor without dimensions, one for each micro-batch, and cannot be merged; "
+            "give it a row dimension, or use step(), where loss_fn sees each micro-batch's output"
+        )
     if any(other is not first and other != first for other in column):
         raise TypeError(
             f"an output is {first!r} for one micro-batch and differs for another; return tensors with rows"
