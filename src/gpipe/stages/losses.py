@@ -149,7 +149,7 @@ def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
     (1, [])
     """
     loss = read_loss(loss_fn)
-    if loss is None or {reduction, loss.reduction} != {"mean", "sum"}:
+    if loss is None or (reduction, loss.reduction) not in (("mean", "sum"), ("sum", "mean")):
         return []
     return [
         f"loss_fn has reduction={loss.reduction!r} and step was given reduction={reduction!r}: losses of "
@@ -362,8 +362,7 @@ def call_watched_loss(
     if kept is None or values_differ(before, _state_of(loss_fn)):
         tell(unread if tries or not of_rows else [])  # it was tried in the first run
         return loss, metrics
-    parts = count_rows(output) if of_rows else HALVES
-    apart = _find_apart(loss_fn, kept[0], kept[1], reduction or "mean", parts)
+    apart = _find_apart(loss_fn, kept[0], kept[1], reduction or "mean", by_rows=bool(of_rows))
     tell(unread if of_rows and apart else apart or ([] if of_rows else unread))
     return loss, metrics
 
@@ -425,16 +424,15 @@ def _state_of(loss_fn: object) -> object:
 
 
 def _find_apart(
-    loss_fn: Callable[..., object], output: Tree, target: Tree, reduction: Reduction, parts: int
+    loss_fn: Callable[..., object], output: Tree, target: Tree, reduction: Reduction, *, by_rows: bool
 ) -> list[str]:
-    """Tells of a loss that the parts of a micro-batch do not make; one that has a single row is doubled."""
+    """Tells of a loss that the halves of a micro-batch, or its rows, do not make; a single row is doubled."""
     modules = [value for _, value in (*read_by_called(loss_fn), ("", loss_fn)) if isinstance(value, nn.Module)]
     try:
-        if (rows := count_rows(output)) < parts or rows == 1:
-            parts = HALVES
-            output, target = merge([output] * HALVES), merge([target] * HALVES)
-        outputs = split(output, count_rows(output), parts, "output")
-        targets = split(target, count_rows(output), parts, "target")
+        if (rows := count_rows(output)) == 1:
+            rows, output, target = HALVES, merge([output] * HALVES), merge([target] * HALVES)
+        parts = rows if by_rows else HALVES
+        outputs, targets = split(output, rows, parts, "output"), split(target, rows, parts, "target")
         with torch.no_grad(), ExitStack() as stack:
             for module in modules:
                 stack.enter_context(untouched(module))

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,18 +64,18 @@ COMPILED = (
 )
 
 
-class Generators(dict[torch.device, torch.Generator]):
-    """The generators that a scope or a recompute draws from: one for each device, made when first drawn from."""
+Generators: TypeAlias = dict[torch.device, torch.Generator]
+"""What a scope or a recompute draws from: one for each device, made when first drawn from."""
 
-    def __init__(self, start: Callable[[torch.device, torch.Generator], object]) -> None:
-        super().__init__()
-        self._start = start
 
-    def __missing__(self, device: torch.device) -> torch.Generator:
+def _generator(
+    known: Generators, device: torch.device, start: Callable[[torch.Generator], object]
+) -> torch.Generator:
+    if device not in known:
         generator = torch.Generator("cpu" if device.type == "meta" else device)
-        self._start(device, generator)
-        self[device] = generator
-        return generator
+        start(generator)
+        known[device] = generator
+    return known[device]
 
 
 def _note(
@@ -101,21 +101,20 @@ def _note(
             forward.release()
 
 
-def _generators_of(frame: FrameType, seen: CheckpointFrame, *, sure: bool) -> Generators:
-    """The generators that a recompute, of which this is the frame, draws from, from its first draw to its last.
+def _generator_of(frame: FrameType, seen: CheckpointFrame, device: torch.device, *, sure: bool) -> torch.Generator:
+    """What a recompute, of which this is the frame, draws from on a device, from its first draw to its last.
 
     Raises:
         RuntimeError: It must be `sure` that its forward drew under a key, and that did not.
     """
 
-    def start(device: torch.device, generator: torch.Generator) -> None:
+    def start(generator: torch.Generator) -> None:
         state = seen.state(device)
         if state is None or (sure and not hasattr(state, MARK)):
             raise RuntimeError(UNSEEN)
         generator.set_state(state)
 
-    found: Generators = frame.f_locals.setdefault(GENERATORS, Generators(start))
-    return found
+    return _generator(frame.f_locals.setdefault(GENERATORS, {}), device, start)
 
 
 def _find_checkpoints(
@@ -168,7 +167,7 @@ class GeneratorScope:
         if recompute is None:
             generator = self._own(device)
         else:
-            generator = _generators_of(*recompute, sure=self.in_backward)[device]
+            generator = _generator_of(*recompute, device, sure=self.in_backward)
         needed = self.in_backward or self.grad or torch.is_grad_enabled()  # else no backward follows
         for forward in forwards:
             _note(forward, device, generator, needed=needed, releases=self.piped)
@@ -254,7 +253,8 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
 def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.device:
     """Where an operation draws; with its index, but for the CPU, which has one generator whatever its name."""
     tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    device = torch.device(kwargs.get("device") or CPU) if tensor is None else tensor.device
+    given = kwargs.get("device")
+    device = tensor.device if tensor is not None else CPU if given is None else torch.device(given)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return CPU if device.type == "cpu" else device
@@ -339,13 +339,10 @@ class rng_scope(GeneratorScope):  # noqa: N801  # it reads as a function at ever
 
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
         self._place = seed, step, layer, micro_batch
-        self._generators: Generators | None = None
+        self._generators: Generators = {}
 
     def _own(self, device: torch.device) -> torch.Generator:
-        if self._generators is None:
-            seed = rng_seed(*self._place)
-            self._generators = Generators(lambda _, generator: generator.manual_seed(seed))
-        return self._generators[device]
+        return _generator(self._generators, device, lambda new: new.manual_seed(rng_seed(*self._place)))
 
 
 class PipeRngScope(rng_scope):
