@@ -42,23 +42,23 @@ def find_blocks(model: nn.Module) -> list[list[str]]:
         return [unsplit]
     choices: list[list[str]] = []
     for depth, alike in product(range(DEEPEST), (True, False)):
-        lists = list(_lists(model, "", least=2, depth=depth, alike=alike))
-        for some in _variants(lists):
-            if len(some) > 1 and some not in choices and len(choices) < MOST_CHOICES:
+        for some in _variants(list(_lists(model, "", least=2, depth=depth, alike=alike))):
+            if len(some) > 1 and some not in choices:
                 choices.append(some)
+    if choices:
+        holders = _outermost([_holder_of(name) for some in choices for name in some])
+        return [*choices[:MOST_CHOICES], *([holders] if holders else [])]
     alone = unsplit or [name for some in _lists(model, "", least=1, depth=0) for name in some]
-    if not choices and not alone:
+    if not alone:
         raise CannotSplitError(NO_BLOCKS.format(model=f"a {type(model).__name__}"))
-    holders = list(dict.fromkeys(_holder_of(name) for some in choices for name in some if _holder_of(name)))
-    return [*choices, _outermost(holders)] if choices and holders else choices or [alone]
+    return [alone]
 
 
 def _variants(lists: Sequence[list[str]]) -> Iterator[list[str]]:
     """The members of all lists; then with one list after another as one block, by the module that holds it."""
     yield [name for some in lists for name in some]
     for whole in lists if len(lists) > 1 else ():
-        held = [_holder_of(whole[0])] if _holder_of(whole[0]) else []
-        yield _outermost([name for some in lists for name in (held if some is whole else some)])
+        yield _outermost([name for some in lists for name in ([_holder_of(whole[0])] if some is whole else some)])
 
 
 def _holder_of(name: str) -> str:
@@ -91,11 +91,12 @@ def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
+    """Those of which no other is a part; the model itself, without a name, is none."""
     held = set(names)
     return [
         name
         for name in dict.fromkeys(names)
-        if not any(".".join(name.split(".")[:length]) in held for length in range(1, name.count(".") + 1))
+        if name and not any(".".join(name.split(".")[:length]) in held for length in range(1, name.count(".") + 1))
     ]
 
 
@@ -123,9 +124,8 @@ def _is_list(module: nn.Module, least: int, *, alike: bool) -> bool:
         return False
     if isinstance(module, nn.ModuleDict):
         kinds = {type(child) for child in module.values() if _has_parameters(child)}
-        return (
-            len(module) > 1 and (len(kinds) == 1 or not alike) and not any(issubclass(k, CONTAINERS) for k in kinds)
-        )
+        holds = any(issubclass(kind, CONTAINERS) for kind in kinds)
+        return len(module) > 1 and (len(kinds) == 1 or not alike) and not holds
     return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
 
 

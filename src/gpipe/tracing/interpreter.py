@@ -134,13 +134,12 @@ def describe(leaves: Sequence[Any]) -> list[list[Any]]:
     >>> describe([torch.ones(2, 3), 7, object()])
     [['torch.float32', [2, 3], False], [7], []]
     """
-    found: list[list[Any]] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.append([str(leaf.dtype), list(leaf.shape), leaf.requires_grad])
-        else:
-            found.append([leaf] if isinstance(leaf, CARRIED_AS_THEY_ARE) else [])
-    return found
+    return [
+        [str(leaf.dtype), list(leaf.shape), leaf.requires_grad]
+        if isinstance(leaf, Tensor)
+        else ([leaf] if isinstance(leaf, CARRIED_AS_THEY_ARE) else [])
+        for leaf in leaves
+    ]
 
 
 @lru_cache(maxsize=1024)  # each micro-batch asks for the same; one for each id, since interpreters tell tensors apart
@@ -227,7 +226,7 @@ class Interpreter(TorchFunctionMode):
         return call.do() if self.dry is None else self.dry.do(call)
 
     def free(self, call: OpCall) -> Any:
-        """Does an operation that depends on whole numbers of the inputs alone."""
+        """Does what depends on whole numbers of the inputs alone, and is no operation."""
         return call.do()
 
     @abstractmethod
@@ -244,22 +243,10 @@ class Enough(BaseException):
 
 
 class StageInterpreter(Interpreter):
-    """Does the operations of some layers.
+    """Does the operations of consecutive layers.
 
-    Args:
-        shallow_copy: What is interpreted.
-        trace: The way to go.
-        layers: Those whose operations are done, consecutive.
-        values: What crossed the cut.
-        log: What the operations before returned, inputs first; it grows.
-        wanted: What is asked of these layers.
-        device: Where tensors are.
-        rng_key: When this is.
-        progress: Is told how far the interpreter got.
-        dry: Does the operations of a model without values.
-
-    Attributes:
-        made: What was wanted, as far as there is a tensor.
+    It has the `values` that crossed the cut, and a `log` of what the operations before returned, inputs first, which
+    grows. What is `wanted` of the layers is `made` behind them, as far as there is a tensor.
     """
 
     def __init__(
@@ -294,12 +281,12 @@ class StageInterpreter(Interpreter):
             for at, (said, given) in enumerate(described)
         ]
         args, kwargs = self.trace.inputs.filled(leaves)
+        output = None
         try:
             output = self.run(args, kwargs)
-        except Enough:
-            output = None
-        else:
             self._check(output)
+        except Enough:
+            pass
         self._enter(self.last_layer)
         self.shallow_copy.refuse_changed_buffers()
         return output

@@ -3,7 +3,7 @@
 Tells a model from a sequence of layers, and traces it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import overload
@@ -22,20 +22,23 @@ from gpipe.tracing.trace import Trace, ValueId
 class LiveValue:
     """A tensor that crosses a cut.
 
-    >>> LiveValue("embed", (2, 3), torch.float32, 24).bytes
+    >>> LiveValue("embed", (2, 3), torch.float32).bytes
     24
 
     Attributes:
         name: What made it: a module, a function, or an input.
         shape: On the sample.
         dtype: Its type.
-        bytes: On the sample.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size on the sample."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,6 @@ class ModelLayers(Sequence[ModelLayer]):
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
-        trace = traced.traces[0]
-        named = enumerate(traced.layers.items())
         self._layers = tuple(
             ModelLayer(
                 index,
@@ -85,9 +86,9 @@ class ModelLayers(Sequence[ModelLayer]):
                 part.units,
                 sum(parameter.numel() for parameter in part.parameters()),
                 traced.seconds[index],
-                tuple(_live(trace, value_id) for value_id in trace.live_before(index + 1)),
+                tuple(_live(traced.traces[0], value_id) for value_id in traced.traces[0].live_before(index + 1)),
             )
-            for index, (name, part) in named
+            for index, (name, part) in enumerate(traced.layers.items())
         )
 
     def __len__(self) -> int:
@@ -109,22 +110,22 @@ class ModelLayers(Sequence[ModelLayer]):
         return self.traced.rng_scope(seed, step, micro_batch)
 
     def __str__(self) -> str:
-        return "\n".join(_table(self._layers))
+        wide = max(len(layer.name) for layer in self)
+        lines = [f"{'layer':>5}  {'name':<{wide}}  {'parameters':>12}  {'ms':>7}  live behind it"]
+        for layer in self:
+            live = ", ".join(f"{value.name} {'x'.join(map(str, value.shape))}" for value in layer.live)
+            milliseconds = f"{layer.seconds * 1e3:.2f}"
+            lines.append(
+                f"{layer.index:>5}  {layer.name:<{wide}}  {layer.parameters:>12,}  {milliseconds:>7}  {live}"
+            )
+        return "\n".join(lines)
 
 
 def _live(trace: Trace, value_id: ValueId) -> LiveValue:
     shape, dtype = trace.layouts[value_id]
-    name = f"input {value_id.leaf}" if value_id.op < 0 else trace.ops[value_id.op].name
-    size = int(torch.Size(shape).numel()) * dtype.itemsize
-    return LiveValue(f"{name}[{value_id.leaf}]" if value_id.leaf and value_id.op >= 0 else name, shape, dtype, size)
-
-
-def _table(layers: Sequence[ModelLayer]) -> Iterator[str]:
-    wide = max(len(layer.name) for layer in layers)
-    yield f"{'layer':>5}  {'name':<{wide}}  {'parameters':>12}  {'ms':>7}  live behind it"
-    for layer in layers:
-        live = ", ".join(f"{value.name} {'x'.join(map(str, value.shape))}" for value in layer.live)
-        yield f"{layer.index:>5}  {layer.name:<{wide}}  {layer.parameters:>12,}  {layer.seconds * 1e3:>7.2f}  {live}"
+    if value_id.op < 0:
+        return LiveValue(f"input {value_id.leaf}", shape, dtype)
+    return LiveValue(trace.ops[value_id.op].name + (f"[{value_id.leaf}]" if value_id.leaf else ""), shape, dtype)
 
 
 def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> ModelLayers:
@@ -159,6 +160,7 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
     return ModelLayers(TracedModel(model, sample, blocks))
 
 
+WHOLE = "the model is {what} as a whole, and what it does cannot be seen any more; {instead}"
 COMPILED = (
     "give the model itself (torch.compile(model) keeps it as ._orig_mod; after model.compile() make it anew), and "
     "compile its blocks: for block in model.layers: block.compile()"
@@ -189,22 +191,13 @@ def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> Tra
     """
     if isinstance(given, ModelLayers):
         return given.traced
-    if closed := _why_closed(given):
-        raise ValueError(closed)
-    if sample is None or not isinstance(given, nn.Module) or not is_model(given):
+    if not isinstance(given, nn.Module) or not is_model(given):
         return None
-    return TracedModel(given, sample, blocks)
-
-
-def _why_closed(given: object) -> str | None:
-    """Why what a model does cannot be seen, if so."""
-    if not is_model(given) or not isinstance(given, nn.Module):
-        return None
-    compiled = is_compiled(given)
-    if not compiled and not isinstance(given, torch.jit.ScriptModule):
-        return None
-    what, instead = ("compiled", COMPILED) if compiled else ("scripted", SCRIPTED)
-    return f"the model is {what} as a whole, and what it does cannot be seen any more; {instead}"
+    if is_compiled(given):
+        raise ValueError(WHOLE.format(what="compiled", instead=COMPILED))
+    if isinstance(given, torch.jit.ScriptModule):
+        raise ValueError(WHOLE.format(what="scripted", instead=SCRIPTED))
+    return None if sample is None else TracedModel(given, sample, blocks)
 
 
 def why_not_layers(given: object, blocks: Sequence[str] | None) -> list[str]:

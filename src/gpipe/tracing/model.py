@@ -16,7 +16,7 @@ from gpipe.tracing.meta_model import give_values, lacks_values
 from gpipe.tracing.own_loss import COUNT, NO_LABELS, LossAverage, loss_in, tried
 from gpipe.tracing.parts import Names, Parts, layers_by_name, units_by_layer
 from gpipe.tracing.proof import prove
-from gpipe.tracing.runs import arguments, in_mode, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
+from gpipe.tracing.runs import arguments, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
 from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
 from gpipe.tracing.trace import CannotSplitError, Leaves, Structure, Trace, take_apart
 from gpipe.tracing.tracer import TracerRun, trace_forward
@@ -44,6 +44,9 @@ TOO_MANY = (
     "keys or dimensions, each of which may lead its forward elsewhere ({one}, and then {other}). Leave what changes "
     "from step to step out of what the model is given and of its attributes, or give it as a number or a tensor"
 )
+
+First: TypeAlias = tuple[TracerRun, list[float], bool]
+"""What a run on the sample has shown, the seconds of each layer, and whether the loss is told its labels."""
 
 
 class TracedBatch(NamedTuple):
@@ -101,29 +104,24 @@ class TracedModel:
         with unchanged(model):
             self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts)
 
-    def _choose(
-        self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree
-    ) -> tuple[TracerRun, list[float], bool]:
+    def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> First:
         """Traces the model cut at the first blocks that work, if there are some between which no values are read."""
-        works: tuple[TracerRun, list[float], bool] | None = None
-        refused: CannotSplitError | None = None
+        works: list[First] = []
+        refused: list[CannotSplitError] = []
         for blocks in choices:
             self.parts = Parts(model, tuple(blocks))
             try:
-                found = self._trace_first(sample)
+                works.append(self._trace_first(sample))
             except CannotSplitError as error:
-                refused = refused or error
-                continue
-            if not found[0].reads:
-                return found
-            works = works or found
-        if works is None:
-            assert refused is not None
-            raise refused
-        return works
+                refused.append(error)
+            else:
+                if not works[-1][0].reads:
+                    return works[-1]
+        if not works:
+            raise refused[0]
+        return works[0]
 
-    def _trace_first(self, sample: Tree) -> tuple[TracerRun, list[float], bool]:
-        """Traces and proves; gives what was seen, the seconds, and whether the loss uses the mini-batch's labels."""
+    def _trace_first(self, sample: Tree) -> First:
         if self.lacks_values:
             give_values(self.model, [], [], 0, self.parts.buffers_of_all)
         with unchanged(self.model):
@@ -226,7 +224,9 @@ class TracedModel:
         if isinstance(value, Mapping) and "labels" in value:
             values.append({key: item for key, item in value.items() if key != "labels"})
         for training, one, for_output in product((True, False), values, (False, True)):
-            with in_mode(self.model, training=training), suppress(Exception):  # _begin keeps it for who asks for it
+            with suppress(Exception), unchanged(self.model):  # _begin keeps it for who asks for it
+                if self.model.training != training:
+                    self.model.train(training)
                 self.begin([one], for_output=for_output)
         if lacking := next(filter(lacks_memory, self._refused.values()), None):
             raise lacking

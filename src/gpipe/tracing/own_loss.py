@@ -21,7 +21,7 @@ from gpipe.stages.losses import OF_LABELS, OF_ROWS, LossCall, is_shifted, own_lo
 from gpipe.stages.microbatch import count_rows, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.meta_model import lacks_values
-from gpipe.tracing.runs import arguments, in_mode, lacks_memory
+from gpipe.tracing.runs import arguments, lacks_memory
 
 COUNT = "num_items_in_batch"
 """The keyword by which a forward is told the labels that count in the whole mini-batch."""
@@ -54,13 +54,7 @@ class LossAverage:
 
     @classmethod
     def of(cls, calls: Sequence[LossCall], given: Mapping[str, Any], *, counts: bool) -> "LossAverage":
-        """Finds it in the losses that a forward called.
-
-        Args:
-            calls: The calls.
-            given: The arguments of the forward.
-            counts: Whether it used the number of labels in the mini-batch.
-        """
+        """Finds it in the losses that a forward called; `counts` is whether it used the labels of the mini-batch."""
         of_labels = [call for call in calls if call.name in OF_LABELS and call.target is not None]
         for call in of_labels if len(of_labels) == 1 or counts else ():
             for name, labels in sorted(given.items(), key=lambda item: "label" not in item[0]):
@@ -97,12 +91,10 @@ class LossAverage:
 
 def _in_words(calls: Sequence[LossCall]) -> str:
     names = ", ".join(dict.fromkeys(call.name for call in calls))
-    match len(calls):
-        case 0:
-            return "its forward calls none of torch's losses"
-        case 1:
-            return f"its forward calls {names}, of labels that are none of its inputs"
-    return f"its forward calls {len(calls)} losses of torch ({names})"
+    if not calls:
+        return "its forward calls none of torch's losses"
+    only = f"{names}, of labels that are none of its inputs"
+    return f"its forward calls {only if len(calls) == 1 else f'{len(calls)} losses of torch ({names})'}"
 
 
 TWO, NEARLY = 2, 1e-3
@@ -123,8 +115,9 @@ NOT_TRIED = (
 def tried(average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool) -> LossAverage:
     """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
 
-    That is as was read in the forward, or by labels or rows where these fit instead; where nothing fits, with what is
-    to be told of it. `counts` is whether the forward is told the labels of the mini-batch. Dropout is left out of it.
+    That is as was read in the forward; of a sum, which the forward may divide by something itself, by labels or rows
+    where these fit instead. Where nothing fits, it has what is to be told of it. `counts` is whether the forward is
+    told the labels of the mini-batch. The model is left in evaluation, without dropout.
     """
     if lacks_values(model) or not isinstance(sample, Mapping):
         return average
@@ -132,45 +125,28 @@ def tried(average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool)
         halves = split(sample, count_rows(sample), TWO, "sample")
     except ValueError:  # it has no rows
         return average
+    model.train(False)
     try:
-        with in_mode(model, training=False), torch.no_grad():
-            losses = [_loss(model, part) for part in (sample, *halves)]
+        with torch.no_grad():
+            found = [loss_in(arguments(model, part).call(model)) for part in (sample, *halves)]
     except Exception as error:
         if lacks_memory(error):
             raise
         return replace(average, finding=average.finding or NOT_TRIED.format(kind=type(error).__name__, error=error))
-    if None in losses:
+    losses = [float(loss) for loss in found if loss is not None]
+    if len(losses) < len(found):
         return average
-    whole, *of_halves = (loss for loss in losses if loss is not None)
-    try:
-        found = {
-            other: _together(other, halves, of_halves, counts=counts) for other in _others(average, counts=counts)
-        }
-    except ValueError:  # no label of the sample counts
-        return average
-    for other, together in found.items():
-        if math.isclose(together, whole, rel_tol=NEARLY, abs_tol=NEARLY):
-            return other
-    return replace(average, finding=NOT_TOGETHER.format(together=found[average], whole=whole))
-
-
-def _others(average: LossAverage, *, counts: bool) -> list[LossAverage]:
-    """What was read, and what else it may be: a sum that the forward divides by something itself."""
-    if counts or average.by != "sum":
-        return [average]
-    return [average, replace(average, by="labels"), replace(average, by="rows")]
-
-
-def _together(average: LossAverage, halves: Sequence[Tree], losses: Sequence[float], *, counts: bool) -> float:
-    some = [average.count(half) for half in halves]
-    shares = [1.0] * TWO if counts else average.shares(some, sum(some))
-    return sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
-
-
-def _loss(model: nn.Module, part: Tree) -> float | None:
-    given = arguments(model, part)
-    loss = loss_in(model(*given.args, **given.kwargs))
-    return None if loss is None else float(loss)
+    others: list[Literal["labels", "rows"]] = ["labels", "rows"] if average.by == "sum" and not counts else []
+    sums = []
+    for one in (average, *(replace(average, by=other) for other in others)):
+        some = [one.count(half) for half in halves]
+        if not sum(some):  # no label of the sample counts
+            return average
+        shares = [1.0] * TWO if counts else one.shares(some, sum(some))
+        sums.append(sum(loss * share for loss, share in zip(losses[1:], shares, strict=True) if share))
+        if math.isclose(sums[-1], losses[0], rel_tol=NEARLY, abs_tol=NEARLY):
+            return one
+    return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 
 
 CANNOT_JOIN = (
@@ -216,15 +192,13 @@ def _join_leaf(
             raise TypeError(CANNOT_JOIN.format(path=path, why=UNKNOWN_LOSS))
         said = [loss * share for loss, share in zip(leaves, shares, strict=True) if share]  # of no weight, even NaN
         return sum(said[1:], start=said[0])
-    if isinstance(first, Tensor):
-        if first.dim() and all(leaf.dim() and len(leaf) == count for leaf, count in zip(leaves, rows, strict=True)):
-            if any(leaf.shape[1:] != first.shape[1:] for leaf in leaves):
-                shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
-                raise TypeError(CANNOT_JOIN.format(path=path, why=f"has the shapes {shapes}"))
-            return torch.cat(leaves)
-        if all(leaf.shape == first.shape and torch.equal(leaf, first) for leaf in leaves):
-            return first
-        raise TypeError(CANNOT_JOIN.format(path=path, why=f"has no rows: its shape is {tuple(first.shape)}"))
-    if any(leaf is not first and leaf != first for leaf in leaves):
-        raise TypeError(CANNOT_JOIN.format(path=path, why=f"is {first!r} for one and another for others"))
+    if not isinstance(first, Tensor):
+        if any(leaf is not first and leaf != first for leaf in leaves):
+            raise TypeError(CANNOT_JOIN.format(path=path, why=f"is {first!r} for one and another for others"))
+        return first
+    shapes = [tuple(leaf.shape) for leaf in leaves]
+    if first.dim() and shapes == [(count, *first.shape[1:]) for count in rows]:
+        return torch.cat(leaves)
+    if any(leaf.shape != first.shape or not torch.equal(leaf, first) for leaf in leaves):
+        raise TypeError(CANNOT_JOIN.format(path=path, why=f"has other rows than its micro-batch, or none: {shapes}"))
     return first

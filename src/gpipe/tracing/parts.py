@@ -70,16 +70,10 @@ class Parts:
 
 
 class ModelPart(nn.Module):
-    """A layer of a model that is interpreted.
+    """A layer of a model that is interpreted: it stands for a module, in words, and runs units.
 
-    It holds units and parameters under their own names in the model, and is not called by itself: a stage interprets
-    all of its layers at once.
-
-    Args:
-        model: The whole model; no part of the layer.
-        stands_for: The module that it is, in words.
-        units: The names of the modules that run in it.
-        raw: Of each parameter that its operations are given as it is, the places where it stands in the model.
+    It holds these, and the raw parameters, those that its operations are given as they are, under their own names in
+    the model. It is not called by itself: a stage interprets all of its layers at once.
     """
 
     def __init__(
@@ -198,12 +192,7 @@ def _add_unused(
 
 
 class Names:
-    """The names of parameters and buffers, and which layers have them.
-
-    Args:
-        model: The model.
-        layers: Its layers, by name.
-    """
+    """The names of a model's parameters and buffers, and which layers have them."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, ModelPart]) -> None:
         self._model, self._layers = model, layers

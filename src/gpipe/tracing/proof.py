@@ -6,16 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.trees import keystr, tree_flatten_with_path
 from gpipe.stages.recompute_check import differ, digest
+from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import Layer, LayerProgress
 from gpipe.stages.tree import copy_of, replace_tensors
-from gpipe.tracing.interpreter import Enough, StageInterpreter, describe
+from gpipe.tracing.interpreter import StageInterpreter, describe
 from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.runs import ForwardArguments, failing_apart, is_of_code, watched
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.stage import rng_scopes
-from gpipe.tracing.trace import CannotSplitError, Leaves, OpCall, Structure, ValueId, is_carried, take_apart
+from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, ValueId, is_carried, take_apart
 from gpipe.tracing.tracer import SAMPLE_KEY, TracerRun
 
 OTHER_STRUCTURE = (
@@ -32,33 +34,27 @@ OTHER_BITS = (
 
 
 def prove(found: TracerRun, given: ForwardArguments) -> list[float]:
-    """Proves the trace of a model's forward, in the mode that the model is in; gives the seconds of each layer.
-
-    Args:
-        found: What a run of it has shown.
-        given: What the forward was given.
+    """Proves what a run of a model's forward has shown, in the model's mode; gives the seconds of each layer.
 
     Raises:
         CannotSplitError: It cannot be interpreted to the same bits.
     """
-    model, own = found.parts.model, found.output
-    dry = Dry() if lacks_values(model) else None
-    if dry is not None:
+    model = found.parts.model
+    if lacks_values(model):  # there are layouts alone to be compared
+        dry = Dry()
         with dry.faking(model):
             output, seconds = _interpreted(found, given, dry)
-        (leaves, structure), (expected, wanted) = take_apart(output), take_apart(own)
-        if structure != wanted or describe(leaves) != describe(expected):
-            raise CannotSplitError(
-                OTHER_STRUCTURE.format(model=type(model).__name__, parts=_in_words(wanted, structure))
-            )
+        _compare(model, found.output, output)
         return seconds
     with rng_scopes(found.parts, found.trace, SAMPLE_KEY):
-        own, expected_buffers = watched(model, lambda: given.call(model))
-    writes = bool(expected_buffers)
+        own, expected = watched(model, lambda: given.call(model))
     (output, seconds), buffers = watched(
-        model, lambda: failing_apart(model, given, lambda: _interpreted(found, given, None, writes=writes))
+        model, lambda: failing_apart(model, given, lambda: _interpreted(found, given, None))
     )
-    _compare(model, take_apart(own), take_apart(output), expected_buffers, buffers)
+    _compare(model, own, output)
+    for name in {*expected, *buffers}:
+        if _differ(expected.get(name), buffers.get(name)):
+            raise CannotSplitError(OTHER_BITS.format(model=type(model).__name__, what=f"the buffer {name}"))
     return seconds
 
 
@@ -69,37 +65,27 @@ class _EchoingInterpreter(StageInterpreter):
     another by the time it is read.
     """
 
-    writes = False
-    """Whether the forward writes buffers, which an echo must not."""
     seconds_of_echoes = 0.0
 
-    def op(self, call: OpCall) -> Any:
-        """Does an operation, and its echo; behind the last operation the interpreter stops by an exception."""
-        is_own = self.begin <= self.at < self.end and call.unit is not None and self.dry is None
-        try:
-            made = super().op(call)
-        except Enough:
-            self._echo(call, is_own=is_own)
-            raise
-        self._echo(call, is_own=is_own)
+    def do(self, call: OpCall) -> Any:
+        """Does an operation, and its echo."""
+        made = super().do(call)
+        if call.unit is not None and self.dry is None:
+            start = time.perf_counter()
+            self._echo(call, call.unit)
+            self.seconds_of_echoes += time.perf_counter() - start
         return made
 
-    def _echo(self, call: OpCall, *, is_own: bool) -> None:
-        if not is_own:
-            return
-        start = time.perf_counter()
+    def _echo(self, call: OpCall, unit: nn.Module) -> None:
         real = any(map(is_carried, call.tensors))
         other = call.given(lambda tensor: _other(tensor) if is_carried(tensor) or not real else tensor)
         try:
-            if self.writes and other.unit is not None:
-                watched(other.unit, other.do)
-            else:
-                other.do()
+            with rng_scope(0, 0, 0, 0):  # the layer goes on to draw as if there were none
+                watched(unit, other.do)
         except Exception as error:
             if not is_of_code(error):  # else it cannot do with them, or not twice with one cache
                 error.add_note(ECHOED.format(name=call.name))
                 raise
-        self.seconds_of_echoes += time.perf_counter() - start
 
 
 ECHOED = (
@@ -118,13 +104,8 @@ def _other(tensor: Tensor) -> Tensor:
     return other.requires_grad_(tensor.requires_grad)
 
 
-def _interpreted(
-    found: TracerRun, given: ForwardArguments, dry: Dry | None, *, writes: bool = False
-) -> tuple[Any, list[float]]:
-    """What the model gives when each layer is interpreted by itself, and the seconds that each takes.
-
-    `writes` is whether its forward writes buffers.
-    """
+def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> tuple[Any, list[float]]:
+    """What the model gives when each layer is interpreted by itself, and the seconds that each takes."""
     trace, parts = found.trace, found.parts
     leaves, _ = take_apart(replace_tensors(tuple(given), copy_of))
     values: dict[ValueId, Tensor | None] = {value_id: leaves[value_id.leaf] for value_id in trace.carried}
@@ -143,49 +124,43 @@ def _interpreted(
         interpreter = _EchoingInterpreter(
             shallow_copy, trace, [layer], values, log, wanted, device, SAMPLE_KEY, LayerProgress(), dry
         )
-        interpreter.writes = writes
         output = interpreter.go(inputs)
         values = dict.fromkeys(wanted) | interpreter.made
         seconds.append(time.perf_counter() - start - interpreter.seconds_of_echoes)
     return output, seconds
 
 
-def _compare(
-    model: nn.Module,
-    own: tuple[Leaves, Structure],
-    found: tuple[Leaves, Structure],
-    buffers: dict[str, Tensor | None],
-    changed: dict[str, Tensor | None],
-) -> None:
-    """Compares structure and bits of the outputs, and the buffers behind them."""
+def _compare(model: nn.Module, own: Any, found: Any) -> None:
+    """Compares the structures of outputs, and all bits."""
+    (leaves, structure), (others, other) = take_apart(own), take_apart(found)
     name = type(model).__name__
-    if own[1] != found[1] or len(own[0]) != len(found[0]):
-        raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=_in_words(own[1], found[1])))
-    for at, (one, other) in enumerate(zip(own[0], found[0], strict=True)):
-        if bool(differ(digest([one]), digest([other]))):
-            what = f"output{_place_of(own[1], at)} {_difference(one, other)}"
+    if structure != other:
+        parts = f"{str(other.spec)[:200]} where it gives {str(structure.spec)[:200]}"
+        raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=parts))
+    for at, pair in enumerate(zip(leaves, others, strict=True)):
+        if _differ(*pair):
+            what = f"output{_place_of(structure, at)} {_difference(*pair)}"
             raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
-    for buffer in {*buffers, *changed}:
-        if bool(differ(digest([buffers.get(buffer)]), digest([changed.get(buffer)]))):
-            raise CannotSplitError(OTHER_BITS.format(model=name, what=f"the buffer {buffer}"))
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if is_fake(one) or is_fake(other):
+        return describe([one]) != describe([other])
+    return bool(differ(digest([one]), digest([other])))
 
 
 def _place_of(structure: Structure, at: int) -> str:
     """Where a leaf stands; its number, where plain dataclasses hold some."""
-    traces = tree_flatten_with_path(structure.filled(range(structure.count)))[0]
-    return keystr(traces[at][0]) if len(traces) == structure.count else f", leaf {at},"
+    places = tree_flatten_with_path(structure.filled(range(structure.spec.num_leaves)))[0]
+    return keystr(places[at][0]) if len(places) == structure.spec.num_leaves else f", leaf {at},"
 
 
 def _difference(one: Any, other: Any) -> str:
     """How one leaf of an output differs from what it should be, in words."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+    if not isinstance(one, Tensor) or describe([one]) != describe([other]):
         return f"is {other!s:.80} where it should be {one!s:.80}"
     try:
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
     except AssertionError as error:
         return f"differs: {' '.join(str(error).split())}"
     return "differs in the signs of zeros, or in what NaNs hold"
-
-
-def _in_words(one: Structure, other: Structure) -> str:
-    return f"{str(other.spec)[:200]} where it gives {str(one.spec)[:200]}"

@@ -38,7 +38,7 @@ APART = (
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what traces inside change: modules, their state, torch's generator. Inside there is a graph.
+    """Puts back what traces inside change: modules, their modes and state, torch's generator. There is a graph.
 
     It shows what torch does not: functions of autograd.
     """
@@ -49,19 +49,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             if not isinstance(error, CannotSplitError):
                 error.add_note(ON_SAMPLE.format(model=type(model).__name__))
             raise
-
-
-@contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Has a model be in training mode or not, and puts back the mode of each module."""
-    before = [(module, module.training) for module in model.modules()]
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
 
 
 def watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor | None]]:

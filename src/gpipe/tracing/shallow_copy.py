@@ -19,9 +19,6 @@ from gpipe.stages.tree import version
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
 
-UnitCall = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
-"""Is told of the call of a unit: its name and arguments; gives what it returns."""
-
 REPLACED = "a part of {name} was replaced since the model was cut; make a new pipe of it"
 HOOKED = (
     "{name} has a hook, and every layer walks through it, so the hook would run once for each, and see few values. "
@@ -59,20 +56,13 @@ class _Refusal:
 
 
 class ShallowCopy:
-    """A copy of a model that can be interpreted.
+    """A copy of a model that can be interpreted, with buffers on a device; `root` is called in place of the model.
 
-    Args:
-        parts: The model, which stays as it is.
-        device: Where the copies are to have their buffers, which every layer reads; by default where the model has.
-
-    Attributes:
-        root: What to call in place of the model.
-        on_call: Is told of calls of units, while it is set.
-        copies: The copies by name.
+    `on_call` is told of calls of units, while it is set.
     """
 
     def __init__(self, parts: Parts, device: torch.device | None = None) -> None:
-        self.on_call: UnitCall | None = None
+        self.on_call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.parts, self._device = parts, device
         self.copies: dict[str, nn.Module] = {}
         self._made: dict[nn.Module, nn.Module] = {}  # for each of the user's modules what stands for it

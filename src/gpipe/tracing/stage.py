@@ -38,19 +38,12 @@ def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
 
 
 class Crossings(NamedTuple):
-    """What crosses into a stage and out of it, on one trace.
-
-    Attributes:
-        enters: What the main line brings, in order.
-        arrives: What skip routes bring, by their names.
-        leaves: What the main line takes on, in order.
-        departs: What skip routes take on, by the names of stashes.
-    """
+    """What crosses into a stage and out of it, on one trace: by the main line in order, by skip routes by name."""
 
     enters: list[ValueId]
-    arrives: dict[str, ValueId]
+    arrives: dict[str, ValueId]  # by the names of routes
     leaves: list[ValueId]
-    departs: dict[str, ValueId]
+    departs: dict[str, ValueId]  # by the names of stashes
 
     @classmethod
     def of(cls, trace: Trace, stage: int, stage_of: Sequence[int]) -> "Crossings":
@@ -72,16 +65,7 @@ class Crossings(NamedTuple):
 
 
 class TracedStage(Stage):
-    """Consecutive layers of a model, interpreted at once.
-
-    Args:
-        index: Its number.
-        layers: Its layers.
-        device: Where they are.
-        parts: The model.
-        traces: Those that it is known to take; there may be more later on.
-        stage_of: The stage of each of its layers.
-    """
+    """Consecutive layers of a model, interpreted at once; there may be more `traces` later on."""
 
     def __init__(
         self,

@@ -60,12 +60,7 @@ class Structure:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle is made of a value of this structure: of torch's own specs it would warn."""
-        return _structure_of, (self.filled(range(self.count)),)
-
-    @property
-    def count(self) -> int:
-        """The number of leaves."""
-        return self.spec.num_leaves
+        return _structure_of, (self.filled(range(self.spec.num_leaves)),)
 
 
 def _structure_of(value: Any) -> Structure:

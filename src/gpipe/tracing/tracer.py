@@ -47,7 +47,8 @@ UNSEEN = (
     "torch.autograd.Function, torch.utils.checkpoint by use_reentrant=True, torch.func.stack_module_state, a "
     "scripted function), that a block left somewhere, or that was made between blocks and then written into: it "
     "cannot be known which layer is to compute it. Put that code into a module with parameters, have blocks return "
-    "what others use, or name other blocks: blocks=[...]"
+    "what others use, make what is written into of what a block gave (x.new_zeros(...)), or name other blocks: "
+    "blocks=[...]"
 )
 NOT_CALLED = (
     "none of the blocks ({blocks}) is called in the forward of the {model}: methods or parts of them are used "
@@ -62,11 +63,6 @@ CHANGES_INPUT = (
     "the forward changes an input of shape {shape}, {dtype}, in place between blocks, and every layer would do "
     "so again; let it work on a clone"
 )
-FILLED = (
-    "{name} is given a tensor that was made of nothing (torch.zeros, torch.empty) and changed in place by "
-    "{changed}: every layer makes it, and one alone would change it. Use what {changed} returns, put parts "
-    "together by torch.cat or torch.stack, or make it of what a block gave: x.new_zeros(...), torch.zeros_like(x)"
-)
 PARTLY_CHANGED = (
     "{name} changes in place a tensor that shares its memory with another, which an earlier layer made and a "
     "later operation uses: behind a cut the other would not change with it. Work on a copy there"
@@ -75,11 +71,6 @@ REACHES = (
     "{unit} uses {parameter} by a reference, a parameter of a module that blocks stand in: no layer has it, and "
     "several would add to its gradient at once. Hand it to {unit} as an argument, or let a module have it in which "
     "no block stands"
-)
-BY_CHANCE = (
-    "the forward of the {model} goes one way or another by a random number between blocks, as where layers "
-    "are dropped at random: the next micro-batch would take another path than the sample. Set what drops layers "
-    "(layerdrop, layer_drop) to 0, or let a block draw"
 )
 LEAVES_TENSORS = (
     "the forward of the {model} leaves tensors in {places}, where nobody would find them: layers walk through "
@@ -90,11 +81,12 @@ COUNTS = (
     "each recompute; keep what changes in a module inside of a block, as a buffer, or count outside of the model"
 )
 DRAWS = (
-    "the forward of the {model} draws from {whose} generator between blocks, and every layer would draw anew. Layers "
+    "the forward of the {model} draws {what} between blocks, and every layer and micro-batch would draw anew. Layers "
     "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "
     "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
     "block"
 )
+OF_CHANCE = "a random number, by which it goes one way or another,"
 KEEPS = (
     "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
     "keep its own, again in each recompute. Leave it out; for generation, past_key_values and caches, call the model "
@@ -123,14 +115,6 @@ class _Known(NamedTuple):
     address: int  # of its memory
 
 
-class _Filling(NamedTuple):
-    """A tensor that every layer makes for itself, and that the operation of one changed in place."""
-
-    tensor: Tensor  # kept, so that its address stays its own
-    changed_by: str
-    layer: int
-
-
 class Tracer(Interpreter):
     """Does every operation and writes it down; `reads` is one between blocks on which its path may depend."""
 
@@ -155,7 +139,8 @@ class Tracer(Interpreter):
         self._inner: list[str] = []  # units that the unit that runs has called, or uses parameters of
         self._known: dict[ValueId, _Known] = {}
         self._changed: list[tuple[int, ValueId]] = []  # operations that change a tensor in place, and which
-        self._filled: dict[int, _Filling] = {}  # by address
+        # By address, what every layer makes for itself and the operation of one layer changed in place: which layer,
+        self._filled: dict[int, tuple[int, Tensor]] = {}  # and the tensor, so that the address stays its own
         self._drawn: set[ValueId] = set()
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Trace]:
@@ -255,9 +240,9 @@ class Tracer(Interpreter):
                 self._taken.add(self._inputs[id(tensor)])
             value_id = self.value_id_of(tensor)
             if value_id is None and self._filled and not is_vmapped():
-                filling = self._filled.get(storage_address(tensor))
-                if filling is not None and (filling.layer != layer or tensor.requires_grad):
-                    raise CannotSplitError(FILLED.format(name=name, changed=filling.changed_by))
+                changed_in, _ = self._filled.get(storage_address(tensor), (layer, None))
+                if changed_in != layer:
+                    raise CannotSplitError(UNSEEN.format(name=name))
             if self._is_unseen(tensor, value_id):
                 raise CannotSplitError(UNSEEN.format(name=name))
 
@@ -288,7 +273,7 @@ class Tracer(Interpreter):
                 if is_changed:
                     self._changed.append((self.at, value_id))
             elif is_changed and not {id(tensor)} & {*self._inputs, *self._held} and storage_address(tensor):
-                self._filled[storage_address(tensor)] = _Filling(tensor, call.name, layer)
+                self._filled[storage_address(tensor)] = layer, tensor
         return made
 
     def _reached(self, call: OpCall, made: Any, until: Collection[Node]) -> list[str]:
@@ -347,7 +332,7 @@ class Tracer(Interpreter):
         if not is_drawn or (call.name in COMPARISONS and not 0 < threshold < 1):  # whatever is drawn, it is the same
             return
         if uses and any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
-            raise CannotSplitError(BY_CHANCE.format(model=type(self.parts.model).__name__))
+            raise CannotSplitError(DRAWS.format(model=type(self.parts.model).__name__, what=OF_CHANCE))
         self._drawn |= {ValueId(self.at, at) for at in range(len(leaves))}
 
     def _refuse_partly_changed(self, trace: Trace) -> None:
@@ -426,7 +411,7 @@ def _traced(
         raise CannotSplitError(LEAVES_TENSORS.format(model=model, places=", ".join(left)))
     for whose, state in _generators().items():
         if state != before[whose]:
-            raise CannotSplitError(DRAWS.format(model=model, whose=whose))
+            raise CannotSplitError(DRAWS.format(model=model, what=f"from {whose} generator"))
     return tracers[-1], output, trace, changed
 
 
