@@ -160,7 +160,6 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
     return ModelLayers(TracedModel(model, sample, blocks))
 
 
-WHOLE = "the model is {what} as a whole, and what it does cannot be seen any more; {instead}"
 COMPILED = (
     "give the model itself (torch.compile(model) keeps it as ._orig_mod; after model.compile() make it anew), and "
     "compile its blocks: for block in model.layers: block.compile()"
@@ -193,10 +192,9 @@ def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> Tra
         return given.traced
     if not isinstance(given, nn.Module) or not is_model(given):
         return None
-    if is_compiled(given):
-        raise ValueError(WHOLE.format(what="compiled", instead=COMPILED))
-    if isinstance(given, torch.jit.ScriptModule):
-        raise ValueError(WHOLE.format(what="scripted", instead=SCRIPTED))
+    if is_compiled(given) or isinstance(given, torch.jit.ScriptModule):
+        what, instead = ("compiled", COMPILED) if is_compiled(given) else ("scripted", SCRIPTED)
+        raise ValueError(f"the model is {what} as a whole, and what it does cannot be seen any more; {instead}")
     return None if sample is None else TracedModel(given, sample, blocks)
 
 

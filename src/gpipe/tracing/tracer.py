@@ -86,7 +86,6 @@ DRAWS = (
     "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
     "block"
 )
-OF_CHANCE = "a random number, by which it goes one way or another,"
 KEEPS = (
     "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
     "keep its own, again in each recompute. Leave it out; for generation, past_key_values and caches, call the model "
@@ -332,7 +331,8 @@ class Tracer(Interpreter):
         if not is_drawn or (call.name in COMPARISONS and not 0 < threshold < 1):  # whatever is drawn, it is the same
             return
         if uses and any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
-            raise CannotSplitError(DRAWS.format(model=type(self.parts.model).__name__, what=OF_CHANCE))
+            what = "a random number, by which it goes one way or another,"
+            raise CannotSplitError(DRAWS.format(model=type(self.parts.model).__name__, what=what))
         self._drawn |= {ValueId(self.at, at) for at in range(len(leaves))}
 
     def _refuse_partly_changed(self, trace: Trace) -> None:
