@@ -52,52 +52,30 @@ class Trained(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What a pipe is held to.
-
-    Attributes:
-        trained: The loop's step.
-        shared: The names of the parameters that several layers use.
-        weighing: Of the micro-batches.
-        layers: How many there are.
-        recording: The seconds that it took to record the model.
-    """
+    """What a pipe is held to."""
 
     trained: Trained
-    shared: frozenset[str]
+    shared: frozenset[str]  # the names of the parameters that several layers use
     weighing: Weighing
     layers: int
-    recording: float
+    recording: float  # seconds
 
 
 @dataclass
 class Verdict:
-    """What came of a family.
-
-    Attributes:
-        name: The family's.
-        task: What it is trained for.
-        layers: Into how many its model is cut.
-        recording: The seconds that it takes to record it.
-        gradients: How far gradients are from those of the loop, relative to the largest.
-        shared: Likewise those of parameters that several layers use; None if there are none.
-        mini_batch: How far the loss is from that of the undivided mini-batch.
-        counted_apart: Whether Trainer counts other labels than those that the undivided mini-batch's loss counts.
-        mistakes: What is wrong.
-        refused: Why it cannot be trained in parts.
-        output: Why the outputs of micro-batches cannot be put together.
-    """
+    """What came of a family."""
 
     name: str
     task: str
     layers: int = 0
-    recording: float = 0.0
-    gradients: float = 0.0
-    shared: float | None = None
-    mini_batch: float = 0.0
-    counted_apart: bool = False
+    recording: float = 0.0  # seconds
+    gradients: float = 0.0  # how far they are from those of the loop, relative to the largest
+    shared: float | None = None  # likewise those of parameters that several layers use
+    mini_batch: float = 0.0  # how far the loss is from that of the undivided mini-batch
+    counted_apart: bool = False  # whether Trainer counts other labels than the undivided mini-batch's loss
     mistakes: list[str] = field(default_factory=list)
-    refused: str = ""
-    output: str = ""
+    refused: str = ""  # why it cannot be trained in parts
+    output: str = ""  # why the outputs of micro-batches cannot be put together
 
     @property
     def right(self) -> bool:

@@ -3,7 +3,6 @@
 Each of the five meets every remat under every schedule, by one of the drivers; by the other in `make families`.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -49,25 +48,13 @@ def example(name: str) -> Example:
         return Example(model, layers_of(model, sample_of(family)), given, expected)
 
 
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.families)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FIVE)
-def test_schedule_and_remat_change_no_bit(name: str, schedule: str) -> None:
-    at = FIVE.index(name) + [*SCHEDULES].index(schedule)
-    check(name, schedule, [(remat, DRIVERS[(at + one) % 2]) for one, remat in enumerate(REMATS)])
-
-
-@pytest.mark.families
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", FIVE)
-def test_nor_does_the_other_driver(name: str, schedule: str) -> None:
-    at = FIVE.index(name) + [*SCHEDULES].index(schedule)
-    check(name, schedule, [(remat, DRIVERS[(at + one + 1) % 2]) for one, remat in enumerate(REMATS)])
-
-
-def check(name: str, schedule: str, ways: Sequence[tuple[str, str]]) -> None:
-    """A step under a schedule leaves the loop's bits, whatever the remat and the driver."""
+def test_schedule_remat_and_driver_change_no_bit(name: str, schedule: str, other: bool) -> None:
     model, layers, given, expected = example(name)
-    for remat, driver in ways:
+    at = FIVE.index(name) + [*SCHEDULES].index(schedule) + other
+    for remat, driver in ((remat, DRIVERS[(at + one) % 2]) for one, remat in enumerate(REMATS)):
         settings: dict[str, Any] = {"schedule": schedule, "remat": remat, "driver": driver}
         with quiet(), gpipe.GPipe(layers, 2, MICRO_BATCHES, seed=SEED, costs="params", **settings) as pipe:
             trained = state_of(model, pipe.step(given))

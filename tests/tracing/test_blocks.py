@@ -1,6 +1,7 @@
 """Which modules a model is cut between."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ class Repeated(nn.Module):
 
     def __init__(self, times: int) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(3, 6), nn.Linear(6, 1)
+        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh())])
         self.times = times
 
@@ -29,27 +30,71 @@ class Repeated(nn.Module):
         return self.head(x).square().mean()
 
 
-def test_a_block_that_stands_alone_is_found_and_each_call_of_it_is_a_layer() -> None:
-    # A list of one block was none: albert, whose layers share all their weights, had to be told blocks=.
-    torch.manual_seed(0)
-    model, x = Repeated(3), torch.randn(4, 3)
-    plain = copy.deepcopy(model)
-    losses = []
-    for part in x.tensor_split(2):
-        losses.append(plain(part))
-        losses[-1].backward(torch.tensor(0.5))
+class Stage(nn.Module):
+    """Gives its output also as it is before the last step, which only some stages have."""
 
-    assert find_blocks(model) == [["blocks.0"]]
-    gradients = []
-    for partitions in (1, 2, 5):
-        own = copy.deepcopy(model)
-        with gpipe.GPipe(own, partitions, 2, sample=x, costs="params") as pipe:
-            assert same_bits(pipe.step(x), losses[0].detach() * 0.5 + losses[1].detach() * 0.5)
-        gradients.append({name: parameter.grad for name, parameter in own.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        assert all(same_bits(one[name], gradients[0][name]) for one in gradients)
-        torch.testing.assert_close(gradients[0][name], parameter.grad, rtol=1e-6, atol=1e-8)
-    assert same_bits(gradients[0]["head.weight"], plain.head.weight.grad)
+    def __init__(self, *, steps: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.linear(x).tanh()
+        return before.sin() if self.steps else before, before
+
+
+class Stages(nn.Module):
+    """Uses both places of several stages, in turn and later on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([Stage(steps=at % 2 == 0) for at in range(5)])
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for stage in self.stages:
+            x, before = stage(x)
+            kept.append(before)
+            x = x + 0.5 * before
+        for before in kept:
+            x = x + self.norm(before)
+        return self.head(x).square().mean()
+
+
+def trained(model: nn.Module, x: Tensor, partitions: int, micro_batches: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one step, and the gradients; of the plain loop for no partitions."""
+    own = copy.deepcopy(model)
+    if partitions:
+        with gpipe.GPipe(own, partitions, micro_batches, sample=x, costs="params") as pipe:
+            total = pipe.step(x)
+    else:
+        total = torch.zeros(())
+        for part in x.tensor_split(micro_batches):
+            loss = own(part)
+            loss.backward(torch.tensor(1 / micro_batches))
+            total = total + loss.detach() * (1 / micro_batches)
+    return total, {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("build", "shared"), [(lambda: Repeated(3), "blocks."), (Stages, "norm.")], ids=["repeated", "returned twice"]
+)
+def test_blocks_called_again_and_tensors_returned_twice_train_as_the_plain_loop(
+    build: Callable[[], nn.Module], shared: str
+) -> None:
+    # A list of one block was none: albert, whose layers share all their weights, had to be told blocks=. A tensor in
+    # two places was known by its last place alone: swinv2, whose last stage has nothing to scale down, was refused.
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(6, 6)
+    assert len(find_blocks(model)[0]) == (1 if shared == "blocks." else 5)
+    (loss, plain), *piped = (trained(model, x, partitions, 3) for partitions in (0, 1, 2, 4))
+    for total, gradients in piped:
+        assert same_bits(total, loss)
+        assert all(same_bits(one, piped[0][1][name]) for name, one in gradients.items())
+        for name, one in plain.items():  # those of what several layers use are added up in another order
+            torch.testing.assert_close(gradients[name], one, rtol=1e-6, atol=1e-8)
+            assert name.startswith((shared, "embed.")) or same_bits(gradients[name], one)
 
 
 def test_several_lists_come_before_one_module_that_stands_alone() -> None:

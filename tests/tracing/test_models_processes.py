@@ -1,17 +1,23 @@
-"""A model over processes leaves the bits of one process and, where no parameter is tied, of the plain loop."""
+"""A model over processes leaves the bits of one process and, where no parameter is tied, of the plain loop.
+
+It may be built on the meta device, and be larger than the memory of any process. Replicas do what one pipe does that
+is given the micro-batches of all, but for rounding: each adds up the gradients of its own micro-batches first.
+"""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gpipe.tracing.model import TracedModel
+from tests.support.jobs import model_replicas, too_big
 from tests.support.jobs import models as jobs
-from tests.support.jobs.models import MICRO_BATCHES, SEED, piped, trained
+from tests.support.jobs.models import MICRO_BATCHES, SEED, piped, stepped, trained
 from tests.support.open_models import TIED, UNET, batch_of, model_of
 from tests.support.outcomes import Outcome, gradients, optimizer_of, state
-from tests.support.plain_loop import one_thread, parts_of
+from tests.support.plain_loop import one_thread, parts_of, weights_of
 from tests.support.processes.digests import Digests, digest, digests
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
@@ -91,3 +97,67 @@ def plainly(name: str) -> Outcome:
 def test_the_bits_of_the_plain_loop(name: str) -> None:
     found, _ = alone(name)
     assert not [what for what, one in digests(plainly(name)).items() if found[what] != one]
+
+
+@cache
+def alone_from_meta(name: str) -> Digests:
+    """What one process has."""
+    with piped(model_of(name, "meta"), name, 1, driver="lockstep") as pipe:
+        return digests(stepped(pipe, name))
+
+
+@pytest.mark.parametrize(("name", "world"), [("llama", 4), ("gpt2", 4), ("mixtral", 2), ("t5", 4), ("vit", 2)])
+def test_a_model_without_values_gets_them(name: str, world: int, pool: WorkerPool) -> None:
+    expected = alone_from_meta(name)
+    ranks = answers(pool.run(jobs.train_from_meta, name, {"schedule": "1f1b"}, world=world))
+    for found, others in ranks:
+        assert not [what for what, one in found.items() if expected.get(what) != one]
+        assert not others
+    assert expected.keys() == {what for found, _ in ranks for what in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "ready_made", "schedule"),
+    [("llama", False, "gpipe"), ("llama", True, "1f1b"), ("bert", False, "1f1b"), ("vit", False, "gpipe")],
+)
+def test_replicas_share_the_loss_as_their_micro_batches_do(
+    name: str, ready_made: bool, schedule: str, pool: WorkerPool
+) -> None:
+    whole = model_replicas.alone(name, ready_made=ready_made)
+    expected = {what: value for what, value in whole.items() if value is not None}
+    first, second, *others = answers(pool.run(model_replicas.train, name, ready_made, schedule, world=4))
+    assert [first, second] == others
+    assert expected.keys() == {*first, *second}
+    for what, value in expected.items():
+        found = torch.tensor((first if what in first else second)[what])
+        assert (found - value).abs().max() <= 2e-6 * value.abs().max().clamp(min=1e-3), what
+
+
+def test_a_replica_without_labels_that_count_has_no_say(pool: WorkerPool) -> None:
+    told = answers(pool.run(model_replicas.uncounted, world=4))
+    assert all("no label of the mini-batch counts" in one for one in told)
+
+
+TOO_BIG_WORLD = 4
+
+
+def test_a_model_too_big_for_one_process_trains_over_four(pool: WorkerPool) -> None:
+    found = answers(pool.run(too_big.train, "", world=TOO_BIG_WORLD))
+    assert all(of["losses"] == found[0]["losses"] for of in found)
+    first, *_, last = found[0]["losses"]
+    assert last < first
+    whole = too_big.STATE * sum(one["own"] for one in found)
+    assert all(of["own"] * too_big.STATE * too_big.SHARE < whole for of in found)
+    (outcome,) = pool.run(too_big.train, "", world=1)
+    assert outcome.error in ("MemoryError", "RuntimeError")
+    assert "allocate" in outcome.told
+
+
+def test_each_process_reads_its_own_weights(tmp_path: Path, pool: WorkerPool) -> None:
+    with weights_of(3):
+        whole = too_big.model("cpu")
+    whole.save_pretrained(tmp_path, max_shard_size="30MB")  # type: ignore[operator]  # transformers' own
+    assert len(list(tmp_path.glob("*.safetensors"))) > TOO_BIG_WORLD
+    found = answers(pool.run(too_big.train, str(tmp_path), world=TOO_BIG_WORLD))
+    loss = whole(**too_big.batch()).loss.detach()
+    assert abs(found[0]["losses"][0] - float(loss)) < 1e-4

@@ -3,7 +3,7 @@
 import contextvars
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -51,6 +51,24 @@ class Net(nn.Module):
         for at, layer in enumerate(self.layers):
             x = self.between(self, layer(x), at)
         return x
+
+
+class Written(nn.Module):
+    """Modules in a list, and a forward that a test writes."""
+
+    def __init__(self, forward: Callable[..., Tensor], layers: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers or blocks())
+        self.written = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.written(self.layers, *args, **kwargs)
+
+
+def through(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def made(model: nn.Module, partitions: int = 2, **settings: Any) -> gpipe.GPipe:
@@ -140,19 +158,13 @@ def test_what_is_between_blocks_is_refused_when_recorded(name: str) -> None:
 
 
 def test_what_is_left_the_same_each_time_is_taken_and_statistics_count_once() -> None:
-    class Says(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)) for _ in range(3))
-            self.width = 0
-
+    class Says(Written):
         def forward(self, x: Tensor) -> Tensor:
             self.width = x.shape[-1]
-            for layer in self.layers:
-                x = layer(x)
-            return x
+            return through(self.layers, x)
 
-    step(made(Says(), blocks=["layers.0", "layers.1", "layers.2"]))
+    layers = [nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)) for _ in range(3)]
+    step(made(Says(through, layers), blocks=["layers.0", "layers.1", "layers.2"]))
 
 
 def test_layers_that_are_never_dropped_are_taken() -> None:
@@ -161,28 +173,16 @@ def test_layers_that_are_never_dropped_are_taken() -> None:
     step(made(model))
 
 
-class Kept(nn.Module):
-    """A value that is used late, behind a function of autograd."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers = blocks()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        kept = self.function(x)
-        for layer in self.layers[1:]:
-            x = layer(x)
-        return x + kept
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool) -> None:
     """Without remat the gradients of what came before it were lost."""
+
+    def kept(function: Callable[[Tensor], Tensor]) -> nn.Module:
+        return Written(lambda layers, x: through(layers[1:], layers[0](x)) + function(layers[0](x)))
+
     with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"torch.autograd.Function"):
-        made(Kept(Doubled.apply), remat="never")
-    step(made(Kept(torch.tanh)))
+        made(kept(Doubled.apply), remat="never")
+    step(made(kept(torch.tanh)))
 
 
 def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
@@ -197,21 +197,15 @@ def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
 
 
 def test_a_change_through_a_view_across_a_cut_is_refused() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = blocks()
-
-        def forward(self, x: Tensor) -> Tensor:
-            base = self.layers[0](x) * 1
-            part = base[:, :2]
-            for layer in self.layers[1:]:
-                x = layer(x)
-            part.mul_(2)
-            return x + base
+    def views(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        base = layers[0](x) * 1
+        part = base[:, :2]
+        x = through(layers[1:], x)
+        part.mul_(2)
+        return x + base
 
     with pytest.raises(ValueError, match=r"mul_ changes in place a tensor that shares its memory .* Work on a copy"):
-        made(Views())
+        made(Written(views))
 
 
 class Table(nn.Module):
@@ -301,21 +295,14 @@ class Averages(nn.Module):
 
 
 def test_what_a_block_keeps_is_to_be_a_buffer() -> None:
-    class Whole(nn.Module):
-        def __init__(self, *, as_buffer: bool) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.layers = nn.ModuleList(Averages(as_buffer=as_buffer) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
+    def whole(*, as_buffer: bool) -> nn.Module:
+        torch.manual_seed(1)
+        return Written(through, [Averages(as_buffer=as_buffer) for _ in range(3)])
 
     differs = r"output differs: .* \d+ / 18 .*absolute difference: 0.\d+ .*self.register_buffer"
     with pytest.raises(ValueError, match=differs):
-        made(Whole(as_buffer=False))
-    model, plain = Whole(as_buffer=True), Whole(as_buffer=True)
+        made(whole(as_buffer=False))
+    model, plain = whole(as_buffer=True), whole(as_buffer=True)
     step(made(model))
     for part in vectors(8).tensor_split(M):
         plain(part)
@@ -380,32 +367,16 @@ def test_a_block_that_uses_a_parameter_of_its_parent_is_refused_by_name() -> Non
 
 
 def test_blocks_that_are_not_called_are_refused() -> None:
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = blocks()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + layer.get_submodule("inner")(x)
-            return x
+    def forward(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer.get_submodule("inner")(x)
+        return x
 
     with pytest.raises(
-        ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Parts.* Name modules"
+        ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* Name modules"
     ):
-        made(Parts())
-    step(made(Parts(), blocks=[f"layers.{at}.inner" for at in range(5)]))
-
-
-class Strict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) < 100:
-            raise LookupError("no such row")
-        return x
+        made(Written(forward))
+    step(made(Written(forward), blocks=[f"layers.{at}.inner" for at in range(5)]))
 
 
 class Asks(nn.Module):
@@ -459,45 +430,34 @@ def test_a_block_that_reads_what_was_put_past_its_arguments_is_refused_by_name()
 
 
 def test_an_error_on_the_sample_is_the_models_own() -> None:
+    def strict(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        raise LookupError("no such row")
+
     with pytest.raises(LookupError, match="no such row") as raised:
-        made(Strict())
-    assert "while the Strict was traced, whole and in layers: on the sample" in "\n".join(raised.value.__notes__)
+        made(Written(strict))
+    assert "while the Written was traced, whole and in layers: on the sample" in "\n".join(raised.value.__notes__)
 
 
 def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = blocks()
-
+    class Sum(Written):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x + y
+            return through(self.layers, x) + y
 
     with pytest.raises(TypeError, match="missing 1 required positional argument") as raised:
-        made(Sum(), sample=(vectors(5), vectors(5)))
+        made(Sum(through), sample=(vectors(5), vectors(5)))
     assert "the tuple that was given is one argument of the forward; " in raised.value.__notes__[0]
     assert raised.value.__notes__[0].endswith("x, y")
-    made(Sum(), sample={"x": vectors(5), "y": vectors(5)})
+    made(Sum(through), sample={"x": vectors(5), "y": vectors(5)})
 
 
 @pytest.mark.parametrize("of_blocks", [True, False])
 def test_a_state_that_is_stacked_between_blocks_is_refused_by_name(of_blocks: bool) -> None:
-    class Stacks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(W, W) for _ in range(5))
-            self.experts = nn.ModuleList(nn.Linear(W, W) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            stacked, _ = torch.func.stack_module_state(list(self.layers if of_blocks else self.experts))
-            return x @ stacked["weight"].sum(0)
+    def stacks(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        stacked, _ = torch.func.stack_module_state(list(layers[:5] if of_blocks else layers[5:]))
+        return through(layers[:5], x) @ stacked["weight"].sum(0)
 
     with pytest.raises(ValueError, match="stack_module_state"):
-        made(Stacks(), blocks=[f"layers.{at}" for at in range(5)])
+        made(Written(stacks, [nn.Linear(W, W) for _ in range(8)]), blocks=[f"layers.{at}" for at in range(5)])
 
 
 def same(net: Net, x: Tensor, at: int) -> Tensor:
@@ -593,18 +553,8 @@ def test_what_goes_from_block_to_block_past_the_forward_is_refused(way: str, row
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + get()
 
-    class Through(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([First(3, 3), nn.Linear(3, 3), Last(3, 3)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    with pytest.raises(ValueError, match="interpreted in layers, the Through gives other values than by itself"):
-        gpipe.GPipe(Through(), 2, 1, sample=torch.randn(rows, 3))
+    with pytest.raises(ValueError, match="interpreted in layers, the Written gives other values than by itself"):
+        gpipe.GPipe(Written(through, [First(3, 3), nn.Linear(3, 3), Last(3, 3)]), 2, 1, sample=torch.randn(rows, 3))
 
 
 @dataclass
@@ -619,17 +569,12 @@ def test_blocks_may_be_given_dataclasses() -> None:
         def forward(self, state: State) -> State:  # type: ignore[override]  # whatever a user writes
             return State(super().forward(state.x).relu())
 
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Step(3, 3) for _ in range(3))
+    def steps(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        state = State(x)
+        for layer in layers:
+            state = layer(state)
+        return state.x
 
-        def forward(self, x: Tensor) -> Tensor:
-            state = State(x)
-            for block in self.blocks:
-                state = block(state)
-            return state.x
-
-    model, x = Steps(), torch.randn(4, 3)
+    model, x = Written(steps, [Step(3, 3) for _ in range(3)]), torch.randn(4, 3)
     with gpipe.GPipe(model, 3, 2, sample=x) as pipe:
         assert torch.equal(pipe(x), torch.cat([model(part) for part in x.split(2)]))

@@ -156,7 +156,9 @@ def test_a_model_of_torchs_modules_gets_their_values_wherever_it_is_cut(data: st
 
 def test_parameters_stay_the_objects_that_they_were() -> None:
     model = on_meta(Blocks)
-    weakly = weakref.ref(model.norm.weight)  # as torch has of the weights of the recurrent part: these are replaced
+    weakly = weakref.ref(
+        model.get_parameter("norm.weight")
+    )  # as torch has of the weights of the recurrent part: these are replaced
     before = tensors(model)
     before["head.bias"].told = "me"  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD([model.get_parameter("head.bias")], lr=1.0)
@@ -240,7 +242,7 @@ def test_tensors_that_are_no_buffers_and_hooks_are_refused() -> None:
     def build() -> nn.Module:
         made = nn.Sequential(nn.Linear(2, 2))
         made[0].alias, made[0].factor = made[0].weight, torch.ones(2)
-        made[0].weight.register_hook(lambda gradient: None)
+        made[0].get_parameter("weight").register_hook(lambda gradient: None)
         return made
 
     refused = r"^0.factor are on the .* register_buffer\(name, value.*; 0.alias have hooks, .* register them when"
