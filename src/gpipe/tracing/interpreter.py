@@ -198,17 +198,14 @@ class Interpreter(TorchFunctionMode):
         if self._in_unit or asks_for_layout(func):
             return func(*args, **given)
         call = OpCall.of(getattr(func, "__name__", str(func)), func, args, given)
-        if call.name not in RANDOM and not self._is_op(call):
+        if call.name not in RANDOM and not any(map(self._depends, call.tensors)):
             return self.free(call)
         if call.name == "__iter__":
             return iter(self.op(call._replace(name="unbind", func=_unbound)))
         return self.op(call)
 
-    def _is_op(self, call: OpCall) -> bool:
-        for tensor in call.tensors:
-            if isinstance(tensor, nn.Parameter) or tensor.requires_grad or self.value_id_of(tensor) is not None:
-                return True
-        return False
+    def _depends(self, tensor: Tensor) -> bool:
+        return self.value_id_of(tensor) is not None or isinstance(tensor, nn.Parameter) or tensor.requires_grad
 
     def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.shallow_copy.parts.units[name]
@@ -284,7 +281,7 @@ class StageInterpreter(Interpreter):
         output = None
         try:
             output = self.run(args, kwargs)
-            self._check(output)
+            self._refuse_unlike(output)
         except Enough:
             pass
         self._enter(self.last_layer)
@@ -367,8 +364,8 @@ class StageInterpreter(Interpreter):
         assert found is not None
         return found
 
-    def _check(self, output: Any) -> None:
-        """Checks that the interpreter came to the end of the trace, and that the output is whole."""
+    def _refuse_unlike(self, output: Any) -> None:
+        """Refuses another end than that of the trace, and an output that is not whole."""
         if self.at != len(self.trace.ops):
             raise CannotSplitError(OTHER_OPS.format(now="the end", then=self.trace.ops[self.at].name))
         leaves, structure = take_apart(output)

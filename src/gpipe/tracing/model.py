@@ -98,7 +98,7 @@ class TracedModel:
         found, self.seconds, self._counts = self._choose(model, choices, sample)
         sample = self._with_count(sample, 1) if self._counts else sample
         self.parts = found.parts
-        self._keep(self._key(*self._apart(sample)), found, sample)
+        self._keep(self._key(*take_apart(tuple(arguments(model, sample)))), found, sample)
         self.layers = layers_by_name(self.parts, found.trace)
         self.names = Names(model, self.layers)
         with unchanged(model):
@@ -109,7 +109,7 @@ class TracedModel:
         works: list[First] = []
         refused: list[CannotSplitError] = []
         for blocks in choices:
-            self.parts = Parts(model, tuple(blocks))
+            self.parts = Parts(model, blocks)
             try:
                 works.append(self._trace_first(sample))
             except CannotSplitError as error:
@@ -137,8 +137,8 @@ class TracedModel:
 
     def _may_count(self, value: Tree) -> bool:
         """Whether a forward might be told how many labels of the mini-batch count."""
-        given = isinstance(value, Mapping) and COUNT not in value
-        return given and "labels" in value and takes(self.model, COUNT)  # type: ignore[operator]  # it is a mapping
+        given = isinstance(value, Mapping) and "labels" in value and COUNT not in value
+        return given and takes(self.model, COUNT)
 
     def _trace_counted(self, sample: Tree) -> TracerRun | None:
         """A run of a forward that is told the number; None if it does not use it, as many that only pass it on."""
@@ -178,41 +178,42 @@ class TracedModel:
         """
         if for_output:
             values = [without_cache(self.model, value) for value in values]
-        labelled = self._counts and self._may_count(values[0])
-        counted = self._counts and isinstance(values[0], Mapping) and COUNT in values[0]  # by the user
-        if labelled:
+        ones = [1.0] * len(values)
+        if self._counts and isinstance(values[0], Mapping) and COUNT in values[0]:  # the user has counted
+            return self._begin(values)._replace(shares=ones)
+        is_told = self._counts and self._may_count(values[0])
+        if is_told:
             values = [self._with_count(value, 1) for value in values]
         begun = self._begin(values)
         average = self._averages[begun.trace]
-        if counted:
-            return begun._replace(shares=[1.0] * len(values))
-        if over_replicas is None and not labelled and average.finding is not None:
+        if over_replicas is None and not is_told and average.finding is not None:
             return begun
-        findings = [] if average.finding is None else [average.finding]
+        begun = begun._replace(findings=[] if average.finding is None else [average.finding])
         counts = [average.count(value) for value in values]
         total = (over_replicas or float)(sum(counts))
-        if labelled and not total:
+        if not is_told:
+            return begun._replace(shares=average.shares(counts, total))
+        if not total:
             raise ValueError(NO_LABELS.format(ignored=average.ignored))
-        if labelled:
-            states = [self._begin([self._with_count(value, total)]).states[0] for value in values]
-            return TracedBatch(begun.trace, states, [1.0] * len(states), findings)
-        return TracedBatch(begun.trace, begun.states, average.shares(counts, total), findings)
+        return begun._replace(
+            states=self._begin([self._with_count(value, total) for value in values]).states, shares=ones
+        )
 
     def _begin(self, values: Sequence[Tree]) -> TracedBatch:
-        apart = [self._apart(value) for value in values]
-        keys = [self._key(*one) for one in apart]
-        if different := [key for key in keys if key != keys[0]]:
-            at = keys.index(different[0])
-            raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
-        if keys[0] not in self._numbers:
+        apart = [take_apart(tuple(arguments(self.model, value))) for value in values]
+        key, *others = [self._key(*one) for one in apart]
+        for at, other in enumerate(others, start=1):
+            if other != key:
+                raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
+        if key not in self._numbers:
             if not self._learns:
-                raise self._refused.get(keys[0]) or ValueError(NOT_LEARNT)
+                raise self._refused.get(key) or ValueError(NOT_LEARNT)
             try:
-                self._learn(keys[0], values[0])
+                self._learn(key, values[0])
             except Exception as error:
-                self._refused[keys[0]] = error
+                self._refused[key] = error
                 raise
-        number = self._numbers[keys[0]]
+        number = self._numbers[key]
         return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart])
 
     def learn_all(self, value: Tree) -> None:
@@ -262,10 +263,6 @@ class TracedModel:
     def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
         """The uses of tensors that have routes of their own."""
         return [edge.pop for edge in self.traces[number].edges if stage_of[edge.source] + 1 < stage_of[edge.target]]
-
-    def _apart(self, value: Tree) -> tuple[Leaves, Structure]:
-        given = arguments(self.model, value)
-        return take_apart((given.args, given.kwargs))
 
     def _key(self, leaves: Leaves, structure: Structure) -> TraceKey:
         held = [vars(self.model.get_submodule(name)) for name in sorted(self.parts.opened)]

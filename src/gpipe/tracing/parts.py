@@ -1,8 +1,6 @@
 """The parts of a model: which of its modules are what, and its layers, with the modules and parameters of each."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from torch import nn
 
@@ -10,58 +8,34 @@ from gpipe.stages.buffers import Slot
 from gpipe.tracing.trace import Trace
 
 
-@dataclass(frozen=True)
 class Parts:
-    """A model, and which of its modules are what.
+    """A model, cut at blocks, and which of its modules are what, by their names.
 
     Attributes:
-        model: The user's.
-        blocks: The names of the modules between which it may be cut.
-        stateful: The names of modules without parameters that change buffers, or have hooks.
+        opened: Those that blocks stand in.
+        stateful: Those without parameters that change buffers, or have hooks.
+        units: Those that run as they are, in one layer each.
+        copied: Those through which every layer walks, on copies.
     """
 
-    model: nn.Module
-    blocks: tuple[str, ...]
-    stateful: frozenset[str] = frozenset()
+    def __init__(self, model: nn.Module, blocks: Sequence[str], stateful: Collection[str] = ()) -> None:
+        self.model, self.blocks, self.stateful = model, tuple(blocks), frozenset(stateful)
+        outer = [name.split(".")[:length] for name in blocks for length in range(name.count(".") + 1)]
+        self.opened = {".".join(path) for path in outer}
+        self.units: dict[str, nn.Module] = {}
+        self.copied: dict[str, nn.Module] = {}
+        self._sort("", model, set())
 
-    @cached_property
-    def opened(self) -> frozenset[str]:
-        """The names of the modules that blocks stand in."""
-        found = {""}
-        for name in self.blocks:
-            while name := name.rpartition(".")[0]:
-                found.add(name)
-        return frozenset(found)
-
-    @cached_property
-    def _sorted(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-        units: dict[str, nn.Module] = {}
-        copied: dict[str, nn.Module] = {}
-        seen: set[nn.Module] = set()
-
-        def visit(name: str, module: nn.Module) -> None:
-            seen.add(module)
-            keeps = name in self.stateful or next(module.parameters(), None) is not None
-            if keeps and name not in self.opened:
-                units[name] = module
-                return
-            copied[name] = module
-            for key, part in module._modules.items():
-                if part is not None and part not in seen:
-                    visit(f"{name}.{key}" if name else key, part)
-
-        visit("", self.model)
-        return units, copied
-
-    @property
-    def units(self) -> dict[str, nn.Module]:
-        """The modules that run as they are, in one layer, by name."""
-        return self._sorted[0]
-
-    @property
-    def copied(self) -> dict[str, nn.Module]:
-        """The modules through which every layer walks, on copies, by name."""
-        return self._sorted[1]
+    def _sort(self, name: str, module: nn.Module, seen: set[nn.Module]) -> None:
+        seen.add(module)
+        keeps = name in self.stateful or next(module.parameters(), None) is not None
+        if keeps and name not in self.opened:
+            self.units[name] = module
+            return
+        self.copied[name] = module
+        for key, part in module._modules.items():
+            if part is not None and part not in seen:
+                self._sort(f"{name}.{key}" if name else key, part, seen)
 
     @property
     def buffers_of_all(self) -> list[str]:
@@ -197,26 +171,31 @@ class Names:
     def __init__(self, model: nn.Module, layers: Mapping[str, ModelPart]) -> None:
         self._model, self._layers = model, layers
 
-    def homes(self) -> dict[str, list[str]]:
-        """The layers that have each; none of a buffer outside of units, which all read."""
-        held = {}
-        for layer, part in self._layers.items():
-            slots = {slot for _, slots in part.raw.values() for slot in slots}
-            held[layer] = {*part.modules(), *slots}
-        return {
-            f"{path}.{leaf}".lstrip("."): [layer for layer, own in held.items() if own & {module, (module, leaf)}]
-            for path, module in self._model.named_modules(remove_duplicate=False)
-            for leaf in (*module._parameters, *module._buffers)
-        }
-
     def in_layer(self, layer: str) -> list[str]:
         """What a layer has."""
-        return [name for name, homes in self.homes().items() if layer in homes]
+        part = self._layers[layer]
+        own = {*part.modules(), *(slot for _, slots in part.raw.values() for slot in slots)}
+        return [
+            f"{path}.{leaf}".lstrip(".")
+            for path, module in self._model.named_modules(remove_duplicate=False)
+            for leaf in (*module._parameters, *module._buffers)
+            if module in own or (module, leaf) in own
+        ]
+
+    def homes(self) -> dict[str, list[str]]:
+        """The layers that have each; buffers outside of units, which all layers read, have none."""
+        found: dict[str, list[str]] = {}
+        for layer in self._layers:
+            for name in self.in_layer(layer):
+                found.setdefault(name, []).append(layer)
+        return found
 
     def of_others(self, own: Collection[str]) -> frozenset[str]:
         """What none of these layers has, nor all."""
-        return frozenset(name for name, homes in self.homes().items() if homes and not set(homes) & set(own))
+        return frozenset(name for name, layers in self.homes().items() if not set(layers) & set(own))
 
     def first_layers(self) -> dict[str, str]:
         """The first layer that has each; what every layer reads counts to the first."""
-        return {name: next(iter(homes or self._layers)) for name, homes in self.homes().items()}
+        buffers = [name for name, _ in self._model.named_buffers(remove_duplicate=False)]
+        first = dict.fromkeys(buffers, next(iter(self._layers)))
+        return first | {name: layers[0] for name, layers in self.homes().items()}

@@ -7,7 +7,6 @@ What cannot be done in parts is refused.
 import random
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -370,7 +369,7 @@ def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
     dry = Dry() if lacks_values(parts.model) else None
     with nullcontext() if dry is None else dry.faking(parts.model):
         while True:
-            parts = replace(parts, stateful=parts.stateful | stateful)
+            parts = Parts(parts.model, parts.blocks, parts.stateful | stateful)
             tracer, output, trace, changed = _traced(parts, given, dry)
             closed = {name: module for name, module in parts.copied.items() if name not in parts.opened}
             stateful = {n for n, m in closed.items() if any(f"{n}.{leaf}" in changed for leaf in m._buffers)}
