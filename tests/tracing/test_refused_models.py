@@ -204,7 +204,7 @@ def test_a_change_through_a_view_across_a_cut_is_refused() -> None:
         part.mul_(2)
         return x + base
 
-    with pytest.raises(ValueError, match=r"mul_ changes in place a tensor that shares its memory .* Work on a copy"):
+    with pytest.raises(ValueError, match="gives other values than by itself"):
         made(Written(views))
 
 

@@ -50,36 +50,19 @@ First: TypeAlias = tuple[TracerRun, list[float], bool]
 
 
 class TracedBatch(NamedTuple):
-    """Micro-batches that are to be interpreted.
+    """Micro-batches that are to be interpreted."""
 
-    Attributes:
-        trace: The number of their path.
-        states: What the main line brings to the first stage, of each.
-        shares: Of each in the model's own loss, where it was asked for.
-        findings: What is to be told.
-    """
-
-    trace: int
-    states: list[Tree]
-    shares: Sequence[float] = ()
-    findings: Sequence[str] = ()
+    trace: int  # the number of their path
+    states: list[Tree]  # what the main line brings to the first stage, of each
+    shares: Sequence[float] = ()  # of each in the model's own loss, where it was asked for
+    findings: Sequence[str] = ()  # what is to be told
 
 
 class TracedModel:
-    """A model that is interpreted in layers.
+    """A model that is interpreted in layers, cut between blocks: those that are named, that it declares, or found.
 
-    Args:
-        model: The user's; stays as it is.
-        sample: What a call of it is given.
-        blocks: The names of the modules between which it may be cut; by default those that it declares, or finds.
-
-    Attributes:
-        parts: The model, and which of its modules are what.
-        traces: Those that it is known to take; the first is the sample's.
-        layers: The layers, by name.
-        names: Of the parameters and buffers in each.
-        seconds: What the forward of each took on the sample.
-        sample_names: The names of the inputs in the sample.
+    It has the `traces` that the model is known to take, the sample's first, the `layers` by name, and the `seconds`
+    that the forward of each took on the sample.
 
     Raises:
         CannotSplitError: It cannot be interpreted to the same bits; says why, and what to do.

@@ -34,23 +34,14 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class LossAverage:
-    """What the loss of a micro-batch is divided by.
-
-    Attributes:
-        by: The labels that count, rows, or nothing: the losses are sums.
-        labels: The name of the input that holds the labels.
-        shifted: Whether the first label of each row is none, as where the next word is to be found.
-        ignored: The label that does not count.
-        weight: What labels of each class count; by default 1.
-        finding: What is to be told of it.
-    """
+    """What the loss of a micro-batch is divided by: the labels that count, rows, or nothing, if losses are sums."""
 
     by: Literal["labels", "rows", "sum"] = "rows"
-    labels: str = "labels"
-    shifted: bool = False
-    ignored: object = -100
-    weight: Tensor | None = None
-    finding: str | None = None
+    labels: str = "labels"  # the name of the input that holds them
+    shifted: bool = False  # whether the first label of each row is none, as where the next word is to be found
+    ignored: object = -100  # the label that does not count
+    weight: Tensor | None = None  # what labels of each class count; by default 1
+    finding: str | None = None  # what is to be told of it
 
     @classmethod
     def of(cls, calls: Sequence[LossCall], given: Mapping[str, Any], *, counts: bool) -> "LossAverage":

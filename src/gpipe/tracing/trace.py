@@ -125,25 +125,15 @@ def is_carried(leaf: object) -> bool:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a forward.
+    """One operation of a forward."""
 
-    Attributes:
-        name: The unit's, or the function's.
-        is_unit: Which of the two.
-        uses: What it was given of what others made.
-        raw: The names of the parameters that it was given as they are.
-        returns: How what it returned is put together.
-        again: The leaves that are the same tensor as one before them, each with that.
-        inner: The other units that a unit called, or whose parameters it used.
-    """
-
-    name: str
+    name: str  # the unit's, or the function's
     is_unit: bool
-    uses: frozenset[ValueId]
-    raw: tuple[str, ...]
-    returns: Structure
-    again: Again = ()
-    inner: tuple[str, ...] = ()
+    uses: frozenset[ValueId]  # what it was given of what others made
+    raw: tuple[str, ...]  # the parameters that it was given as they are
+    returns: Structure  # how what it returned is put together
+    again: Again  # the leaves of that which are the same tensor as one before them
+    inner: tuple[str, ...]  # the other units that a unit called, or whose parameters it used
 
 
 class Edge(NamedTuple):
@@ -161,29 +151,17 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What the forward did with inputs of one structure.
+    """What the forward did with inputs of one structure."""
 
-    Attributes:
-        inputs: How the inputs are put together.
-        carried: Those inputs that go to the layers that use them; all others go to every layer.
-        ops: The operations, in order.
-        starts: The first operation of each layer.
-        results: The tensors of the output that operations or inputs brought.
-        output: How the output is put together.
-        buffers: The buffers that are read between units.
-        taken: The leaves of the inputs that any operation was given.
-        layouts: The shape and type of every tensor that operations or inputs brought.
-    """
-
-    inputs: Structure
-    carried: tuple[ValueId, ...]
-    ops: tuple[Op, ...]
-    starts: tuple[int, ...]
-    results: frozenset[ValueId]
-    output: Structure
-    buffers: frozenset[str]
-    taken: frozenset[int]
-    layouts: Mapping[ValueId, tuple[tuple[int, ...], torch.dtype]]
+    inputs: Structure  # how they are put together
+    carried: tuple[ValueId, ...]  # those inputs that go to the layers that use them; all others go to every layer
+    ops: tuple[Op, ...]  # in order
+    starts: tuple[int, ...]  # the first operation of each layer
+    results: frozenset[ValueId]  # the tensors of the output that operations or inputs brought
+    output: Structure  # how it is put together
+    buffers: frozenset[str]  # those that are read between units
+    taken: frozenset[int]  # the leaves of the inputs that any function between units was given
+    layouts: Mapping[ValueId, tuple[tuple[int, ...], torch.dtype]]  # of all that operations or inputs brought
 
     def layer_of(self, op: int) -> int:
         """The layer that does an operation; the inputs are with the first."""
@@ -192,12 +170,6 @@ class Trace:
     def ops_of(self, first: int, last: int) -> tuple[int, int]:
         """The first operation of a layer, and the first one behind another."""
         return self.starts[first], self.starts[last + 1] if last + 1 < len(self.starts) else len(self.ops)
-
-    @cached_property
-    def last_uses(self) -> Mapping[ValueId, int]:
-        """The last operation that uses each value; behind the last are those of the output."""
-        found = {value_id: at for at, op in enumerate(self.ops) for value_id in op.uses}
-        return found | dict.fromkeys(self.results, len(self.ops))
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -225,21 +197,13 @@ WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})
 
 
 class OpCall(NamedTuple):
-    """A call of a unit, or of a function of torch between units.
-
-    Attributes:
-        name: The unit's, or the function's.
-        func: The unit, or the function.
-        args: What it is given.
-        kwargs: And by name.
-        tensors: The tensors among these, also in containers.
-    """
+    """A call of a unit, or of a function of torch between units."""
 
     name: str
-    func: Callable[..., Any]
+    func: Callable[..., Any]  # the unit, or the function
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Tensor]  # among these, also in containers
 
     @classmethod
     def of(cls, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OpCall":

@@ -62,10 +62,6 @@ CHANGES_INPUT = (
     "the forward changes an input of shape {shape}, {dtype}, in place between blocks, and every layer would do "
     "so again; let it work on a clone"
 )
-PARTLY_CHANGED = (
-    "{name} changes in place a tensor that shares its memory with another, which an earlier layer made and a "
-    "later operation uses: behind a cut the other would not change with it. Work on a copy there"
-)
 REACHES = (
     "{unit} uses {parameter} by a reference, a parameter of a module that blocks stand in: no layer has it, and "
     "several would add to its gradient at once. Hand it to {unit} as an argument, or let a module have it in which "
@@ -110,7 +106,6 @@ class _Known(NamedTuple):
     maker: Node | None  # behind it in autograd's graph
     version: int
     wants_gradient: bool
-    address: int  # of its memory
 
 
 class Tracer(Interpreter):
@@ -136,7 +131,6 @@ class Tracer(Interpreter):
         self._hooks = saved_tensor_hooks()
         self._inner: list[str] = []  # units that the unit that runs has called, or uses parameters of
         self._known: dict[ValueId, _Known] = {}
-        self._changed: list[tuple[int, ValueId]] = []  # operations that change a tensor in place, and which
         # By address, what every layer makes for itself and the operation of one layer changed in place: which layer,
         self._filled: dict[int, tuple[int, Tensor]] = {}  # and the tensor, so that the address stays its own
         self._drawn: set[ValueId] = set()
@@ -166,7 +160,7 @@ class Tracer(Interpreter):
         flat, structure = take_apart(output)
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         self._look(tensors, "the output", len(self._starts) - 1)
-        trace = Trace(
+        return output, Trace(
             inputs,
             tuple(carried),
             tuple(self._ops),
@@ -177,8 +171,6 @@ class Tracer(Interpreter):
             frozenset(self._taken),
             self._layouts,
         )
-        self._refuse_partly_changed(trace)
-        return output, trace
 
     def free(self, call: OpCall) -> Any:
         """Does an operation that every layer does for itself."""
@@ -265,12 +257,11 @@ class Tracer(Interpreter):
         if call.unit is not None:
             self._inner += self._reached(call, made, behind)
         for tensor, was in zip(call.tensors, before, strict=True):
-            value_id, is_changed = self.value_id_of(tensor), version(tensor) != was
-            if value_id is not None:
+            if (value_id := self.value_id_of(tensor)) is not None:
                 self._note(tensor, value_id)
-                if is_changed:
-                    self._changed.append((self.at, value_id))
-            elif is_changed and not {id(tensor)} & {*self._inputs, *self._held} and storage_address(tensor):
+            elif (
+                version(tensor) != was and id(tensor) not in {*self._inputs, *self._held} and storage_address(tensor)
+            ):
                 self._filled[storage_address(tensor)] = layer, tensor
         return made
 
@@ -312,8 +303,7 @@ class Tracer(Interpreter):
         self._layouts[value_id] = tuple(tensor.shape), tensor.dtype
 
     def _note(self, tensor: Tensor, value_id: ValueId) -> None:
-        known = _Known(tensor.grad_fn, version(tensor), tensor.requires_grad, storage_address(tensor))
-        self._known[value_id] = known
+        self._known[value_id] = _Known(tensor.grad_fn, version(tensor), tensor.requires_grad)
 
     def _note_read(self, call: OpCall, leaves: Sequence[Any]) -> None:
         """Notes an operation of whose values plain values or shapes are made: the trace may depend on them."""
@@ -333,16 +323,6 @@ class Tracer(Interpreter):
             what = "a random number, by which it goes one way or another,"
             raise CannotSplitError(DRAWS.format(model=type(self.parts.model).__name__, what=what))
         self._drawn |= {ValueId(self.at, at) for at in range(len(leaves))}
-
-    def _refuse_partly_changed(self, trace: Trace) -> None:
-        """Refuses changes in place of what another tensor of an earlier layer shares, and a later operation uses."""
-        for at, changed in self._changed:
-            address, layer = self._known[changed].address, trace.layer_of(at)
-            for value_id, known in self._known.items():
-                is_shared = address and value_id != changed and known.address == address
-                is_used = value_id.op < at < trace.last_uses.get(value_id, -1)
-                if is_shared and is_used and trace.layer_of(min(value_id.op, changed.op)) < layer:
-                    raise CannotSplitError(PARTLY_CHANGED.format(name=trace.ops[at].name))
 
     def left_behind(self) -> list[str]:
         """The attributes of copies in which the forward left tensors that would be looked for."""
