@@ -20,7 +20,7 @@ there the new parameter is put in all places where modules have the old one.
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,19 +54,9 @@ class Dry:
     def __init__(self) -> None:
         self._fakes = Fakes()
 
-    @contextmanager
-    def faking(self, model: nn.Module) -> Iterator[None]:
+    def faking(self, model: nn.Module) -> AbstractContextManager[None]:
         """Has the modules of a model have tensors without values that say to be on the CPU."""
-        known: dict[int, Tensor] = {}
-        with ExitStack() as back:
-            for module in model.modules():
-                for held in _held_by(module):
-                    for name, tensor in held.items():
-                        if tensor is not None and tensor.is_meta:
-                            made = known.setdefault(id(tensor), self._fakes.like(tensor))
-                            back.callback(_place, module, held, name, tensor)
-                            _place(module, held, name, made)
-            yield
+        return _exchanged(model, lambda tensor: self._fakes.like(tensor) if tensor.is_meta else tensor)
 
     def do(self, call: OpCall) -> Any:
         """Does an operation."""
@@ -82,26 +72,24 @@ class Dry:
         return self._on_zeros(unit, call)
 
     def _on_zeros(self, unit: nn.Module, call: OpCall) -> Any:
-        with ExitStack() as back, torch.no_grad():
-            for module in unit.modules():
-                for held in _held_by(module):
-                    for name, tensor in held.items():
-                        if is_fake(tensor):
-                            back.callback(_place, module, held, name, tensor)
-                            _place(module, held, name, _zeros(tensor))
+        with _exchanged(unit, _zeros), torch.no_grad():
             made = call.given(_zeros).do()
         return tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else self._fakes.like(tensor), made)
 
 
-def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
-
-
-def _place(module: nn.Module, held: dict[str, Any], name: str, tensor: Tensor | None) -> None:
-    if held is module._parameters:
-        put_parameter(module, name, tensor)
-    else:
-        held[name] = tensor
+@contextmanager
+def _exchanged(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Has a model have others in place of its parameters and buffers, one for each."""
+    others = {id(tensor): other(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    with ExitStack() as back:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                back.callback(put_parameter, module, name, parameter)
+                put_parameter(module, name, others.get(id(parameter)))
+            for name, buffer in module._buffers.items():
+                back.callback(module._buffers.__setitem__, name, buffer)
+                module._buffers[name] = others.get(id(buffer))
+        yield
 
 
 def _zeros(tensor: Any) -> Any:
@@ -175,7 +163,7 @@ def give_values(
     places = {
         f"{path}.{key}".lstrip("."): TensorPlace(module, held, key)
         for path, module in model.named_modules(remove_duplicate=False)
-        for held in _held_by(module)
+        for held in (module._parameters, module._buffers)
         for key, tensor in held.items()
         if tensor is not None
     }
