@@ -117,18 +117,6 @@ def test_a_default_that_is_given_beside_a_plan_has_no_say() -> None:
         gpipe.GPipe(layers, plan=plan, remat="never")
 
 
-def test_mistakes_are_told() -> None:
-    layers = [nn.Linear(4, 4)]
-    with pytest.raises(ValueError, match=r"devices=0; give gpipe\.Device"):
-        gpipe.find_plan(layers, torch.ones(4, 4), 0)
-    with pytest.raises(ValueError, match="partitions=3; give numbers from 1 to 2"):
-        gpipe.find_plan(layers, torch.ones(4, 4), [HERE] * 2, partitions=3)
-    with pytest.raises(ValueError, match="micro_batches=3; give numbers that divide global_batch=4"):
-        gpipe.find_plan(layers, torch.ones(4, 4), [HERE], micro_batches=3)
-    with pytest.raises(ValueError, match="layer 0"):
-        gpipe.find_plan([3], torch.ones(4, 4), [HERE])
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -146,34 +134,6 @@ def test_a_batch_norm_has_two_rows_at_least() -> None:
         assert gpipe.find_plan(either, x, [HERE] * 2, partitions=2, schedule="gpipe").micro_batches == 4
     assert gpipe.find_plan(model, x, [HERE] * 2, partitions=2, micro_batches=8, schedule="gpipe").micro_batches == 8
     assert gpipe.find_plan(model.eval(), x, [HERE] * 2, partitions=2, schedule="gpipe").micro_batches == 8
-
-
-@pytest.mark.parametrize(
-    ("given", "refusal"),
-    [
-        ({"devices": "cpu"}, r"devices='cpu'; give gpipe\.Device objects"),
-        ({"devices": ["v100"] * 2}, r"devices has 'v100'; give gpipe\.Device objects"),
-        ({"devices": [torch.device("cpu")]}, r"devices has device\(type='cpu'\); give gpipe\.Device objects"),
-        ({"devices": HERE}, r"give a list: \[gpipe\.Device\(\.\.\.\)\] \* 4"),
-        ({"devices": []}, r"devices=\[\]; give gpipe\.Device objects"),
-        *(({"partitions": k}, "partitions=.*; give K, a whole number") for k in (True, "2", 2.0, [2, 2], 0)),
-        *(({"micro_batches": m}, "micro_batches=.*; give M, a whole number") for m in ("4", 4.0, [1, 2], -1)),
-        ({"schedule": ["gpipe"]}, "schedule=.*; give the name of one"),
-        ({"global_batch": 8.0}, "global_batch=8.0; give the rows of a mini-batch"),
-        *(({"optimizer_numbers": n}, "optimizer_numbers=.*Adam 2") for n in (-1, float("nan"), "2", None)),
-        *(({"intra_op_threads": n}, "intra_op_threads=.*; give a whole number of at least 1") for n in (0, "x")),
-        ({"measure": "no"}, "measure='no'; give True or False"),
-    ],
-)
-def test_arguments_of_the_wrong_kind_are_refused(given: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(ValueError, match=refusal):
-        gpipe.find_plan([nn.Linear(4, 4)] * 2, torch.ones(4, 4), **{"devices": [HERE] * 2, **given})
-
-
-def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(ValueError, match="devices=") as refused:
-        gpipe.find_plan([nn.Linear(4, 4)], torch.ones(4, 4), "cpu", partitions="2", measure="no")  # type: ignore[arg-type]
-    assert [line.split("=")[0] for line in str(refused.value).splitlines()] == ["devices", "partitions", "measure"]
 
 
 def test_what_is_on_the_meta_device_is_not_measured() -> None:
@@ -203,3 +163,31 @@ def test_a_rank_holds_as_much_more_than_predicted_as_the_docs_say(schedule: str,
     held = [rank.total for rank in watched.memory().values()]
     few_numbers = 2**14  # of a run itself: losses, weights of micro-batches
     assert max(held) <= times * max(plan.peak_bytes) + few_numbers
+
+
+REFUSED: list[tuple[str, list[Any], str]] = [
+    ("devices", ["cpu", None, 0, []], r"devices=.*; give gpipe\.Device objects"),
+    ("devices", [["v100"] * 2, [torch.device("cpu")]], r"devices has .*; give gpipe\.Device objects"),
+    ("devices", [HERE], r"give a list: \[gpipe\.Device\(\.\.\.\)\] \* 4"),
+    ("partitions", [True, "2", 2.0, [2, 2], 0], "partitions=.*; give K, a whole number"),
+    ("partitions", [3], "partitions=3; give numbers from 1 to 2"),
+    ("micro_batches", ["4", 4.0, [1, 2], -1], "micro_batches=.*; give M, a whole number"),
+    ("micro_batches", [3], "micro_batches=3; give numbers that divide global_batch=4"),
+    ("schedule", [["gpipe"]], "schedule=.*; give the name of one"),
+    ("global_batch", [8.0], "global_batch=8.0; give the rows of a mini-batch"),
+    ("optimizer_numbers", [-1, float("nan"), "2", None], "optimizer_numbers=.*Adam 2"),
+    ("intra_op_threads", [0, "x"], "intra_op_threads=.*; give a whole number of at least 1"),
+    ("measure", ["no"], "measure='no'; give True or False"),
+    ("model", [[3]], "layer 0"),
+]
+
+
+def test_arguments_that_cannot_be_are_refused_all_at_once() -> None:
+    right: dict[str, Any] = {"model": [nn.Linear(4, 4)] * 2, "devices": [HERE] * 2}
+    for name, values, refusal in REFUSED:
+        for value in values:
+            with pytest.raises(ValueError, match=refusal):
+                gpipe.find_plan(sample=torch.ones(4, 4), **{**right, name: value})
+    with pytest.raises(ValueError, match="devices=") as refused:
+        gpipe.find_plan([nn.Linear(4, 4)], torch.ones(4, 4), "cpu", partitions="2", measure="no")  # type: ignore[arg-type]
+    assert [line.split("=")[0] for line in str(refused.value).splitlines()] == ["devices", "partitions", "measure"]

@@ -2,10 +2,9 @@
 
 import copy
 import json
-import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -243,13 +242,6 @@ def test_a_sample_alone_means_time_and_nothing_means_parameters(clock: Clock) ->
     assert gpipe.GPipe(list(counted.children()), 2, 1, costs="params", sample=SAMPLE).costs == (36, 1, 6)
 
 
-def test_costs_as_a_list_are_taken_as_they_are() -> None:
-    pipe = gpipe.GPipe([nn.Identity() for _ in range(5)], 2, 1, costs=(3, 1, 1.0, 1, 2), sample=SAMPLE)
-    assert pipe.costs == (3.0, 1.0, 1.0, 1.0, 2.0)
-    assert pipe.layers_per_partition == (2, 3)
-    assert pipe.prediction.unit == "relative"
-
-
 def test_a_function_is_given_each_layer_with_what_it_takes_of_the_first_micro_batch() -> None:
     layers = [nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
     seen = []
@@ -283,17 +275,6 @@ def test_a_function_is_given_each_layer_with_what_it_takes_of_the_first_micro_ba
 def test_flops(layers: list[nn.Module], sample: Tensor, flops: list[float]) -> None:
     pipe = gpipe.GPipe(layers, 1, 1, costs="flops", sample=sample)
     assert list(pipe.costs) == flops
-
-
-def test_measured_costs_can_be_kept_and_given_again(clock: Clock) -> None:
-    seconds = [0.1 + 0.7 * at % 0.9 for at in range(12)]
-    measured = gpipe.GPipe([Ticking(clock, own) for own in seconds], 4, 4, sample=SAMPLE)
-    kept = json.dumps(measured.costs)
-    again = gpipe.GPipe([nn.Identity() for _ in seconds], 4, 4, costs=json.loads(kept))
-    assert again.costs == measured.costs
-    assert again.layers_per_partition == measured.layers_per_partition
-    assert again.prediction.partition == measured.prediction.partition
-    assert (again.prediction.unit, measured.prediction.unit) == ("relative", "seconds")
 
 
 def test_operations_have_the_threads_that_they_will_have() -> None:
@@ -342,44 +323,6 @@ def test_a_layer_that_raises_keeps_its_exception_and_is_named(costs: Costs) -> N
     assert broken.linear.weight.grad is gradient
 
 
-@every_way
-def test_what_must_be_measured_needs_a_sample(costs: Costs) -> None:
-    with pytest.raises(ValueError, match=r"needs sample=, an example mini-batch of inputs"):
-        gpipe.GPipe([nn.Identity()], 1, 1, costs=costs)
-
-
-@pytest.mark.parametrize(
-    ("result", "error", "text"),
-    [
-        (-1, ValueError, "costs[0] is -1.0, costs[1] is -1.0, must be at least 0 and finite"),
-        (float("nan"), ValueError, "costs[0] is nan, costs[1] is nan, must be at least 0 and finite"),
-        (float("inf"), ValueError, "costs[0] is inf, costs[1] is inf, must be at least 0 and finite"),
-        (None, TypeError, "float() argument must be"),
-    ],
-)
-@pytest.mark.parametrize("partitions", [2, [1, 1]])
-def test_a_function_must_give_costs(
-    partitions: int | Sequence[int], result: float, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        gpipe.GPipe([nn.Identity(), nn.ReLU()], partitions, 1, costs=lambda layer, value: result, sample=SAMPLE)
-
-
-def test_an_array_of_costs_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match=r"costs=tensor.*; give one number a layer"):
-        gpipe.GPipe([nn.Identity(), nn.ReLU()], 2, 1, costs=torch.ones(2))  # type: ignore[arg-type]  # that is the point
-
-
-def test_the_plan_predicts_the_step() -> None:
-    layers = [nn.Identity() for _ in range(4)]
-    pipe = gpipe.GPipe(layers, 2, 4, costs=[3, 3, 3, 3], remat="never")  # forward 2 a stage, backward 4
-    assert pipe.prediction.partition.layers == pipe.layers_per_partition
-    assert pipe.prediction.program == pipe.program
-    assert pipe.prediction.timeline.seconds == 5 * (2 + 4)
-    assert pipe.prediction.bubble == pytest.approx(1 / 5)
-    assert pipe.prediction.peak_bytes is None
-
-
 def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Clock) -> None:
     pipe = gpipe.GPipe([Ticking(clock, 1), Ticking(clock, 4), Ticking(clock, 1)], 3, 8, sample=SAMPLE)
     lines = pipe.summary().splitlines()
@@ -389,3 +332,27 @@ def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Cl
         f"predicted step: {pipe.prediction.timeline.seconds:.4g} s, {pipe.prediction.bubble:.1%} of it idle"
         in pipe.summary()
     )
+
+
+def test_costs_are_given_as_numbers_or_need_a_sample(clock: Clock) -> None:
+    measured = gpipe.GPipe([Ticking(clock, 0.1 + 0.7 * at % 0.9) for at in range(12)], 4, 4, sample=SAMPLE)
+    layers = [nn.Identity() for _ in range(12)]
+    again = gpipe.GPipe(layers, 4, 4, costs=json.loads(json.dumps(measured.costs)), remat="never")
+    assert (again.costs, again.prediction.partition) == (measured.costs, measured.prediction.partition)
+    assert (again.prediction.unit, measured.prediction.unit) == ("relative", "seconds")
+    assert (again.prediction.program, again.prediction.peak_bytes) == (again.program, None)
+    even = gpipe.GPipe(
+        layers[:4], 2, 4, costs=[3, 3, 3, 3], remat="never"
+    ).prediction  # forward 2 a stage, backward 4
+    assert even.timeline.seconds == 5 * (2 + 4)
+    assert even.bubble == pytest.approx(1 / 5)
+    with pytest.raises(ValueError, match=r"costs=tensor.*; give one number a layer"):
+        gpipe.GPipe(layers[:2], 2, 1, costs=torch.ones(2))  # type: ignore[arg-type]  # that is the point
+    for costs in MEASURED.values():
+        with pytest.raises(ValueError, match=r"needs sample=, an example mini-batch of inputs"):
+            gpipe.GPipe(layers, 1, 1, costs=costs)
+    seen: list[float] = []
+    for result in (-1, float("nan"), float("inf")):
+        seen.append(result)
+        with pytest.raises(ValueError, match=r"costs\[0\] is .*, costs\[1\] is .*, must be at least 0 and finite"):
+            gpipe.GPipe(layers[:2], [1, 1], 1, costs=lambda layer, value: seen[-1], sample=SAMPLE)

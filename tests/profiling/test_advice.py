@@ -58,17 +58,14 @@ def test_a_slow_stage_is_named_with_the_cuts_that_mend_it_and_what_they_give() -
 def test_other_cuts_give_what_is_told(layers: list[int], data: st.DataObject) -> None:
     first = data.draw(st.integers(1, len(layers) - 1))
     now = seen(list(map(float, layers)), [first, len(layers) - first])
+    gains = [advice.gain for advice in advise(now)]
+    assert gains == sorted(gains, reverse=True)
+    assert all(gain >= 1.02 for gain in gains)
     for advice in advise(now):
         if "partitions=" in advice.text:
             better = advice.text.split("partitions=[")[1].split("]")[0]
             then = step(list(map(float, layers)), [int(count) for count in better.split(", ")])
             assert advice.gain == pytest.approx(now.breakdown.seconds / then.seconds, rel=1e-6)
-
-
-def test_a_slow_stage_that_no_cut_mends_is_named_too() -> None:
-    sentence = explain(seen([3.0, 1.0, 1.0], [1, 1, 1]))
-    assert sentence.startswith("Stage 0 takes 80% longer")
-    assert "no cuts are better" in sentence
 
 
 def test_a_rank_that_is_slower_than_those_with_the_same_layers_is_named() -> None:
@@ -109,18 +106,6 @@ def test_what_takes_most_outside_of_the_pipeline_is_told(part: str, words: str) 
     assert explain(seen([1.0, 1.0], [1, 1], other={part: 100.0})).startswith(words)
 
 
-@LAW
-@given(
-    st.lists(st.floats(0.01, 9), min_size=2, max_size=4),
-    st.sampled_from(["always", "except_last", "never"]),
-    st.sampled_from(["lockstep", "threads", "process"]),
-)
-def test_advice_is_sorted_by_gain_and_worth_something(layers: list[float], remat: Remat, driver: str) -> None:
-    gains = [advice.gain for advice in advise(seen(layers, [1] * len(layers), remat, driver))]
-    assert gains == sorted(gains, reverse=True)
-    assert all(gain >= 1.02 for gain in gains)
-
-
 def test_smaller_micro_batches_are_advised_where_there_are_rows_for_them() -> None:
     slow = seen([1.0, 1.0], [1, 1])
     for asked, said in ((M, True), (2 * M, False)):  # with M=16 there were rows for 8
@@ -139,6 +124,7 @@ def test_of_one_micro_batch_more_are_advised_unless_they_would_be_recomputed(rec
 
 def test_cuts_by_guess_are_told_as_such() -> None:
     slow = seen([3.0, 1.0, 1.0], [1, 1, 1])
+    assert explain(slow).startswith("Stage 0 takes 80% longer")
     assert "with sample=, GPipe measures" in explain(replace(slow, measured=False))
     assert not the_one(slow, "no cuts are better").is_free
 
@@ -165,7 +151,7 @@ def test_a_faster_link_is_advised_only_where_there_is_one(driver: str, named: bo
     steps = RecordedSteps(slow, breakdown(slow), given_cuts([1, 1], [1.0, 1.0]), driver)
     assert steps.breakdown.shares["communication"] > 0.3
     assert any("faster link" in advice.text for advice in advise(steps)) == named
-    assert any("Actions begin late" in advice.text for advice in advise(steps)) != named
+    assert any("actions begin late" in advice.text for advice in advise(steps)) != named
 
 
 def test_other_processes_are_named_first_where_they_took_cores_from_ranks() -> None:

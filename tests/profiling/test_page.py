@@ -299,21 +299,6 @@ def test_what_is_outside_of_the_pipeline_is_told(tab: Page, tmp_path: Path) -> N
     assert tab.text("#outside") == "Outside of the pipeline, for all ranks: weight update 12.5 ms."
 
 
-def test_the_canvas_is_drawn_in_the_colors_of_the_mode(tab: Page, file: Path) -> None:
-    pixels = {}
-    for dark in (False, True):
-        tab.open(file, dark=dark)
-        timeline = full().timelines[1]
-        x, y = place(tab, timeline, timeline.seconds, "0F0")
-        one = "[...canvas.getContext('2d').getImageData({}, {}, 1, 1).data].slice(0, 3)"
-        left, top = tab.value("(({left, top}) => [left, top])(canvas.getBoundingClientRect())")
-        idle = place(tab, timeline, timeline.seconds, "0F3")[0] + 40
-        pixels[dark] = [tab.value(one.format(at - left, y - top + 9)) for at in (x, idle)]
-    assert pixels[False][0] == pixels[True][0] == [0x44, 0x77, 0xAA]
-    assert pixels[False][1] == [0xE4, 0xE7, 0xEB]
-    assert pixels[True][1] == [0x2A, 0x31, 0x3C]
-
-
 def test_every_kind_is_drawn_and_empty_ranks_are_too(tab: Page, tmp_path: Path) -> None:
     actions = [Action(kind, 0, None if kind in CLOSING else 0) for kind in Kind]
     spans = tuple(Span(1, action, at, at + 1.0) for at, action in enumerate(actions))
@@ -323,9 +308,3 @@ def test_every_kind_is_drawn_and_empty_ranks_are_too(tab: Page, tmp_path: Path) 
         for key in ("ArrowDown", "ArrowDown", "ArrowUp", "End", "+"):
             tab.key(key)
         assert tab.complaints == []
-
-
-def test_complaints_are_heard(tab: Page, tmp_path: Path) -> None:
-    (tmp_path / "bad.html").write_text("<script>console.log('a')</script><script>throw 1</script><img src=x.png>")
-    tab.open(tmp_path / "bad.html")
-    assert len(tab.complaints) >= 3

@@ -87,16 +87,6 @@ def test_each_part_is_what_took_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.stage_seconds == pytest.approx((2 * 1.0, 2 * 0.5))
 
 
-@DRIVERS
-def test_the_driver_and_the_cuts_are_seen(driver: str) -> None:
-    with two_stages(driver) as pipe, gpipe.record(pipe) as recording:
-        pipe.step(X, Y, squares)
-    seen = recording._recorded_steps()
-    assert (seen.driver, seen.partition.layers) == (driver, (1, 1))
-    assert recording.advice() == advise(seen)
-    assert recording.explain() == explain(seen)
-
-
 def test_files_by_suffix(tmp_path: Path) -> None:
     with two_stages() as pipe, gpipe.record(pipe) as recording:
         for _ in range(3):
@@ -119,21 +109,17 @@ def test_it_goes_on_until_it_is_stopped_and_keeps_the_last_steps() -> None:
         for _ in range(5):
             pipe.step(X, Y, squares)
         assert len(recording.timelines) == 3
+        seen = recording._recorded_steps()
+        assert (seen.driver, seen.partition.layers) == ("threads", (1, 1))
         recording.stop()
+        seen = recording._recorded_steps()
+        assert (recording.advice(), recording.explain()) == (advise(seen), explain(seen))
         assert pipe.recorder is None
+        with pytest.raises(ValueError, match="has been stopped"), recording:
+            pass
         pipe.step(X, Y, squares)
         assert len(recording.timelines) == 3
         assert "forward" in str(recording)
-
-
-def test_nothing_recorded_and_no_pipe_are_told() -> None:
-    with two_stages() as pipe:
-        recording = gpipe.record(pipe)
-        for ask in (recording.breakdown, recording.explain, recording.advice):
-            with pytest.raises(ValueError, match="nothing was recorded"):
-                ask()
-    with pytest.raises(TypeError, match=r"given a Linear; give the gpipe.GPipe"):
-        gpipe.record(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_every_optimizer_hook_is_gone_behind_it() -> None:
@@ -191,20 +177,6 @@ def test_a_recording_that_is_never_stopped_keeps_no_pipe_alive() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("keep", [0, -1, 1.5, "3", True])
-def test_keep_is_a_number_of_steps(keep: Any) -> None:
-    with two_stages() as pipe, pytest.raises(ValueError, match="keep="):
-        gpipe.record(pipe, keep=keep)
-
-
-def test_a_stopped_recording_is_not_begun_again() -> None:
-    with two_stages() as pipe:
-        recording = gpipe.record(pipe)
-        recording.stop()
-        with pytest.raises(ValueError, match="has been stopped"), recording:
-            pass
-
-
 def test_evaluations_between_steps_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     layers = [Slow(1.0, clock), Slow(0.5, clock)]
@@ -250,3 +222,16 @@ def test_what_is_loaded_ahead_and_what_updates_within_count_once(monkeypatch: py
     assert found.shares["data"] * found.seconds * found.steps == pytest.approx(2 * 0.25)
     assert found.shares["weight update"] * found.seconds * found.steps == pytest.approx(2 * 0.5)
     assert len(recording._loads) == 3
+
+
+def test_what_cannot_be_recorded_is_told() -> None:
+    with two_stages() as pipe:
+        recording = gpipe.record(pipe)
+        for ask in (recording.breakdown, recording.explain, recording.advice):
+            with pytest.raises(ValueError, match="nothing was recorded"):
+                ask()
+        for keep in (0, 1.5, "3", True):
+            with pytest.raises(ValueError, match="keep="):
+                gpipe.record(pipe, keep=keep)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"given a Linear; give the gpipe.GPipe"):
+        gpipe.record(nn.Linear(2, 2))  # type: ignore[arg-type]

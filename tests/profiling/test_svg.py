@@ -1,10 +1,15 @@
+"""Pictures: every action where it was, on light and dark pages, as an SVG or as points for papers."""
+
+import struct
+import sys
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from gpipe.profiling import timeline_svg, timelines_svg
-from gpipe.profiling.svg import LEFT, RIGHT, WIDTH, Scale
+from gpipe.profiling import Report, timeline_svg, timelines_svg, typical_svg, write_picture
+from gpipe.profiling.svg import LEFT, RIGHT, SHARPNESS, WIDTH
 from gpipe.schedule.action import CLOSING, NAMES, Action, Kind
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.timelines import pipelined
@@ -70,22 +75,10 @@ def test_stacked_timelines_share_the_axis() -> None:
     assert any("utilization 25%" in word for word in words(svg))
 
 
-@pytest.mark.parametrize("seconds", [3e-6, 0.001, 0.0999, 0.1, 1, 7.3, 1234])
-def test_ticks_are_few_and_round(seconds: float) -> None:
-    ticks = Scale(seconds).ticks()
-    assert 3 <= len(ticks) <= 11
-    assert ticks[0] == 0
-    assert ticks[-1] <= seconds
-
-
 @pytest.mark.parametrize("nothing", [{}, {"empty": Timeline(1, (), 0.0)}])
 def test_nothing_to_draw_is_refused(nothing: dict[str, Timeline]) -> None:
     with pytest.raises(ValueError, match="at least one timeline, each longer than 0 seconds"):
         timelines_svg(nothing)
-
-
-def test_the_picture_knows_dark_pages() -> None:
-    assert "prefers-color-scheme: dark" in timeline_svg(pipelined(1, 1))
 
 
 @pytest.mark.parametrize("width", [400, 640])
@@ -95,3 +88,20 @@ def test_a_narrow_picture_holds_all_that_is_in_it(width: int) -> None:
     for patch in svg.iter(f"{SVG}rect"):
         assert float(patch.get("x", 0)) + float(patch.attrib["width"]) <= width
         assert float(patch.get("y", 0)) + float(patch.attrib["height"]) <= height
+
+
+def test_points_are_as_many_as_a_printer_wants_and_what_cannot_be_drawn_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = pipelined(1, 1)
+    assert typical_svg(Report("", timelines=(step,))) == timeline_svg(step)
+    both = typical_svg(Report("", timelines=(step,), predicted=step))
+    assert "predicted" in both
+    assert "prefers-color-scheme: dark" in both
+    write_picture(tmp_path / "step.png", both)
+    points = (tmp_path / "step.png").read_bytes()
+    assert points.startswith(b"\x89PNG")
+    assert struct.unpack(">I", points[16:20]) == (SHARPNESS * WIDTH,)
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(ImportError, match=r"pip install 'gpipe\[plots\]'"):
+        write_picture(tmp_path / "step.png", both)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -204,24 +204,15 @@ def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
 
     What disturbs now one layer and now another is so part of the sum, but does not tell against a single layer.
     """
-    middles = [_middle(each) for each in zip(*rounds, strict=True)]
-    together = median(sum(map(_whole, each)) for each in rounds)
-    scale = together / (sum(map(_whole, middles)) or 1.0)
-    return [LayerSeconds(*(None if part is None else scale * part for part in each)) for each in middles]  # type: ignore[arg-type]  # the first two are never None
 
+    def middle(runs: Sequence[LayerSeconds], scale: float = 1.0) -> LayerSeconds:
+        parts = (None if None in part else scale * median_low(part) for part in zip(*runs, strict=True))
+        return LayerSeconds(*parts)  # type: ignore[arg-type]  # the first two are never None
 
-def _whole(layer: LayerSeconds) -> float:
-    return layer.forward + layer.backward
-
-
-def _middle(runs: Sequence[LayerSeconds]) -> LayerSeconds:
-    """The median of forward and backward, and that of the parts."""
-    at = (len(runs) - 1) // 2
-    whole = sorted(runs, key=_whole)[at]
-    if whole.inputs is None:
-        return whole
-    split = sorted(runs, key=lambda run: (run.inputs or 0.0) + (run.weights or 0.0))[at]
-    return whole._replace(inputs=split.inputs, weights=split.weights)
+    by_layer = list(zip(*rounds, strict=True))
+    together = median(sum(layer.forward + layer.backward for layer in each) for each in rounds)
+    apart = sum(layer.forward + layer.backward for layer in map(middle, by_layer))
+    return [middle(runs, together / (apart or 1.0)) for runs in by_layer]
 
 
 def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:

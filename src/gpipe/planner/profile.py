@@ -6,14 +6,13 @@ what autograd saves, each storage once and in the first layer that saves it, par
 
 import pickle
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.dispatcher import Fakes, is_fake
+from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe.planner.counts import counting
-from gpipe.planner.measure import measure_seconds, roots_of, run_layer
+from gpipe.planner.measure import LayerOutput, measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import untouched
-from gpipe.stages.shared_weights import put_parameter
 from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
@@ -208,21 +207,6 @@ def likeness(what: object, kept: Collection[int] = ()) -> bytes | None:
     return found.getvalue()
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What a layer came to that hands on storages of its own, and keeps none but those and what it takes.
-
-    Attributes:
-        counts: What it costs.
-        output: What it hands on.
-        keeps: Of the tensors that it takes, and of those that it hands on, whether their storages are kept by then.
-    """
-
-    counts: LayerCounts
-    output: Tree
-    keeps: tuple[bool, ...]
-
-
 class _Run:
     """Layers that run one after another on tensors without values, and the storages that they have kept so far."""
 
@@ -233,103 +217,90 @@ class _Run:
         self._origin: dict[int, torch.UntypedStorage] = {}  # by that of a copy, what it is a copy of
         self._copies: list[torch.UntypedStorage] = []
         self._stashed: dict[str, tuple[int, Tensor | None]] = {}
-        self._outcomes: dict[bytes, _Outcome] = {}  # by what layers are and take
+        self._known: dict[bytes, LayerCounts] = {}  # by what layers are and take
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor of the same layout without values."""
         return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    @contextmanager
-    def _on_fakes(self, layer: nn.Module) -> Iterator[None]:
+    def _take_values(self, layer: nn.Module) -> None:
         """Has the modules of a layer hold tensors without values; `untouched` puts back what they held."""
-        held = [
-            (module, name, tensor)
-            for module in layer.modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        ]
-        made = {id(tensor): self._fakes.like(tensor) for _, _, tensor in held}
-        try:
-            for module, name, tensor in held:
-                _put(module, name, made[id(tensor)])
-            yield
-        finally:
-            for module, name, tensor in held:
-                _put(module, name, tensor)
+        made: dict[int, Tensor] = {}
+        for module in layer.modules():
+            tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for own in tables:
+                for name, tensor in own.items():
+                    if tensor is not None:
+                        own[name] = made.setdefault(id(tensor), self._fakes.like(tensor))
+            refresh_weights_of_rnn(module)
 
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
         """Counts one layer, or takes for its costs those of one that is alike; gives what it hands on."""
-        key = None if is_last else self._key(layer, value)
-        outcome = None if key is None else self._outcomes.get(key)
-        if outcome is not None:
-            self.counts.append(outcome.counts)
-            output = replace_tensors(outcome.output, self.fake)
-            each = zip((*tensors_in(value), *tensors_in(output)), outcome.keeps, strict=True)
-            self._kept |= _storages([tensor for tensor, keeps in each if keeps])
-            return output
-        before = set(self._kept)
-        with untouched(layer), self._on_fakes(layer):
-            output = self._run(index, layer, value, is_last=is_last)
-        if key is not None and self._is_all(value, output, before):
-            storages = [id(tensor.untyped_storage()) for tensor in (*tensors_in(value), *tensors_in(output))]
-            keeps = tuple(storage in self._kept for storage in storages)
-            self._outcomes[key] = _Outcome(self.counts[-1], replace_tensors(output, self.fake), keeps)
-        return output
-
-    def _key(self, layer: nn.Module, value: Tree) -> bytes | None:
-        """By which layers are alike; None if that cannot be told."""
-        copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
-        skips = skip_names(layer, "pop") or skip_names(layer, "stash")
-        return None if copied or skips else likeness((layer, value), self._kept)
-
-    def _is_all(self, value: Tree, output: Tree, before: set[int]) -> bool:
-        """Whether all that is left of a layer that was run is what an outcome says."""
-        given, made = (_storages(tensors_in(tree)).keys() for tree in (value, output))
-        only = self._kept.keys() - before <= given | made
-        alike = likeness(output) == likeness(replace_tensors(output, self.fake))
-        return only and alike and made.isdisjoint(given | before | self._origin.keys())
-
-    def _run(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
-        own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
-        entering = _storages(tensors_in(value))
         popped = {name: self._stashed[name] for name in skip_names(layer, "pop")}
-        found = LayerCounts(boundary=_bytes(entering))
+        copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
+        alone = is_last or copied or popped or skip_names(layer, "stash")
+        key = None if alone else likeness((layer, value), self._kept)
+        saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        with untouched(layer):
+            self._take_values(layer)
+            own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
+
+            def save(tensor: Tensor) -> Tensor:
+                storage = self._original(tensor.untyped_storage())
+                if id(storage) not in own | self._kept.keys():
+                    saved[id(storage)] = weakref.ref(storage)
+                return tensor
+
+            def forward() -> LayerOutput:
+                given = {name: None if tensor is None else self._copy(tensor) for name, (_, tensor) in popped.items()}
+                with saved_tensors_hooks(save, lambda tensor: tensor):
+                    return run_layer(layer, replace_tensors(value, self._copy), given)
+
+            with self._fakes.inside():
+                if key is not None and key in self._known:
+                    output, found = forward(), self._known[key]
+                else:
+                    output, found = self._count(layer, value, forward, saved, is_last=is_last)
         for source, tensor in popped.values():
             if tensor is not None:
                 found.popped[source] = found.popped.get(source, 0.0) + _bytes(_storages([tensor]))
-        saved: dict[int, torch.UntypedStorage] = {}
+        self.counts.append(found)
+        if key is not None:
+            self._known[key] = found
+        for name, tensor in output[1].items():
+            self._stashed[name] = index, None if tensor is None else _cut(tensor)
+        handed = replace_tensors(output[0], _cut)
+        del output  # and with it what its graph keeps
+        self._kept |= _alive(saved)
+        return handed
 
-        def save(tensor: Tensor) -> Tensor:
-            storage = self._original(tensor.untyped_storage())
-            if id(storage) not in own | self._kept.keys():
-                saved[id(storage)] = storage
-            return tensor
-
+    def _count(
+        self,
+        layer: nn.Module,
+        value: Tree,
+        forward: Callable[[], LayerOutput],
+        saved: dict[int, "weakref.ref[torch.UntypedStorage]"],
+        *,
+        is_last: bool,
+    ) -> tuple[LayerOutput, LayerCounts]:
+        """Runs a layer forward and backward; the forward notes what it has `saved`."""
+        entering, watch = _storages(tensors_in(value)), Watch(storage_identity)
         for parameter in layer.parameters():  # as it is behind the first micro-batch
             parameter.grad = self._fakes.like(parameter.detach()) if parameter.requires_grad else None
-        watch = Watch(storage_identity)
-        with self._fakes.inside(), counting() as counter, watch:
-            with saved_tensors_hooks(save, lambda tensor: tensor):
-                given = {name: None if tensor is None else self._copy(tensor) for name, (_, tensor) in popped.items()}
-                output = run_layer(layer, replace_tensors(value, self._copy), given)
-            found.forward = float(counter.get_total_flops())
+        with counting() as counter, watch:
+            output = forward()
+            found = LayerCounts(forward=float(counter.get_total_flops()), boundary=_bytes(entering))
             leaving = _storages([t for t in (*tensors_in(output[0]), *output[1].values()) if t is not None])
-            found.keeps_input = _bytes({at: storage for at, storage in saved.items() if at in entering})
-            found.inside = _bytes(saved) - found.keeps_input
+            found.keeps_input = _bytes({at: storage for at, storage in entering.items() if at in saved})
+            found.inside = _bytes(_alive(saved)) - found.keeps_input
             found.leaving = _bytes(leaving if is_last else {at: s for at, s in leaving.items() if at not in saved})
-            still = {at: weakref.ref(storage) for at, storage in saved.items()}
-            saved.clear()
             watch.end(gradients=())
             before = watch.held
             run_backward(*roots_of(output))
             watch.end(gradients=())
             found.backward = counter.get_total_flops() - found.forward
         found.working = watch.peak - before
-        self._kept |= {at: storage for at, one in still.items() if (storage := one()) is not None}
-        self.counts.append(found)
-        for name, tensor in output[1].items():
-            self._stashed[name] = index, None if tensor is None else _cut(tensor)
-        return replace_tensors(output[0], _cut)
+        return output, found
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """A tensor for a layer to work on, in place too; known for what it is a copy of."""
@@ -353,12 +324,9 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
     return {id(storage): storage for storage in storages}
 
 
+def _alive(saved: Mapping[int, "weakref.ref[torch.UntypedStorage]"]) -> dict[int, torch.UntypedStorage]:
+    return {at: storage for at, one in saved.items() if (storage := one()) is not None}
+
+
 def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> float:
     return float(sum(storage.nbytes() for storage in storages.values()))
-
-
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    if name in module._parameters:
-        put_parameter(module, name, tensor)
-    else:
-        module._buffers[name] = tensor

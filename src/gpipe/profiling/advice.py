@@ -34,40 +34,29 @@ OTHERS_FIRST = (
 )
 NOTHING = "Nothing to change gives more than {worth:.0%}: ranks are at work for {busy:.0%} of the time"
 BY_GUESS = "no cuts are better as far as its layers' sizes tell (with sample=, GPipe measures their time)"
-BY_SHARE: Mapping[str, str] = {
-    "data": "Making mini-batches ready takes {share:.1%} of the time: in worker processes "
-    "(DataLoader(num_workers=...)), or ahead of time, it would give up to {gain:.2f} x",
-    "weight update": "The optimizer takes {share:.1%} of the time: threads of torch's that fight for cores "
-    "(torch.set_num_threads), or many small operations (fused=True, foreach=True); all of it gone would give "
-    "{gain:.2f} x",
-    "communication": "Messages that ranks wait for take {share:.1%} of the time: cuts where less crosses, or a "
-    "faster link, would give up to {gain:.2f} x",
-    "reduction": "Putting gradients together takes {share:.1%} of the time: larger mini-batches, or fewer replicas, "
-    "would give up to {gain:.2f} x",
-    "host": "What gpipe does around the pipeline takes {share:.1%} of the time: larger mini-batches would give up to "
-    "{gain:.2f} x",
-    "between steps": "Your own code between steps takes {share:.1%} of the time: metrics, logging, loss.item(), or "
-    "data, of which recording.loading(loader) says how much; all of it gone would give {gain:.2f} x",
-    "late starts": "Actions begin late, {share:.1%} of the time in all, though what they need is there: the "
-    "interpreter's lock or other processes had the core, or layers are so small that handing over counts; fewer, "
-    "larger stages or micro-batches would give up to {gain:.2f} x",
+TEXT = "{what} takes {share:.1%} of the time: {remedy} would give {most}{gain:.2f} x"
+BY_SHARE = {
+    "data": ("Making mini-batches ready", "worker processes (DataLoader(num_workers=...)), or doing it ahead,"),
+    "weight update": (
+        "The optimizer",
+        "fewer threads (torch.set_num_threads) or operations (fused=True, foreach=True)",
+    ),
+    "communication": ("Waiting for messages", "cuts where less crosses, or a faster link,"),
+    "reduction": ("Putting gradients together", "larger mini-batches, or fewer replicas,"),
+    "host": ("What gpipe does around the pipeline", "larger mini-batches"),
+    "between steps": ("Your own code between steps", "less of metrics, logging and loss.item(), or data made ahead,"),
+    "late starts": (
+        "That actions begin late, though what they need is there,",
+        "no other processes, or fewer, larger stages or micro-batches where handing over counts,",
+    ),
 }
-"""What each part of the time would give if it were gone."""
-RECOMPUTE = (
-    "Recomputing takes {share:.1%} of the time, for less memory: where memory allows, remat='never' would give "
-    "{most}{gain:.2f} x"
-)
-ONE_THREAD = (
-    "All ranks run in one thread (driver='lockstep'), one after the other: driver='threads' would give up to "
-    "{gain:.2f} x"
-)
+"""By part of the time what it is, and the remedy that it would be gone with."""
+RECOMPUTE = "Recomputing", "remat='never', where memory allows,"
+ONE_THREAD = "That all ranks run in one thread (driver='lockstep')", "driver='threads'"
+MORE_MICRO_BATCHES = "The bubble", "micro_batches={more}, if halves of these micro-batches take half as long,"
 SLOW_RANK = (
     "Rank {rank} takes {more:.0%} longer than ranks with the same layers, so it is its device, or something else "
     "that uses it: as fast as they are, it would give {gain:.2f} x"
-)
-MORE_MICRO_BATCHES = (
-    "The bubble takes {share:.1%} of the time: micro_batches={more} would halve it and give {gain:.2f} x, if halves "
-    "of these micro-batches take half as long"
 )
 
 
@@ -91,27 +80,16 @@ class Advice:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """What advice goes by.
-
-    Attributes:
-        timelines: Of the steps.
-        breakdown: Where their time went.
-        partition: The cuts.
-        driver: What runs the ranks.
-        others: What other processes used of this machine meanwhile; None if that is not known.
-        micro_batches: M, as the pipe was given it; there are fewer where there are fewer rows.
-        recomputes: Whether more micro-batches would be recomputed, at least in some stages.
-        measured: Whether the costs of layers are their seconds.
-    """
+    """What advice goes by."""
 
     timelines: Sequence[Timeline]
     breakdown: Breakdown
     partition: Partition
     driver: str
-    others: OtherProcesses | None = None
-    micro_batches: int | None = None
-    recomputes: bool = False
-    measured: bool = True
+    others: OtherProcesses | None = None  # None: it is not known
+    micro_batches: int | None = None  # M, as the pipe was given it; there are fewer where there are fewer rows
+    recomputes: bool = False  # whether more micro-batches would be recomputed, at least in some stages
+    measured: bool = True  # whether the costs of layers are their seconds
 
 
 def advise(steps: RecordedSteps) -> list[Advice]:
@@ -177,20 +155,22 @@ def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
         return wall / (wall - now + length)
 
     text, moved, is_free = _other_cuts(steps, seconds)
-    yield _remedy(gain(_length(program, moved)), text, is_free=is_free)
+    mended = gain(_length(program, moved))
+    yield Advice(mended, text.format(gain=mended), is_free)
     yield from _slow_ranks(program, [_mean_seconds(runs) for runs in by_replica], wall)
     bare = gain(_length(program.only({*Kind} - {Kind.RECOMPUTE}), seconds))
-    yield _remedy(bare, RECOMPUTE, is_free=False, share=shares.get("recompute", 0.0), most="")
+    yield _remedy(bare, shares.get("recompute", 0.0), *RECOMPUTE, is_free=False)
     forward = fmean(seconds.get((stage, Kind.FORWARD), 0.0) for stage in range(program.stages))
     has_rows = steps.micro_batches in (None, program.micro_batches)
     recomputes = any(action.kind is Kind.RECOMPUTE for action in program.actions)
     if program.ranks > 1 and forward > TINY and has_rows and (recomputes or not steps.recomputes):
-        halved, more = 1 / (1 - shares["bubble"] / 2), 2 * program.micro_batches
-        yield _remedy(halved, MORE_MICRO_BATCHES, is_free=False, share=shares["bubble"], more=more)
+        what, remedy = MORE_MICRO_BATCHES
+        remedy = remedy.format(more=2 * program.micro_batches)
+        yield _remedy(1 / (1 - shares["bubble"] / 2), shares["bubble"], what, remedy, is_free=False)
 
 
-def _remedy(gain: float, text: str, *, is_free: bool = True, **numbers: object) -> Advice:
-    return Advice(gain, text.format(gain=gain, **numbers), is_free)
+def _remedy(gain: float, share: float, what: str, remedy: str, *, most: str = "", is_free: bool = True) -> Advice:
+    return Advice(gain, TEXT.format(what=what, share=share, remedy=remedy, most=most, gain=gain), is_free)
 
 
 def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, bool]:
@@ -232,7 +212,8 @@ def _slow_ranks(program: Program, replicas: Sequence[Seconds], wall: float) -> I
             mended = {key: some * pace if key[0] in held else some for key, some in seconds.items()}
             rest = max(lengths[:replica] + lengths[replica + 1 :])
             gain = wall / (wall - max(lengths) + max(_length(program, mended), rest))
-            yield _remedy(gain, SLOW_RANK, rank=replica * program.ranks + rank, more=1 / pace - 1)
+            number = replica * program.ranks + rank
+            yield Advice(gain, SLOW_RANK.format(rank=number, more=1 / pace - 1, gain=gain))
 
 
 def _mean_seconds(timelines: Iterable[Timeline]) -> Seconds:
@@ -260,4 +241,4 @@ def _by_share(steps: RecordedSteps) -> Iterator[Advice]:
         texts["recompute"] = RECOMPUTE
     for name, text in texts.items():
         if 0 < (share := shares.get(name, 0.0)) < 1:
-            yield _remedy(1 / (1 - share), text, is_free=text is not RECOMPUTE, share=share, most="up to ")
+            yield _remedy(1 / (1 - share), share, *text, most="up to ", is_free=text is not RECOMPUTE)

@@ -44,6 +44,8 @@ SUFFIXES = ".svg or .png (a picture), .json (a trace for ui.perfetto.dev), .html
 class Recording(Recorder):
     """What `record` gives: the last steps of a pipe. Prints as the table of where their time went.
 
+    What sums up steps raises a ValueError where none was recorded.
+
     Args:
         pipe: Whose steps.
         keep: How many of the last steps are kept.
@@ -126,35 +128,19 @@ class Recording(Recorder):
         return windows(list(self.runs), list(self.inside), list(self._updates), list(self._loads))
 
     def breakdown(self) -> Breakdown:
-        """Where the wall time went, from the first recorded step to the end of the last; prints as a table.
-
-        Raises:
-            ValueError: No step was recorded.
-        """
+        """Where the wall time went, from the first recorded step to the end of the last; prints as a table."""
         return breakdown(self.timelines)
 
     def advice(self) -> list[Advice]:
-        """All changes that would make steps at least 2 % faster, the best first, each with its gain.
-
-        Raises:
-            ValueError: No step was recorded.
-        """
+        """All changes that would make steps at least 2 % faster, the best first, each with its gain."""
         return advise(self._recorded_steps())
 
     def explain(self) -> str:
-        """One sentence on what holds the steps back most, and what to change.
-
-        Raises:
-            ValueError: No step was recorded.
-        """
+        """One sentence on what holds the steps back most, and what to change."""
         return explain(self._recorded_steps())
 
     def report(self, title: str) -> Report:
-        """All that is known of the steps, as `gpipe.profiling` draws it and keeps it.
-
-        Raises:
-            ValueError: No step was recorded.
-        """
+        """All that is known of the steps, as `gpipe.profiling` draws it and keeps it."""
         steps, memory = self._steps(title), [asdict(held) for held in self.memory().values()]
         known = len(memory) == steps.timelines[0].ranks  # of other processes it is not
         sizes = ({name: size for name, size in held.items() if size is not None} for held in memory if known)

@@ -10,7 +10,6 @@ from itertools import groupby
 from math import ceil, floor, log10
 from operator import itemgetter
 from pathlib import Path
-from statistics import median
 from typing import Literal, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
@@ -208,7 +207,7 @@ def _panel(timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
         yield f'<text class="soft" x="{PAD}" y="{top + 26:g}">{idle:.0%} idle</text>'
         width = scale(timeline.seconds) - LEFT
         yield f'<rect class="idle" x="{LEFT}" y="{top:g}" width="{width:.2f}" height="{LANE}"/>'
-    numbered, nth, stages = _numbered(timeline, scale), nth_stages(timeline), most_stages([timeline])
+    nth, stages = nth_stages(timeline), most_stages([timeline])
     for span in timeline.spans:
         kind, micro_batch = span.action.kind, span.action.micro_batch
         color = shade(kind, nth[span.rank, span.action.stage], stages)
@@ -218,19 +217,9 @@ def _panel(timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
         tip = escape(f"{span.action}: {NAMES[kind]}, {lasts} from {scale.shown(span.start):.2f}")
         place = f'x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height}"'
         yield f'<rect class="{shape}" {place} fill="{color}"><title>{tip}</title></rect>'
-        if kind in numbered and width >= DIGIT * len(str(micro_batch)):
+        if micro_batch is not None and shape == "box" and width >= DIGIT * len(str(micro_batch)) + 2:
             ink = "label ink" if is_bright(color) else "label"
             yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{top + 17:g}">{micro_batch}</text>'
-
-
-def _numbered(timeline: Timeline, scale: Scale) -> frozenset[Kind]:
-    """Returns the kinds whose boxes are wide enough, on the whole, to show their micro-batch."""
-    widths: dict[Kind, list[float]] = {}
-    for span in timeline.spans:
-        if span.action.micro_batch is not None and span.action.kind not in TRANSFERS:
-            widths.setdefault(span.action.kind, []).append(scale(span.end) - scale(span.start))
-    longest = max((len(str(span.action.micro_batch)) for span in timeline.spans), default=0)
-    return frozenset(kind for kind, some in widths.items() if median(some) >= DIGIT * longest + 2)
 
 
 def note_of(timelines: Iterable[Timeline]) -> str:
@@ -244,23 +233,19 @@ def note_of(timelines: Iterable[Timeline]) -> str:
 
 def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[list[str], float]:
     """A patch and a word for each kind that occurs, what numbers and shades mean, and where the legend ends."""
-    note = note_of(timelines)
-    is_wide = width >= WIDTH  # else the note has a line of its own
-    left = float(LEFT if is_wide else PAD)
-    room = width - RIGHT - (LETTER * len(note) if is_wide else 0)
     entries = [(NAMES[kind], f'fill="{COLORS[kind]}"') for kind in kinds_in(timelines)]
-    lines, x, y = list[str](), left, top
+    lines, x, y = list[str](), float(PAD), top
     for word, paint in (*entries, ("idle", 'class="idle"')):
         taken = 17 + LETTER * len(word) + 22
-        if x + taken > room and x > left:
-            x, y = left, y + LEGEND
+        if x > PAD and x + taken > width - RIGHT:
+            x, y = PAD, y + LEGEND
         lines.append(f'<rect {paint} x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>')
         lines.append(f'<text x="{x + 17:g}" y="{y + 10:g}">{word}</text>')
         x += taken
-    if not is_wide:
+    note = note_of(timelines)
+    if x + LETTER * len(note) > width - RIGHT:
         y += LEGEND
-    at = top if is_wide else y
-    lines.append(f'<text class="right soft" x="{width - RIGHT:g}" y="{at + 10:g}">{note}</text>')
+    lines.append(f'<text class="right soft" x="{width - RIGHT:g}" y="{y + 10:g}">{note}</text>')
     return lines, y + LEGEND
 
 

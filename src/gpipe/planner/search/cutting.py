@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations, islice, pairwise, permutations
 from math import comb
 from operator import add, le
@@ -36,8 +37,9 @@ class Settled:
     seconds: float
 
 
+@lru_cache
 def even(work: Numbers, speeds: Numbers) -> Cuts:
-    """The cuts whose slowest stage is fastest.
+    """The cuts whose slowest stage is fastest; shapes ask for the same again and again.
 
     >>> even((1, 1, 1, 3), speeds=(1, 1))
     (3, 1)
@@ -56,21 +58,9 @@ def every_cut(layers: int, stages: int) -> Iterator[Cuts]:
 
 
 class Trial:
-    """One shape on its devices, and the best of its cuts that were tried so far.
+    """A shape and its table on its devices, and the best of its cuts that were tried so far.
 
-    Args:
-        shape: What it is.
-        program: Its table.
-        sized: The layers, for its micro-batches.
-        devices: Of its ranks.
-        speeds: Of these.
-        is_enough: Whether to look no further at cuts that take so many seconds at least.
-        even: What `even` gives; shapes ask for the same again and again.
-
-    Attributes:
-        best: The fastest cuts that fit.
-        misfit: Of cuts that do not, those that are nearest to it.
-        few: Whether all cuts are tried.
+    By `is_enough` cuts that take so many seconds at least are looked at no further.
     """
 
     def __init__(
@@ -81,16 +71,15 @@ class Trial:
         devices: Sequence[Device],
         speeds: Sequence[float],
         is_enough: Callable[[float], bool] = lambda seconds: False,
-        even: Callable[[Numbers, Numbers], Cuts] = even,
     ) -> None:
         self.shape, self.program, self.sized, self.devices, self.speeds = shape, program, sized, devices, speeds
         self.stage_speeds = tuple(speeds[rank] for rank in program.rank_of)
         self.simulator = Simulator(program, messages=True)
         self.fitting = Fitting(self.simulator, [device.memory for device in devices])
-        self.best: Settled | None = None
-        self.misfit: Misfit | None = None
+        self.best: Settled | None = None  # the fastest cuts that fit
+        self.misfit: Misfit | None = None  # of those that do not, the nearest to it
         self.few = comb(len(sized.layers) - 1, shape.stages - 1) <= MOST_CUTS_TRIED
-        self._is_enough, self._even = is_enough, even
+        self._is_enough = is_enough
         self._tried: set[Cuts] = set()
 
     def begin(self) -> None:
@@ -99,7 +88,7 @@ class Trial:
             for layers in every_cut(len(self.sized.layers), self.shape.stages):
                 self._attempt(layers)
             return
-        self._attempt(self._even(tuple(self.sized.work), self.stage_speeds))
+        self._attempt(even(tuple(self.sized.work), self.stage_speeds))
         recomputes = self.best is not None and any(self.fitting.again(self.best.levels).values())
         if (recomputes or self.misfit is not None) and (fitting := self._even_that_fit()):
             self._attempt(fitting)
@@ -185,7 +174,7 @@ class Trial:
             limits=limits,
             in_flight=[self.simulator.in_flight(stage) for stage in range(shape.stages)],
         )
-        most_even = given(self._even(work, self.stage_speeds), work, speeds=self.stage_speeds, memory=memory)
+        most_even = given(even(work, self.stage_speeds), work, speeds=self.stage_speeds, memory=memory)
         if all(map(le, most_even.bytes, most_even.chain.limits)):
             return most_even.layers
         try:

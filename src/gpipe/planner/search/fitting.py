@@ -42,12 +42,7 @@ class Misfit:
 
 
 class Fitting:
-    """Stages of any costs, on ranks that hold so many bytes.
-
-    Args:
-        simulator: Of the table of forwards and backwards.
-        limits: The bytes that each rank may hold.
-    """
+    """Stages of any costs, on ranks each of which may hold so many bytes."""
 
     def __init__(self, simulator: Simulator, limits: Sequence[float]) -> None:
         self.simulator, self.limits = simulator, limits

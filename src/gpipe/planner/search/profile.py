@@ -32,45 +32,25 @@ NOTHING = Line()
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs.
-
-    Attributes:
-        name: What it is called.
-        forward: Its work in one forward, in the unit of its `Profile`.
-        backward: Likewise in one backward.
-        boundary: Bytes that the main line brings to it.
-        inside: Bytes that its forward keeps for its backward, beside what came in.
-        keeps_input: Bytes of what came in that it keeps, and the layer before does not.
-        working: Bytes that its backward needs beside at the most: gradients of what it gave and took, and others.
-        state: Bytes of its weights, gradients and optimizer.
-        leaving: Bytes of what it gives that it does not keep itself: if it is the last of a stage, the graph does. Of
-            the last layer all that it gives, for a loss that keeps as much.
-        buffers: Bytes of its buffers, of which each micro-batch that is recomputed has a copy.
-        popped: By the index of the layer that stashed it, bytes that come in by a skip connection.
-        parts: The work of the backward in its two parts, of the input and of the weights; None: half each.
-    """
+    """What one layer costs: work in the unit of its `Profile`, and bytes."""
 
     name: str
-    forward: Line
-    backward: Line
-    boundary: Line = NOTHING
-    inside: Line = NOTHING
-    keeps_input: Line = NOTHING
-    working: Line = NOTHING
-    state: float = 0.0
-    popped: tuple[tuple[int, Line], ...] = ()
-    parts: tuple[Line, Line] | None = None
-    leaving: Line = NOTHING
-    buffers: float = 0.0
+    forward: Line  # work of one forward
+    backward: Line  # of one backward
+    boundary: Line = NOTHING  # bytes that the main line brings to it
+    inside: Line = NOTHING  # that its forward keeps for its backward, beside what came in
+    keeps_input: Line = NOTHING  # of what came in that it keeps, and the layer before does not
+    working: Line = NOTHING  # that its backward needs beside at the most: gradients of what it gave and took, others
+    state: float = 0.0  # of its weights, gradients and optimizer
+    popped: tuple[tuple[int, Line], ...] = ()  # that come in by skip connections, by the layer that stashed them
+    parts: tuple[Line, Line] | None = None  # work of the backward for the input and the weights; None: half each
+    leaving: Line = NOTHING  # of what it gives and does not keep: behind a stage's last layer the graph or loss does
+    buffers: float = 0.0  # of its buffers, of which each micro-batch that is recomputed has a copy
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What all layers of a network cost.
-
-    Attributes:
-        layers: In order.
-        unit: Of their work: floating-point operations, or seconds on the first of the devices.
+    """What all layers of a network cost, in floating-point operations or seconds on the first of the devices.
 
     >>> layer = LayerProfile("a", Line(per_row=1e9), Line(per_row=2e9), state=10)
     >>> Profile((layer, layer)).of_micro_batch(rows=2).work

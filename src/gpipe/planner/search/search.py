@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from gpipe.planner.search.cutting import Trial, even
+from gpipe.planner.search.cutting import Trial
 from gpipe.planner.search.device import Device, bytes_text
 from gpipe.planner.search.fitting import Misfit
 from gpipe.planner.search.found import Plan, Reason, Rejection
@@ -77,7 +77,6 @@ class _Search:
         self.profile, self.devices, self.global_batch, self.wanted = profile, devices, global_batch, wanted
         self.speeds = profile.speeds(devices)
         self.size = cache(lambda m: profile.of_micro_batch(global_batch // m))
-        self.even = cache(even)
         self.actions = 0  # of all tables that fit and have many cuts
         self.fitting: list[tuple[float, Trial]] = []  # by their seconds
         self.rejected: list[Rejection] = []
@@ -131,7 +130,7 @@ class _Search:
             return self._reject(shape, "no table of this size")
         sized, used = self.size(shape.micro_batches), slice(shape.partitions)
         devices, speeds = self.devices[used], self.speeds[used]
-        trial = Trial(shape, program, sized, devices, speeds, self._is_enough, self.even)
+        trial = Trial(shape, program, sized, devices, speeds, self._is_enough)
         trial.begin()
         if trial.best is not None:
             self.actions += 0 if trial.few else len(program.actions)

@@ -57,19 +57,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan may be; None: anything.
-
-    Attributes:
-        partitions: K, to choose from.
-        micro_batches: M, to choose from.
-        schedules: By name.
-        least_rows: Of each micro-batch, where M is not settled and there is more than one.
-    """
+    """What a plan may be; None: anything."""
 
     partitions: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
-    least_rows: int = 1
+    least_rows: int = 1  # of each micro-batch, where M is not settled and there is more than one
 
     def mistakes(self, devices: float, global_batch: object) -> Iterator[str]:
         """What of it, and which number of rows, cannot be on so many devices."""
@@ -133,34 +126,17 @@ def _divisors(number: int) -> list[int]:
 
 
 def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
-    """A time that no cuts of this shape go below: of all work shared evenly, and of fill and drain.
+    """A time that no cuts of this shape go below: of all work shared evenly, and of the way through all layers.
 
     >>> from gpipe.planner.search.profile import LayerProfile, Line, SizedProfile
     >>> sized = SizedProfile((LayerProfile("", Line(1.0), Line(2.0)),) * 4, rows=1)
-    >>> least_seconds(Shape(4, 8, "gpipe"), sized, [1.0] * 4)  # (M + K - 1) (F + B)
-    33.0
+    >>> least_seconds(Shape(4, 8, "gpipe"), sized, [1.0] * 4)  # M (F + B)
+    24.0
     """
-    m, fastest, together = shape.micro_batches, max(speeds), sum(speeds)
-
-    def mean(work: Sequence[float]) -> float:
-        """On each rank, if all had the same."""
-        return sum(work) / together
-
-    def slowest(work: Sequence[float]) -> float:
-        """On the rank with the most, at least."""
-        return max(mean(work), max(work) / fastest)
-
-    path = sum(sized.work) / fastest  # through all layers
-    on_the_way = sum(sized.forward + sized.inputs) / fastest if splits(shape.schedule) else path
-    least = max(on_the_way, m * slowest(sized.work))
-    match shape.schedule:
-        case "gpipe":  # the forwards pass through all stages one behind the other, and then the backwards do
-            return max(least, path + (m - 1) * (slowest(sized.forward) + slowest(sized.backward)))
-        case "1f1b":  # behind the first backward of rank r come all the others, and M - K + r forwards
-            behind = (m - 1) * mean(sized.backward) + max(0, m - shape.partitions) * mean(sized.forward)
-            return max(least, path + behind)
-        case _:
-            return least
+    m, fastest = shape.micro_batches, max(speeds)
+    path = sum(sized.forward) + sum(sized.inputs if splits(shape.schedule) else sized.backward)
+    slowest = max(sum(sized.work) / sum(speeds), max(sized.work) / fastest)
+    return max(path / fastest, m * slowest)
 
 
 @cache
