@@ -33,8 +33,3 @@ def test_benchmarks_and_tests_do_not_import_each_other(folder: str, stranger: st
         if module.partition(".")[0] == stranger
     ]
     assert not meetings
-
-
-def test_what_names_a_module_is_seen() -> None:
-    code = "import other.run\ndef f():\n    from other import one\n    start('other.two', 'an other. No.', 'other')"
-    assert list(modules_named(ast.parse(code))) == ["other.run", "other", "other.two"]

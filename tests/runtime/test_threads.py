@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
 from gpipe._torch.dispatcher import STASHED, stash
-from gpipe.runtime.threads import NAME, Task, _collect, _end_all, _serve
+from gpipe.runtime.threads import Task, _serve
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
 
 X, Y = torch.randn(6, 3), torch.randn(6, 2)
@@ -61,12 +60,6 @@ def _leaves_no_thread_behind() -> Iterator[None]:
     others.clear()
 
 
-def test_a_hundred_dropped_pipes_leave_no_thread_behind() -> None:
-    for _ in range(100):
-        make().step(X, Y, squares)
-    assert wait_until(lambda: not rank_threads())
-
-
 @pytest.mark.parametrize("way", ["step", "call", "no_grad"])
 def test_a_dropped_pipe_is_gone_at_once_without_the_garbage_collector(way: str) -> None:
     gc.disable()
@@ -98,6 +91,8 @@ def test_threads_are_made_when_first_needed_and_kept() -> None:
     assert len(first) == 3
     assert all(thread.daemon for thread in first)
     pipe(X).sum().backward()
+    with pytest.raises(RuntimeError, match="shape"):
+        pipe.step(X[:, :2], Y, squares)
     pipe.step(X[:1], Y[:1], squares)
     assert set(rank_threads()) == first
 
@@ -118,31 +113,6 @@ def test_close_and_with_end_the_threads_and_the_pipe_works_again() -> None:
     assert_same_bits(pipe, reference)
     pipe.close()
     assert wait_until(lambda: not rank_threads())
-
-
-def test_threads_of_a_failed_step_serve_the_next() -> None:
-    pipe = make()
-    pipe.step(X, Y, squares)
-    first = set(rank_threads())
-    with pytest.raises(RuntimeError, match="shape"):
-        pipe.step(X[:, :2], Y, squares)
-    pipe.step(X, Y, squares)
-    assert set(rank_threads()) == first
-
-
-def test_lockstep_makes_no_thread() -> None:
-    seen = set()
-
-    class Where(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.add(threading.current_thread())
-            return super().forward(x)
-
-    pipe = gpipe.GPipe([Where(3, 3), Where(3, 2)], 2, 2, driver="lockstep")
-    pipe.step(X, Y, squares)
-    squares(pipe(X), Y).backward()
-    assert seen == {threading.current_thread()}
-    assert not rank_threads()
 
 
 def in_child(work: Callable[[], object]) -> None:
@@ -200,14 +170,6 @@ def test_a_child_forked_while_another_thread_steps_can_step() -> None:
     finally:
         over.set()
         stepping.join()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
-def test_a_data_loader_with_workers_works_beside_a_pipe() -> None:
-    pipe = make()
-    loader = DataLoader(TensorDataset(X, Y), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    losses = [float(pipe.step(x, y, squares)) for _ in range(2) for x, y in loader]
-    assert len(losses) == 6
 
 
 class SlowQueue:
@@ -337,40 +299,6 @@ def test_layers_of_different_stages_run_at_the_same_time(way: str, phase: str) -
     assert not barrier.broken
 
 
-class Watches(nn.Linear):
-    """Counts the calls that the calling thread makes while this layer takes its time."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.caller, self.calls, self.seen = threading.get_ident(), 0, list[int]()
-
-    def count(self, *_: object) -> None:
-        self.calls += 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert wait_until(lambda: sys._current_frames()[self.caller].f_code is _collect.__code__)
-        before = self.calls
-        time.sleep(0.1)
-        self.seen.append(self.calls - before)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("way", ["step", "call"])
-def test_the_calling_thread_sleeps_meanwhile(way: str) -> None:
-    watches = Watches()
-    pipe = gpipe.GPipe([watches, nn.Linear(3, 3)], 2, 2, driver="threads", remat="never")
-    sys.setprofile(watches.count)
-    try:
-        if way == "step":
-            pipe.step(X, X, squares)
-        else:
-            pipe(X)
-    finally:
-        sys.setprofile(None)
-    assert len(watches.seen) == 2
-    assert all(calls < 5 for calls in watches.seen)  # who looked again and again would make more
-
-
 AT_EXIT = """
 import atexit, threading
 import torch
@@ -399,23 +327,6 @@ def test_a_rank_thread_that_ends_leaves_torch_nothing_to_let_go_of() -> None:
     _serve(jobs, torch.get_num_threads(), SimpleQueue())
     assert results.get() is None
     assert not any(torch._C._is_key_in_tls(name) for name in STASHED)
-
-
-class Ending(threading.Thread):
-    """A thread that was told to end."""
-
-    waited = False
-
-    def join(self, timeout: float | None = None) -> None:
-        self.waited = True
-
-
-def test_threads_that_are_about_to_end_are_waited_for_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a pipe that was closed a moment ago; others are not ours to wait for."""
-    threads = [Ending(name=f"{NAME} 1"), Ending(name="another")]
-    monkeypatch.setattr(threading, "enumerate", lambda: threads)
-    _end_all()
-    assert [thread.waited for thread in threads] == [True, False]
 
 
 def test_a_checkpoint_around_a_pipe_is_refused_and_does_not_wait_for_itself() -> None:
