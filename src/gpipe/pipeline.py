@@ -25,8 +25,7 @@ from gpipe.runtime.inputs import (
     check_numbers,
     read_scale,
     refuse_gradients_of_inputs,
-    refuse_tangents,
-    refuse_tracing,
+    refuse_transforms,
     split_alike,
     split_targets,
 )
@@ -335,8 +334,7 @@ class GPipe(Partitioned):
         inputs = plain(inputs)
         if batch:
             inputs = batch if inputs is None else {"inputs": inputs, **batch}
-        refuse_tangents(inputs)
-        refuse_tracing()
+        refuse_transforms(inputs)
         run, before = self._new_run()
         with run.context.entered(notes=self.recorder is not None):
             if run.trains and not gather and self._processes.position is not None:

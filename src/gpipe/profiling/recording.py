@@ -63,7 +63,6 @@ class Recording(Recorder):
         super().__init__(keep)
         self._watches = Watches() if memory else None
         if self._watches is not None:
-            self.around = self._watches.of
             with Watch():  # the first costs seconds, which are no layer's
                 torch.zeros(1).add(1)
         self._states: dict[int, Mapping[Tensor, Any]] = {}
@@ -189,9 +188,12 @@ class Recording(Recorder):
 
     def work(self, run: Run, rank: Rank, step: CompiledAction) -> None:
         """Does what a step does once it has what it takes."""
-        super().work(run, rank, step)
-        if self._watches is not None:
-            self._watches.worked(run, step)
+        if self._watches is None:
+            super().work(run, rank, step)
+            return
+        with self._watches.of(step.rank):
+            super().work(run, rank, step)
+        self._watches.worked(run, step)
 
     def _layers(self) -> dict[int, list[nn.Module]]:
         """Of each rank of this process."""

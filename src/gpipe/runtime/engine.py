@@ -1,6 +1,7 @@
 """The engine of a pipe: its stages, and the tables that mini-batches run."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe.runtime.steps import CompiledProgram
@@ -36,52 +37,42 @@ class Wanted(NamedTuple):
     trains: bool
     halved: bool = False
     loss_pops: tuple[Pop, ...] = ()
-    path: int = 0  # of a model that is replayed
+    path: int = 0  # of a model that is traced
 
 
+@dataclass(eq=False)
 class Engine:
     """The stages of a pipe, as its settings say, and what runs those of this process: one `row`, or all ranks."""
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        placement: Placement,
-        micro_batches: int,
-        schedule: Schedule,
-        remat: Sequence[Remat],
-        *,
-        unsplit: Collection[int] = (),
-        traced: "TracedModel | None" = None,
-        tied: Tied = (),
-        threaded: bool,
-        intra_op_threads: int,
-        deferred_batch_norm: bool,
-        row: int | None = None,
-        replicas: int = 1,
-    ) -> None:
-        self.stages = tuple(stages)
-        self.layers = [layer.module for stage in self.stages for layer in stage.layers]
-        self.placement = placement
-        self.micro_batches = micro_batches
-        self.schedule = schedule
-        self.remat = tuple(remat)
-        self.unsplit = frozenset(unsplit)
-        self.traced = traced
-        self.threaded = threaded
-        self.intra_op_threads = intra_op_threads
-        self.deferred_batch_norm = deferred_batch_norm
-        self.row, self.replicas = row, replicas
-        self.own = tuple(stage for stage in stages if row in (None, placement[stage.index]))  # what runs here
+    stages: Sequence[Stage]
+    placement: Placement
+    micro_batches: int
+    schedule: Schedule
+    remat: Sequence[Remat]
+    unsplit: Collection[int]
+    traced: "TracedModel | None"
+    tied: Tied
+    threaded: bool
+    intra_op_threads: int
+    deferred_batch_norm: bool
+    row: int | None
+    replicas: int
+
+    def __post_init__(self) -> None:
+        stages, layers = self.stages, [layer for stage in self.stages for layer in stage.layers]
+        self.layers = [layer.module for layer in layers]
+        self.own = tuple(s for s in stages if self.row in (None, self.placement[s.index]))  # what runs here
         self.reads_inputs, self.reads_targets = self.own[0] is stages[0], self.own[-1] is stages[-1]
         self.stages_of: dict[int, list[Stage]] = {}  # of each rank that runs here
         for stage in self.own:
-            self.stages_of.setdefault(placement[stage.index], []).append(stage)
-        self.stashes = tuple(name for stage in stages for layer in stage.layers for name in layer.stash)
+            self.stages_of.setdefault(self.placement[stage.index], []).append(stage)
+        self.stashes = tuple(name for layer in layers for name in layer.stash)
         self.devices = {stage.device for stage in self.own} | {CPU}  # where this process computes
-        self.shared = find_shared(self.layers, tied)
-        for stage in self.stages:
-            stage.shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
-        self.shared_buffers = find_shared_buffers(self.stages)
+        self.shared = find_shared(self.layers, self.tied)
+        shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
+        for stage in stages:
+            stage.shared = shared
+        self.shared_buffers = find_shared_buffers(stages)
         self._reset()
 
     def _reset(self) -> None:

@@ -165,8 +165,11 @@ def check_values(**trees: Tree) -> None:
         raise TypeError("\n".join(strange))
 
 
-def refuse_tangents(inputs: Tree) -> None:
-    """Refuses inputs of forward-mode differentiation, whose tangents would be lost at the first cut."""
+def refuse_transforms(inputs: Tree) -> None:
+    """Refuses to be made a graph of, and forward-mode differentiation: tangents would be lost at the first cut."""
+    traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # untyped in torch
+    if traced or torch.compiler.is_exporting():
+        raise TypeError(NO_GRAPH)
     if not is_differentiated_forward():
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(as_tree(inputs))):
@@ -183,10 +186,3 @@ def refuse_gradients_of_inputs(inputs: Tree) -> None:
             "an input requires a gradient, and step() gives none to its inputs; "
             "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
         )
-
-
-def refuse_tracing() -> None:
-    """Refuses to be made a graph of."""
-    traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # untyped in torch
-    if traced or torch.compiler.is_exporting():
-        raise TypeError(NO_GRAPH)

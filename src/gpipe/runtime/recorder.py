@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -45,13 +44,11 @@ class Recorder:
         runs: The runs that ended well.
         ended: A run whose actions are done; it may still fail.
         inside: When the caller was inside of a `step` or a call that ended well.
-        around: What is entered around the work of a rank.
     """
 
     def __init__(self, keep: int) -> None:
         self.runs: deque[RecordedRun] = deque(maxlen=keep)
         self.inside: deque[Interval] = deque(maxlen=keep)
-        self.around: Callable[[int], AbstractContextManager[object]] = lambda rank: nullcontext()
         self.ended: RecordedRun | None = None
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
@@ -86,8 +83,7 @@ class Recorder:
     def work(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
         """Does the work of an action that has what it needs."""
         start = rank.stream.stamp()
-        with self.around(todo.rank):
-            WORK[todo.action.kind](run, rank, todo)
+        WORK[todo.action.kind](run, rank, todo)
         self._stamps.append((todo.rank, todo.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
