@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe.runtime.steps import CompiledProgram
-from gpipe.runtime.streams import RankStream, streams_on
+from gpipe.runtime.streams import CudaStream, RankStream
 from gpipe.runtime.threads import RankThreads
 from gpipe.schedule.action import Route
 from gpipe.schedule.laws import check
@@ -98,9 +98,12 @@ class Engine:
     def streams(self) -> dict[int, RankStream]:
         """The stream of each rank that runs here."""
         if self._streams is None:
-            ranks = sorted(self.stages_of)
-            streams = streams_on([self.stages_of[rank][-1].device for rank in ranks])
-            self._streams = dict(zip(ranks, streams, strict=True))
+            devices = {rank: stages[-1].device for rank, stages in sorted(self.stages_of.items())}
+            alone = len(set(devices.values())) == 1
+            self._streams = {
+                rank: CudaStream(device) if device.type == "cuda" else RankStream(device, alone=alone)
+                for rank, device in devices.items()
+            }
         return self._streams
 
     def close(self) -> None:

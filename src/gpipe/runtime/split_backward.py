@@ -100,9 +100,9 @@ def backward_input(
         pending: What earlier micro-batches left, in their order.
     """
     known, values = known_roots(roots, gradients)
-    waiting, others = look_ahead(known, {id(leaf) for leaf in boundary})
+    waiting, late, others = look_ahead(known, set(map(id, boundary)))
     _settle(others, pending)
-    deferred = PendingWeights(leaves={leaf for one in waiting for leaf in one.leaves})
+    deferred = PendingWeights(leaves=late)
     if not waiting or others is None:
         if known:
             accumulate_gradients(known, values)
@@ -158,10 +158,12 @@ def backward_weight(deferred: PendingWeights) -> None:
     deferred.leaves.clear()
 
 
-def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> tuple[list[WaitingProduct], list[Node] | None]:
-    """Walks the graph behind the roots once: the products whose weights can wait, and all leaves that cannot.
+def look_ahead(
+    roots: Iterable[Tensor], boundary: Collection[int]
+) -> tuple[list[WaitingProduct], set[Node], list[Node] | None]:
+    """Walks the graph behind the roots once: the products whose weights can wait, their leaves, and all others.
 
-    `boundary` are the ids of leaves. Where the graph has nodes that must know of no such distinction, all is None.
+    `boundary` are the ids of leaves. The last is None where nodes of the graph must know of no such distinction.
     """
     seen: set[Node] = set()
     again: set[Node] = set()  # come to by several edges
@@ -180,13 +182,13 @@ def look_ahead(roots: Iterable[Tensor], boundary: Collection[int]) -> tuple[list
         if kind in WEIGHT_SLOTS:
             products.append(node)
         elif kind.__name__ == REENTRANT:
-            return [], None
+            return [], set(), None
         todo += [behind for behind, _ in node.next_functions if behind is not None]
     singles = {leaf for leaf in leaves if leaf not in again and _can_wait(leaf, boundary)}
     found = [_find_waiting(node, singles, again) for node in products]
     waiting = [one for one in found if one is not None]
     late = {leaf for one in waiting for leaf in one.leaves}
-    return waiting, [leaf for leaf in leaves if leaf not in late]
+    return waiting, late, [leaf for leaf in leaves if leaf not in late]
 
 
 REENTRANT = "CheckpointFunctionBackward"

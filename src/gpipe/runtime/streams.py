@@ -5,7 +5,7 @@ waits for the mark, not the thread. Memory that another stream uses is recorded 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import TypeAlias
@@ -147,9 +147,3 @@ class CudaStream(RankStream):
         self.compute.wait_stream(self.copy)
         copied.record_stream(self.compute)
         return copied
-
-
-def streams_on(devices: Sequence[torch.device]) -> list[RankStream]:
-    """The streams of ranks whose stages are on these devices."""
-    alone = len(set(devices)) == 1
-    return [CudaStream(device) if device.type == "cuda" else RankStream(device, alone=alone) for device in devices]

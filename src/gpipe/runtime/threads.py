@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -119,11 +119,21 @@ class RankThreads:
 
     def __init__(self, intra_op_threads: int) -> None:
         self.intra_op_threads = intra_op_threads
+        self.begin()
+        _alive.add(self)
+
+    def begin(self) -> None:
+        """Begins without threads: once they were ended, or in a forked process, where they stayed behind."""
         self._jobs: list[SimpleQueue[Task | None]] = []
         self._threads: list[threading.Thread] = []
-        self._stop: weakref.finalize[Any, RankThreads] | None = None
-        self._pid = 0
-        self._home, self._lock = os.getpid(), threading.Lock()
+        self._lock = threading.Lock()
+        self._end = weakref.finalize(self, _tell_to_end, self._jobs)  # whoever drops them
+        self._end.atexit = False  # then all threads are waited for
+
+    def close(self) -> None:
+        """Ends the threads; the next run makes new ones."""
+        self._end()
+        self.begin()
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
         """Runs one job in each thread, and sleeps until all are done; raises what a job raised first."""
@@ -131,7 +141,11 @@ class RankThreads:
             raise RuntimeError(WITHIN)
         results: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
-            self._hand_out([(job, results) for job in jobs])
+            with self._lock:  # two callers at once: every rank must get their jobs in one order
+                if len(self._jobs) < len(jobs):
+                    self._start(len(jobs) - len(self._jobs))
+                for queue, job in zip(self._jobs, jobs, strict=True):
+                    queue.put((job, results))
             failure = _collect(results, len(jobs), cancel)
         except BaseException:  # a Ctrl-C where none was awaited
             cancel()
@@ -142,26 +156,11 @@ class RankThreads:
             finally:
                 del failure  # its traceback holds this frame
 
-    def _hand_out(self, tasks: Sequence[Task]) -> None:
-        if self._home != os.getpid():  # forked, perhaps while another thread had the lock
-            self._home, self._lock = os.getpid(), threading.Lock()
-        with self._lock:  # two callers at once: every rank must get their jobs in one order
-            self._start(len(tasks))
-            for queue, task in zip(self._jobs, tasks, strict=False):
-                queue.put(task)
-
-    def _start(self, ranks: int) -> None:
-        if self._pid != os.getpid():  # forked: the threads stayed behind
-            self._jobs, self._threads, self._pid = [], [], os.getpid()
-            self._stop = weakref.finalize(self, _stop, self._jobs, self._pid)
-            self._stop.atexit = False  # then all threads are waited for
-            _alive.add(self)
-        fresh = [SimpleQueue[Task | None]() for _ in range(ranks - len(self._jobs))]
-        if not fresh:
-            return
+    def _start(self, threads: int) -> None:
         ready: SimpleQueue[None] = SimpleQueue()
         own = torch.get_num_threads()
-        for queue in fresh:
+        for _ in range(threads):
+            queue = SimpleQueue[Task | None]()
             target = partial(_serve, queue, self.intra_op_threads, ready)
             thread = threading.Thread(target=target, name=f"{NAME} {len(self._jobs)}", daemon=True)
             thread.start()
@@ -170,14 +169,18 @@ class RankThreads:
             ready.get()
         torch.set_num_threads(own)  # a rank thread's number is also the default of threads to come
 
-    def close(self) -> None:
-        """Ends the threads; the next run makes new ones."""
-        if self._stop is not None:
-            self._stop()
-        self._pid = 0
-
 
 _alive = weakref.WeakSet[RankThreads]()
+
+
+def _begin_all() -> None:
+    """In a forked process: another thread may have had a lock."""
+    for each in list(_alive):
+        each._end.detach()
+        each.begin()
+
+
+os.register_at_fork(after_in_child=_begin_all)
 
 
 @atexit.register
@@ -191,11 +194,9 @@ def _end_all() -> None:
             thread.join(max(0.0, until - time.monotonic()))
 
 
-def _stop(jobs: Sequence[SimpleQueue[Task | None]], pid: int) -> None:
-    """Has threads end that have nothing to do any more, whoever drops them."""
-    if os.getpid() == pid:
-        for queue in jobs:
-            queue.put(None)
+def _tell_to_end(jobs: Sequence[SimpleQueue[Task | None]]) -> None:
+    for queue in jobs:
+        queue.put(None)
 
 
 def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQueue[None]) -> None:
