@@ -42,22 +42,21 @@ KINDS: dict[str, tuple[Callable[..., _BatchNorm], tuple[int, ...]]] = {
 }
 
 
-class Alone(nn.Module):
-    """A BatchNorm with something to train, whose input is the mini-batch itself."""
+class Uses(nn.Module):
+    """Uses a BatchNorm, by default on the mini-batch itself, and has something to train."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, run: Callable[[nn.Module, Tensor], Tensor] = lambda norm, x: norm(x)) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.run = norm, run
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x) * self.scale
-        return out
+        return self.run(self.norm, x) * self.scale
 
 
 def deferred(norm: nn.Module, x: Tensor, *, micro_batches: int = M, remat: str = "always", steps: int = 1) -> None:
     """Trains steps on a BatchNorm alone, with deferred statistics."""
-    pipe = gpipe.GPipe([Alone(norm)], 1, micro_batches, deferred_batch_norm=True, remat=remat)
+    pipe = gpipe.GPipe([Uses(norm)], 1, micro_batches, deferred_batch_norm=True, remat=remat)
     for _ in range(steps):
         pipe.step(x, x, F.mse_loss)
 
@@ -115,19 +114,6 @@ def test_a_deep_batch_norm_has_the_statistics_of_all_that_it_was_given_in_the_fo
     assert_close(layers[3], start)
 
 
-class Twice(nn.Module):
-    """Uses one BatchNorm twice, the second time by keyword."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(input=self.norm(x) + x) * self.scale
-        return out
-
-
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("remat", REMATS)
 def test_each_of_several_forwards_of_one_batch_norm_changes_its_statistics_once(
@@ -136,7 +122,9 @@ def test_each_of_several_forwards_of_one_batch_norm_changes_its_statistics_once(
     norm = nn.BatchNorm1d(3, momentum=momentum)
     plain = copy.deepcopy(norm)
     hears = Hears(norm)
-    pipe = gpipe.GPipe([Twice(norm)], 1, M, deferred_batch_norm=True, remat=remat)
+    pipe = gpipe.GPipe(
+        [Uses(norm, lambda norm, x: norm(input=norm(x) + x))], 1, M, deferred_batch_norm=True, remat=remat
+    )
     pipe.step(data()[0], data()[0], F.mse_loss)
     first, second = hears.given[: 2 * M : 2], hears.given[1 : 2 * M : 2]
     plain(torch.cat(first))
@@ -159,25 +147,14 @@ def test_a_batch_norm_that_is_two_layers_of_one_partition(remat: str, affine: bo
     assert_close(norm, plain)
 
 
-class Sometimes(nn.Module):
-    """Leaves its BatchNorm out of some micro-batches."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = (self.norm(x) if x[0, 0] > 0 else x) * self.scale
-        return out
-
-
 def test_micro_batches_that_leave_a_batch_norm_out_have_no_say_in_its_statistics() -> None:
     norm = nn.BatchNorm1d(3)
     plain = copy.deepcopy(norm)
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
     x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0]).repeat_interleave(3)
-    gpipe.GPipe([Sometimes(norm)], 1, M, deferred_batch_norm=True).step(x, x, F.mse_loss)
+    gpipe.GPipe([Uses(norm, lambda norm, x: norm(x) if x[0, 0] > 0 else x)], 1, M, deferred_batch_norm=True).step(
+        x, x, F.mse_loss
+    )
     plain(torch.cat([x[:3], x[6:9]]))
     assert_close(norm, plain)
 
@@ -196,7 +173,7 @@ def test_a_batch_norm_in_evaluation_amid_training_keeps_its_statistics() -> None
 def test_a_training_mode_forward_without_grad_commits_too(way: str) -> None:
     norm = nn.BatchNorm1d(3)
     plain = copy.deepcopy(norm)
-    pipe = gpipe.GPipe([Alone(norm)], 1, M, deferred_batch_norm=True)
+    pipe = gpipe.GPipe([Uses(norm)], 1, M, deferred_batch_norm=True)
     x = data()[0]
     with torch.no_grad():
         if way == "step":
@@ -210,7 +187,7 @@ def test_a_training_mode_forward_without_grad_commits_too(way: str) -> None:
 def test_two_forwards_before_their_backwards_are_two_mini_batches() -> None:
     norm = nn.BatchNorm1d(3)
     plain = copy.deepcopy(norm)
-    pipe = gpipe.GPipe([Alone(norm)], 1, M, deferred_batch_norm=True)
+    pipe = gpipe.GPipe([Uses(norm)], 1, M, deferred_batch_norm=True)
     x = data()[0]
     first, second = pipe(x), pipe(x + 1)
     first.sum().backward()

@@ -9,7 +9,7 @@ import ctypes
 import logging
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeAlias
@@ -135,20 +135,11 @@ def is_one_generator(generator: torch.Generator, other: torch.Generator) -> bool
 class Operations(TorchDispatchMode):
     """Sees the tensors that operations inside make; it may be entered again and again, by one thread at a time."""
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Sees an operation."""
-        given = tree_leaves((args, kwargs or {}))
         made = func(*args, **(kwargs or {}))
-        self.see(
-            [leaf for leaf in given if isinstance(leaf, Tensor)],
-            [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)],
-        )
+        given, came = tree_leaves((args, kwargs or {})), tree_leaves(made)
+        self.see([leaf for leaf in given if isinstance(leaf, Tensor)], [t for t in came if isinstance(t, Tensor)])
         return made
 
     @abstractmethod

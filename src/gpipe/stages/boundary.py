@@ -220,8 +220,9 @@ def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iter
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            yield from node.next_functions
-            todo += [behind for behind, _ in node.next_functions]
+            for edge in node.next_functions:
+                yield edge
+                todo.append(edge[0])
 
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
@@ -244,8 +245,11 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Ten
     >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
     [True]
     """
-    found = {node: getattr(node, "variable", None) for node, _ in _edges_behind(roots, until) if node not in until}
-    return [leaf for leaf in found.values() if leaf is not None]
+    found: dict[Node, Tensor] = {}
+    for node, _ in _edges_behind(roots, until):
+        if node is not None and hasattr(node, "variable") and node not in until:
+            found[node] = node.variable
+    return list(found.values())
 
 
 def failed_node(error: BaseException) -> int | None:

@@ -8,6 +8,7 @@ every forward, and larger ones by their version alone. A recompute works on a co
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -45,7 +46,7 @@ class Buffers:
     def find(self) -> None:
         """Looks the modules up anew, which may have come or gone since the last step."""
         self._copies.clear()
-        self._parts = list(dict.fromkeys(part for root in self.modules for part in root.modules()))
+        self._parts = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.modules))))
 
     def forget(self) -> None:
         """Lets go of the copies, behind a forward that nobody compared with them."""

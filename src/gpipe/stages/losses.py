@@ -321,13 +321,7 @@ class LossReader(TorchFunctionMode):
         super().__init__()
         self.calls = calls
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Sees a function of torch."""
         if (loss := read_loss_call(getattr(func, "__name__", ""), args, kwargs or {})) is not None:
             self.calls.append(loss)

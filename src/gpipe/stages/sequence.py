@@ -315,9 +315,7 @@ class RemoteParameter(nn.Parameter):
             raise RuntimeError(HELD.format(layer=self.layer, instead=TRAIN))
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuses what needs values; attributes, sizes, copies and moves are as of any tensor on the meta device."""
         named = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", "") if named == "__get__" else named

@@ -184,7 +184,7 @@ class Stage:
         if any(_share_storage(one, other) for one in changed for other in tensors_in(value)):
             raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
         values = [*(call.held[stash].unchanged(stash) for _, stash in departing), made]
-        popped = {pop.name: self._pop(pop, call) for pop in for_loss}
+        popped = {pop.name: self._pop(pop, call) for pop in for_loss} if for_loss else {}
         return StageOutput(values, popped, frozenset(map(id, changed)))
 
     def _run(self, value: Tree, call: StageCall) -> Tree:
