@@ -32,10 +32,6 @@ def labels(*shape: int, ignored: int = -100) -> Tensor:
     return found
 
 
-def signs() -> Tensor:
-    return torch.randint(2, (ROWS, CLASSES)).double() * 2 - 1
-
-
 Case = tuple[Callable[..., Any], Callable[[], Tensor]]
 real = partial(torch.rand, ROWS, CLASSES, dtype=torch.float64)
 
@@ -47,30 +43,19 @@ class Inherits(nn.CrossEntropyLoss):
 ELEMENTWISE: dict[str, Case] = {
     "mse": (nn.MSELoss(), real),
     "mse function": (F.mse_loss, real),
-    "l1": (nn.L1Loss(), real),
-    "l1 function": (F.l1_loss, real),
-    "smooth l1": (nn.SmoothL1Loss(beta=0.3), real),
-    "huber": (nn.HuberLoss(delta=0.3), real),
     "huber function": (partial(F.huber_loss, delta=0.3), real),
     "bce with logits": (nn.BCEWithLogitsLoss(weight=WEIGHT, pos_weight=2 * WEIGHT), real),
     "bce with logits function": (partial(F.binary_cross_entropy_with_logits, pos_weight=WEIGHT), real),
-    "bce": (lambda output, target: F.binary_cross_entropy(output.sigmoid(), target), real),
     "kl div batchmean": (nn.KLDivLoss(reduction="batchmean"), one_hot_targets),
     "kl div function": (partial(F.kl_div, reduction="batchmean", log_target=True), real),
     "poisson": (nn.PoissonNLLLoss(), real),
     "gaussian": (partial(F.gaussian_nll_loss, var=1.5), real),
-    "soft margin": (nn.SoftMarginLoss(), signs),
-    "hinge": (nn.HingeEmbeddingLoss(), signs),
-    "multi-label soft margin": (nn.MultiLabelSoftMarginLoss(weight=WEIGHT), lambda: (signs() + 1) / 2),
-    "multi-label margin": (nn.MultiLabelMarginLoss(), lambda: torch.tensor([[1, -1, -1], [0, 2, -1]] * 4)[:ROWS]),
     "multi-margin": (nn.MultiMarginLoss(weight=WEIGHT), lambda: torch.randint(CLASSES, (ROWS,))),
     "sum": (nn.MSELoss(reduction="sum"), real),
-    "sum function": (partial(F.l1_loss, reduction="sum"), real),
     "sum, nested": (partial(partial(F.l1_loss, reduction="mean"), reduction="sum"), real),
     "mean of old": (partial(F.mse_loss, size_average=True), real),
     "sum function of old": (partial(F.mse_loss, size_average=False), real),
     "partial of a module": (partial(nn.MSELoss(reduction="sum")), real),
-    "a forward": (nn.MSELoss(reduction="sum").forward, real),
 }
 ENTROPIES: dict[str, Case] = {
     "entropy": (nn.CrossEntropyLoss(), labels),

@@ -123,37 +123,6 @@ def test_a_random_loss_is_keyed_like_a_layer_behind_the_last(remat: str, partiti
     assert torch.equal(untouched, torch.get_rng_state())
 
 
-# A layer that begins to draw.
-
-
-class Later(nn.Module):
-    """Draws only when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = False
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        return x * torch.rand(len(x), 1) if self.draws else x
-
-
-@pytest.mark.parametrize("way", ["step", "call"])
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-@pytest.mark.parametrize("partitions", [1, 3])
-def test_a_layer_that_begins_to_draw_is_keyed_from_its_first_draw(partitions: int, driver: str, way: str) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Later(), nn.Linear(WIDTH, 2)]
-    plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, partitions, M, driver=driver, seed=7)
-    for step in range(4):
-        for some in (layers, plain):
-            some[1].draws = step % 2 == 1  # type: ignore[assignment]
-        assert same_bits(run(pipe, way), run_plainly(plain, way, step))
-        assert_same_bits(pipe, plain)
-
-
 def test_a_seed_is_drawn_once_from_torchs_generator() -> None:
     seeds = []
     for _ in range(2):
