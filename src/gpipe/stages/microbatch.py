@@ -141,7 +141,7 @@ def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
         else [leaf.tensor if isinstance(leaf, Whole) else leaf] * parts
         for _, leaf in leaves
     ]
-    return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)] if columns else [tree] * parts
+    return [tree_unflatten([column[part] for column in columns], spec) for part in range(parts)]
 
 
 def merge(parts: Sequence[Tree]) -> Tree:
