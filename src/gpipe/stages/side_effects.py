@@ -150,7 +150,6 @@ class FirstRunCheck:
         self._run, self._stage = run, run.stage
         self._layers = {str(layer): layer.module for layer in run.stage.layers}
         self._began = snapshot(self._layers)
-        self._gradients = run.stage.gradients()
         self._written: list[str] = []  # weights, by a backward
         self._forwards = 0
         self.begin()
