@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed.reduce import BUCKET, _buckets, _pieces
+from gpipe.distributed.reduce import BUCKET
 from gpipe.schedule.schedules import SCHEDULES
 from tests.support.jobs import data_parallel as jobs
 from tests.support.jobs.training import Json
@@ -252,19 +252,6 @@ def test_a_layer_may_be_spread_over_ranks_of_its_own(at: int, torchs_own: list[J
 
 
 # Examples.
-
-
-def test_small_gradients_travel_together_and_large_ones_in_pieces() -> None:
-    given = [torch.zeros(3), torch.zeros(5, 2), torch.zeros(4, dtype=torch.float64), torch.zeros(BUCKET // 2 + 1)]
-    assert list(_buckets(_pieces([]))) == []
-    buckets = _buckets(_pieces(given))
-    assert [[piece.numel() for piece in bucket] for bucket in buckets] == [
-        [3, 10],
-        [4],
-        [BUCKET // 4],
-        [BUCKET // 4],
-        [1],
-    ]
 
 
 def test_what_cannot_be_together_is_refused() -> None:

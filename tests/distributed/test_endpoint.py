@@ -122,18 +122,6 @@ def test_two_that_send_more_than_fits_take_meanwhile_what_their_rows_have(kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_row_does_not_have_yet_is_not_taken(kind: type[Connection]) -> None:
-    with endpoints(2, kind) as (first, second):
-        second.expect({label_of(1): 5, label_of(0): 0}, {0}, lambda peer, seen: "")
-        send(first, 1, 0)
-        send(first, 1, 1)
-        receive(second, 0, 0)
-        assert not second._early
-        second.reach(5)
-        receive(second, 0, 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("as_source", [False, True])
 def test_a_message_that_comes_just_before_the_wait_is_seen(
     as_source: bool, kind: type[Connection], monkeypatch: pytest.MonkeyPatch

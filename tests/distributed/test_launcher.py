@@ -20,15 +20,6 @@ def test_workers_end_soon_after_their_launcher_was_killed(stuck: int, tmp_path: 
         assert launched.orphans(240) == []
 
 
-def test_the_look_sees_orphans_and_they_are_ended(tmp_path: Path) -> None:
-    """They have made no pipe, and so nothing watches the launcher."""
-    with torchrun(2, "tests.support.jobs.late_worker", str(tmp_path), folder=tmp_path) as launched:
-        wait_for(launched, [tmp_path / f"joined_{rank}" for rank in range(2)], limit=240)
-        orphans = launched.orphans(0.5)
-    assert len(orphans) == 2
-    assert launched.workers() == []
-
-
 def test_workers_end_also_if_their_launcher_was_killed_before_they_made_a_pipe(tmp_path: Path) -> None:
     """They have joined the group; who their parent is by the time that they make a pipe tells nothing any more."""
     with torchrun(2, "tests.support.jobs.late_worker", str(tmp_path), folder=tmp_path) as launched:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.distributed.nccl import matchings, pairs_of
+from gpipe.distributed.nccl import matchings
 from tests.support.jobs import process_groups as jobs
 from tests.support.jobs.training import MICRO_BATCHES, faulty_layer, reference
 from tests.support.jobs.values import REFUSED, expected, unrefused
@@ -36,13 +36,6 @@ def test_no_process_has_two_peers_of_one_number_and_few_numbers_are_enough(pairs
     assert all(count == 1 for count in used.values())
     degree = max(Counter(process for pair in pairs for process in pair).values(), default=0)
     assert len(set(found.values())) <= max(0, 2 * degree - 1)
-
-
-@given(st.integers(1, 5), st.integers(1, 4))
-def test_a_chain_of_stages_needs_two_numbers_and_each_replica_one_more_at_most(stages: int, replicas: int) -> None:
-    chain = {(stage, stage + 1) for stage in range(stages - 1)}
-    assert len(set(matchings(pairs_of(stages, 1, chain)).values())) <= 2
-    assert len(set(matchings(pairs_of(stages, replicas, chain)).values())) <= 2 * (replicas + 1) - 1
 
 
 @pytest.mark.parametrize("name", STORIES)

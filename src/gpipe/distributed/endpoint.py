@@ -206,6 +206,13 @@ class Endpoint:
             raise damaged(peer, "gradients in place of a value")
         return message.value
 
+    def swap(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:
+        """Sends each process a value, and gathers what they send, in their order; this process gets its own."""
+        for peer, value in values.items():
+            if peer != self.rank:
+                self.send_value(peer, label, value)
+        return [value if peer == self.rank else self.receive_value(peer, label) for peer, value in values.items()]
+
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
         link, groups = self.links[peer], self._groups

@@ -8,13 +8,11 @@ import hmac
 import os
 import secrets
 import selectors
-import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpipe.distributed.agree import agree
@@ -102,31 +100,29 @@ class Listener:
     def __init__(self, *, crosses_hosts: bool) -> None:
         host, port = own_host() if crosses_hosts else "", 0
         os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
-        is_long = len(tempfile.gettempdir()) > LONGEST_FOLDER
+        folder = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None
         self._sockets: list[socket.socket] = []
-        self._folder = tempfile.mkdtemp(prefix="gpipe-", dir="/tmp" if is_long else None)  # mode 0700
-        try:
-            self._listen(socket.AF_UNIX, str(Path(self._folder) / "listener"))
+        with ExitStack() as opened:
+            made = tempfile.TemporaryDirectory(prefix="gpipe-", dir=folder, ignore_cleanup_errors=True)
+            folder = opened.enter_context(made)  # of mode 0700
+            self._listen(opened, socket.AF_UNIX, f"{folder}/listener")
             if crosses_hosts:
-                host, port = self._listen(socket.AF_INET, (host, 0))
-        except BaseException:
-            self.__exit__()
-            raise
-        self.address = Address(self._folder, host, port, secrets.token_hex(16))
+                host, port = self._listen(opened, socket.AF_INET, (host, 0))
+            self._opened = opened.pop_all()
+        self.address = Address(folder, host, port, secrets.token_hex(16))
 
-    def _listen(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> Any:
-        self._sockets.append(socket.socket(family))
-        self._sockets[-1].bind(address)
-        self._sockets[-1].listen(1024)
-        return self._sockets[-1].getsockname()
+    def _listen(self, opened: ExitStack, family: socket.AddressFamily, address: str | tuple[str, int]) -> Any:
+        listening = opened.enter_context(socket.socket(family))
+        listening.bind(address)
+        listening.listen(1024)
+        self._sockets.append(listening)
+        return listening.getsockname()
 
     def __enter__(self) -> "Listener":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for listening in self._sockets:
-            listening.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._opened.close()
 
     def accept(self, peers: range, seconds: float, check: Callable[[], None]) -> dict[tuple[int, str], socket.socket]:
         """Takes the connections of these peers, and keeps no stranger, nor waits for one.

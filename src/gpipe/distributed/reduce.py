@@ -153,11 +153,7 @@ def check_lockstep(net: Endpoint, position: Position, micro_batches: int, why: s
 
 def gather_replicas(net: Endpoint, position: Position, label: Label, value: Tree) -> list[Any]:
     """Gathers a value from each replica, by replica; once a run for each label."""
-    peers = position.ranks_of_row
-    for peer in peers:
-        if peer != net.rank:
-            net.send_value(peer, label, value)
-    return [value if peer == net.rank else net.receive_value(peer, label) for peer in peers]
+    return net.swap(label, dict.fromkeys(position.ranks_of_row, value))
 
 
 def reduces_itself(parameter: Tensor) -> bool:

@@ -108,20 +108,21 @@ class WorldChannel:
             atexit.unregister(self._hang_up)
 
     def _receive_all(self, peer: int) -> None:
+        def receive(count: int, dtype: torch.dtype) -> Tensor:
+            memory = torch.empty(count, dtype=dtype, device="cpu")
+            self._group.recv([memory], peer, self._tag).wait(FOREVER)  # for those who wait to say what is too long
+            return memory
+
         message = VALUE
         try:
             while message[:1] == VALUE:
-                (size,) = self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), peer).tolist()
+                size = int(receive(1, torch.int64))
                 if not 0 < size <= LARGEST_MESSAGE_BYTES:
                     raise RuntimeError(f"a message of {size} bytes")
-                message = self._receive(torch.empty(size, dtype=torch.uint8, device="cpu"), peer).numpy().tobytes()
+                message = receive(size, torch.uint8).numpy().tobytes()
                 self.received.put((peer, message))
         except RuntimeError:
             self.received.put((peer, b""))
-
-    def _receive(self, memory: Tensor, peer: int) -> Tensor:
-        self._group.recv([memory], peer, self._tag).wait(FOREVER)  # how long is too long is for those to say who wait
-        return memory
 
     def _await_sent(self) -> None:
         for work, _ in self._under_way:

@@ -73,21 +73,16 @@ class Synced:
         """The statistics of each replica, by replica."""
         if again:
             return self.kept.pop(label)
-        gathered = torch.stack(self._gather(label, dict.fromkeys(self.peers, own)))
+        gathered = torch.stack(self.net.swap(label, dict.fromkeys(self.peers, own)))
         self.kept[label] = gathered
         return gathered
 
     def sum_back(self, label: Label, gradients: Tensor) -> Tensor:
         """The gradient of the statistics of this replica, from those that all replicas have of all statistics."""
         back = Label(label.route, label.micro_batch, gradient=True)
-        first, *others = self._gather(back, dict(zip(self.peers, gradients, strict=True)))
-        return sum(others, start=first)
-
-    def _gather(self, label: Label, values: dict[int, Tensor]) -> list[Tensor]:
-        for peer, tensor in values.items():
-            if peer != self.net.rank:
-                self.net.send_value(peer, label, tensor.contiguous())
-        return [values[peer] if peer == self.net.rank else self.net.receive_value(peer, label) for peer in self.peers]
+        parts = self.net.swap(back, dict(zip(self.peers, gradients.contiguous(), strict=True)))
+        total: Tensor = sum(parts[1:], start=parts[0])
+        return total
 
 
 def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
