@@ -109,9 +109,8 @@ def test_a_rank_that_never_makes_a_pipe_is_missed() -> None:
     assert outcomes[0].error, told_by(outcomes)
 
 
-def test_who_loses_a_rank_in_a_save_is_told_which_save(tmp_path: Path) -> None:
+def test_who_loses_a_rank_in_a_save_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     first, _ = run_ranks(2, jobs.dies_in_save, str(tmp_path))
     assert first.error == "RemoteError"
     assert "rank 1 is gone" in first.told
-    assert f"while a checkpoint was saved to {tmp_path}" in first.told
     assert not list(tmp_path.glob("step_*"))

@@ -12,7 +12,7 @@ import torch
 
 from gpipe.distributed.connection import Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.failures import Seen, Status
+from gpipe.distributed.failures import Status
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
 
@@ -33,7 +33,7 @@ def endpoints(
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         links[one][other], links[other][one] = (kind(*ends) for ends in zip(streams, news, strict=True))
     statuses = [Status() for _ in range(count)]
-    shown = dict(enumerate(status.memory for status in statuses)) if kind.is_local else {}
+    shown = dict(enumerate(statuses)) if kind.is_local else {}
     made = [Endpoint(rank, links[rank], limit, statuses[rank], shown) for rank in range(count)]
     try:
         for net in made:
@@ -90,4 +90,4 @@ def exchange(net: Endpoint, told: bytes) -> list[Any]:
 
 def waits(net: Endpoint) -> bool:
     """Whether a rank waits for others."""
-    return Seen.read(net.status.memory).waits
+    return net.status.waits

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.failures import Seen, Status
+from gpipe.distributed.failures import Status
 from gpipe.distributed.mesh import host_name
 from gpipe.distributed.reduce import (
     add_over_replicas,
@@ -266,7 +266,7 @@ class ProcessContext(Context):
         return aside
 
 
-def describe_peer(engine: Engine, program: Program, peer: int, seen: Seen) -> str:
+def describe_peer(engine: Engine, program: Program, peer: int, seen: Status) -> str:
     """In words, where another process of this host was last seen."""
     rank = peer % program.ranks
     row = program.rows[rank]
@@ -281,11 +281,11 @@ class _Watched(list[int]):
     """Sequence numbers of the layers begun, whose count the other processes can see."""
 
     def __init__(self, status: Status) -> None:
-        self._count = status.layers
+        self._status = status
 
     def append(self, number: int) -> None:
         super().append(number)
-        self._count[0] = len(self)
+        self._status.layers = len(self)
 
 
 # Timelines of all processes, put together: each sends what it recorded of a run.

@@ -16,7 +16,6 @@ What a process is woken by while it waits for others.
 
 import logging
 import math
-import mmap
 import os
 import select
 import time
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from gpipe.distributed.codec import Encoded, encode, payload_of
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Report, Seen, Status, in_no_step
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Memory, Report, Status, in_no_step
 from gpipe.distributed.frames import Damaged, Gone, damaged
 from gpipe.distributed.nccl import Coming, NcclGroups
 from gpipe.stages.boundary import BoundaryValue
@@ -92,7 +91,7 @@ class Endpoint:
         links: Mapping[int, Connection],
         limit: float,
         status: Status,
-        shared: Mapping[int, mmap.mmap],
+        shared: Mapping[int, Memory],
         groups: NcclGroups | None = None,
     ) -> None:
         self.rank = rank
@@ -137,7 +136,7 @@ class Endpoint:
         self.expect({}, (), in_no_step)
         self._check(self.links)
 
-    def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Seen], str]) -> None:
+    def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Status], str]) -> None:
         """Begins the actions of a rank, by which messages are due from these sources."""
         self.due, self._sources, self.detector.sees = due, sources, sees
         self.reach(0)
@@ -259,11 +258,11 @@ class Endpoint:
             return  # came meanwhile, and is not announced again
         self._poll.watch(watched)
         started = time.perf_counter()
-        self.status.wait(True)
+        self.status.waits = True
         is_control = self._sleep(peer)
         if is_control is None:
             self.detector.raise_timeout(peer)  # still seen to wait, by those who give up at the same time
-        self.status.wait(False)
+        self.status.waits = False
         self.waited += time.perf_counter() - started
         if is_control:
             self._check(([peer] if writing else []) if self._parting else self.links)

@@ -1,66 +1,55 @@
-"""What a process reports to the others of its failure, what they raise of it, and where they last saw who is silent.
+"""What a process reports to others of its failure, what they raise of it, and where they last saw who is silent."""
 
-What a process is at, for the others of its host to see: also when it is stuck or gone, and can say nothing.
-"""
-
+import ctypes
 import json
 import mmap
 import select
-import struct
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Self, TypeAlias
 
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.frames import Damaged, Gone, damaged, reading
 from gpipe.errors import RemoteError, folded, heard
 
-_STATUS = struct.Struct("<IiI?d")
-_LAYERS_OFFSET, _WAITS_OFFSET = 8, 12  # where these stand in it
 
+class Status(ctypes.Structure):
+    """What a process is at, in memory that the other processes of its host can read: also when it is stuck or gone.
 
-class Seen(NamedTuple):
-    """A process's run, its place in the actions (-1 outside), layers begun there, whether it waits, since when."""
+    Its run, its place in the actions (-1 outside) and since when, how many layers began there, whether it waits.
+    """
 
     run: int
     at: int
     layers: int
     waits: bool
     since: float
+    _fields_ = (
+        ("run", ctypes.c_uint32),
+        ("at", ctypes.c_int32),
+        ("layers", ctypes.c_uint32),
+        ("waits", ctypes.c_bool),
+        ("since", ctypes.c_double),
+    )
 
     @classmethod
-    def read(cls, memory: mmap.mmap) -> "Seen":
-        """What a process notes in such memory just now."""
-        return cls(*_STATUS.unpack_from(memory))
-
-
-class Status:
-    """A process's own words on what it is at, in memory that the others of its host can read: a file in a folder."""
-
-    def __init__(self, folder: str | None = None) -> None:
-        if folder is None:
-            self.memory = mmap.mmap(-1, _STATUS.size)
-        else:
-            with open(f"{folder}/status", "x+b") as file:
-                file.write(bytes(_STATUS.size))
-                file.flush()
-                self.memory = mmap.mmap(file.fileno(), _STATUS.size)
-        self.layers = memoryview(self.memory)[_LAYERS_OFFSET : _LAYERS_OFFSET + 4].cast("I")  # [0]: how many began
+    def shown_in(cls, folder: str) -> Self:
+        """That of this process, as a file in a folder."""
+        with open(f"{folder}/status", "x+b") as file:
+            file.write(bytes(ctypes.sizeof(cls)))
+            file.flush()
+            return cls.from_buffer(mmap.mmap(file.fileno(), 0))
 
     @staticmethod
-    def of_other(folder: str) -> mmap.mmap:
-        """What a process of this host shows in its folder."""
+    def memory_in(folder: str) -> mmap.mmap:
+        """The memory of another process's, to read."""
         with open(f"{folder}/status", "rb") as file:
-            return mmap.mmap(file.fileno(), _STATUS.size, prot=mmap.PROT_READ)
+            return mmap.mmap(file.fileno(), ctypes.sizeof(Status), prot=mmap.PROT_READ)
 
     def reach(self, run: int, at: int) -> None:
         """Notes a place among the actions."""
-        _STATUS.pack_into(self.memory, 0, run, at, 0, False, time.monotonic())
-
-    def wait(self, waits: bool) -> None:
-        """Notes whether this process waits for another."""
-        self.memory[_WAITS_OFFSET] = waits
+        self.run, self.at, self.layers, self.waits, self.since = run, at, 0, False, time.monotonic()
 
 
 SILENT_SECONDS = 2.5  # after which a host that should answer every second counts as out of reach
@@ -68,6 +57,10 @@ LONG_WAIT_SECONDS = 10.0  # after which a wait is warned of, once
 REPORT_SECONDS = 1.0  # from the end of a process's connection until its own report of why, at most
 LONGEST_TEXT = 20_000  # characters of a traceback, and of an exception's text
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+
+
+Memory: TypeAlias = Status | mmap.mmap
+"""Where a status stands."""
 
 
 class Report(NamedTuple):
@@ -120,9 +113,11 @@ class FailureDetector:
         sees: Says in words what a peer was last seen at.
     """
 
-    def __init__(self, links: Mapping[int, Connection], shared: Mapping[int, mmap.mmap], limit: float) -> None:
+    def __init__(
+        self, links: Mapping[int, Connection], shared: Mapping[int, Status | mmap.mmap], limit: float
+    ) -> None:
         self.run = 0
-        self.sees: Callable[[int, Seen], str] = in_no_step
+        self.sees: Callable[[int, Status], str] = in_no_step
         self.limit = limit  # seconds to wait for one
         self._links = links
         self._reports: list[Report] = []
@@ -165,9 +160,8 @@ class FailureDetector:
 
     def stuck(self, peer: int) -> list[int]:
         """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""
-        return (
-            self._silent() or [rank for rank, memory in self._shared.items() if not Seen.read(memory).waits] or [peer]
-        )
+        active = [rank for rank, memory in self._shared.items() if not Status.from_buffer_copy(memory).waits]
+        return self._silent() or active or [peer]
 
     def _silent(self) -> list[int]:
         return [peer for peer, link in self._links.items() if link.silent > SILENT_SECONDS]
@@ -183,7 +177,7 @@ class FailureDetector:
             return f"it cannot be reached: its host has not answered for {silent:.1f} s"
         if peer not in self._shared:
             return "it is on another host: see its own messages"
-        seen = Seen.read(self._shared[peer])
+        seen = Status.from_buffer_copy(self._shared[peer])
         if gone and (seen.run < self.run or seen.at < 0):
             return f"it ended outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"
         if seen.run < self.run or seen.at < 0:
@@ -204,6 +198,6 @@ class FailureDetector:
         return sorted(peers[handle] for handle, _ in poll.poll(0))
 
 
-def in_no_step(peer: int, seen: Seen) -> str:
+def in_no_step(peer: int, seen: Status) -> str:
     """What a process is at while none of the words of a step hold."""
     return "outside of any step"

@@ -50,9 +50,9 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
     hosts = [rendezvous.hosts[member] for member in position.members]
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
     with ExitStack() as on_failure, Listener(crosses_hosts=len(local) < len(hosts)) as listener:
-        status = Status(listener.address.folder)
+        status = Status.shown_in(listener.address.folder)
         addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
-        shared = {peer: Status.of_other(addresses[peer].folder) for peer in local - {position.rank}}
+        shared = {peer: Status.memory_in(addresses[peer].folder) for peer in local - {position.rank}}
         sockets: dict[tuple[int, str], socket.socket] = {}
         for peer in range(position.rank):
             for stream in STREAMS:
