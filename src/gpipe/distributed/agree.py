@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.frames import Damaged, damaged, reading
+from gpipe.distributed.frames import reading
 from gpipe.distributed.mesh import Position
 from gpipe.errors import RemoteError
 from gpipe.stages.messages import Control, Label
@@ -114,14 +114,11 @@ def agree(
 
 
 def _read(rank: int, message: bytes) -> dict[str, Any]:
-    try:
-        with reading("a message"):
-            remote: dict[str, Any] = json.loads(message.decode())
-            if remote.keys() != {"value", "same", "fault"} or not isinstance(remote["same"], dict):
-                raise ValueError(f"{sorted(remote)}")
-            return remote
-    except Damaged as error:
-        raise damaged(rank, error) from error
+    with reading("a message", rank):
+        remote: dict[str, Any] = json.loads(message.decode())
+        if remote.keys() != {"value", "same", "fault"} or not isinstance(remote["same"], dict):
+            raise ValueError(f"{sorted(remote)}")
+        return remote
 
 
 def differences(settings: Mapping[int, Mapping[str, str]]) -> list[str]:
@@ -183,12 +180,9 @@ def follow_first(
                 net.send_value(peer, label, text)
         return
     text = net.receive_value(first, label)
-    try:
-        with reading("a header"):
-            theirs, given = json.loads(bytes(text.tolist()))
-            is_same_call, has_same_mode = (theirs.get(words) == own.get(words) for words in (CALLED, GRADIENTS))
-    except Damaged as error:
-        raise damaged(first, error) from error
+    with reading("a header", first):
+        theirs, given = json.loads(bytes(text.tolist()))
+        is_same_call, has_same_mode = (theirs.get(words) == own.get(words) for words in (CALLED, GRADIENTS))
     if is_same_call and has_same_mode:
         own[PROGRAM] = str(take(*given))
     else:

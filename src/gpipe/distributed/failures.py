@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, NoReturn, Self, TypeAlias
 
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.frames import Damaged, Gone, damaged, reading
+from gpipe.distributed.frames import Gone, reading
 from gpipe.errors import RemoteError, folded, heard
 
 
@@ -89,12 +89,11 @@ class Report(NamedTuple):
 
     @classmethod
     def read(cls, written: bytes) -> "Report":
-        """Reads what `write` gave, or raises `Damaged`."""
-        with reading("a report"):
-            match json.loads(written.decode("utf-8", "surrogatepass")):
-                case [int(run), int(rank), str(type_name), str(message), str(text)]:
-                    return cls(run, rank, type_name, message, text)
-            raise ValueError("another message")
+        """Reads what `write` gave; a ValueError says that this is none."""
+        match json.loads(written.decode("utf-8", "surrogatepass")):
+            case [int(run), int(rank), str(type_name), str(message), str(text)]:
+                return cls(run, rank, type_name, message, text)
+        raise ValueError("another message")
 
     def write(self) -> bytes:
         """The report as it is sent: short enough for what a socket takes at once."""
@@ -126,10 +125,8 @@ class FailureDetector:
     def check(self, needed: Collection[int]) -> list[int]:
         """Reads the control channels, and raises a failure of this run; gives who is gone and not needed any more."""
         for peer, link in self._links.items():
-            try:
+            with reading("a report", peer):
                 self._reports += [Report.read(message) for message in link.control.read() if message]
-            except Damaged as error:
-                raise damaged(peer, error) from error
         self._reports = [report for report in self._reports if report.run >= self.run]
         for report in self._reports:
             if report.run == self.run:

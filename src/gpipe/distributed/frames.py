@@ -48,12 +48,14 @@ def damaged(peer: int, error: object) -> RemoteError:
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """While something is read that may be damaged."""
+def reading(what: str, peer: int | None = None) -> Iterator[None]:
+    """While something is read that may be damaged; if it is known whose it is, a RemoteError says so."""
     try:
         yield
     except (ValueError, TypeError, LookupError, RuntimeError, RecursionError, OverflowError, AttributeError) as error:
-        raise Damaged(f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}") from error
+        said = f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}"
+        found = error if isinstance(error, Damaged) else Damaged(said)
+        raise (found if peer is None else damaged(peer, found)) from error
 
 
 @contextmanager

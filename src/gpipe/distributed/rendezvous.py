@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gpipe.distributed.agree import Communicator, agree
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, SILENT_SECONDS, Report
-from gpipe.distributed.frames import Damaged, damaged
+from gpipe.distributed.frames import reading
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.errors import heard
 
@@ -227,10 +227,8 @@ class Rendezvous(Communicator):
 
     def _failure(self, peer: int, message: bytes) -> Report:
         if message:
-            try:
+            with reading("a report", peer):
                 return Report.read(message)
-            except Damaged as error:
-                raise damaged(peer, error) from error
         text = f"rank {peer} is gone; it ended {self.phase}"
         if self.phase == COMING and time.monotonic() - self._began > SILENT_SECONDS:  # gloo reports both alike
             text += ". Or it lives, and a collective that it waits in timed out: is GPipe(...) called on every rank?"
