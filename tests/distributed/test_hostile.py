@@ -113,20 +113,6 @@ HOSTILE_LAYOUTS = {
 }
 
 
-def test_what_hostile_layouts_are_made_of_is_read() -> None:
-    back = decode(layout_of([3], [1]).encode(), bytearray(64))
-    assert isinstance(back, BoundaryValue)
-    assert back.value.tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("name", HOSTILE_LAYOUTS)
-def test_a_hostile_layout_is_refused(name: str) -> None:
-    before = set(sys.modules)
-    with pytest.raises(Damaged):
-        decode(HOSTILE_LAYOUTS[name].encode(), bytearray(64))
-    assert set(sys.modules) == before
-
-
 TREES: dict[str, Any] = {
     "torch's own text": [1, {"type": "builtins.list", "context": "null", "children_spec": []}],
     "a module of its choice": ["planted.Class", None, [None]],
@@ -146,14 +132,21 @@ TREES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_a_tree_names_only_what_is_known_here(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_layout_is_refused_and_names_only_what_is_known_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "planted.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(Damaged):
-        decode(tree_of(TREES[name]).encode(), bytearray(8))
-    assert "planted" not in sys.modules
+    before = set(sys.modules)
+    for name, layout in (HOSTILE_LAYOUTS | {name: tree_of(tree) for name, tree in TREES.items()}).items():
+        with pytest.raises(Damaged):
+            pytest.fail(f"{name}: {decode(layout.encode(), bytearray(64))}")
+    assert set(sys.modules) == before
     assert not (tmp_path / "ran").exists()
+    back = decode(layout_of([3], [1]).encode(), bytearray(64))  # what these are made of is read
+    assert isinstance(back, BoundaryValue)
+    assert isinstance(back.value, torch.Tensor)
+    assert back.value.tolist() == [0.0, 0.0, 0.0]
 
 
 class Kept:
@@ -283,20 +276,14 @@ NEWS = {
     "another run": b'["1", 1, "", "", ""]',
     "a list": b"[1]",
     "no text": b"\xff\xfe",
+    "without end": b"",
 }
 
 
 @pytest.mark.parametrize("name", NEWS)
-def test_hostile_news_name_the_peer(name: str) -> None:
-    with at_the_mercy(Connection) as (net, _, news):
-        news.sendall(struct.pack("<I", len(NEWS[name])) + NEWS[name])
-        with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
-            net.receive(1, label_of(0))
-
-
-def test_news_without_end_name_the_peer() -> None:
-    with at_the_mercy(Connection) as (net, _, news):
-        news.sendall(struct.pack("<I", LARGEST_CONTROL_BYTES + 1))
+def test_hostile_reports_name_the_peer(name: str) -> None:
+    with at_the_mercy(Connection) as (net, _, control):
+        control.sendall(struct.pack("<I", len(NEWS[name]) or LARGEST_CONTROL_BYTES + 1) + NEWS[name])
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
             net.receive(1, label_of(0))
 
