@@ -27,7 +27,6 @@ from gpipe.errors import heard
 
 HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
 STREAMS = ("messages", "control")
-LONGEST_FOLDER = 70  # characters: the path of a socket may have about 100
 LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, unless the group's timeout is less
 POLL_SECONDS = 0.02  # between two looks whether another process has failed
 
@@ -100,10 +99,10 @@ class Listener:
     def __init__(self, *, crosses_hosts: bool) -> None:
         host, port = own_host() if crosses_hosts else "", 0
         os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
-        folder = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk behind what others look at
         self._sockets: list[socket.socket] = []
         with ExitStack() as opened:
-            made = tempfile.TemporaryDirectory(prefix="gpipe-", dir=folder, ignore_cleanup_errors=True)
+            made = tempfile.TemporaryDirectory(prefix=f"gpipe-{os.getpid()}-", dir=memory, ignore_cleanup_errors=True)
             folder = opened.enter_context(made)  # of mode 0700
             self._listen(opened, socket.AF_UNIX, f"{folder}/listener")
             if crosses_hosts:

@@ -286,7 +286,7 @@ def leave(rank: int, world: int, folder: str, when: int) -> Json:
 
 
 def named_memory() -> list[str]:
-    return [path.name for path in Path("/dev/shm").iterdir() if "gpipe" in path.name]
+    return [path.name for path in Path("/dev/shm").iterdir() if f"gpipe-{os.getpid()}-" in path.name]
 
 
 def _listening_in(folder: str) -> list[str]:
