@@ -222,22 +222,14 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
 def flat(tensor: Tensor, extent: Extent) -> Tensor:
     """The elements of a tensor in one dimension, as they travel."""
     tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        for axis, count in enumerate(extent.size):  # without repetitions, which the copy would write out
-            tensor = tensor.narrow(axis, 0, count)
-        tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.view(-1)
-    count = (extent.end - extent.start) // tensor.element_size()
-    if tensor.stride() != extent.strides:  # resolved just now, or overlapping
-        if not extent.dense or extent.strides == _contiguous(extent.size):
-            return tensor.expand(extent.size).contiguous().view(-1)
-        tensor = torch.empty_strided(extent.size, extent.strides, dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
-    if extent.dense:
-        return tensor.as_strided((count,), (1,))
-    return tensor.as_strided(extent.size, extent.strides).contiguous().view(-1)
+    for axis, count in enumerate(extent.size):  # without repetitions, which a copy would write out
+        tensor = tensor.narrow(axis, 0, count)
+    strides = extent.strides if extent.dense else _contiguous(extent.size)
+    if tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
+        tensor = torch.empty_strided(extent.size, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:

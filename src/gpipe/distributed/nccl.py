@@ -1,7 +1,7 @@
 """Tensors on GPUs go from process to process by NCCL, and not through the hosts' memory.
 
-The links (local.py, tcp.py) carry what a message is; its tensors follow over a process group. Both ends use a group
-in the order in which the link brings the messages, so nothing else tells them which is which.
+The connection carries what a message is; its tensors follow over a process group. Both ends use a group in the order
+in which the connection brings the messages, so nothing else tells them which is which.
 
 NCCL has one queue a group, in which a send waits for its receive. In a queue for several peers, or for both
 directions, they could wait for each other in a ring. So there are a few pairs of groups, one each direction, and in
