@@ -150,9 +150,11 @@ class Run:
         weights = self.aliases.sources.values()
         several = self.trains and (len(engine.own) > 1 or weights)
         self.owners = WeightOwners(engine.own, weights) if several else None
-        self.ranks = [Rank(rank, stream, {}) for rank, stream in engine.streams.items()]
-        for rank in self.ranks:
-            for stage in engine.stages_of[rank.rank]:
+        self.ranks: list[Rank] = []
+        for number, stream in engine.streams.items():
+            rank = Rank(number, stream, {})
+            self.ranks.append(rank)
+            for stage in engine.stages_of[number]:
                 own = rank.stages[stage.index] = StageRun(stage)
                 if engine.deferred_batch_norm:
                     rank.deferred[stage.index] = DeferredStatistics.of(own.buffers.modules)
