@@ -67,7 +67,7 @@ UNDOCUMENTED = {
     "autocast_increment_nesting": {"runtime/threads.py"},
     "autocast_decrement_nesting": {"runtime/threads.py"},
     "BackwardCFunction": {"stages/boundary.py", "stages/rng.py"},
-    "conv_flop_count": {"planner/counts.py"},
+    "conv_flop_count": {"planner/profile.py"},
     "WeakIdKeyDictionary": {"stages/sequence.py"},
 }
 """Names without an underscore that torch does not document, or not for use, and the modules that use them."""

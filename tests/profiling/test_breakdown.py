@@ -150,13 +150,6 @@ def test_a_step_breaks_down_as_drawn() -> None:
     assert found.busy == (5 / 16, 5 / 16)
 
 
-def test_it_prints_as_a_table_that_sums_to_100_percent() -> None:
-    lines = str(breakdown([STEP])).splitlines()
-    shares = [float(line[16:22]) for line in lines if " % " in line]
-    assert round(sum(shares[:-1]), 6) == shares[-1] == 100
-    assert max(map(len, lines)) <= 92
-
-
 def test_replicas_are_told_apart() -> None:
     one = simulate(lowered(2, 3), [StageCost(1.0, 2.0)] * 2).timeline
     other = simulate(lowered(2, 3), [StageCost(1.5, 2.0)] * 2).timeline

@@ -1,7 +1,6 @@
 """Lanes show what the simulator says, on terminals of any width, with colours and without."""
 
 import re
-from itertools import pairwise
 
 import pytest
 
@@ -11,14 +10,13 @@ from gpipe.profiling.lanes import (
     fitted,
     lanes,
     lanes_text,
-    legend,
     letter_of,
     margin,
     needed,
     panel,
     rulers,
 )
-from gpipe.profiling.svg import is_bright, nth_stages, shade
+from gpipe.profiling.svg import nth_stages
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.schedules import SCHEDULES
@@ -83,18 +81,6 @@ def test_costs_that_are_no_multiples_of_each_other_are_drawn_in_proportion() -> 
         assert re.findall(r"[A-Z]\d", line) == [str(action)[1:] for action in row]
 
 
-def test_third_stages_have_marks() -> None:
-    assert "F0'" in lanes_text(program_of("interleaved", 2, 4, 3))
-    words = [str(line) for line in legend([timed("interleaved", 2, 4, 3)], colored=False)]
-    assert words[1] == "f, b at a rank's second stage; F', B' at a rank's third stage"
-
-
-def test_recorded_steps_can_be_drawn_too() -> None:
-    timeline = pipelined(2, 8)
-    assert find_ruler([timeline], 400) is not None
-    assert len(lanes(timeline, rulers([timeline])[0])) == 2
-
-
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_by_a_fitted_ruler_any_timeline_fills_the_width(width: int) -> None:
     tiny = Span(0, Action(Kind.RECOMPUTE, 0, 0), 0.0, 1e-9)
@@ -109,16 +95,3 @@ def test_in_a_fitted_lane_what_has_no_room_for_a_label_has_none() -> None:
     timeline = Timeline(1, tuple(Span(0, Action(Kind.FORWARD, 0, m), *when) for m, when in enumerate(spans)), 1.0)
     (lane,) = lanes(timeline, fitted([timeline], 28))
     assert lane.plain.rstrip() == "rank 0  F0------- F2-------"
-
-
-def test_colors_tell_kinds_and_stages_apart() -> None:
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
-    for stages in (1, 2, 3):
-        colors = [shade(kind, nth, stages) for kind in kinds for nth in range(stages)]
-        far = [
-            max(abs(int(a[i : i + 2], 16) - int(b[i : i + 2], 16)) for i in (1, 3, 5)) for a, b in pairwise(colors)
-        ]
-        assert len(set(colors)) == len(colors)
-        assert min(far) > 30
-    assert is_bright("#ffffff")
-    assert not is_bright("#000000")

@@ -125,21 +125,20 @@ def check_pairs(messages: Sequence[Message]) -> None:
             assert m.begun == max(m.asked, send.begun)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_reductions_are_of_the_gradients(ranks: int, pool: WorkerPool, tmp_path: Path) -> None:
-    recorded(pool, tmp_path, ranks, "gpipe", [12, 8])
-
-
-def test_micro_batches_may_be_uneven(pool: WorkerPool, tmp_path: Path) -> None:
-    recorded(pool, tmp_path, 2, "1f1b", [11])
-
-
-def test_messages_between_hosts_are_the_same(pool: WorkerPool, tmp_path: Path) -> None:
-    recorded(pool, tmp_path, 2, "interleaved", [11, 8], job=jobs.train_remotely)
-
-
-def test_tensors_that_go_by_process_groups_are_the_same(pool: WorkerPool, tmp_path: Path) -> None:
-    recorded(pool, tmp_path, 2, "gpipe", [11, 8], grouped=True)
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "rows", "how"),
+    [
+        (1, "gpipe", [12, 8], {}),
+        (2, "gpipe", [12, 8], {}),
+        (2, "1f1b", [11], {}),  # uneven micro-batches
+        (2, "interleaved", [11, 8], {"job": jobs.train_remotely}),
+        (2, "gpipe", [11, 8], {"grouped": True}),
+    ],
+)
+def test_so_it_is_with_replicas_hosts_and_process_groups(
+    ranks: int, schedule: str, rows: list[int], how: dict[str, Any], pool: WorkerPool, tmp_path: Path
+) -> None:
+    recorded(pool, tmp_path, ranks, schedule, rows, **how)
 
 
 words = st.sampled_from(["x:0>1", "output", "gradients"])

@@ -16,10 +16,15 @@ import gpipe
 from gpipe.profiling import read_report, report_json
 from gpipe.profiling.advice import advise, explain
 from tests.support.clock import Clock
+from tests.support.jobs import recorded
 from tests.support.plain_loop import squares, weights_of
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
 
 DRIVERS = pytest.mark.parametrize("driver", ["lockstep", "threads"])
 X, Y = torch.randn(8, 3), torch.randn(8, 3)
+CLOCKS_APART = 1.0
+"""Seconds: one host has one clock, but what else runs on it may hold up what the clocks are compared by."""
 
 
 class Slow(nn.Linear):
@@ -235,3 +240,14 @@ def test_what_cannot_be_recorded_is_told() -> None:
                 gpipe.record(pipe, keep=keep)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"given a Linear; give the gpipe.GPipe"):
         gpipe.record(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_has_all_ranks_and_parts_that_sum_to_its_wall_time(world: int, pool: WorkerPool) -> None:
+    for found in answers(pool.run(recorded.record, world=world)):
+        assert found["ranks"] == world
+        assert sum(found["shares"].values()) == pytest.approx(1)
+        asleep = recorded.STEPS * recorded.MICRO_BATCHES * 4 * recorded.SECONDS  # the first stage, at least
+        assert asleep <= found["seconds"] <= found["wall since all met"] + CLOCKS_APART
+        assert len(found["spans"]) == recorded.STEPS
+        assert all(found["spans"])

@@ -9,9 +9,8 @@ from torch import nn
 from gpipe.config.arguments import AUTO, Arguments, Costs, Driver
 from gpipe.config.check import Checked, check
 from gpipe.distributed.mesh import Position
-from gpipe.planner.counts import count_parameters
 from gpipe.planner.measure import as_in_training, measure_by, measure_seconds, memory_of
-from gpipe.planner.profile import count_flops, profile_layers
+from gpipe.planner.profile import count_flops, count_parameters, profile_layers
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.fitting import fitting_remat
 from gpipe.schedule.action import Kind

@@ -90,16 +90,12 @@ class Watches:
 
     def worked(self, run: Run, step: CompiledAction) -> None:
         """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
-        watch, recomputed = self.of(step.rank), run.connections[step.stage].recomputed
-        match step.action.kind:
-            case Kind.FORWARD if step.micro_batch not in recomputed:
-                watch.mark(loose=False)
-            case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
-                watch.mark(loose=True)
-                for tensor in self._arrived.pop((step.rank, step.stage, step.micro_batch), ()):
-                    watch.give_up(tensor)
-            case _:
-                watch.mark(loose=True)
+        watch, kind = self.of(step.rank), step.action.kind
+        keeps = kind is Kind.FORWARD and step.micro_batch not in run.connections[step.stage].recomputed
+        watch.mark(loose=not keeps)
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            for tensor in self._arrived.pop((step.rank, step.stage, step.micro_batch), ()):
+                watch.give_up(tensor)
 
     def end(self, layers: Mapping[int, Sequence[nn.Module]]) -> None:
         """Ends a run of ranks that have these layers."""

@@ -129,7 +129,7 @@ def _read(members: Mapping[str, Any]) -> Report:
         raise ValueError(f"its loss_each is {members['loss_each']!r}, and a loss is of a 'step' or an 'epoch'")
     return Report(
         title=str(members["title"]),
-        configuration={name: _setting(value) for name, value in members["configuration"].items()},
+        configuration=dict(members["configuration"]),
         timelines=tuple(map(_timeline, members["timelines"])),
         predicted=None if members["predicted"] is None else _timeline(members["predicted"]),
         shares=_amounts(members["shares"]),
@@ -143,12 +143,6 @@ def _read(members: Mapping[str, Any]) -> Report:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _setting(value: object) -> Setting:
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise TypeError(f"{value!r} in the configuration")
 
 
 def _amounts(each: Mapping[str, Any]) -> dict[str, float]:

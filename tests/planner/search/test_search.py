@@ -250,12 +250,6 @@ def test_one_device_of_little_memory_holds_one_micro_batch_after_the_other() -> 
     assert (plan.schedule, plan.micro_batches, plan.remat) == ("1f1b", 4, ("never",))
 
 
-def test_of_alike_shapes_the_one_of_fewest_stages_is_taken() -> None:
-    layers = tuple(LayerProfile("layer", Line(0, work), Line(0, 2 * work)) for work in (0.1, 0.7))
-    plan = search(Profile(layers), [Device(flops=1.0), Device(flops=1e-3)], 3)
-    assert plan.partitions == 1
-
-
 @pytest.mark.parametrize("layers", [4, 16])
 def test_more_devices_make_no_plan_slower(layers: int) -> None:
     profile = Profile((LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0)),) * layers)

@@ -33,14 +33,11 @@ class Device:
     name: str = ""
 
     def __post_init__(self) -> None:
+        units = {"memory": "bytes", "flops": "floating-point operations a second", "link": "bytes a second"}
         wrong = [
-            f"{name}={value!r}; give more than 0, in {unit}"
-            for name, value, unit in (
-                ("memory", self.memory, "bytes"),
-                ("flops", self.flops, "floating-point operations a second"),
-                ("link", self.link, "bytes a second"),
-            )
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0
+            f"{name}={value!r}; give more than 0, in {units[name]}"
+            for name, value in vars(self).items()
+            if name in units and (type(value) not in (int, float) or not value > 0)
         ]
         if self.flops == math.inf:
             wrong.append("flops=inf; give a finite number")
