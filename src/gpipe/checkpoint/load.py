@@ -21,7 +21,7 @@ from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Man
 from gpipe.checkpoint.part import first_names, names_of_parameters, why_not_by_name
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
-from gpipe.stages.tree import spread_like
+from gpipe.stages.layout import spread_like
 
 
 @dataclass
@@ -314,13 +314,13 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
 
 def _agree_which(folder: Path, team: Communicator) -> Found | None:
     """The checkpoint that all ranks load: rank 0 says which, since one host may see a newer `latest` than another."""
-    found, findings, failed = None, list[str](), FirstError()
+    known, findings, failed = None, list[str](), FirstError()
     with failed:
         try:
-            found = find(folder) if team.rank == 0 else None
+            if team.rank == 0 and (found := find(folder)):
+                known = [os.path.relpath(found.path, folder), found.sha256]
         except CheckpointError as wrong:
             findings = wrong.findings
-    known = found and [os.path.relpath(found.path, folder), found.sha256]
     known, findings = agree(team, [known, findings], same={"folder": str(folder)}, error=failed.error)[0]
     if findings:
         raise CheckpointError(folder, findings)

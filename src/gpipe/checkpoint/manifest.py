@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, TypeAlias, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
@@ -105,7 +104,7 @@ def is_of(value: object, wanted: Any) -> bool:
         return isinstance(value, dict) and all(is_of(item, inner[1]) for item in value.values())
     if inner:
         return any(is_of(value, one) for one in inner)
-    if fields := wanted is not NoneType and get_type_hints(wanted):
+    if fields := get_type_hints(wanted):
         return isinstance(value, dict) and all(key in value and is_of(value[key], fields[key]) for key in fields)
     return type(value) is wanted  # True is no number here
 

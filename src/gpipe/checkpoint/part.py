@@ -29,7 +29,7 @@ from gpipe.checkpoint.files import File, encoded, opened, put_file, why_not_stor
 from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
 from gpipe.errors import RemoteError
-from gpipe.stages.tree import full_tensor
+from gpipe.stages.layout import full_tensor
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -125,8 +125,7 @@ def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Par
     foreign = {*part.said["ties"].values(), *pipe.held_before} - set(part.said["names"])  # others save these
     groups, state = list[Group](), {}
     for at, group in enumerate(optimizer.param_groups):
-        strange = [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]
-        if strange:
+        if strange := [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]:
             part.mistakes.append(
                 f"group {at} of the optimizer has parameters of shapes {strange} that are not the pipe's; give them "
                 f"an optimizer of their own, and put its state into extra="

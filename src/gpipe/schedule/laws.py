@@ -93,11 +93,10 @@ def _disordered(program: Program) -> Iterator[str]:
     for first, second in combinations(range(program.ranks), 2):
         listed, too = messages(program, first, second), messages(program, second, first)
         both = {*listed} & {*too}  # the others are unmatched
-        for at, (ours, theirs) in enumerate(
-            zip(*([m for m in side if m in both] for side in (listed, too)), strict=True)
-        ):
-            if ours != theirs:
-                yield f"ranks {first} and {second} list message {at} differently: {ours} and {theirs}"
+        ours, theirs = ([message for message in side if message in both] for side in (listed, too))
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one != other:
+                yield f"ranks {first} and {second} list message {at} differently: {one} and {other}"
                 break
 
 
