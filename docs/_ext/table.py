@@ -84,7 +84,7 @@ class ProgramText(Table):
     def run(self) -> list[nodes.Node]:
         """Returns them as text."""
         program = self.program(self.arguments[0])
-        lines = (f"rank {rank}   " + " ".join(map(str, row)) for rank, row in enumerate(program.rows))
+        lines = (f"rank {rank}   " + " ".join(map(str, row)) for rank, row in enumerate(program.table))
         return [literal("\n".join(lines))]
 
 

@@ -98,8 +98,8 @@ def test_a_program_for_one_size_is_told_of_no_other() -> None:
 
 def test_a_program_that_breaks_the_laws_is_refused_with_what_it_breaks() -> None:
     program = three_stages(2, 3)
-    row = [action for action in program.rows[1] if action.kind is Kind.FORWARD or action.micro_batch]
-    said = refused(schedule=program.with_rows([program.rows[0], row]))
+    row = [action for action in program.table[1] if action.kind is Kind.FORWARD or action.micro_batch]
+    said = refused(schedule=program.with_table([program.table[0], row]))
     assert "breaks the laws" in said
     assert "stage 1, micro-batch 0" in said
     lowered = gpipe.GPipe(layers(), 2, 3, schedule=program).program

@@ -47,7 +47,7 @@ def walk(net: Endpoint, program: Program, size: int, pauses: random.Random) -> N
         assert action.micro_batch is not None
         return Label(numbers[action.route], action.micro_batch, action.carries_gradient)
 
-    row = program.rows[net.rank]
+    row = program.table[net.rank]
     due = {label(action): at for at, action in enumerate(row) if action.kind is Kind.RECEIVE}
     sources = {program.rank_of[action.peer.stage] for action in row if action.kind is Kind.RECEIVE}
     net.expect(due, sources, lambda peer, seen: f"at {seen.at}")

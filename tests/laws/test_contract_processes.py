@@ -101,7 +101,7 @@ def test_a_recording_has_the_spans_of_all_ranks_on_every_rank(world: int, pool: 
         assert all(0 <= start <= end for *_, start, end in spans)
         assert max(end for *_, end in spans) <= seconds
     done = sorted(action for _, action, *_ in first[0][2] if "RECEIVE" not in action)
-    assert done == sorted(str(a) for row in pipe.program.rows for a in row if a.kind.value in "FRB")
+    assert done == sorted(str(a) for row in pipe.program.table for a in row if a.kind.value in "FRB")
 
 
 @pytest.mark.parametrize("world", WORLDS)

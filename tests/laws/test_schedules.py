@@ -14,7 +14,7 @@ import gpipe
 from gpipe.schedule.action import COMPUTE, Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import SCHEDULES, rows_in_training
+from gpipe.schedule.schedules import SCHEDULES, table_in_training
 from gpipe.schedule.simulate import simulate
 from tests.support.placements import PLACEMENTS, placed
 from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, plain_outputs, squares
@@ -59,7 +59,7 @@ def test_what_a_rank_holds_is_what_the_table_states(name: str, driver: str, micr
         for layer in layers:
             layer.register_forward_hook(watch)
         pipe.step(x, y, squares)
-    rows = rows_in_training(SCHEDULES[name], rank_of, micro_batches)
+    rows = table_in_training(SCHEDULES[name], rank_of, micro_batches)
     program = Program.of(rows, micro_batches, rank_of=rank_of)
     peaks = simulate(program, [StageCost(1.0, 2.0, inside=1)] * program.stages).peak_bytes
     assert tuple(map(max, held)) == peaks
@@ -122,7 +122,7 @@ def test_a_recorder_has_every_action_on_its_rank(name: str, driver: str) -> None
         pipe.step(torch.randn(6, 8), torch.randn(6, 8), squares)
         program = pipe.program
     spans = [span for span in recording.timelines[-1].spans if span.action.kind in COMPUTE]
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(program.table):
         assert [span.action for span in spans if span.rank == rank] == [a for a in row if a.kind in COMPUTE]
 
 

@@ -112,7 +112,7 @@ def test_a_default_that_is_given_beside_a_plan_has_no_say() -> None:
     layers = [nn.Linear(8, 8) for _ in range(4)]
     plan = gpipe.find_plan(layers, torch.ones(4, 8), [HERE] * 2, partitions=2, micro_batches=4, schedule="1f1b")
     pipe = gpipe.GPipe(layers, plan=plan, schedule="gpipe", remat="always")
-    assert pipe.program.rows == gpipe.GPipe(layers, plan=plan).program.rows
+    assert pipe.program.table == gpipe.GPipe(layers, plan=plan).program.table
     with pytest.raises(ValueError, match="plan= says remat= already"):
         gpipe.GPipe(layers, plan=plan, remat="never")
 

@@ -24,7 +24,7 @@ def picture(function: Callable[..., object]) -> str:
 def test_the_picture_of_a_page_is_what_it_does(name: str) -> None:
     ranks = 3 if name in OF_ONE_STAGE else 2
     program = program_of(name, ranks, 5 if name == "zb_h2" else 4, 2 if name == "gpipe" else None)
-    assert picture(SCHEDULES[name].rows) == lanes_text(program)
+    assert picture(SCHEDULES[name].table) == lanes_text(program)
 
 
 def test_the_pictures_of_one_stage_a_rank_are_what_is_done() -> None:

@@ -36,7 +36,7 @@ def test_a_lane_has_the_actions_of_its_rank_in_order_and_idle_time_between(name:
     timeline = figures(program).timeline
     ruler = rulers([timeline])[0]
     nth = nth_stages(timeline)
-    for rank, (row, lane) in enumerate(zip(program.rows, lanes(timeline, ruler), strict=True)):
+    for rank, (row, lane) in enumerate(zip(program.table, lanes(timeline, ruler), strict=True)):
         labels = [(letter_of(a.kind, nth[rank, a.stage]), str(a.micro_batch)) for a in row]
         assert re.findall(r"([A-Za-z])(\d+)", lane.plain) == labels
         idle = sum(piece.end - piece.start for piece in lane.spans if piece.style == IDLE)
@@ -77,7 +77,7 @@ def test_costs_that_are_no_multiples_of_each_other_are_drawn_in_proportion() -> 
     program = program_of("zb_h1", 3, 5)
     text = lanes_text(program, [StageCost(1.0, 1.97, 1.05, 0.92)] * 3)
     assert text.count("\n") == 2
-    for line, row in zip(text.splitlines(), program.rows, strict=True):
+    for line, row in zip(text.splitlines(), program.table, strict=True):
         assert re.findall(r"[A-Z]\d", line) == [str(action)[1:] for action in row]
 
 

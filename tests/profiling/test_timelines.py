@@ -56,7 +56,7 @@ def test_a_step_gives_one_timeline_with_every_action_once_on_its_rank(remat: str
         found = Counter((span.rank, span.action) for span in first.spans if span.action.kind in COMPUTE)
         program = pipe.program
         assert found == Counter(
-            (rank, action) for rank, row in enumerate(program.rows) for action in row if action.kind in COMPUTE
+            (rank, action) for rank, row in enumerate(program.table) for action in row if action.kind in COMPUTE
         )
         assert {span.action.micro_batch for span in second.spans} == {0, 1}
         assert {span.action.kind for span in first.spans} <= COMPUTE | TRANSFERS

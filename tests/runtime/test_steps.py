@@ -21,9 +21,9 @@ def test_steps_are_the_table(name: str) -> None:
     layers = [Stash("a", 4), *[nn.Identity() for _ in range(6)], Pop({"a": 4}, 4)]
     pipe = gpipe.GPipe(layers, 2, 4, schedule=name, deferred_batch_norm=True, costs=[1] * 8)
     compiled = CompiledProgram.of(pipe.program)
-    for row, steps in zip(pipe.program.rows, compiled.whole.rows, strict=True):
+    for row, steps in zip(pipe.program.table, compiled.whole.rows, strict=True):
         done = [action for step in steps for action in actions_of(step)]
         assert sorted(map(str, done)) == sorted(map(str, row))
         assert [step.action for step in steps] == [action for action in row if action.kind not in TRANSFERS]
         assert all(row[step.at] == step.action for step in steps)
-    assert {str(action) for row in pipe.program.rows for action in row if action.kind in TRANSFERS}
+    assert {str(action) for row in pipe.program.table for action in row if action.kind in TRANSFERS}

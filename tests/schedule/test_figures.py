@@ -18,7 +18,7 @@ def test_work_is_that_of_a_rank_and_the_rest_is_the_bubble(name: str) -> None:
 def test_what_is_held_is_counted_in_shares_of_a_rank() -> None:
     assert figures(program_of("1f1b", 4, 8)).peaks == (4, 3, 2, 1)
     assert figures(program_of("interleaved", 2, 4, 3)).peaks == pytest.approx((7 / 3, 5 / 3))
-    there_and_back = Program.of(program_of("zb_v", 1, 3).rows, 3, rank_of=(0, 0))
+    there_and_back = Program.of(program_of("zb_v", 1, 3).table, 3, rank_of=(0, 0))
     assert figures(there_and_back).peaks == (1,)
 
 

@@ -27,13 +27,13 @@ def mistakes(program: Program) -> list[str]:
 
 
 def changed(program: Program, rank: int, row: Sequence[Action]) -> Program:
-    return program.with_rows(row if r == rank else old for r, old in enumerate(program.rows))
+    return program.with_table(row if r == rank else old for r, old in enumerate(program.table))
 
 
 def swapped(program: Program, first: Action, second: Action) -> Program:
     """The same program with two actions of one row in each other's place."""
     other = {first: second, second: first}
-    return program.with_rows((other.get(action, action) for action in row) for row in program.rows)
+    return program.with_table((other.get(action, action) for action in row) for row in program.table)
 
 
 @LAW
@@ -52,7 +52,7 @@ def test_every_lowered_program_is_lawful(program: Program) -> None:
 @given(lowered_programs(), st.data())
 def test_an_action_that_is_missing_is_refused(program: Program, data: st.DataObject) -> None:
     lost = data.draw(st.sampled_from([a for a in listed(program) if a.kind not in OPTIONAL]))
-    broken = program.with_rows((a for a in row if a != lost) for row in program.rows)
+    broken = program.with_table((a for a in row if a != lost) for row in program.table)
     assume({a.kind for a in broken.actions} - TRANSFERS - {Kind.FORWARD, Kind.COMMIT} or lost.kind is Kind.FORWARD)
     found = mistakes(broken)
     assert lost.kind not in TRANSFERS or f"{lost.peer} has no {lost}" in found
@@ -63,8 +63,8 @@ def test_an_action_that_is_missing_is_refused(program: Program, data: st.DataObj
 def test_an_action_that_stands_twice_is_refused(program: Program, data: st.DataObject) -> None:
     twice = data.draw(st.sampled_from(listed(program)))
     rank = program.rank_of[twice.stage]
-    at = data.draw(st.integers(0, len(program.rows[rank])))
-    row = [*program.rows[rank][:at], twice, *program.rows[rank][at:]]
+    at = data.draw(st.integers(0, len(program.table[rank])))
+    row = [*program.table[rank][:at], twice, *program.table[rank][at:]]
     assert f"{twice} appears 2 times" in mistakes(changed(program, rank, row))
 
 
@@ -89,9 +89,9 @@ def test_an_action_in_the_row_of_another_rank_is_refused(program: Program, data:
     moved = data.draw(st.sampled_from(listed(program)))
     home = program.rank_of[moved.stage]
     rank = data.draw(st.sampled_from([r for r in range(program.ranks) if r != home]))
-    away = program.with_rows((a for a in row if a != moved) for row in program.rows)
-    at = data.draw(st.integers(0, len(away.rows[rank])))
-    broken = changed(away, rank, [*away.rows[rank][:at], moved, *away.rows[rank][at:]])
+    away = program.with_table((a for a in row if a != moved) for row in program.table)
+    at = data.draw(st.integers(0, len(away.table[rank])))
+    broken = changed(away, rank, [*away.table[rank][:at], moved, *away.table[rank][at:]])
     expected = f"{moved} is an action of rank {rank}, which does not hold stage {moved.stage}"
     assert expected in mistakes(broken)
 
@@ -103,9 +103,9 @@ def test_a_message_that_neither_end_lists_is_refused(program: Program, data: st.
     assume(len(sends) > 1)
     lost = data.draw(st.sampled_from(sends))
     ends = {(lost.micro_batch, lost.route, lost.carries_gradient)}
-    broken = program.with_rows(
+    broken = program.with_table(
         (a for a in row if a.kind not in TRANSFERS or (a.micro_batch, a.route, a.carries_gradient) not in ends)
-        for row in program.rows
+        for row in program.table
     )
     assert any("of another rank, and nothing is sent" in text for text in mistakes(broken))
 
@@ -176,7 +176,7 @@ def test_bug_an_order_is_checked_although_something_else_is_missing() -> None:
     program = lowered(2, 3, "never")
     first, second, third = [a for a in listed(program) if a.kind is Kind.RECEIVE and a.stage == 1]
     broken = swapped(program, first, second)
-    found = mistakes(broken.with_rows((a for a in row if a != third) for row in broken.rows))
+    found = mistakes(broken.with_table((a for a in row if a != third) for row in broken.table))
     assert found == [
         "0SEND2@x:0>1 has no 1RECEIVE2@x:0>1",
         "1F2 needs 0F2 of another rank, and nothing is sent",
@@ -207,7 +207,7 @@ def test_bug_a_route_that_leads_nowhere_is_named_and_stops_nothing(route: Route)
 def test_bug_an_action_that_means_nothing_is_named_and_stops_nothing(stray: str, mistake: str) -> None:
     """Some of these were passed over, others ended the check with an error of its own."""
     program = lowered(3, 1, "never")
-    assert mistakes(changed(program, 0, [*program.rows[0], parse_action(stray)])) == [mistake]
+    assert mistakes(changed(program, 0, [*program.table[0], parse_action(stray)])) == [mistake]
 
 
 def test_a_route_that_stands_twice_is_refused() -> None:
@@ -217,7 +217,7 @@ def test_a_route_that_stands_twice_is_refused() -> None:
 @pytest.mark.parametrize("text", ["1B0", "1TIE", "1REDUCE"])
 def test_training_is_all_or_nothing(text: str) -> None:
     forward = Program.of(forward_only(2, 1), 1)
-    found = mistakes(changed(forward, 1, [*forward.rows[1], parse_action(text)]))
+    found = mistakes(changed(forward, 1, [*forward.table[1], parse_action(text)]))
     assert found[0] == "stage 0, micro-batch 0 needs one B, or one I and one W; it has none"
 
 
@@ -225,7 +225,7 @@ def test_training_is_all_or_nothing(text: str) -> None:
 def test_a_stage_closes_once_behind_what_it_closes(kind: Kind) -> None:
     program = closed(lowered(2, 2))
     check(program)
-    row = program.rows[0]
+    row = program.table[0]
     early = changed(program, 0, [Action(kind, 0), *(a for a in row if a.kind is not kind)])
     assert mistakes(early)[0].splitlines()[0] == "deadlock:"
     assert mistakes(changed(program, 0, [*row, Action(kind, 0)])) == [f"0{kind.value} appears 2 times"]
@@ -236,11 +236,11 @@ def test_a_rank_closes_its_stages_in_one_order() -> None:
     rows[0] += [Action(Kind.BACKWARD, 1, 0), Action(Kind.BACKWARD, 0, 0)]
     program = Program.of(rows, 1, rank_of=(0, 0))
     right = place_reduces(place_ties(program, [1]), [0, 1])
-    assert [str(action) for action in right.rows[0][-3:]] == ["0REDUCE", "1TIE", "1REDUCE"]
+    assert [str(action) for action in right.table[0][-3:]] == ["0REDUCE", "1TIE", "1REDUCE"]
     check(right)
     both = place_reduces(program, [0, 1])
-    assert " ".join(map(str, both.rows[0])) == "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE"
-    wrong = changed(both, 0, [*program.rows[0], Action(Kind.REDUCE, 0), Action(Kind.REDUCE, 1)])
+    assert " ".join(map(str, both.table[0])) == "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE"
+    wrong = changed(both, 0, [*program.table[0], Action(Kind.REDUCE, 0), Action(Kind.REDUCE, 1)])
     assert mistakes(wrong) == [
         "rank 0 closes its stages in the order 0REDUCE 1REDUCE; in all replicas it is 1REDUCE 0REDUCE"
     ]
@@ -249,4 +249,4 @@ def test_a_rank_closes_its_stages_in_one_order() -> None:
 def test_a_stage_that_is_done_before_a_later_one_waits_for_it_to_reduce() -> None:
     texts = ["0F0", "1F0", "0F1", "1F1", "1I0", "0I0", "1I1", "0I1", "0W0", "0W1", "1W0", "1W1"]
     program = Program.of([map(parse_action, texts)], 2, rank_of=(0, 0))
-    assert [str(action) for action in place_reduces(program, [0, 1]).rows[0][-3:]] == ["1W1", "1REDUCE", "0REDUCE"]
+    assert [str(action) for action in place_reduces(program, [0, 1]).table[0][-3:]] == ["1W1", "1REDUCE", "0REDUCE"]

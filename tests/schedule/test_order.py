@@ -15,11 +15,11 @@ def assert_is_legal(order: list[tuple[int, int, Action]], program: Program) -> N
     places = [0] * program.ranks
     for rank, place, action in order:
         assert place == places[rank]
-        assert program.rows[rank][place] is action
+        assert program.table[rank][place] is action
         assert set(needs(action, program)) <= done
         places[rank] += 1
         done.add(action)
-    assert places == [len(row) for row in program.rows]
+    assert places == [len(row) for row in program.table]
 
 
 @LAW

@@ -28,7 +28,7 @@ def test_the_main_line_joins_each_stage_to_the_next(program: Program) -> None:
 @given(lowered_programs())
 def test_only_keeps_kinds_and_order(program: Program) -> None:
     assert program.only(Kind) == program
-    assert [list(row) for row in program.only(COMPUTE).rows] == [computing(row) for row in program.rows]
+    assert [list(row) for row in program.only(COMPUTE).table] == [computing(row) for row in program.table]
     assert listed(program.only([])) == []
 
 

@@ -10,12 +10,12 @@ from gpipe.schedule.action import Kind, Route
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.laws import check
 from gpipe.schedule.lower import Remat, place_recompute, place_transfers
-from gpipe.schedule.program import Program, Rows
+from gpipe.schedule.program import Program, Table
 from gpipe.schedule.schedules import (
     SCHEDULES,
     Placement,
-    forward_only_rows,
-    rows_in_training,
+    forward_only_table,
+    table_in_training,
 )
 from gpipe.schedule.schedules.writing import loop
 from gpipe.schedule.simulate import simulate
@@ -42,7 +42,7 @@ def sizes(name: str) -> st.SearchStrategy[tuple[Placement, int]]:
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 
-def drawn_program(rows: Rows, placement: Placement, micro_batches: int, data: st.DataObject) -> Program:
+def drawn_program(rows: Table, placement: Placement, micro_batches: int, data: st.DataObject) -> Program:
     routes: Sequence[Route] = data.draw(st.just([]) | skips(len(placement)))
     return Program.of(rows, micro_batches, rank_of=placement, skips=routes)
 
@@ -58,14 +58,14 @@ def check_as_it_is_run(program: Program, data: st.DataObject) -> None:
 @given(st.data())
 def test_a_page_is_lawful_bare_and_as_it_is_run(name: str, data: st.DataObject) -> None:
     placement, micro_batches = data.draw(sizes(name))
-    rows = rows_in_training(SCHEDULES[name], placement, micro_batches)
+    rows = table_in_training(SCHEDULES[name], placement, micro_batches)
     check_as_it_is_run(drawn_program(rows, placement, micro_batches, data), data)
 
 
 @LAW
 @given(placements, st.integers(1, 8), st.data())
 def test_fill_drain_is_lawful_on_any_placement(placement: Placement, micro_batches: int, data: st.DataObject) -> None:
-    rows = SCHEDULES["gpipe"].rows(placement, micro_batches)
+    rows = SCHEDULES["gpipe"].table(placement, micro_batches)
     assert rows is not None
     check_as_it_is_run(drawn_program(rows, placement, micro_batches, data), data)
 
@@ -75,7 +75,7 @@ def test_fill_drain_is_lawful_on_any_placement(placement: Placement, micro_batch
 @given(st.data())
 def test_each_placement_has_its_forwards_alone(name: str, data: st.DataObject) -> None:
     placement, micro_batches = data.draw(sizes(name))
-    program = drawn_program(forward_only_rows(placement, micro_batches), placement, micro_batches, data)
+    program = drawn_program(forward_only_table(placement, micro_batches), placement, micro_batches, data)
     check(place_transfers(program))
     assert {a.kind for a in program.actions} == {Kind.FORWARD}
 
@@ -131,7 +131,7 @@ def test_bubble_and_peak_are_those_of_the_formulas(name: str, ranks: int) -> Non
         for each in (2, 3) if name.startswith("interleaved") and ranks < 6 else (schedule.stages_per_rank,):
             placement = schedule.placement(ranks, each)
             assert placement is not None
-            rows = schedule.rows(placement, micro_batches)
+            rows = schedule.table(placement, micro_batches)
             assert rows is not None
             program = Program.of(rows, micro_batches, rank_of=placement)
             simulation = simulate(program, [StageCost(1, 2, inside=1)] * len(placement))
@@ -144,7 +144,7 @@ def test_no_rank_is_idle_between_its_first_and_last_action_where_the_bubble_is_z
     for name in ("zb_h2", "zb_v"):
         placement = SCHEDULES[name].placement(ranks, SCHEDULES[name].stages_per_rank)
         assert placement is not None
-        rows = rows_in_training(SCHEDULES[name], placement, 4 * ranks)
+        rows = table_in_training(SCHEDULES[name], placement, 4 * ranks)
         program = Program.of(rows, 4 * ranks, rank_of=placement)
         timeline = simulate(program, [StageCost(1, 2)] * len(placement)).timeline
         for rank in range(ranks):
@@ -155,8 +155,8 @@ def test_no_rank_is_idle_between_its_first_and_last_action_where_the_bubble_is_z
 def test_a_page_without_a_table_of_a_size_gives_way_to_fill_drain() -> None:
     placement = (0, 1, 1, 0)
     schedule = SCHEDULES["dualpipe_v"]
-    assert schedule.rows(placement, 3) is None
-    assert rows_in_training(schedule, placement, 3) == SCHEDULES["gpipe"].rows(placement, 3)
+    assert schedule.table(placement, 3) is None
+    assert table_in_training(schedule, placement, 3) == SCHEDULES["gpipe"].table(placement, 3)
 
 
 @LAW
@@ -164,6 +164,6 @@ def test_a_page_without_a_table_of_a_size_gives_way_to_fill_drain() -> None:
 def test_fill_drain_ends_all_forwards_of_a_rank_before_its_backwards(
     placement: Placement, micro_batches: int
 ) -> None:
-    for row in rows_in_training(SCHEDULES["gpipe"], placement, micro_batches):
+    for row in table_in_training(SCHEDULES["gpipe"], placement, micro_batches):
         kinds = [action.kind for action in row]
         assert kinds == sorted(kinds, key=[Kind.FORWARD, Kind.BACKWARD].index)

@@ -108,7 +108,7 @@ def test_recompute_starts_as_soon_as_its_rank_is_free(program: Program, costs: S
 @given(lowered_programs(), costs_of_stages)
 def test_each_rank_does_one_thing_at_a_time_in_row_order(program: Program, costs: Sequence[StageCost]) -> None:
     timeline = simulate(program, costs).timeline
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(program.table):
         spans = [span for span in timeline.spans if span.rank == rank]
         assert [span.action for span in spans] == [a for a in row if a.kind in COMPUTE | CLOSING]
         assert all(before.end <= span.start for before, span in pairwise(spans))

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
-from gpipe.schedule.schedules.fill_drain import fill_drain_rows
+from gpipe.schedule.schedules.fill_drain import fill_drain_table
 from gpipe.schedule.schedules.writing import loop
 
 
@@ -38,6 +38,6 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
 @contextmanager
 def placed(name: str, stages_per_rank: int) -> Iterator[None]:
     """Has pipes that are made inside place so many stages on each rank."""
-    schedule = Schedule("gpipe", fill_drain_rows, PLACEMENTS[name], stages_per_rank)
+    schedule = Schedule("gpipe", fill_drain_table, PLACEMENTS[name], stages_per_rank)
     with patch.dict(SCHEDULES, {"gpipe": schedule}):
         yield

@@ -106,7 +106,7 @@ def computing(row: Iterable[Action]) -> list[Action]:
 
 def listed(program: Program) -> list[Action]:
     """All actions, row by row, as often as they appear."""
-    return [action for row in program.rows for action in row]
+    return [action for row in program.table for action in row]
 
 
 def parsed(text: str) -> list[Action]:

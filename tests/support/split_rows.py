@@ -1,4 +1,4 @@
-"""Rows whose backwards are in two parts, the second later than in any schedule by name, from those of fill-drain."""
+"""Table whose backwards are in two parts, the second later than in any schedule by name, from those of fill-drain."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,9 +6,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 from gpipe.schedule.action import Action, Kind
-from gpipe.schedule.program import Rows
+from gpipe.schedule.program import Table
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
-from gpipe.schedule.schedules.fill_drain import fill_drain_rows
+from gpipe.schedule.schedules.fill_drain import fill_drain_table
 from gpipe.schedule.schedules.writing import loop
 
 
@@ -57,8 +57,8 @@ SPLITS: dict[str, Callable[[Sequence[Action]], Iterator[Action]]] = {
 def split(name: str, stages_per_rank: int = 1) -> Iterator[None]:
     """Has pipes that are made inside run their backwards so."""
 
-    def rows(placement: Placement, micro_batches: int) -> Rows:
-        return tuple(tuple(SPLITS[name](row)) for row in fill_drain_rows(placement, micro_batches))
+    def rows(placement: Placement, micro_batches: int) -> Table:
+        return tuple(tuple(SPLITS[name](row)) for row in fill_drain_table(placement, micro_batches))
 
     with patch.dict(SCHEDULES, {"gpipe": Schedule("gpipe", rows, loop, stages_per_rank)}):
         yield

@@ -21,7 +21,7 @@ from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Man
 from gpipe.checkpoint.part import first_names, names_of_parameters, why_not_by_name
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
-from gpipe.stages.layout import spread_like
+from gpipe.stages.tree import spread_like
 
 
 @dataclass

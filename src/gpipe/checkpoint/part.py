@@ -29,7 +29,7 @@ from gpipe.checkpoint.files import File, encoded, opened, put_file, why_not_stor
 from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
 from gpipe.errors import RemoteError
-from gpipe.stages.layout import full_tensor
+from gpipe.stages.tree import full_tensor
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe

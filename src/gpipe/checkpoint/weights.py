@@ -29,7 +29,7 @@ from gpipe.checkpoint.manifest import LARGEST, CheckpointError, is_of
 from gpipe.checkpoint.part import first_names
 from gpipe.checkpoint.save import check_order, settle
 from gpipe.distributed.agree import FirstError, agree, communicator_of
-from gpipe.stages.layout import full_tensor
+from gpipe.stages.tree import full_tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

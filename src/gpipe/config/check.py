@@ -283,14 +283,14 @@ def read_schedule(asked: Arguments, mistakes: Mistakes) -> Schedule:
     if not isinstance(wanted, Program):
         made = MadeProgram(wanted, asked.micro_batches)
         name = getattr(wanted, "__qualname__", type(wanted).__name__)
-        return Schedule(name, made.rows, made.placement, stages_per_rank=0)
+        return Schedule(name, made.table, made.placement, stages_per_rank=0)
     try:
         check_given(wanted)
     except ValueError as error:
         mistakes.append(f"schedule: {error}")
         return gpipe
     given = GivenProgram(wanted)
-    return Schedule("a program", given.rows, given.placement, stages_per_rank=0)
+    return Schedule("a program", given.table, given.placement, stages_per_rank=0)
 
 
 def count_ranks(asked: Arguments, schedule: Schedule) -> int:
@@ -341,7 +341,7 @@ def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: 
         why = unplaced(schedule, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks"
         mistakes.append(why)
         return ()
-    if is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.rows(placement, m):
+    if is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.table(placement, m):
         mistakes.append(without_table(schedule, placement, m))
     if isinstance(partitions, int) and 0 < layers < len(placement):
         mistakes.append(_too_few_layers(partitions, len(placement), layers))

@@ -172,7 +172,7 @@ def examine_settings(settings: Settings) -> list[str]:
 
 def _bubble(settings: Settings) -> Iterator[str]:
     k, m = len(settings.devices), settings.micro_batches
-    rows = [settings.schedule.rows(settings.placement, count) for count in (m, 4 * k)]
+    rows = [settings.schedule.table(settings.placement, count) for count in (m, 4 * k)]
     if k == 1 or m >= 4 * k or None in rows:
         return
     now, then = (

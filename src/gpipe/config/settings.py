@@ -18,7 +18,7 @@ from gpipe.schedule.cost import StageCost, stage_cost
 from gpipe.schedule.lower import Remat, place_recompute, unsplit_stages
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import Placement, Schedule, rows_in_training
+from gpipe.schedule.schedules import Placement, Schedule, table_in_training
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.sequence import Outline
@@ -92,7 +92,7 @@ def settle(
     schedule, placement, micro_batches = checked.schedule, checked.placement, asked.micro_batches
     layers, sample = _alone(asked, list(checked.layers.values()), traced)
     some = min(micro_batches, 2 * len(set(placement)))  # a fill, a middle and a drain show what pays
-    program = _bare(schedule, placement, some if schedule.rows(placement, some) is not None else micro_batches)
+    program = _bare(schedule, placement, some if schedule.table(placement, some) is not None else micro_batches)
     cuts, seconds = _cut(checked, layers, sample, program)
     measured = asked.in_seconds
     if plan is not None and asked.costs is plan.work:  # then nothing was measured anew
@@ -140,7 +140,7 @@ def _alone(
 
 def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
     """The table of forwards and backwards of a mini-batch."""
-    return Program.of(rows_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement)
+    return Program.of(table_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement)
 
 
 def _cut(

@@ -170,7 +170,7 @@ class ProcessContext(Context):
     @contextmanager
     def running(self, table: CompiledTable, aliases: WeightAliases) -> Iterator[None]:
         """Around the actions of this process: expects its messages, and meets the replicas where they run in step."""
-        inbound, row = table.inbound[self.position.row], table.program.rows[self.position.row]
+        inbound, row = table.inbound[self.position.row], table.program.table[self.position.row]
         sees = partial(describe_peer, self.engine, table.program)
         self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
         self.aliases, self._tied = aliases, False
@@ -240,7 +240,7 @@ class ProcessContext(Context):
         if self._sync is None:
             self._sync = Synced(self.net, self.position, program.micro_batches)
         self._sync.net = self.net  # the links of a backward may be others
-        row = program.rows[self.position.row]
+        row = program.table[self.position.row]
         return self._sync.in_place(norms, lambda: row[self.net.at])
 
     def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
@@ -269,7 +269,7 @@ class ProcessContext(Context):
 def describe_peer(engine: Engine, program: Program, peer: int, seen: Status) -> str:
     """In words, where another process of this host was last seen."""
     rank = peer % program.ranks
-    row = program.rows[rank]
+    row = program.table[rank]
     if not 0 <= seen.at < len(row):
         return "in a row of its own"
     layers = engine.stages[row[seen.at].stage].layers

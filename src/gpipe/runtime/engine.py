@@ -19,7 +19,7 @@ from gpipe.schedule.lower import (
     place_transfers,
 )
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import Placement, Schedule, forward_only_rows, rows_in_training
+from gpipe.schedule.schedules import Placement, Schedule, forward_only_table, table_in_training
 from gpipe.stages.rng import CPU
 from gpipe.stages.shared_weights import Tied, find_shared
 from gpipe.stages.side_effects import find_shared_buffers
@@ -121,9 +121,9 @@ class Engine:
     def _make_program(self, wanted: Wanted) -> Program:
         micro_batches, trains = wanted.micro_batches, wanted.trains
         rows = (
-            rows_in_training(self.schedule, self.placement, micro_batches)
+            table_in_training(self.schedule, self.placement, micro_batches)
             if trains
-            else forward_only_rows(self.placement, micro_batches)
+            else forward_only_table(self.placement, micro_batches)
         )
         skips = self._skip_routes(wanted.loss_pops, wanted.path)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips)

@@ -43,7 +43,7 @@ def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: i
     """Tells an exception where it was raised."""
     if not isinstance(getattr(error, "__notes__", []), list):
         del error.__notes__  # something of the user's own, where Python wants a list
-    layer = layer_of(rank, program.rows[rank.rank][at], error)
+    layer = layer_of(rank, program.table[rank.rank][at], error)
     where = in_words(program, rank.rank, at, layer, run.context.name(rank.rank))
     lacks_targets = layer == LOSS and run.loss_fn is not own_loss and all(target is None for target in run.targets)
     error.add_note(where + advice(error, layer) + NO_TARGETS * lacks_targets)
@@ -72,7 +72,7 @@ def advice(error: BaseException, layer: str | None) -> str:
 
 def in_words(program: Program, rank: int, at: int, layer: str | None, name: str) -> str:
     """A place in the row of a rank, with the row around it."""
-    row = program.rows[rank]
+    row = program.table[rank]
     action = row[at]
     computes_loss = layer == LOSS and action.kind in (Kind.FORWARD, Kind.RECOMPUTE)
     phase = "loss" if computes_loss else PHASES[action.kind]

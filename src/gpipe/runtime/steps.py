@@ -37,7 +37,7 @@ class Connections(NamedTuple):
     @classmethod
     def of(cls, program: Program, stage: int) -> "Connections":
         """Looks up how a stage is connected."""
-        row = program.rows[program.rank_of[stage]]
+        row = program.table[program.rank_of[stage]]
         ins, outs = (
             tuple(sorted(routes[stage], key=_order)) for routes in (program.routes_into, program.routes_from)
         )
@@ -103,7 +103,7 @@ class CompiledTable:
     @cached_property
     def rows(self) -> list[list[CompiledAction]]:
         """What each rank does."""
-        rows: list[list[CompiledAction]] = [[] for _ in self.program.rows]
+        rows: list[list[CompiledAction]] = [[] for _ in self.program.table]
         for action in self.actions:
             rows[action.rank].append(action)
         return rows
@@ -112,7 +112,7 @@ class CompiledTable:
     def inbound(self) -> list[Inbound]:
         """What each rank receives."""
         found = []
-        for row, actions in zip(self.program.rows, self.rows, strict=True):
+        for row, actions in zip(self.program.table, self.rows, strict=True):
             place = {action: at for at, action in enumerate(row)}
             takes = [taken for action in actions for taken in action.takes if taken.peer is not None]
             due = {label: place[action] for _, label, action in takes if action is not None}

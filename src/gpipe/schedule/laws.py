@@ -45,7 +45,7 @@ def _misplaced(program: Program) -> Iterator[str]:
         if count > 1:
             yield f"route {road} is listed {count} times"
     at_stage = [{*into, *out} for into, out in zip(program.routes_into, program.routes_from, strict=True)]
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(program.table):
         for action, count in Counter(row).items():
             route = action.route
             if count > 1:
@@ -108,7 +108,7 @@ def _deadlocked(program: Program) -> Iterator[str]:
 
 
 def _out_of_turn(program: Program) -> Iterator[str]:
-    for row in program.rows:
+    for row in program.table:
         last: dict[tuple[Kind, int], Action] = {}
         for action in row:
             if action.kind in _IN_TURN:
@@ -119,7 +119,7 @@ def _out_of_turn(program: Program) -> Iterator[str]:
 
 
 def _closed_out_of_turn(program: Program) -> Iterator[str]:
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(program.table):
         closing = [action for action in row if action.kind in (Kind.TIE, Kind.REDUCE)]
         wanted = sorted(closing, key=partial(closing_order, program))
         if closing != wanted:
@@ -132,5 +132,5 @@ _IN_TURN = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BAC
 
 def messages(program: Program, rank: int, peer: int) -> list[Action]:
     """What a rank exchanges with a peer, in the rank's order, each message as its SEND."""
-    transfers = [action for action in program.rows[rank] if action.kind in TRANSFERS]
+    transfers = [action for action in program.table[rank] if action.kind in TRANSFERS]
     return [a if a.kind is Kind.SEND else a.peer for a in transfers if program.rank_of[a.peer.stage] == peer]

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import TRANSFERS, Action, Kind
 from gpipe.schedule.cost import Costs
-from gpipe.schedule.program import Program, Row
+from gpipe.schedule.program import Program, RankActions
 from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
 from gpipe.schedule.simulate import Simulator
 
@@ -31,17 +31,17 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
     '0F0 0F1 >0B0< 0R1 0B1'
     """
 
-    def with_recompute(row: Row) -> Iterator[Action]:
+    def with_recompute(row: RankActions) -> Iterator[Action]:
         again = recomputed(row, remat, halved=halved)
         for action in row:
             if action.kind in BACKWARDS and (action.stage, action.micro_batch) in again:
                 yield Action(Kind.RECOMPUTE, action.stage, action.micro_batch)
             yield action
 
-    return program.with_rows(map(with_recompute, program.rows))
+    return program.with_table(map(with_recompute, program.table))
 
 
-def recomputed(row: Row, remat: Sequence[Remat], *, halved: bool = False) -> set[tuple[int, int | None]]:
+def recomputed(row: RankActions, remat: Sequence[Remat], *, halved: bool = False) -> set[tuple[int, int | None]]:
     """The stages and micro-batches of a bare row whose forward is run again before their backward.
 
     Nothing is recomputed where a backward follows its own forward with nothing between: it would keep nothing from
@@ -81,16 +81,16 @@ def place_transfers(program: Program) -> Program:
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
-    >>> print(*program.rows[0])
+    >>> print(*program.table[0])
     0F0 0SEND0@x:0>1 0RECEIVE0@x:0>1 0B0
     """
-    rows: list[list[Action]] = [[] for _ in program.rows]
+    rows: list[list[Action]] = [[] for _ in program.table]
     for rank, _, action in linearize(program):
         rows[rank].append(action)
         for send in crossing(action, program):
             rows[rank].append(send)
             rows[program.rank_of[send.peer.stage]].append(send.peer)
-    return program.with_rows(rows)
+    return program.with_table(rows)
 
 
 def place_commits(program: Program, stages: Collection[int]) -> Program:
@@ -98,27 +98,27 @@ def place_commits(program: Program, stages: Collection[int]) -> Program:
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_commits(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2), [0])
-    >>> print(*program.rows[0])
+    >>> print(*program.table[0])
     0F0 0F1 0COMMIT 0B0 0B1
     """
 
-    def commits(row: Row) -> dict[int, list[Action]]:
+    def commits(row: RankActions) -> dict[int, list[Action]]:
         last = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.FORWARD}
         return {at: [Action(Kind.COMMIT, stage)] for stage, at in last.items() if stage in stages}
 
     return _insert(program, commits)
 
 
-def _insert(program: Program, behind: Callable[[Row], Mapping[int, list[Action]]]) -> Program:
+def _insert(program: Program, behind: Callable[[RankActions], Mapping[int, list[Action]]]) -> Program:
     """The program with more actions behind some of each row, by the places of these."""
 
-    def longer(row: Row) -> Iterator[Action]:
+    def longer(row: RankActions) -> Iterator[Action]:
         more = behind(row)
         for at, action in enumerate(row):
             yield action
             yield from more.get(at, ())
 
-    return program.with_rows(map(longer, program.rows))
+    return program.with_table(map(longer, program.table))
 
 
 def place_ties(program: Program, stages: Collection[int]) -> Program:
@@ -134,8 +134,8 @@ def place_ties(program: Program, stages: Collection[int]) -> Program:
     """
     trained = {action.stage for action in program.actions if action.kind in BACKWARDS}
     ties = [Action(Kind.TIE, stage) for stage in sorted(trained.intersection(stages))]
-    return program.with_rows(
-        (*row, *(tie for tie in ties if program.rank_of[tie.stage] == rank)) for rank, row in enumerate(program.rows)
+    return program.with_table(
+        (*row, *(tie for tie in ties if program.rank_of[tie.stage] == rank)) for rank, row in enumerate(program.table)
     )
 
 
@@ -155,7 +155,7 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
     def is_before(action: Action) -> bool:
         return action.kind in _BEFORE_REDUCE or (action.kind is Kind.SEND and action.carries_gradient)
 
-    def reduces(row: Row) -> dict[int, list[Action]]:
+    def reduces(row: RankActions) -> dict[int, list[Action]]:
         last = {action.stage: at for at, action in enumerate(row) if is_before(action) and action.stage in stages}
         ties = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.TIE}
         last |= {stage: max(ties.values()) for stage in ties.keys() & last.keys()}
@@ -178,12 +178,12 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
     """
     pairs = {
         first
-        for row in program.rows
+        for row in program.table
         for first, second in pairwise(row)
         if second == replace(first, kind=Kind.BACKWARD_WEIGHT) and not any(crossing(first, program))
     }
 
-    def joined(row: Row) -> Iterator[Action]:
+    def joined(row: RankActions) -> Iterator[Action]:
         for action in row:
             is_joined = action.stage in unsplit or replace(action, kind=Kind.BACKWARD_INPUT) in pairs
             if is_joined and action.kind is Kind.BACKWARD_INPUT:
@@ -191,7 +191,7 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
             elif not (is_joined and action.kind is Kind.BACKWARD_WEIGHT):
                 yield action
 
-    return program.with_rows(map(joined, program.rows))
+    return program.with_table(map(joined, program.table))
 
 
 def halves(program: Program) -> tuple[Program, Program]:
@@ -199,7 +199,7 @@ def halves(program: Program) -> tuple[Program, Program]:
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> forward, backward = halves(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2))
-    >>> print(*forward.rows[0], "and", *backward.rows[0])
+    >>> print(*forward.table[0], "and", *backward.table[0])
     0F0 0F1 and 0B0 0B1
     """
 
@@ -208,8 +208,8 @@ def halves(program: Program) -> tuple[Program, Program]:
             return not action.carries_gradient
         return action.kind in {Kind.FORWARD, Kind.COMMIT}
 
-    forward = program.with_rows(filter(is_ahead, row) for row in program.rows)
-    return forward, program.with_rows(filterfalse(is_ahead, row) for row in program.rows)
+    forward = program.with_table(filter(is_ahead, row) for row in program.table)
+    return forward, program.with_table(filterfalse(is_ahead, row) for row in program.table)
 
 
 def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
@@ -220,7 +220,7 @@ def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
 
     >>> from gpipe.schedule.cost import StageCost
     >>> from gpipe.schedule.schedules import SCHEDULES
-    >>> program = Program.of(SCHEDULES["zb_h1"].rows((0, 1), 8), micro_batches=8)
+    >>> program = Program.of(SCHEDULES["zb_h1"].table((0, 1), 8), micro_batches=8)
     >>> sorted(unsplit_stages(program, [StageCost(1.0, 2.0, 1.05, 1.0)] * 2))
     [0]
     """

@@ -140,6 +140,8 @@ class Partition:
         """
         costs = self.chain.costs
         names = [f"layer {layer}" for layer in range(len(costs))] if names is None else names
+        if len(names) != len(costs):
+            raise ValueError(f"{len(names)} names for {len(costs)} layers: give one for each")
         lines = [self._line(stage, names) for stage in range(len(self.layers))]
         bound = f"{self.gap:.1f}% over the lower bound {self.lower_bound:.6g}"
         lines.append(f"slowest stage: {self.imbalance:.1f}% over the mean {self.mean:.6g}, {bound}")

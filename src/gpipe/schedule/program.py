@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from gpipe.schedule.action import Action, Kind, Route, parse_action, parse_route
 
-Row: TypeAlias = tuple[Action, ...]
-Rows: TypeAlias = tuple[Row, ...]
+RankActions: TypeAlias = tuple[Action, ...]
+Table: TypeAlias = tuple[RankActions, ...]
 
 
 MOST_MICRO_BATCHES = 100_000
@@ -34,7 +34,7 @@ class ScheduleError(ValueError):
 class Program:
     """What all ranks do in one mini-batch.
 
-    `rank_of[s]` is the rank of stage s; `rows[r]` is what rank r does, in order. Equality is by content.
+    `rank_of[s]` is the rank of stage s; `table[r]` is what rank r does, in order. Equality is by content.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2)
@@ -49,7 +49,7 @@ class Program:
     rank_of: tuple[int, ...]
     micro_batches: int
     routes: tuple[Route, ...]
-    rows: Rows
+    table: Table
 
     def __post_init__(self) -> None:
         if self.micro_batches > MOST_MICRO_BATCHES:
@@ -58,17 +58,17 @@ class Program:
     @classmethod
     def of(
         cls,
-        rows: Iterable[Iterable[Action]],
+        table: Iterable[Iterable[Action]],
         micro_batches: int,
         *,
         rank_of: Iterable[int] | None = None,
         skips: Iterable[Route] = (),
     ) -> "Program":
-        """Makes a program of the rows of a schedule, one row a rank; `rank_of` or each stage its own."""
-        table = tuple(map(tuple, rows))
-        ranks = tuple(range(len(table)) if rank_of is None else rank_of)
+        """Makes a program of the actions of each rank; `rank_of` or each stage its own."""
+        listed = tuple(map(tuple, table))
+        ranks = tuple(range(len(listed)) if rank_of is None else rank_of)
         main_line = (Route(s, s + 1) for s in range(len(ranks) - 1))
-        return cls(ranks, micro_batches, (*main_line, *skips), table)
+        return cls(ranks, micro_batches, (*main_line, *skips), listed)
 
     @property
     def stages(self) -> int:
@@ -78,12 +78,12 @@ class Program:
     @property
     def ranks(self) -> int:
         """The number of ranks, K."""
-        return len(self.rows)
+        return len(self.table)
 
     @cached_property
     def actions(self) -> frozenset[Action]:
-        """All actions of all rows."""
-        return frozenset(action for row in self.rows for action in row)
+        """All actions of all ranks."""
+        return frozenset(action for row in self.table for action in row)
 
     @cached_property
     def routes_into(self) -> tuple[tuple[Route, ...], ...]:
@@ -95,18 +95,18 @@ class Program:
         """By stage, the routes that start there."""
         return tuple(tuple(r for r in self.routes if r.source == s) for s in range(self.stages))
 
-    def with_rows(self, rows: Iterable[Iterable[Action]]) -> "Program":
-        """The same program with other rows."""
-        return replace(self, rows=tuple(map(tuple, rows)))
+    def with_table(self, table: Iterable[Iterable[Action]]) -> "Program":
+        """The same program with other actions of each rank."""
+        return replace(self, table=tuple(map(tuple, table)))
 
     def only(self, kinds: Iterable[Kind]) -> "Program":
         """The same program with the actions of these kinds alone."""
         kinds = frozenset(kinds)
-        return self.with_rows((a for a in row if a.kind in kinds) for row in self.rows)
+        return self.with_table((a for a in row if a.kind in kinds) for row in self.table)
 
     def around(self, rank: int, at: int, reach: int = 4) -> str:
         """The row around a place, for messages: `... 1F2 1F3 >1B3< 1B2 ...`."""
-        row = self.rows[rank]
+        row = self.table[rank]
         shown = [f">{action}<" if i == at else str(action) for i, action in enumerate(row) if abs(i - at) <= reach]
         before = ["..."] if at > reach else []
         after = ["..."] if at + reach < len(row) - 1 else []
@@ -126,7 +126,7 @@ class Program:
         yield ["rank_of", *map(str, self.rank_of)]
         yield ["micro_batches", str(self.micro_batches)]
         yield ["routes", *map(str, self.routes)]
-        for row in self.rows:
+        for row in self.table:
             yield ["row", *map(str, row)]
 
     @classmethod
@@ -154,7 +154,7 @@ class Program:
                     rows.append(map(parse_action, cells))
                 case _:
                     raise ValueError(f"{line!r} is no line of a program")
-        return program.with_rows(rows)
+        return program.with_table(rows)
 
 
 def too_many(micro_batches: int) -> str:

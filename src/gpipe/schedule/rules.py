@@ -154,7 +154,7 @@ def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterato
 
 
 def _with_needs(rank: int, program: Program) -> Iterator[Due]:
-    return ((rank, place, action, needs(action, program)) for place, action in enumerate(program.rows[rank]))
+    return ((rank, place, action, needs(action, program)) for place, action in enumerate(program.table[rank]))
 
 
 def _deadlock(program: Program, fronts: Iterable[Due], done: set[Action]) -> str:

@@ -129,7 +129,7 @@ class Simulator:
         What a forward makes inside lives at least until it ends; without a backward to come it keeps nothing.
         """
         places: dict[int | None, dict[Kind, int]] = {}  # by micro-batch
-        row = [action for action in self.program.rows[self.program.rank_of[stage]] if action.kind in COMPUTE]
+        row = [action for action in self.program.table[self.program.rank_of[stage]] if action.kind in COMPUTE]
         for at, action in enumerate(row):
             if action.stage == stage:
                 places.setdefault(action.micro_batch, {})[action.kind] = at

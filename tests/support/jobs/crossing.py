@@ -48,7 +48,7 @@ def train(rank: int, world: int, stages: Sequence[int], schedule: str, rows: Seq
         return {
             "messages": len(recording.messages()),
             "placement": pipe.program.rank_of,
-            "transfers": [[str(action) for action in row if action.kind in TRANSFERS] for row in pipe.program.rows],
+            "transfers": [[str(action) for action in row if action.kind in TRANSFERS] for row in pipe.program.table],
             "gradients": sum(p.grad.nbytes for p in pipe.parameters() if p.grad is not None),
         }
 

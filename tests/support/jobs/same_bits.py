@@ -25,7 +25,7 @@ def mixed(
     stages = world * max(each, SCHEDULES[schedule].stages_per_rank)
     found: list[Digests | None] = []
     for task in map(task_of, seeds):
-        can = SCHEDULES[schedule].rows(loop(world, stages // world), task.micro_batches)
+        can = SCHEDULES[schedule].table(loop(world, stages // world), task.micro_batches)
         way = generate_way(Random(f"{task.seed} {world}"), task.model, stages)
         if way is None:
             found.append(None)

@@ -52,7 +52,7 @@ class Fitting:
 
     def _find_recomputed(self, stage: int, level: int) -> MicroBatches:
         program = self.simulator.program
-        again = recomputed(program.rows[program.rank_of[stage]], [level] * program.stages)
+        again = recomputed(program.table[program.rank_of[stage]], [level] * program.stages)
         return frozenset(m for other, m in again if other == stage)
 
     def _own(self, costs: Sequence[StageCost]) -> list[Own]:

@@ -51,7 +51,7 @@ class Shape:
         """The table of forwards and backwards; None if the schedule has none of this size."""
         schedule = SCHEDULES[self.schedule]
         placement = schedule.placement(self.partitions, self.stages_per_rank)
-        rows = placement and schedule.rows(placement, self.micro_batches)
+        rows = placement and schedule.table(placement, self.micro_batches)
         return Program.of(rows, self.micro_batches, rank_of=placement) if rows and placement else None
 
 

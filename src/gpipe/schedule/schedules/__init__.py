@@ -8,8 +8,8 @@ numbers micro-batches, dots idle time; F, I and W take one unit of time, and B, 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpipe.schedule.program import Rows
-from gpipe.schedule.schedules.fill_drain import fill_drain, fill_drain_rows, forward_only, forward_only_rows
+from gpipe.schedule.program import Table
+from gpipe.schedule.schedules.fill_drain import fill_drain, fill_drain_table, forward_only, forward_only_table
 from gpipe.schedule.schedules.interleaved import interleaved, interleaved_zb
 from gpipe.schedule.schedules.one_forward_one_backward import one_forward_one_backward, zb_h1, zb_h2
 from gpipe.schedule.schedules.v_shaped import dualpipe_v, v_half, v_min, zb_v
@@ -21,8 +21,8 @@ __all__ = [
     "Schedule",
     "fill_drain",
     "forward_only",
-    "forward_only_rows",
-    "rows_in_training",
+    "forward_only_table",
+    "table_in_training",
 ]
 
 
@@ -32,19 +32,19 @@ class Schedule:
 
     Attributes:
         name: What it is called.
-        rows: From a placement and the number of micro-batches, the forwards and backwards of each rank in order; None
-            where it has no table of that size.
+        table: From a placement and the number of micro-batches, the forwards and backwards of each rank in order;
+            None where it has no table of that size.
         placement: From the number of ranks and of stages on each, the rank of each stage; None where it has none.
         stages_per_rank: How many stages a rank holds where nothing is asked for.
 
-    >>> for row in SCHEDULES["1f1b"].rows(SCHEDULES["1f1b"].placement(2, 1), 2):
+    >>> for row in SCHEDULES["1f1b"].table(SCHEDULES["1f1b"].placement(2, 1), 2):
     ...     print(*row)
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
     """
 
     name: str
-    rows: Callable[[Placement, int], Rows | None]
+    table: Callable[[Placement, int], Table | None]
     placement: Callable[[int, int], Placement | None]
     stages_per_rank: int = 1
 
@@ -52,7 +52,7 @@ class Schedule:
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", fill_drain_rows, loop),
+        Schedule("gpipe", fill_drain_table, loop),
         Schedule("1f1b", one_forward_one_backward, line),
         Schedule("interleaved", interleaved, loops, stages_per_rank=2),
         Schedule("zb_h1", zb_h1, line),
@@ -66,6 +66,6 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def rows_in_training(schedule: Schedule, placement: Placement, micro_batches: int) -> Rows:
-    """The rows of a mini-batch of any size: the schedule's, or fill-drain on the same placement where it has none."""
-    return schedule.rows(placement, micro_batches) or fill_drain_rows(placement, micro_batches)
+def table_in_training(schedule: Schedule, placement: Placement, micro_batches: int) -> Table:
+    """The table of a mini-batch of any size: the schedule's, or that of fill-drain where it has none."""
+    return schedule.table(placement, micro_batches) or fill_drain_table(placement, micro_batches)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from gpipe.schedule.action import CLOSING, TRANSFERS, Kind
 from gpipe.schedule.laws import check
-from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, Rows, ScheduleError, too_many
+from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, ScheduleError, Table, too_many
 from gpipe.schedule.schedules import SCHEDULES, Schedule
 from gpipe.schedule.schedules.writing import Placement
 
@@ -43,10 +43,10 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     placement = schedule.placement(ranks, each)
     if placement is None:
         raise ValueError(unplaced(schedule, each))
-    rows = schedule.rows(placement, micro_batches)
-    if rows is None:
+    table = schedule.table(placement, micro_batches)
+    if table is None:
         raise ValueError(without_table(schedule, placement, micro_batches))
-    return Program.of(rows, micro_batches, rank_of=placement)
+    return Program.of(table, micro_batches, rank_of=placement)
 
 
 def unknown(name: object) -> str:
@@ -63,7 +63,7 @@ def unplaced(schedule: Schedule, each: int) -> str:
 def without_table(schedule: Schedule, placement: Placement, micro_batches: int) -> str:
     """What is said of a number of micro-batches for which a schedule has no table."""
     ranks = max(placement) + 1
-    others = [m for m in range(1, 2 * (micro_batches + 2 * ranks)) if schedule.rows(placement, m)]
+    others = [m for m in range(1, 2 * (micro_batches + 2 * ranks)) if schedule.table(placement, m)]
     nearest = min(others, key=lambda m: abs(m - micro_batches), default=None)
     remedy = "" if nearest is None else f"; the nearest that it can have is micro_batches={nearest}"
     return f"schedule={schedule.name!r} has no table for micro_batches={micro_batches} over K={ranks} ranks{remedy}"
@@ -102,9 +102,9 @@ class GivenProgram:
         """The program's, if it is for so many ranks."""
         return self.program.rank_of if ranks == self.program.ranks else None
 
-    def rows(self, placement: Placement, micro_batches: int) -> Rows | None:
+    def table(self, placement: Placement, micro_batches: int) -> Table | None:
         """The program's, if it is for so many micro-batches."""
-        return self.program.rows if micro_batches == self.program.micro_batches else None
+        return self.program.table if micro_batches == self.program.micro_batches else None
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class MadeProgram:
             )
         return program.rank_of
 
-    def rows(self, placement: Placement, micro_batches: int) -> Rows | None:
+    def table(self, placement: Placement, micro_batches: int) -> Table | None:
         """Those of the program for so many, if the function makes one with this placement."""
         try:
             program = _made(self.make, max(placement) + 1, micro_batches)
         except Exception:  # whatever it is that has no program of this size: a table of another will do
             return None
         same = (program.rank_of, program.micro_batches) == (placement, micro_batches)
-        return program.rows if same else None
+        return program.table if same else None
 
 
 def _made(make: Maker, ranks: int, micro_batches: int) -> Program:

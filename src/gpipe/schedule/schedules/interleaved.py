@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from gpipe.schedule.program import Rows
+from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.writing import Cell, Placement, in_turn, one_for_one
 
 
-def interleaved(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of interleaved 1F1B: rounds of K micro-batches go through the v stages of a rank in turn.
+def interleaved(placement: Placement, micro_batches: int) -> Table:
+    """The table of interleaved 1F1B: rounds of K micro-batches go through the v stages of a rank in turn.
 
     ```text
     rank 0  F0 F1 f0 f1 F2 .. b0--- F3 b1--- f2 B0--- f3 B1--- .. b2--- .. b3--- B2--- B3---
@@ -21,8 +21,8 @@ def interleaved(placement: Placement, micro_batches: int) -> Rows:
     return _in_rounds(placement, micro_batches, lambda behind: 2 * behind + 1, split=False)
 
 
-def interleaved_zb(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of interleaved zero bubble: fewer forwards ahead than interleaved 1F1B, since I takes less than B.
+def interleaved_zb(placement: Placement, micro_batches: int) -> Table:
+    """The table of interleaved zero bubble: fewer forwards ahead than interleaved 1F1B, since I takes less than B.
 
     ```text
     rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -34,7 +34,7 @@ def interleaved_zb(placement: Placement, micro_batches: int) -> Rows:
     return _in_rounds(placement, micro_batches, lambda behind: behind + 1, split=True)
 
 
-def _in_rounds(placement: Placement, micro_batches: int, ahead: Callable[[int], int], *, split: bool) -> Rows:
+def _in_rounds(placement: Placement, micro_batches: int, ahead: Callable[[int], int], *, split: bool) -> Table:
     """Rounds through the stages of each rank; `ahead`: the forwards by which its last is, of the ranks behind it.
 
     Rounds are of K micro-batches or, where K does not divide M, of as few more as can be, the largest first.

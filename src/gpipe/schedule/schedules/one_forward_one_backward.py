@@ -5,12 +5,12 @@ ZB-H1 and ZB-H2: the same with split backwards, so that W fills what would be id
 
 from collections.abc import Callable
 
-from gpipe.schedule.program import Rows
+from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.writing import Placement, in_turn, one_for_one
 
 
-def one_forward_one_backward(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of 1F1B: rank r of K runs K - r forwards ahead, and so holds that many micro-batches, never M.
+def one_forward_one_backward(placement: Placement, micro_batches: int) -> Table:
+    """The table of 1F1B: rank r of K runs K - r forwards ahead, and so holds that many micro-batches, never M.
 
     ```text
     rank 0  F0 F1 F2 .. .. .. .. B0--- F3 B1--- .. B2--- .. B3---
@@ -23,8 +23,8 @@ def one_forward_one_backward(placement: Placement, micro_batches: int) -> Rows:
     return _in_line(placement, micro_batches, ahead=lambda r: len(placement) - r)
 
 
-def zb_h1(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of ZB-H1: 1F1B's forwards, and each W on rank r behind the r-th I after its own.
+def zb_h1(placement: Placement, micro_batches: int) -> Table:
+    """The table of ZB-H1: 1F1B's forwards, and each W on rank r behind the r-th I after its own.
 
     ```text
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
@@ -38,8 +38,8 @@ def zb_h1(placement: Placement, micro_batches: int) -> Rows:
     return _in_line(placement, micro_batches, ahead=lambda r: len(placement) - r, late=lambda r: r)
 
 
-def zb_h2(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of ZB-H2: 2(K-r)-1 forwards ahead, and each W on rank r behind the 2r-th I after its own.
+def zb_h2(placement: Placement, micro_batches: int) -> Table:
+    """The table of ZB-H2: 2(K-r)-1 forwards ahead, and each W on rank r behind the 2r-th I after its own.
 
     ```text
     rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .. ..
@@ -58,7 +58,7 @@ def _in_line(
     micro_batches: int,
     ahead: Callable[[int], int],
     late: Callable[[int], int | None] = lambda r: None,
-) -> Rows:
+) -> Table:
     """A forward for each backward on every rank, which holds one stage; the rest by rank, as `one_for_one` has it."""
     return tuple(
         in_turn(one_for_one([r] * micro_batches, [r] * micro_batches, ahead(r), late(r)), micro_batches)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from gpipe.schedule.program import Rows
+from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.writing import OLDEST, Cell, Placement, in_turn
 
 Block: TypeAlias = tuple[int, int, int, int]
@@ -12,8 +12,8 @@ PERIOD = 6
 """Slots from one micro-batch to the next: as many as a rank has actions."""
 
 
-def zb_v(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of ZB-V: the first rank holds the first and the last stage, and no rank is idle once it has begun.
+def zb_v(placement: Placement, micro_batches: int) -> Table:
+    """The table of ZB-V: the first rank holds the first and the last stage, and no rank is idle once it has begun.
 
     ```text
     rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 ..
@@ -42,13 +42,13 @@ def zb_v(placement: Placement, micro_batches: int) -> Rows:
     return _down_and_up(cells, ranks, micro_batches)
 
 
-def _down_and_up(cells: Callable[[int, int], Iterable[Cell]], ranks: int, micro_batches: int) -> Rows:
+def _down_and_up(cells: Callable[[int, int], Iterable[Cell]], ranks: int, micro_batches: int) -> Table:
     """The row of each rank r, of its cells by its two stages: r on the way down, and on the way up."""
     return tuple(in_turn(cells(r, 2 * ranks - 1 - r), micro_batches) for r in range(ranks))
 
 
-def v_half(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of V-Half: half the memory of 1F1B, (K+2)//2 micro-batches held (appendix).
+def v_half(placement: Placement, micro_batches: int) -> Table:
+    """The table of V-Half: half the memory of 1F1B, (K+2)//2 micro-batches held (appendix).
 
     ```text
     rank 0  F0 .. .. f0 F1 i0 w0 f1 F2 .. I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2 .. I2 i3 W2 w3 .. I3 W3
@@ -66,8 +66,8 @@ def v_half(placement: Placement, micro_batches: int) -> Rows:
     )
 
 
-def v_min(placement: Placement, micro_batches: int) -> Rows:
-    """The rows of V-Min: a third of the memory of 1F1B, (K+4)//3 micro-batches held (appendix).
+def v_min(placement: Placement, micro_batches: int) -> Table:
+    """The table of V-Min: a third of the memory of 1F1B, (K+4)//3 micro-batches held (appendix).
 
     ```text
     rank 0  F0 .. .. f0 i0 w0 F1 I0 W0 f1 i1 w1 F2 I1 W1 f2 i2 w2 F3 I2 W2 f3 i3 w3 .. I3 W3
@@ -83,7 +83,7 @@ def v_min(placement: Placement, micro_batches: int) -> Rows:
     )
 
 
-def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> Rows:
+def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> Table:
     """The block of each rank, repeated for every micro-batch; W, the oldest first, where a slot is free."""
 
     def cells(down: int, up: int) -> Iterable[Cell]:
@@ -95,8 +95,8 @@ def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> 
     return _down_and_up(cells, ranks, micro_batches)
 
 
-def dualpipe_v(placement: Placement, micro_batches: int) -> Rows | None:
-    """The rows of DualPipeV, in its eight steps; None for fewer than 2K micro-batches.
+def dualpipe_v(placement: Placement, micro_batches: int) -> Table | None:
+    """The table of DualPipeV, in its eight steps; None for fewer than 2K micro-batches.
 
     Forwards and backwards of two micro-batches meet on it.
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from gpipe.schedule.action import Action, Kind
-from gpipe.schedule.program import Row, Rows
+from gpipe.schedule.program import RankActions, Table
 
 Placement: TypeAlias = tuple[int, ...]
 """The rank of each stage. What makes one gives None where it cannot put so many stages on a rank."""
@@ -37,7 +37,7 @@ Cell: TypeAlias = tuple[str, int | None]
 OLDEST: Cell = ("W", None)
 
 
-def in_turn(cells: Iterable[Cell], micro_batches: int) -> Row:
+def in_turn(cells: Iterable[Cell], micro_batches: int) -> RankActions:
     """Gives the cells of each stage the micro-batches in their order; those for which there is none are left out.
 
     >>> print(*in_turn([("F", 0), ("F", 0), ("B", 0), ("I", 0), ("F", 0), OLDEST, OLDEST], micro_batches=2))
@@ -82,7 +82,7 @@ def one_for_one(
     yield from [OLDEST] * (late or 0)
 
 
-def rows_in_step(kind: Kind, path: Sequence[int], placement: Placement, micro_batches: int) -> Rows:
+def table_in_step(kind: Kind, path: Sequence[int], placement: Placement, micro_batches: int) -> Table:
     """The actions of one kind by rank, where each micro-batch takes the path from stage to stage.
 
     At each tick of a clock every rank does one action: of those that are ready, that of the oldest micro-batch. So
