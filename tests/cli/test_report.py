@@ -56,32 +56,27 @@ def test_what_is_not_there_is_not_drawn(run: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "[alone]\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
+def test_mistakes_are_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for folder, text in (("empty", ""), ("damaged", '{"format": "gpi'), ("older", '{"format": "gpipe report 0"}')):
+        (tmp_path / folder).mkdir()
+        if text:
+            (tmp_path / folder / "report.json").write_text(text)
+    for name, words in (
         ("nowhere", "does not exist: give the folder of a run, such as `gpipe train digits` writes"),
         ("file", "is a file: give the folder of a run"),
         ("empty", "has no report.json, which `gpipe train` writes when it ends: give the folder of such a run"),
         ("damaged", "report.json cannot be read: Unterminated string"),
         (
             "older",
-            "report.json cannot be read: its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'",
+            "its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'",
         ),
-    ],
-)
-def test_mistakes_are_told_with_what_to_do(
-    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    for folder, text in (("empty", ""), ("damaged", '{"format": "gpi'), ("older", '{"format": "gpipe report 0"}')):
-        (tmp_path / folder).mkdir()
-        if text:
-            (tmp_path / folder / "report.json").write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(tmp_path / name)])
-    assert ended.value.code == 2
-    assert f"gpipe: {tmp_path / name}" in (said := capsys.readouterr().err)
-    assert words in said
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(tmp_path / name)])
+        assert ended.value.code == 2
+        assert f"gpipe: {tmp_path / name}" in (said := capsys.readouterr().err)
+        assert words in said
 
 
 def test_it_starts_without_torch(run: Path) -> None:
@@ -99,17 +94,13 @@ def test_a_picture_in_place_of_the_page(suffix: str, run: Path, capsys: pytest.C
     assert not (run / "report.html").exists()
 
 
-def test_text_and_a_picture_at_once_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["report", str(run), "--text", "--picture", str(run / "step.svg")])
-    assert "choose one" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "words"), [("step.gif", "has the suffix '.gif'"), ("no/step.svg", "No such file")])
-def test_a_picture_that_cannot_be_is_told(
-    name: str, words: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(run), "--picture", str(run / name)])
-    assert ended.value.code != 0
-    assert words in capsys.readouterr().err
+def test_a_picture_that_cannot_be_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, words in (
+        (["step.gif"], "has the suffix '.gif'"),
+        (["no/step.svg"], "No such file"),
+        (["step.svg", "--text"], "choose one"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(run), "--picture", str(run / given[0]), *given[1:]])
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err

@@ -17,13 +17,17 @@ from gpipe.recipes.world import World
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
 
 
-def test_every_number_of_partitions_prints_the_same_losses(tmp_path: Path) -> None:
+def test_every_number_of_partitions_prints_the_same_losses_and_only_a_terminal_is_drawn_on(tmp_path: Path) -> None:
     options = replace(OPTIONS, epochs=2)
     texts = [train(replace(options, partitions=k, out=tmp_path / str(k)))[1] for k in (1, 2, 3)]
     assert shown(texts[0]) == shown(texts[1]) == shown(texts[2])
     assert len(shown(texts[0])) == 2
     assert same(weights(tmp_path / "1"), weights(tmp_path / "2"))
     assert same(weights(tmp_path / "1"), weights(tmp_path / "3"))
+    assert "\x1b" not in texts[0]
+    terminal = train(replace(options, out=tmp_path / "2"), terminal=True)[1]
+    assert "\x1b" in terminal
+    assert "left" in terminal  # the time
 
 
 def test_the_files_tell_what_happened(tmp_path: Path) -> None:
@@ -45,14 +49,6 @@ def test_the_files_tell_what_happened(tmp_path: Path) -> None:
     assert "100.0 %" in text
     assert "with equal stages" in text
     assert "plain loop" in text
-
-
-def test_a_log_has_no_control_characters_and_a_terminal_shows_the_time_left(tmp_path: Path) -> None:
-    options = replace(OPTIONS, out=tmp_path)
-    assert "\x1b" not in train(options)[1]
-    terminal = train(options, terminal=True)[1]
-    assert "\x1b" in terminal
-    assert "left" in terminal
 
 
 def test_the_seed_decides_and_torchs_own_randomness_does_not(tmp_path: Path) -> None:
@@ -102,12 +98,12 @@ def test_a_plan_that_was_measured_prints_the_losses_of_the_paper(tmp_path: Path)
 def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--partitions is 0"):
         prepared(replace(OPTIONS, partitions=0, out=tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_more_images_in_a_mini_batch_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="--batch-size is 19, and there are 18 images to train on: choose fewer"):
-        DigitsRecipe(replace(OPTIONS, batch_size=19))
+        prepared(replace(OPTIONS, batch_size=19, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: Not a directory; choose"):
+        prepared(replace(OPTIONS, out=tmp_path / "file" / "out"))
 
 
 def test_a_run_that_torchrun_starts_anew_begins_where_nothing_was_saved(tmp_path: Path) -> None:
@@ -164,12 +160,6 @@ def test_a_process_of_torchrun_must_know_the_others(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="torchrun has started this process among others: give prepare the world"):
         prepared(replace(OPTIONS, out=tmp_path))
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: Not a directory; choose"):
-        train(replace(OPTIONS, out=tmp_path / "file" / "out"))
 
 
 def test_a_checkpoint_is_saved_after_every_so_many_epochs_and_two_stay(tmp_path: Path) -> None:

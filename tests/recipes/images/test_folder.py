@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from gpipe.cli.main import main
-from gpipe.recipes.images import ImagesRecipe, evaluation_of
-from gpipe.recipes.options.images import ImagesOptions
+from gpipe.recipes.images import evaluation_of
 from tests.support.small_images import same, weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel", "fly")
@@ -83,40 +82,23 @@ def test_of_several_runs_the_mean_and_the_spread_are_told(
     assert f"top1  {(one + two) / 2:.4f} +- {abs(one - two) / 2**0.5:.4f}\n" in said
 
 
-def test_the_classes_and_how_many_images_of_each_can_be_chosen(folder: Path) -> None:
-    options = ImagesOptions(image_folder=folder, classes=("eel", "bee"), per_class=4, batch_size=8, workers=0)
-    source = ImagesRecipe(options).source
-    assert (source.classes, len(source.train)) == (("eel", "bee"), 8)
-
-
-def test_a_folder_that_cannot_be_used_ends_with_what_to_do(
+def test_what_cannot_be_used_ends_with_what_to_do(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    out, images = ["--out", str(tmp_path / "out")], ["train", "images", "--image-folder", str(folder)]
     for given, told in (
-        (["--image-folder", str(tmp_path)], "has no class folders; put the images of each class into a folder"),
-        (
-            ["--image-folder", str(folder), "--classes", "ant", "yak"],
-            "there is no class yak; there are ant, bee, cat",
-        ),
-        (["--image-folder", str(folder), "--batch-size", "31"], "there are 30 images to train on: choose fewer"),
+        ([*images[:3], str(tmp_path), *out], "has no class folders; put the images of each class into a folder"),
+        ([*images, "--classes", "ant", "yak", *out], "there is no class yak; there are ant, bee, cat"),
+        ([*images, "--batch-size", "31", *out], "there are 30 images to train on: choose fewer"),
+        (["evaluate"], "give the folder of a run"),
+        (["evaluate", str(tmp_path)], "has no config.toml: give the folder of a run"),
+        (["evaluate", str(tmp_path), "--beam", "0"], "--beam is 0: choose 1 or more"),
     ):
         with pytest.raises(SystemExit) as ended:
-            main(["train", "images", *given, "--out", str(tmp_path / "out")])
+            main(given)
         assert ended.value.code == 2
         assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_no_run_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for given, told in (
-        ([], "give the folder of a run"),
-        ([str(tmp_path)], "has no config.toml: give the folder of a run"),
-        ([str(tmp_path), "--beam", "0"], "--beam is 0: choose 1 or more"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["evaluate", *given])
-        assert ended.value.code == 2
-        assert told in capsys.readouterr().err
 
 
 def test_more_classes_than_can_be_read_have_no_table() -> None:

@@ -134,14 +134,8 @@ def test_weights_decay_but_neither_biases_nor_those_of_batchnorm(optimizer: Lite
         for name, weight in module.named_parameters(recurse=False):
             assert decay.pop(weight) == (0 if single or name == "bias" else 0.25)
     assert not decay
-
-
-def test_plain_sgd_has_no_momentum() -> None:
-    group = DigitsRecipe(replace(OPTIONS, momentum=0.0)).optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0]
-    assert (group["momentum"], group["nesterov"]) == (0, False)
-
-
-# In bfloat16.
+    plain = DigitsRecipe(replace(OPTIONS, momentum=0.0)).optimizer(network.parameters()).param_groups[0]
+    assert (plain["momentum"], plain["nesterov"]) == (0, False)
 
 
 def test_in_bfloat16_losses_differ_a_little_and_do_not_depend_on_partitions(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,12 +62,6 @@ def test_no_english_that_is_judged_by_is_learnt_from_in_any_language(
     assert set(given) <= {text for pair in corpus.split.train for text in (pair.source, pair.english)}
 
 
-def test_every_choice_of_languages_holds_out_the_same_english() -> None:
-    alone, together = (Corpus(TranslationOptions(vocabulary=300, languages=some)) for some in (("lb",), ("lb", "de")))
-    assert english(alone.split.train).isdisjoint(english(together.split.test))
-    assert english(together.split.train).isdisjoint(english(alone.split.test))
-
-
 def test_a_table_is_split_like_that_however_its_english_is_written(tmp_path: Path) -> None:
     given = pairs(120)
     varied = [Pair("und", pair.source, f" {pair.english.upper()} !") for pair in given if pair.language == "toy"]
@@ -109,26 +102,12 @@ def test_fewer_sentences_to_judge_by_are_of_the_same_english_in_each_language(tm
     assert both == {"toy", "mirror"}
 
 
-def test_another_vocabulary_is_kept(tmp_path: Path) -> None:
-    other = Vocabulary.learn(["of another run"] * 9, 300)
-    assert Corpus(options(tmp_path), other).vocabulary is other
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
+def test_what_leaves_nothing_to_learn_from_is_refused(tmp_path: Path) -> None:
+    few = write_table(tmp_path / "few.tsv", [pair for pair in pairs(3) if pair.language == "toy"])
+    for changes, told in (
         ({"languages": ("toy", "de", "xx")}, "--languages has de, xx: there are mirror, toy"),
         ({"longest": 1}, "no pair is of --longest 1 subwords at most: choose more"),
-    ],
-)
-def test_what_leaves_nothing_to_learn_from_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
-        Corpus(options(tmp_path, **changes))
-
-
-def test_too_few_pairs_are_refused(tmp_path: Path) -> None:
-    few = [pair for pair in pairs(3) if pair.language == "toy"]
-    with pytest.raises(
-        ValueError, match=r"^of 3 pairs none falls to those to look at meanwhile, nor to those to judge"
+        ({"tsv": few}, "of 3 pairs none falls to those to look at meanwhile, nor to those to judge"),
     ):
-        Corpus(options(tmp_path, tsv=write_table(tmp_path / "few.tsv", few)))
+        with pytest.raises(ValueError, match=re.escape(told)):
+            Corpus(options(tmp_path, **changes))

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -159,35 +158,18 @@ def test_a_search_ends_early() -> None:
     assert asked == [1, 2, 3] * 2
 
 
-DECODERS: dict[str, Any] = {
-    "greedy": greedy,
-    "beam 1": lambda network, sources: beam(network, sources, 1),
-    "beam 3": lambda network, sources: beam(network, sources, 3),
-}
-each_decoder = pytest.mark.parametrize("decoder", DECODERS.values(), ids=list(DECODERS))
-
-
-@each_decoder
-def test_a_network_that_never_ends_is_ended(decoder: Any) -> None:
-    sources: list[Words] = [[], [3], [3, 4, 5, 6], [4]]
-    found = decoder(Toy(1, size=9, ends=False), sources)
-    assert [len(said) for said in found] == [limit_of(source) for source in sources] == [10, 12, 18, 12]
-
-
-@each_decoder
-@given(network=TOYS, sources=SOURCES)
-def test_limits_are_kept(decoder: Any, network: Toy, sources: list[Words]) -> None:
-    for source, said in zip(sources, decoder(network, sources), strict=True):
-        assert len(said) <= limit_of(source)
-        assert not {END} & set(said)
-
-
-@each_decoder
-def test_no_sentence_has_no_translation(decoder: Any) -> None:
+@given(TOYS, SOURCES, WIDTHS)
+def test_a_translation_is_ended_at_its_limit(network: Toy, sources: list[Words], width: int) -> None:
     def unasked(words: Tensor, begun: Tensor) -> Tensor:
         raise AssertionError
 
-    assert decoder(unasked, []) == []
+    endless, some = Toy(1, size=9, ends=False), [[], [3], [3, 4, 5, 6], [4]]
+    for decoder in (greedy, partial(beam, width=width)):
+        for source, said in zip(sources, decoder(network, sources), strict=True):
+            assert len(said) <= limit_of(source)
+            assert not {END} & set(said)
+        assert [len(said) for said in decoder(endless, some)] == [10, 12, 18, 12]
+        assert decoder(unasked, []) == []
 
 
 @given(TOYS, SOURCES, WIDTHS)

@@ -30,21 +30,23 @@ def untrained(tmp_path: Path) -> Path:
     return job.options.out
 
 
-@pytest.mark.parametrize("command", [("translate", "--run"), ("evaluate",)], ids=str)
 def test_a_run_must_be_there_and_have_weights(
-    command: tuple[str, ...], untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     none = tmp_path / "none"
-    assert told(capsys, *command, str(none)) == (
-        f"gpipe: {none} has no config.toml: give the folder of a run, such as `gpipe train` writes\n"
-    )
-    assert "has neither model.safetensors nor a checkpoint: give the folder of a run that was trained" in told(
-        capsys, *command, str(untrained)
-    )
-    assert "--beam is 0: choose 1 or more" in told(capsys, *command, str(untrained), "--beam", "0")
-    assert "--partitions is 6, but --layers 1 makes 5 layers: choose 5 or fewer" in told(
-        capsys, *command, str(untrained), "--partitions", "6"
-    )
+    for command in (("translate", "--run"), ("evaluate",)):
+        for given, words in (
+            ((none,), f"{none} has no config.toml: give the folder of a run, such as `gpipe train` writes\n"),
+            (
+                (untrained,),
+                "has neither model.safetensors nor a checkpoint: give the folder of a run that was trained",
+            ),
+            ((untrained, "--beam", "0"), "--beam is 0: choose 1 or more"),
+            ((untrained, "--partitions", "6"), "--partitions is 6, but --layers 1 makes 5 layers: choose 5 or fewer"),
+        ):
+            assert words in told(capsys, *command, *map(str, given))
+    (untrained / "vocabulary.json").unlink()
+    assert "has no vocabulary.json" in told(capsys, "translate", "--run", str(untrained))
 
 
 def test_digits_are_not_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,13 +55,6 @@ def test_digits_are_not_translated(tmp_path: Path, capsys: pytest.CaptureFixture
         f"gpipe: {tmp_path} is a run of the recipe digits: give one of `gpipe train translation`\n"
     )
     assert "--beam says nothing to the recipe digits" in told(capsys, "evaluate", str(tmp_path), "--beam", "2")
-
-
-def test_a_run_without_its_vocabulary_is_not_given_another(
-    untrained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (untrained / "vocabulary.json").unlink()
-    assert "has no vocabulary.json" in told(capsys, "translate", "--run", str(untrained))
 
 
 def test_all_options_that_cannot_be_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,30 +84,20 @@ def test_all_options_that_cannot_be_are_told_at_once(tmp_path: Path, capsys: pyt
         ("django", "the translations come with Django and are read by polib"),
         ("polib", "the translations come with Django and are read by polib"),
         ("tokenizers", "vocabularies are learnt by tokenizers"),
+        ("sacrebleu", "translations are scored by sacrebleu"),
     ],
 )
-def test_training_says_which_library_is_missing(
-    missing: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_library_that_is_missing_is_named_before_hours_of_work(
+    missing: str, what: str, untrained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    out = untrained.parent / "other"
+    command = ["train", "translation", "--out", str(out)]
+    if missing == "sacrebleu":
+        monkeypatch.setattr("gpipe.recipes.trained.read_weights", lambda run: {})
+        monkeypatch.setattr("gpipe.recipes.trained.load", lambda state, layers: None)
+        command = ["evaluate", str(untrained)]
     monkeypatch.setitem(sys.modules, missing, None)
-    said = told(capsys, "train", "translation", "--out", str(tmp_path / "out"))
-    assert said == f"gpipe: {what}: pip install 'gpipe[translation]'\n"
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_evaluation_says_which_library_is_missing_before_it_translates(
-    untrained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    monkeypatch.setattr("gpipe.recipes.trained.read_weights", lambda run: {})
-    monkeypatch.setattr("gpipe.recipes.trained.load", lambda state, layers: None)
-    assert told(capsys, "evaluate", str(untrained)) == (
-        "gpipe: translations are scored by sacrebleu: pip install 'gpipe[translation]'\n"
-    )
-
-
-def test_translating_says_that_tokenizers_are_missing(
-    untrained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert "pip install 'gpipe[translation]'" in told(capsys, "translate", "--run", str(untrained))
+    assert told(capsys, *command) == f"gpipe: {what}: pip install 'gpipe[translation]'\n"
+    if missing == "tokenizers":
+        assert "pip install 'gpipe[translation]'" in told(capsys, "translate", "--run", str(untrained))
+    assert not out.exists()

@@ -133,8 +133,3 @@ def test_an_evaluation_tells_of_every_language(run: Path, capsys: pytest.Capture
     assert found["languages"]["toy"]["chrf"] > 80 > 30 > found["languages"]["toy"]["copy_chrf"]
     assert found["nll"] < 2 * LEARNT
     assert found["beam"] == 2
-
-
-def test_several_runs_are_told_with_their_mean(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["evaluate", str(run), str(run), "--beam", "1"])
-    assert "2 runs: mean and standard deviation\n" in capsys.readouterr().out

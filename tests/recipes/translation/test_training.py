@@ -111,22 +111,23 @@ def test_sigterm_saves_within_an_epoch_and_the_run_goes_on_to_the_same_bits(
     check_same(tmp_path, whole.out)
 
 
-def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("--label-smoothing is 0.5, and the checkpoint is of a training")):
-        train(options(folder, out=whole.out, label_smoothing=0.5, resume=True))
-
-
-def test_other_sentences_are_not_gone_on_with(whole: TranslationOptions, tmp_path: Path) -> None:
+def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder: Path, tmp_path: Path) -> None:
     other = write_table(tmp_path / "other.tsv", pairs(100))
-    with pytest.raises(ValueError, match="the training data are not those of the checkpoint"):
-        job_of(options(tmp_path, out=whole.out, tsv=other, resume=True))
-
-
-def test_another_size_of_the_vocabulary_than_that_which_is_kept_is_refused(
-    whole: TranslationOptions, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=r"--vocabulary is 500, and .* has one of 300, which is kept: leave it out"):
-        job_of(options(tmp_path, tsv=whole.tsv, out=tmp_path, from_=whole.out, vocabulary=500))
+    resumed = {"out": whole.out, "resume": True}
+    started = {"out": tmp_path / "out", "from_": whole.out}
+    for changes, told in (
+        ({**resumed, "label_smoothing": 0.5}, "--label-smoothing is 0.5, and the checkpoint is of a training"),
+        ({**resumed, "tsv": other}, "the training data are not those of the checkpoint"),
+        ({**resumed, "steps": 12}, "13 steps were trained before, and this is a training of 12: give as many"),
+        (
+            {**started, "vocabulary": 500},
+            f"--vocabulary is 500, and {whole.out} has one of 300, which is kept: leave",
+        ),
+        ({**started, "ffn_dim": 48}, "the run has trained another network: give its options"),
+        ({**started, "from_": tmp_path}, "has neither model.safetensors nor a checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            job_of(options(folder, **changes))
 
 
 def test_a_plan_that_was_measured_gives_the_same_losses(whole: TranslationOptions, tmp_path: Path) -> None:
@@ -151,17 +152,3 @@ def test_a_run_that_starts_from_another_has_its_vocabulary_and_weights(
     anew = job_of(options(tmp_path, tsv=table, out=tmp_path / "anew"))
     anew.pipe.close()
     assert (anew.options.out / VOCABULARY).read_bytes() != (whole.out / VOCABULARY).read_bytes()
-
-
-def test_weights_of_another_network_are_refused(whole: TranslationOptions, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the run has trained another network: give its options"):
-        job_of(options(folder, out=tmp_path, from_=whole.out, ffn_dim=48))
-    with pytest.raises(ValueError, match=re.escape("has neither model.safetensors nor a checkpoint")):
-        job_of(options(folder, out=tmp_path / "out", from_=tmp_path))
-
-
-def test_fewer_steps_than_were_taken_are_refused(whole: TranslationOptions, folder: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"^13 steps were trained before, and this is a training of 12: give as many"
-    ):
-        train(options(folder, out=whole.out, steps=12, resume=True))

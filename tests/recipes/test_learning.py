@@ -1,8 +1,37 @@
+"""How learning rates rise and fall, and the moving average of weights."""
+
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.recipes.learning import AVERAGE, Averages
+from gpipe.recipes.learning import AVERAGE, Averages, cosine, exponential, inverse_root
+
+Rate = Callable[[int, int, float], float]
+RATES: dict[str, Rate] = {
+    "cosine": cosine,
+    "exponential": lambda step, steps, rising: exponential(step, steps / 7, 0.5, rising),
+    "inverse_root": lambda step, steps, rising: inverse_root(step, rising),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+@given(st.integers(2, 500), st.floats(0, 1))
+def test_a_learning_rate_rises_in_a_line_then_falls(name: str, steps: int, warm_up: float) -> None:
+    rising = int(warm_up * steps)
+    rates = [RATES[name](step, steps, rising) for step in range(steps)]
+    falls = [0.5 ** (step // (steps / 7)) if name == "exponential" else 1 for step in range(rising)]
+    assert rates[:rising] == pytest.approx([fall * (step + 1) / rising for step, fall in enumerate(falls)])
+    assert all(0 < rate <= 1 for rate in rates)
+    assert rates[rising:] == sorted(rates[rising:], reverse=True)
+
+
+@given(st.integers(1, 40), st.floats(0.1, 1))
+def test_exponential_decay_multiplies_after_every_so_many_steps(every: int, rate: float) -> None:
+    rates = [exponential(step, every, rate, 0) for step in range(4 * every)]
+    assert rates == pytest.approx([rate**times for times in range(4) for _ in range(every)])
 
 
 def moved(values: list[float], decay: float) -> tuple[torch.nn.Parameter, Averages, torch.optim.Optimizer]:
@@ -32,27 +61,25 @@ def test_an_average_is_a_weighted_mean_in_which_old_weights_count_less(values: l
 def test_weights_come_back_as_they_were_also_after_a_failure() -> None:
     weight, averages, optimizer = moved([1 / 3, 2 / 3, 0.1], 0.9)
     average = optimizer.state[weight][AVERAGE].clone()
-    try:
+
+    def interrupted() -> None:
         with averages.applied():
             assert torch.equal(weight, average)
             raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        pass
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert weight.item() == 0.1
     assert torch.equal(optimizer.state[weight][AVERAGE], average)
 
 
-def test_there_is_none_where_none_is_wanted() -> None:
+def test_there_is_none_where_none_is_wanted_and_of_a_weight_in_another_process() -> None:
     weight, averages, optimizer = moved([1.0, 2.0], 0.0)
     assert not optimizer.state
     with averages.applied():
         assert weight.item() == 2.0
-
-
-def test_a_weight_that_is_elsewhere_has_no_average_here() -> None:
-    """In another process: no gradient comes for it."""
     here, elsewhere = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = torch.optim.SGD([here, elsewhere], lr=0.0)
-    here.grad = torch.ones(1)
+    here.grad = torch.ones(1)  # none comes for the other
     Averages(optimizer, 0.9).update(0)
     assert set(optimizer.state) == {here}
