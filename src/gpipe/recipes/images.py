@@ -25,13 +25,9 @@ NETWORKS = {"amoebanet-d": (amoebanet_d, "AmoebaNet-D"), "amoebanet-b": (amoeban
 
 
 class DigitImages:
-    """The digits that the options name.
+    """The digits that the options name: names of `classes`, and the class of each image to `train` on and `held_out`.
 
-    Attributes:
-        classes: The names of the classes, in the order of their numbers.
-        train: The class of each image to train on [N].
-        held_out: The class of each image that is held out [N].
-        data: Tells the images to train on from others.
+    `data` tells the images to train on from others.
     """
 
     data = "digits"

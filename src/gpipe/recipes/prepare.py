@@ -281,11 +281,7 @@ def _replicas(partitions: int, world: World) -> int:
 
 
 def _even(sample: Any, parts: int) -> Any:
-    """Rows of a sample, or of each of a tuple, so many that they make equal parts.
-
-    >>> _even(torch.arange(7), 3), _even(torch.arange(2), 3)
-    (tensor([0, 1, 2, 3, 4, 5]), tensor([0, 1, 0]))
-    """
+    """Rows of a sample, or of each of a tuple, so many that they make equal parts."""
     if not isinstance(sample, Tensor):
         return tuple(_even(one, parts) for one in sample)
     rows = len(sample)

@@ -24,12 +24,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of each mini-batch this process reads.
+    """Which part of each mini-batch this process reads, of `replicas`, as `torch.tensor_split` makes them.
 
-    Attributes:
-        replica: The part, of `replicas`, into which rows are split as `torch.tensor_split` does.
-        replicas: How many parts there are.
-        reads_inputs: Whether the first layer is here; elsewhere only the size of inputs matters.
+    `reads_inputs` is whether the first layer is here; elsewhere only the size of inputs matters.
     """
 
     replica: int = 0

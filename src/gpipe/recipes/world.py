@@ -27,14 +27,10 @@ MOST = 2**16  # bytes of what rank 0 makes
 
 @dataclass(frozen=True)
 class World:
-    """One process among those that train together.
+    """One process among those that train together; rank 0 writes files and talks.
 
-    Attributes:
-        rank: Its number; rank 0 writes files and talks.
-        size: How many there are.
-        launched: Whether a launcher started them; else there is one, of as many threads as partitions.
-        one_host: Whether all are on this host.
-        restarts: How often torchrun has started all of them anew after a failure.
+    `launched` is whether a launcher started them; else there is one, of as many threads as partitions. `restarts` is
+    how often torchrun has started all of them anew after a failure.
     """
 
     rank: int = 0
@@ -45,11 +41,7 @@ class World:
 
 
 def find_world(environment: Mapping[str, str]) -> World:
-    """Reads from the environment what a launcher said of this process.
-
-    >>> find_world({}).launched
-    False
-    """
+    """Reads from the environment what a launcher said of this process."""
     if any(name not in environment for name in LAUNCHED):
         return World()
     size = environment["WORLD_SIZE"]

@@ -1,11 +1,6 @@
 """Sentences with their English translations: of tables, or of Django's catalogues; split by what the English says.
 
-Django's catalogues are what its forms and pages say in some hundred languages. Rules that `draw` keeps:
-
-1. Every epoch has equally many pairs of a language, so that its sizes are known before training.
-2. The pairs of a language come in rounds: each pair once in a new order, then all again. An epoch goes on where the
-   one before it stopped, perhaps within a round.
-3. All is a function of the arguments, not of what was drawn before: a run resumes at any epoch.
+Django's catalogues are what its forms and pages say in some hundred languages.
 """
 
 import hashlib
@@ -154,11 +149,11 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
 
 
 def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, epoch: int) -> list[int]:
-    """Returns the numbers of the `count` pairs that an epoch sees.
+    """Returns the numbers of the `count` pairs that an epoch sees: a function of the arguments, at any epoch.
 
-    Of each language come `count` times its probability, rounded so that the sum is `count`; one whose share is less
-    than half a pair may go without. Drawing `len(pairs)` at temperature 1 gives each pair once. Within an epoch, and
-    from epoch to epoch of the same arguments, no pair comes again before all of its language came.
+    Of each language come `count` times its probability in every epoch, rounded so that the sum is `count`; one whose
+    share is less than half a pair may go without. They come in rounds: each pair once in a new order, then all again,
+    and an epoch goes on where the one before it stopped. So at temperature 1 `len(pairs)` are each pair once.
 
     >>> pairs = [Pair("de", "ja", "yes"), Pair("de", "nein", "no"), Pair("fy", "ja", "yes")]
     >>> sorted(draw(pairs, temperature=1, count=3, seed=0, epoch=1))

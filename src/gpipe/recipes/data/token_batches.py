@@ -147,9 +147,6 @@ def _pack(lengths: Lengths, tokens: int, rows: Iterable[int]) -> list[list[int]]
 def collate(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns source [N, S], target in [N, T] and target out [N, T] in int64, padded with `PAD` at the right.
 
-    The source ends in `END`, the target in begins with `BEGIN`, the target out is what should follow and ends in
-    `END`.
-
     >>> for tensor in collate([[5, 6], [7]], [[8], [9, 10]]):
     ...     print(tensor.tolist())
     [[5, 6, 2], [7, 2, 0]]

@@ -146,7 +146,15 @@ class TrainOptions:
         """
         chosen = self if self.partitions is not None else replace(self, partitions=processes or 2)
         chosen.check()
-        refuse(chosen._problems_of_processes(processes) if processes else ())
+        k = chosen.partitions or 1
+        if processes and processes % k:
+            fitting = ", ".join(str(k) for k in range(1, processes + 1) if processes % k == 0)
+            raise ValueError(f"--partitions is {k}, but there are {processes} processes: choose one of {fitting}")
+        if processes and self.micro_batches % (processes // k):
+            raise ValueError(
+                f"--micro-batches is {self.micro_batches}, but {processes} processes of {k} partitions are "
+                f"{processes // k} replicas, which share them evenly: choose a multiple"
+            )
         return chosen
 
     def check(self) -> None:
@@ -177,14 +185,3 @@ class TrainOptions:
             yield f"--from and --out are {self.out} both: choose another folder for this run"
         if self.out.exists() and not self.out.is_dir():
             yield f"--out is {self.out}, a file: choose a folder"
-
-    def _problems_of_processes(self, processes: int) -> Iterator[str]:
-        assert self.partitions is not None
-        if processes % self.partitions:
-            fitting = ", ".join(str(k) for k in range(1, processes + 1) if processes % k == 0)
-            yield f"--partitions is {self.partitions}, but there are {processes} processes: choose one of {fitting}"
-        elif self.micro_batches % (processes // self.partitions):
-            yield (
-                f"--micro-batches is {self.micro_batches}, but {processes} processes of {self.partitions} partitions "
-                f"are {processes // self.partitions} replicas, which share them evenly: choose a multiple"
-            )
