@@ -2,36 +2,12 @@ import signal
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 import gpipe
 from gpipe.cli.main import main
 from gpipe.recipes import prepare, training
-from gpipe.recipes.options.images import DigitsOptions
-from gpipe.recipes.options.training import TrainOptions
-from gpipe.recipes.recipe import Recipe
-
-
-def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[TrainOptions] = []
-
-    def noted(recipe: Recipe[TrainOptions], world: object) -> None:
-        told.append(recipe.options)
-
-    monkeypatch.setattr(prepare, "prepare", noted)
-    monkeypatch.setattr(training, "run", lambda prepared: None)
-    main(["train", "digits", "--partitions", "3", "--remat", "never", "--out", str(tmp_path)])
-    assert told == [DigitsOptions(partitions=3, remat="never", out=tmp_path)]
-
-
-def test_mistakes_end_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "digits", "--partitions", "0", "--epochs", "0"])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error == "gpipe: --partitions is 0: choose 1 or more\n       --epochs is 0: choose 1 or more\n"
 
 
 def test_a_missing_library_ends_with_what_to_install(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.cli.main import main
-from gpipe.planner.search.device import PRESETS, parse_devices
+from gpipe.planner.search.device import PRESETS
 
 SMALL = ("--size", "layers=2", "model_dim=64", "ffn_dim=64", "heads=2", "vocab=50", "--batch", "8")
 
@@ -83,10 +83,6 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(
         main(["plan", *arguments])
     assert ended.value.code == 2
     assert text in " ".join(capsys.readouterr().err.split())
-
-
-def test_numbers_without_a_count_are_one_device() -> None:
-    assert parse_devices("0.5x9.3x12") == parse_devices("1x0.5x9.3x12")
 
 
 def test_help_lists_the_presets_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,19 +17,6 @@ from gpipe.recipes.world import World
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
 
 
-def test_every_number_of_partitions_prints_the_same_losses_and_only_a_terminal_is_drawn_on(tmp_path: Path) -> None:
-    options = replace(OPTIONS, epochs=2)
-    texts = [train(replace(options, partitions=k, out=tmp_path / str(k)))[1] for k in (1, 2, 3)]
-    assert shown(texts[0]) == shown(texts[1]) == shown(texts[2])
-    assert len(shown(texts[0])) == 2
-    assert same(weights(tmp_path / "1"), weights(tmp_path / "2"))
-    assert same(weights(tmp_path / "1"), weights(tmp_path / "3"))
-    assert "\x1b" not in texts[0]
-    terminal = train(replace(options, out=tmp_path / "2"), terminal=True)[1]
-    assert "\x1b" in terminal
-    assert "left" in terminal  # the time
-
-
 def test_the_files_tell_what_happened(tmp_path: Path) -> None:
     options = replace(OPTIONS, out=tmp_path / "deep" / "out")
     epochs, text = train(options)
@@ -49,6 +36,10 @@ def test_the_files_tell_what_happened(tmp_path: Path) -> None:
     assert "100.0 %" in text
     assert "with equal stages" in text
     assert "plain loop" in text
+    assert "\x1b" not in text
+    terminal = train(options, terminal=True)[1]
+    assert "\x1b" in terminal
+    assert "left" in terminal  # the time
 
 
 def test_the_seed_decides_and_torchs_own_randomness_does_not(tmp_path: Path) -> None:
@@ -85,14 +76,6 @@ def test_the_plain_loop_is_timed_on_layers_of_its_own(bf16: bool) -> None:
     assert len(made) == 9
     assert computed_in == {bf16}
     assert (torch.get_num_threads(), torch.equal(torch.get_rng_state(), state)) == (threads, True)
-
-
-def test_a_plan_that_was_measured_prints_the_losses_of_the_paper(tmp_path: Path) -> None:
-    paper = train(replace(OPTIONS, paper=True, out=tmp_path / "paper"))[1]
-    planned = prepare(DigitsRecipe(replace(OPTIONS, plan="auto", out=tmp_path / "auto").settled()))
-    run(planned)
-    assert [f"{epoch.loss:.6g}" for epoch in planned.progress.epochs] == [line.split()[3] for line in shown(paper)]
-    assert planned.name.endswith("planned for this machine")
 
 
 def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:

@@ -86,24 +86,14 @@ def evaluation_of(classified: Iterable[tuple[Tensor, Tensor]], classes: Sequence
         f"top-1 {numbers['top1']:.2%}, top-5 {numbers['top5']:.2%}",
     ]
     if len(classes) <= SHOWN:
-        lines += ["", *confusion_lines(confusion, classes)]
+        lines.append("")
+        head = "is \\ taken for"
+        first = max(len(head), *map(len, classes))
+        width = max(len(f"{int(confusion.max())}"), *map(len, classes)) + 2
+        for name, cells in [(head, classes), *zip(classes, confusion.tolist(), strict=True)]:
+            lines.append(f"{name:>{first}}" + "".join(f"{cell or '.':>{width}}" for cell in cells))
     details = {"images": images, "classes": list(classes), "confusion": confusion.tolist()}
     return Evaluation(numbers, details, "\n".join(lines))
-
-
-def confusion_lines(confusion: Tensor, classes: Sequence[str]) -> list[str]:
-    r"""A line for each class: what its images were taken for.
-
-    >>> print(*confusion_lines(torch.tensor([[3, 0], [1, 2]]), ["cat", "dog"]), sep="\n")
-    is \ taken for  cat  dog
-               cat    3    .
-               dog    1    2
-    """
-    width = max(len(f"{int(confusion.max())}"), *map(len, classes)) + 2
-    head = "is \\ taken for"
-    first = max(len(head), *map(len, classes))
-    rows = [(head, classes), *zip(classes, confusion.tolist(), strict=True)]
-    return [f"{name:>{first}}" + "".join(f"{cell or '.':>{width}}" for cell in cells) for name, cells in rows]
 
 
 class ImagesRecipe(Recipe[ImagesOptions]):

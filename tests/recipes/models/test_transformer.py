@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.models import transformer, transformer_lm
-from gpipe.recipes.models.transformer import EncoderLayer
 from tests.support.plain_loop import Tree, assert_same_bits, plain_loop, same_bits
 from tests.support.shared_weights import lent
 
@@ -150,14 +149,6 @@ def test_feed_forward_weights_start_smaller_the_deeper_the_stack(scaled: bool) -
     assert stacks[1][0].get_parameter("attention.query.weight").abs().max() > 0.9 * (6 / (32 + 48)) ** 0.5
 
 
-def test_positions_matter_and_any_length_will_do() -> None:
-    torch.manual_seed(0)
-    embedding = tiny_lm(1)[0]
-    same = embedding(torch.zeros(1, 50, dtype=torch.long))[0]
-    assert len(torch.unique(same, dim=0)) == 50
-    assert torch.equal(embedding(torch.zeros(1, 3, dtype=torch.long))[0], same[:3])
-
-
 def test_a_padded_batch_gives_the_logits_of_each_row_alone(quiet: list[nn.Module]) -> None:
     pairs = [(words(1, source), words(1, target)) for source, target in ((7, 2), (3, 5), (1, 1))]
     sources, targets = (torch.cat([padded(one, 9) for one in side]) for side in zip(*pairs, strict=True))
@@ -198,13 +189,6 @@ def test_every_word_of_the_source_changes_every_logit(quiet: list[nn.Module]) ->
         changed = source.clone()
         changed[:, at] = source[:, at] % (VOCAB - 1) + 1
         assert not torch.isclose(before, run(quiet, target, changed)).all(dim=2).any()
-
-
-def test_the_memory_is_stashed_once_for_all_decoder_layers() -> None:
-    network = tiny(2)
-    assert [name for layer in network for name in getattr(layer, "stash", ())] == ["target", "mask", "memory"]
-    assert sum("memory" in getattr(layer, "pop", ()) for layer in network) == 2
-    assert sum(isinstance(layer, EncoderLayer) for layer in network) == 2
 
 
 def loss_of(logits: Tree, labels: Tree) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
@@ -45,35 +45,25 @@ def batch_of(recipe: TranslationRecipe, sentences: Sequence[Sentence]) -> Batch:
 # Batches.
 
 
-def test_an_encoder_decoder_reads_both_sides_padded_apart(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    for made, sentences in zip(recipe.batches(1, 0, Share()), recipe.corpus.mini_batches(1), strict=True):
-        (source, begun), targets = made
-        assert source.shape == (len(sentences), max(len(one.source) for one in sentences) + 1)
-        assert begun.shape == targets.shape == (len(sentences), max(len(one.english) for one in sentences) + 1)
-        assert source.numel() + targets.numel() <= recipe.options.tokens
-        for row, one in enumerate(sentences):
-            assert source[row].tolist() == [*one.source, END] + [PAD] * (source.shape[1] - len(one.source) - 1)
-            assert begun[row, : len(one.english) + 1].tolist() == [BEGIN, *one.english]
-            assert targets[row, : len(one.english) + 1].tolist() == [*one.english, END]
-        assert int(count_words(targets)) == sum(len(one.english) + 1 for one in sentences)
+def test_an_encoder_decoder_reads_both_sides_padded_apart_and_a_decoder_one_row(tmp_path: Path) -> None:
+    def filled(rows: Tensor) -> list[list[int]]:
+        return [row[: max(at for at, word in enumerate(row) if word != PAD) + 1] for row in rows.tolist()]
 
-
-def test_a_decoder_reads_one_row_and_learns_its_english_alone(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, model="decoder")
-    for made, sentences in zip(recipe.batches(1, 0, Share()), recipe.corpus.mini_batches(1), strict=True):
-        assert (
-            made.inputs.shape
-            == made.targets.shape
-            == (len(sentences), max(sum(one.lengths) for one in sentences) + 2)
-        )
-        for inputs, targets, one in zip(made.inputs.tolist(), made.targets.tolist(), sentences, strict=True):
-            at = len(one.source) + 1
-            assert inputs[: at + len(one.english) + 1] == [*one.source, END, BEGIN, *one.english]
-            assert set(targets[:at]) == {PAD}
-            assert targets[at : at + len(one.english) + 1] == [*one.english, END]
-            assert targets[: at + len(one.english)][at:] == inputs[at + 1 : at + 1 + len(one.english)]
-            assert set(inputs[at + len(one.english) + 1 :]) | set(targets[at + len(one.english) + 1 :]) <= {PAD}
+    both, one_row = recipe_of(tmp_path), recipe_of(tmp_path, model="decoder")
+    assert both.corpus.mini_batches(1) == one_row.corpus.mini_batches(1)
+    batches = zip(both.batches(1, 0, Share()), one_row.batches(1, 0, Share()), strict=True)
+    for sentences, (apart, together) in zip(both.corpus.mini_batches(1), batches, strict=True):
+        (source, begun), targets = apart
+        assert source.numel() + targets.numel() <= both.options.tokens
+        assert filled(source) == [[*one.source, END] for one in sentences]
+        assert filled(begun) == [[BEGIN, *one.english] for one in sentences]
+        assert filled(targets) == [[*one.english, END] for one in sentences]
+        assert filled(together.inputs) == [[*one.source, END, BEGIN, *one.english] for one in sentences]
+        not_learnt = [[PAD] * (len(one.source) + 1) for one in sentences]
+        said = [[*before, *one.english, END] for before, one in zip(not_learnt, sentences, strict=True)]
+        assert filled(together.targets) == said
+        words = sum(len(one.english) + 1 for one in sentences)
+        assert int(count_words(targets)) == int(count_words(together.targets)) == words
 
 
 def test_replicas_read_all_sentences_once_also_where_they_are_more_than_those(tmp_path: Path) -> None:
@@ -116,19 +106,6 @@ def test_padding_has_no_say(model: str, tmp_path: Path) -> None:
     assert torch.equal(recipe.loss(other, targets), recipe.loss(logits, targets))
     half = logits.bfloat16()  # logarithms are summed in float32
     assert torch.equal(recipe.loss(half, targets), recipe.loss(half.float(), targets))
-
-
-@each_model
-def test_the_loss_of_a_padded_batch_is_that_of_its_sentences_by_their_words(model: str, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, model=model, label_smoothing=SMOOTHING)
-    network = gpipe.Sequential(*recipe.layers()).eval()
-    sentences = sentences_of(recipe)
-    inputs, targets = batch_of(recipe, sentences)
-    alone = [batch_of(recipe, [one]) for one in sentences]
-    losses = torch.stack([recipe.loss(network(one.inputs), one.targets) for one in alone])
-    words = torch.stack([count_words(one.targets) for one in alone])
-    expected = (losses * words).sum() / words.sum()
-    assert recipe.loss(network(inputs), targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @each_model

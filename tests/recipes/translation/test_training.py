@@ -133,7 +133,9 @@ def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder:
 def test_a_plan_that_was_measured_gives_the_same_losses(whole: TranslationOptions, tmp_path: Path) -> None:
     """Mini-batches of sentences are of any size, and a plan is for equal parts."""
     told = replace(whole, out=tmp_path, plan="auto", partitions=2).settled()
-    run(prepare(TranslationRecipe(told)), Console(quiet=True))
+    job = prepare(TranslationRecipe(told))
+    assert job.name.endswith("planned for this machine")
+    run(job, Console(quiet=True))
     assert same(load_file(tmp_path / WEIGHTS), load_file(whole.out / WEIGHTS))
 
 

@@ -8,13 +8,10 @@ A cell reads the output of the cell before it and that of the cell before that o
 to layer is the pair (output, previous output); the stem has only the first to give. Each reduction halves the
 image, and the filters double with each, from D/4 in the first one to 4D in the last stack.
 
-The search and its cells: Real et al., "Regularized Evolution for Image Classifier Architecture Search" (AAAI
-2019). Where the figures printed there and the TPU reference model differ, the reference is followed: its
-parameter counts are those of the GPipe paper. It pads a strided window at one side only; here padding is
-symmetric, which gives the same shapes, seen one pixel apart.
-
-ScheduledDropPath is of Zoph et al., "Learning Transferable Architectures for Scalable Image Recognition" (2018),
-section 3: while a network trains, some samples go without an operation's output, more of them from step to step.
+Cells are data, as evolution found them: Real et al. (AAAI 2019). Where the figures printed there and the TPU
+reference model differ, the reference is followed: its parameter counts are those of the GPipe paper. It pads a
+strided window at one side only; here padding is symmetric, which gives the same shapes, seen one pixel apart.
+ScheduledDropPath is of Zoph et al. (2018), section 3: in training, more and more samples go without an output.
 """
 
 from collections.abc import Callable

@@ -20,16 +20,9 @@ EXAMPLES = 40
 class Scores:
     """What the translations of a language, or of all, come to.
 
-    Attributes:
-        train: Pairs that were trained on.
-        test: Pairs that were translated.
-        nll: Negative log-likelihood of the right translation, nats a subword.
-        chrf: Of greedy translations, 0 to 100 (Popović, 2015).
-        bleu: Of the same, 0 to 100.
-        beam_chrf: Of translations by beam search; None if there was none.
-        beam_bleu: Of the same.
-        copy_chrf: Of the sentences themselves, left as they are.
-        frequent_chrf: Of the English sentence that is most frequent in training, for each.
+    So many pairs were trained on and translated; `nll` is the negative log-likelihood of the right translation, nats
+    a subword; chrF and BLEU, 0 to 100, are of greedy translations, of beam search if there was any, of the sentences
+    left as they are, and of the English sentence that is most frequent in training.
     """
 
     train: int

@@ -29,25 +29,20 @@ from gpipe.recipes.translation.evaluation import evaluation_of, scorer, together
 VOCABULARY = "vocabulary.json"
 
 
+def _in_common(options: TranslationOptions, vocabulary: int) -> dict[str, Any]:
+    o = options
+    clip_logits = o.clip_logits or None
+    return {"vocab": vocabulary, "dropout": o.dropout, "scaled_init": o.scaled_init, "clip_logits": clip_logits}
+
+
 class EncoderDecoder:
     """T(L, H, A) of the paper's section 5."""
 
     def layers(self, options: TranslationOptions, vocabulary: int) -> list[nn.Module]:
         """Builds the network for so many subwords."""
         o = options
-        return transformer(
-            o.layers,
-            o.ffn_dim,
-            o.heads,
-            model_dim=o.model_dim,
-            head_dim=o.head_dim,
-            vocab=vocabulary,
-            matrices=o.matrices,
-            dropout=o.dropout,
-            scaled_init=o.scaled_init,
-            clip_logits=o.clip_logits or None,
-            pad=PAD,
-        )
+        sizes: dict[str, Any] = {"model_dim": o.model_dim, "head_dim": o.head_dim, "matrices": o.matrices}
+        return transformer(o.layers, o.ffn_dim, o.heads, pad=PAD, **sizes, **_in_common(o, vocabulary))
 
     def batch(self, sentences: Sequence[Sentence]) -> Batch:
         """What it reads, and what it should say; PAD where anything may be said."""
@@ -65,17 +60,8 @@ class Decoder(EncoderDecoder):
     def layers(self, options: TranslationOptions, vocabulary: int) -> list[nn.Module]:
         """Builds the network for so many subwords."""
         o = options
-        return transformer_lm(
-            2 * o.layers,
-            o.model_dim,
-            o.ffn_dim,
-            o.heads,
-            vocab=vocabulary,
-            tied=o.matrices < 3,
-            dropout=o.dropout,
-            scaled_init=o.scaled_init,
-            clip_logits=o.clip_logits or None,
-        )
+        sizes = 2 * o.layers, o.model_dim, o.ffn_dim, o.heads
+        return transformer_lm(*sizes, tied=o.matrices < 3, **_in_common(o, vocabulary))
 
     def batch(self, sentences: Sequence[Sentence]) -> Batch:
         """What it reads, and what it should say: what is not English is not learnt."""
