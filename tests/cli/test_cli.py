@@ -2,11 +2,13 @@ import signal
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import gpipe
 from gpipe.cli.main import main
+from gpipe.profiling import Report, report_json
 from gpipe.recipes import prepare, training
 
 
@@ -49,3 +51,16 @@ def test_the_module_is_the_command_and_its_version_that_of_the_package(capsys: p
     assert "usage: gpipe train" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     main(["--version"])
     assert capsys.readouterr().out == f"gpipe {gpipe.__version__}\n" == f"gpipe {metadata.version('gpipe')}\n"
+
+
+def test_commands_start_without_torch_where_nothing_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(report_json(Report("alone")))
+    for given in (
+        ["plan", "resnet"],
+        ["schedule", "gpipe"],
+        ["report", str(tmp_path)],
+        ["train", "digits", "--help"],
+    ):
+        code = f"import sys\nfrom gpipe.cli.main import main\ntry: main({given!r})\nexcept SystemExit: pass\n"
+        code += "assert 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True)

@@ -1,7 +1,5 @@
 """`gpipe plan`, which plans a network by name or by a function of the user's."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,12 +89,3 @@ def test_help_lists_the_presets_and_fits_80_columns(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
     assert all(name in " ".join(out.replace("│", " ").split()) for name in PRESETS)
-
-
-def test_a_mistake_is_told_without_torch() -> None:
-    code = (
-        "import sys\nfrom gpipe.cli.main import main\n"
-        "try: main(['plan', 'resnet'])\nexcept SystemExit: assert 'torch' not in sys.modules; print('quick')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "quick\n"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.recipes.learning import AVERAGE, Averages, cosine, exponential, inverse_root
+from gpipe.recipes.recipe import AVERAGE, Averages, cosine, exponential, inverse_root
 
 Rate = Callable[[int, int, float], float]
 RATES: dict[str, Rate] = {

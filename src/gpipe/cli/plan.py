@@ -4,15 +4,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from gpipe.cli.ending import ending_by_mistakes
-from gpipe.planner.search.device import PRESETS, Device, parse_devices
+from gpipe.planner.search.device import PRESETS, parse_devices
 from gpipe.recipes.options.training import Count, NotNegative, out_of_bounds, refuse
 from gpipe.schedule.schedules import SCHEDULES
 
@@ -43,61 +42,55 @@ SIZE = "Arguments of the network, by default " + "; ".join(
 SCHEDULE = f"The schedule, if it is settled: {', '.join(SCHEDULES)}."
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What is planned, and for which devices."""
+def plan(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL)],
+    devices: Annotated[tuple[str, ...], tyro.conf.arg(help=DEVICES)] = ("4xtpuv2",),
+    size: Annotated[tuple[str, ...], tyro.conf.arg(help=SIZE)] = (),
+    batch: Count = 128,
+    partitions: Annotated[Count | None, tyro.conf.arg(aliases=["-k"])] = None,
+    micro_batches: Annotated[Count | None, tyro.conf.arg(aliases=["-m"])] = None,
+    schedule: Annotated[str | None, tyro.conf.arg(help=SCHEDULE)] = None,
+    optimizer_numbers: NotNegative = 2.0,
+    measure: bool = False,
+) -> None:
+    """Finds the fastest way to train a network on devices, without them.
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL)]
-
-    devices: Annotated[tuple[str, ...], tyro.conf.arg(help=DEVICES)] = ("4xtpuv2",)
-
-    size: Annotated[tuple[str, ...], tyro.conf.arg(help=SIZE)] = ()
-
-    batch: Count = 128
-    """The rows of a mini-batch."""
-
-    partitions: Annotated[Count | None, tyro.conf.arg(aliases=["-k"])] = None
-    """K, if it is settled."""
-
-    micro_batches: Annotated[Count | None, tyro.conf.arg(aliases=["-m"])] = None
-    """M, if it is settled."""
-
-    schedule: Annotated[str | None, tyro.conf.arg(help=SCHEDULE)] = None
-
-    optimizer_numbers: NotNegative = 2.0
-    """How many numbers the optimizer keeps of each that it trains: Adam 2, the paper's RMSProp 1."""
-
-    measure: bool = False
-    """Measures the seconds of each layer here, and takes them for those on the first device."""
-
-    def problems(self) -> Iterator[str]:
-        """A line for each option that cannot be, as far as that is known without torch."""
-        yield from _about_model(self.model)
-        yield from out_of_bounds(type(self), vars(self))
-        if self.micro_batches and self.batch > 0 and self.batch % self.micro_batches:
-            yield f"--micro-batches is {self.micro_batches}: choose a number that divides --batch {self.batch}"
-        if self.schedule is not None and self.schedule not in SCHEDULES:
-            yield f"--schedule is {self.schedule}: choose one of {', '.join(SCHEDULES)}"
-        if self.size and ":" in self.model:
-            yield "--size is for the networks of gpipe.models; leave it to your function"
-        for one in self.size:
-            name, _, number = one.partition("=")
-            if not (name and number.isascii() and number.isdecimal()):
-                yield f"--size has {one}: write NAME=NUMBER, as layers=18"
-        if not self.devices:
-            yield "--devices has none: give at least one, as 4xtpuv2"
+    Args:
+        model: What is planned.
+        devices: For which devices.
+        size: Of the network.
+        batch: The rows of a mini-batch.
+        partitions: K, if it is settled.
+        micro_batches: M, if it is settled.
+        schedule: If it is settled.
+        optimizer_numbers: How many numbers the optimizer keeps of each that it trains: Adam 2, the paper's RMSProp 1.
+        measure: Measures the seconds of each layer here, and takes them for those on the first device.
+    """
+    settled: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
+    settled["optimizer_numbers"] = optimizer_numbers
+    with ending_by_mistakes():
+        problems = [*_about_model(model), *out_of_bounds(plan, {"batch": batch, **settled})]
+        problems += _about_sizes(model, size)
+        if micro_batches and batch > 0 and batch % micro_batches:
+            problems.append(f"--micro-batches is {micro_batches}: choose a number that divides --batch {batch}")
+        if schedule is not None and schedule not in SCHEDULES:
+            problems.append(f"--schedule is {schedule}: choose one of {', '.join(SCHEDULES)}")
         try:
-            devices = len(self.fleet)
+            fleet = [device for text in devices for device in parse_devices(text)]
+            if not fleet:
+                problems.append("--devices has none: give at least one, as 4xtpuv2")
+            elif partitions is not None and partitions > len(fleet):
+                problems.append(
+                    f"--partitions is {partitions}: choose at most {len(fleet)}, as many as there are devices"
+                )
         except ValueError as error:
-            yield f"--devices: {error}"
-        else:
-            if self.partitions is not None and self.partitions > devices > 0:
-                yield f"--partitions is {self.partitions}: choose at most {devices}, as many as there are devices"
+            problems.append(f"--devices: {error}")
+        refuse(problems)
+        import gpipe  # torch loads here, so that mistakes are reported at once
 
-    @property
-    def fleet(self) -> list[Device]:
-        """All devices."""
-        return [device for text in self.devices for device in parse_devices(text)]
+        network, sample = _own(model) if ":" in model else _of_ours(model, size, measure)
+        found = gpipe.find_plan(network, sample, fleet, batch, measure=measure, **settled)
+    print(found.explain())
 
 
 def _about_model(model: str) -> Iterator[str]:
@@ -118,51 +111,36 @@ def _about_model(model: str) -> Iterator[str]:
             yield f"there is no module {module!r}; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
 
 
-def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> None:
-    """Finds the fastest way to train a network on devices, without them."""
-    with ending_by_mistakes():
-        refuse(options.problems())
-        import gpipe  # torch loads here, so that mistakes are reported at once
-
-        model, sample = _own(options.model) if ":" in options.model else _of_ours(options)
-        found = gpipe.find_plan(
-            model,
-            sample,
-            options.fleet,
-            options.batch,
-            partitions=options.partitions,
-            micro_batches=options.micro_batches,
-            schedule=options.schedule,
-            measure=options.measure,
-            optimizer_numbers=options.optimizer_numbers,
-        )
-    print(found.explain())
+def _about_sizes(model: str, size: Sequence[str]) -> Iterator[str]:
+    """A line for each size that is none, as far as that is known without torch."""
+    if size and ":" in model:
+        yield "--size is for the networks of gpipe.models; leave it to your function"
+    for one in size:
+        name, _, number = one.partition("=")
+        if not (name and number.isascii() and number.isdecimal()):
+            yield f"--size has {one}: write NAME=NUMBER, as layers=18"
 
 
-def _of_ours(options: PlanOptions) -> tuple[Any, Any]:
+def _of_ours(model: str, size: Sequence[str], measure: bool) -> tuple[Any, Any]:
     """A network of gpipe.models, and an example mini-batch."""
     import torch
 
     from gpipe import models
 
-    make = getattr(models, options.model)
+    make = getattr(models, model)
     taken = inspect.signature(make).parameters
-    shape, sizes = NETWORKS[options.model]
-    given = {name: int(number) for name, _, number in (one.partition("=") for one in options.size)}
-    refuse(_about_sizes(options.model, given, taken))
-    with torch.device("cpu" if options.measure else "meta"):
-        layers = make(**sizes | given)
-    sample = torch.zeros(SAMPLE_ROWS, *shape, dtype=torch.long if len(shape) == 1 else None)
-    return layers, (sample, sample) if options.model == "transformer" else sample
-
-
-def _about_sizes(model: str, given: Mapping[str, int], taken: Mapping[str, inspect.Parameter]) -> Iterator[str]:
-    """A line for each argument that the network does not take; 0 stands for none, where that may be."""
+    shape, sizes = NETWORKS[model]
+    given = {name: int(number) for name, _, number in (one.partition("=") for one in size)}
     for name, number in given.items():
         if name not in taken:
-            yield f"--size has {name}={number}: {model} takes {', '.join(taken)}"
-        elif not number and not isinstance(default := taken[name].default, bool | float | None) and default != 0:
-            yield f"--size has {name}={number}: choose 1 or more"
+            raise ValueError(f"--size has {name}={number}: {model} takes {', '.join(taken)}")
+        default = taken[name].default
+        if not number and not isinstance(default, bool | float | None) and default != 0:  # 0 stands for none
+            raise ValueError(f"--size has {name}={number}: choose 1 or more")
+    with torch.device("cpu" if measure else "meta"):
+        layers = make(**sizes | given)
+    sample = torch.zeros(SAMPLE_ROWS, *shape, dtype=torch.long if len(shape) == 1 else None)
+    return layers, (sample, sample) if model == "transformer" else sample
 
 
 def _own(where: str) -> tuple[Any, Any]:

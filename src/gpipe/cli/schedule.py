@@ -1,7 +1,6 @@
 """The command `gpipe schedule`: draws a schedule, or two of them to compare."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -24,52 +23,6 @@ COLORFUL = ("256", "truecolor")
 KNOWN = f"The schedule: {', '.join(SCHEDULES)}."
 
 
-@dataclass(frozen=True)
-class ScheduleOptions:
-    """What is drawn."""
-
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=KNOWN, metavar="NAME")]
-    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME2]")] = ""
-    """Another, to compare it with."""
-
-    partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4
-    """K: how many ranks there are."""
-
-    micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"])] = 8
-    """M: how many micro-batches a mini-batch is split into."""
-
-    stages_per_rank: tuple[int, ...] = ()
-    """How many stages each rank holds, one number for all schedules or one for each; by default what each has."""
-
-    forward: Positive = 1.0
-    """How long F of a stage takes, in any unit. Of two schedules, stages of the one with fewer take longer."""
-
-    backward_input: Positive = 1.0
-    """How long I takes, the gradients of inputs."""
-
-    backward_weight: Positive = 1.0
-    """How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W."""
-
-    svg: Path | None = None
-    """A file for the picture."""
-
-    csv: Path | None = None
-    """A file for the table of one schedule, as `Program.from_csv` reads it."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """One schedule, or two."""
-        return (self.name, self.other) if self.other else (self.name,)
-
-    def problems(self) -> Iterator[str]:
-        """A line for each option that cannot be, whatever the schedule is."""
-        yield from out_of_bounds(type(self), vars(self))
-        if len(self.stages_per_rank) not in (0, 1, len(self.names)):
-            yield f"--stages-per-rank has {len(self.stages_per_rank)} numbers: give one, or one for each schedule"
-        if self.csv is not None and len(self.names) > 1:
-            yield "--csv is for one schedule"
-
-
 class Drawn(NamedTuple):
     """A schedule, timed."""
 
@@ -88,32 +41,64 @@ class Drawn(NamedTuple):
         )
 
 
-def schedule(options: Annotated[ScheduleOptions, tyro.conf.arg(name="")]) -> None:
-    """Draws a schedule by its name, with its bubble and what each rank holds, or two of them to compare."""
+def schedule(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=KNOWN, metavar="NAME")],
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME2]")] = "",
+    partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4,
+    micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"])] = 8,
+    stages_per_rank: tuple[int, ...] = (),
+    forward: Positive = 1.0,
+    backward_input: Positive = 1.0,
+    backward_weight: Positive = 1.0,
+    svg: Path | None = None,
+    csv: Path | None = None,
+) -> None:
+    """Draws a schedule by its name, with its bubble and what each rank holds, or two of them to compare.
+
+    Args:
+        name: One of those that are known.
+        other: Another, to compare it with.
+        partitions: K: how many ranks there are.
+        micro_batches: M: how many micro-batches a mini-batch is split into.
+        stages_per_rank: How many stages each rank holds, one number for all schedules or one for each; by default
+            what each has.
+        forward: How long F of a stage takes, in any unit. Of two schedules, stages of the one with fewer take longer.
+        backward_input: How long I takes, the gradients of inputs.
+        backward_weight: How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W.
+        svg: A file for the picture.
+        csv: A file for the table of one schedule, as `Program.from_csv` reads it.
+    """
     with ending_by_mistakes():
-        refuse(options.problems())
-        drawn = _timed(options)
-        if options.svg is not None:
+        names = [name, other] if other else [name]
+        times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+        problems = list(out_of_bounds(schedule, times))
+        if len(stages_per_rank) not in (0, 1, len(names)):
+            problems.append(
+                f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one for each schedule"
+            )
+        if csv is not None and other:
+            problems.append("--csv is for one schedule")
+        refuse(problems)
+        requests = zip(names, (stages_per_rank or (None,)) * len(names), strict=False)
+        programs = [program_of(one, partitions, micro_batches, stages) for one, stages in requests]
+        drawn = _timed(list(zip(names, programs, strict=True)), **times)
+        if svg is not None:
             picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
-            options.svg.write_text(picture, encoding="utf-8")
-        if options.csv is not None:
-            options.csv.write_text(drawn[0].program.to_csv(), encoding="utf-8")
+            svg.write_text(picture, encoding="utf-8")
+        if csv is not None:
+            csv.write_text(programs[0].to_csv(), encoding="utf-8")
         _show(drawn, Console(highlight=False))
 
 
-def _timed(options: ScheduleOptions) -> list[Drawn]:
+def _timed(
+    programs: list[tuple[str, Program]], forward: float, backward_input: float, backward_weight: float
+) -> list[Drawn]:
     """The schedules, each with the same work for a rank."""
-    each = options.stages_per_rank or (None,)
-    requests = zip(options.names, each * len(options.names), strict=False)
-    programs = [program_of(name, options.partitions, options.micro_batches, stages) for name, stages in requests]
-    most = max(program.stages for program in programs)
-    drawn = []
-    for name, program in zip(options.names, programs, strict=True):
-        times = most / program.stages
-        forward, inputs, weights = (
-            times * one for one in (options.forward, options.backward_input, options.backward_weight)
-        )
-        cost = StageCost(forward, inputs + weights, inputs, weights)
+    most, drawn = max(program.stages for _, program in programs), []
+    for name, program in programs:
+        factor = most / program.stages
+        inputs, weights = factor * backward_input, factor * backward_weight
+        cost = StageCost(factor * forward, inputs + weights, inputs, weights)
         drawn.append(Drawn(name, program, figures(program, [cost] * program.stages)))
     return drawn
 

@@ -12,10 +12,9 @@ import gpipe
 from gpipe.recipes.data.augment import Augmentation, augment, batches, jitter
 from gpipe.recipes.data.digits import CLASSES, load_digits
 from gpipe.recipes.data.folder import Reader, load_folder
-from gpipe.recipes.learning import cosine, exponential
 from gpipe.recipes.models.amoebanet import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.options.images import ImagesOptions
-from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, load
+from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, cosine, exponential, load
 from gpipe.recipes.training import watched
 
 EVALUATED = 256  # images that are evaluated at once

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.recipes.learning import Averages
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.training import TrainOptions, flag, refuse
-from gpipe.recipes.recipe import Recipe, Share
+from gpipe.recipes.recipe import Averages, Recipe, Share
 from gpipe.recipes.world import World, find_world, of_first
 
 CHECKPOINTS = "checkpoints"
@@ -66,15 +65,7 @@ def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[
 
 
 def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") -> Progress:
-    """Reads the progress that a checkpoint kept.
-
-    Raises:
-        ValueError: It is of another training: one line for each option that differs, and for the data.
-
-    >>> from_extra(to_extra(Progress(losses=[0.5]), TrainOptions()), TrainOptions(seed=1))
-    Traceback (most recent call last):
-    ValueError: --seed is 1, and the checkpoint is of a training with 0: give that, or start anew without --resume
-    """
+    """Reads the progress that a checkpoint kept; a ValueError names each option that differs, and other data."""
     before, now = extra["options"], to_extra(Progress(), options)["options"]
     problems = [
         f"{flag(name)} is {value}, and the checkpoint is of a training with {before.get(name)}: give that, or start "

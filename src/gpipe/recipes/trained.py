@@ -82,12 +82,7 @@ def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], 
 
 
 def spread(found: Sequence[Evaluation]) -> str:
-    """The mean and the standard deviation of each number over several runs.
-
-    >>> print(spread([Evaluation({"top1": 0.9}, {}, ""), Evaluation({"top1": 0.8}, {}, "")]))
-    2 runs: mean and standard deviation
-    top1  0.8500 +- 0.0707
-    """
+    """The mean and the standard deviation of each number over several runs."""
     names = [name for name in found[0].numbers if all(name in one.numbers for one in found)]
     if not names:
         return f"{len(found)} runs, which have no number in common: give runs of one recipe"

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from gpipe.cli.main import main
-from gpipe.recipes.images import evaluation_of
 from tests.support.small_images import same, weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel", "fly")
@@ -99,12 +97,6 @@ def test_what_cannot_be_used_ends_with_what_to_do(
         assert ended.value.code == 2
         assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_more_classes_than_can_be_read_have_no_table() -> None:
-    names = [str(number) for number in range(26)]
-    text = evaluation_of([(torch.eye(26), torch.arange(26))], names).text
-    assert text == "26 held-out images, each as a whole:\ntop-1 100.00%, top-5 100.00%"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -17,7 +17,7 @@ from gpipe.models import amoebanet_d, set_keep
 from gpipe.recipes.data.augment import batches, cutout, flip, jitter
 from gpipe.recipes.data.digits import load_digits
 from gpipe.recipes.images import DigitsRecipe
-from gpipe.recipes.learning import AVERAGE
+from gpipe.recipes.recipe import AVERAGE
 from tests.support.plain_loop import one_thread, run_layers
 from tests.support.small_images import EVERYTHING, OPTIONS, prepared, same, shown, train, weights
 

@@ -52,13 +52,6 @@ def test_every_parameter_learns() -> None:
     assert [name for name, p in parameters if p.grad is None or not p.grad.any()] == []
 
 
-def test_skips_are_named_and_nested() -> None:
-    network = unet(1, 2)
-    stashed = [name for layer in network for name in getattr(layer, "stash", ())]
-    popped = [name for layer in network for name in getattr(layer, "pop", ())]
-    assert stashed == popped[::-1] == ["e0", "e1", "e2", "e3", "e4"]
-
-
 def test_impossible_sizes_are_refused() -> None:
     for b, c in ((0, 4), (1, 3), (1, 0)):
         with pytest.raises(ValueError, match=f"got B={b}, C={c}"):

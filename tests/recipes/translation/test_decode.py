@@ -120,15 +120,6 @@ def test_a_longer_translation_wins_by_the_penalty_alone(cost: float, said: list[
         assert beam(network, [[3]], 3) == [said]
 
 
-@given(TOYS, SOURCES)
-def test_a_beam_of_one_is_no_worse_than_greedy(network: Toy, sources: list[Words]) -> None:
-    """It passes by all that greedy does, and also goes on where greedy ends."""
-    for source, said in zip(sources, beam(network, sources, 1), strict=True):
-        likeliest, ended = by_hand(network, source, limit_of(source))
-        if ended:
-            assert network.score(source, [*said, END]) >= network.score(source, [*likeliest, END]) - 1e-5
-
-
 class Patient(Search):
     """A search that goes on as long as it may."""
 

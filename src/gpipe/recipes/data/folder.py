@@ -52,12 +52,7 @@ def load_folder(
     and files beside the class folders, are left alone. No image is read before it is asked for.
 
     `classes` keeps only these, numbered from 0 in the order given. `per_class` keeps only so many training images of
-    each, chosen by `seed`; no held-out image is left out by it.
-
-    Raises:
-        ImportError: Pillow, which reads images, is not installed.
-        ValueError: No class folders, empty ones, held-out classes that training lacks, files that are no images by
-            their suffix, or a class of `classes` is not there: the message lists all. Or `per_class` is too many.
+    each, chosen by `seed`; no held-out image is left out by it. A ValueError lists all that cannot be.
     """
     imported("PIL.Image", "images are read by Pillow", "images")
     whole = root = held_out_root = Path(directory)

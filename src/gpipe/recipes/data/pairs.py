@@ -66,11 +66,8 @@ def read_tsv(file: str | PathLike[str]) -> list[Pair]:
     """Reads pairs from a table in UTF-8 whose columns are separated by tabs, without a heading.
 
     The columns are language, source and English, or only source and English, whose language is then `"und"`.
-    Blank lines are skipped, and spaces around a text are not part of it. Quotation marks mean themselves.
-
-    Raises:
-        ValueError: Lines that are not in UTF-8 or not of two or three filled columns (the first ten are listed), or
-            no pair at all.
+    Blank lines are skipped, and spaces around a text are not part of it. Quotation marks mean themselves. A
+    ValueError lists the first ten lines that are not so, or says that there is no pair.
     """
     pairs, mistakes = [], []
     for number, line in enumerate(Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -106,13 +103,10 @@ def _pair_of(columns: list[str]) -> Pair:
 def read_catalogues() -> list[Pair]:
     """Reads every translation in the Django that is installed: short texts, the same in all languages.
 
-    Each (source, English) stands once per language. Texts that were left as they are in English, and blank ones, are
-    left out; of the plurals the first and the last form are taken, which go with the English singular and plural.
-    Django is not started: only its compiled catalogues are read, which hold no translation marked as doubtful.
-    The pairs are sorted by language, then English, then source. Django 5.2.19 gives 65,472 in 96 languages.
-
-    Raises:
-        ImportError: Django, or polib, which reads its files, is not installed.
+    Each (source, English) stands once per language, sorted by language, then English, then source. Texts that were
+    left as they are in English, and blank ones, are left out; of the plurals the first and the last form are taken,
+    which go with the English singular and plural. Only Django's compiled catalogues are read, which hold no
+    translation marked as doubtful. Django 5.2.19 gives 65,472 in 96 languages.
     """
     what = "the translations come with Django and are read by polib"
     django, polib = (imported(name, what, "translation") for name in ("django", "polib"))
@@ -154,12 +148,6 @@ def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, ep
     Of each language come `count` times its probability in every epoch, rounded so that the sum is `count`; one whose
     share is less than half a pair may go without. They come in rounds: each pair once in a new order, then all again,
     and an epoch goes on where the one before it stopped. So at temperature 1 `len(pairs)` are each pair once.
-
-    >>> pairs = [Pair("de", "ja", "yes"), Pair("de", "nein", "no"), Pair("fy", "ja", "yes")]
-    >>> sorted(draw(pairs, temperature=1, count=3, seed=0, epoch=1))
-    [0, 1, 2]
-    >>> sorted(draw(pairs, temperature=float("inf"), count=4, seed=0, epoch=1))
-    [0, 1, 2, 2]
     """
     numbers: dict[str, list[int]] = {}
     for number, pair in enumerate(pairs):

@@ -36,17 +36,7 @@ NOT_SAVED = frozenset({"config", "resume"})  # a file that said these would send
 
 
 def read(value: Any, kind: Any) -> Any:
-    """A value of a file, or the text of a flag, as an option of this type has it.
-
-    Raises:
-        ValueError: It is none: what to give.
-
-    >>> read(1, float), read([7, "cat"], tuple[str, ...]), read("7", int | None)
-    (1.0, ('7', 'cat'), 7)
-    >>> read(True, int | None)
-    Traceback (most recent call last):
-    ValueError: give a whole number
-    """
+    """A value of a file, or the text of a flag, as an option of this type has it; a ValueError says what to give."""
     for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         with suppress(ValueError):
             return _read_as(value, one)

@@ -12,13 +12,7 @@ DIGITS = 10
 
 @dataclass(frozen=True)
 class ImagesOptions(TrainOptions):
-    """Which network learns which images, and how; the defaults suit the digits.
-
-    >>> ImagesOptions(filters=8, classes=("1", "1")).check()
-    Traceback (most recent call last):
-    ValueError: --filters is 8: choose 16 or more; cells have as few as a sixteenth of them
-    --classes is 1 1: choose two or more, each once
-    """
+    """Which network learns which images, and how; the defaults suit the digits."""
 
     UNDECISIVE: ClassVar[frozenset[str]] = TrainOptions.UNDECISIVE | {"workers"}
     NETWORK: ClassVar[tuple[str, ...]] = ("model", "layers", "filters", "image_size", "aux_head")

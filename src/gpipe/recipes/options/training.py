@@ -58,13 +58,7 @@ def flag(field: str) -> str:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a network is cut and trained, whichever it is.
-
-    >>> TrainOptions(partitions=0, epochs=0).check()
-    Traceback (most recent call last):
-    ValueError: --partitions is 0: choose 1 or more
-    --epochs is 0: choose 1 or more
-    """
+    """How a network is cut and trained, whichever it is."""
 
     UNDECISIVE: ClassVar[frozenset[str]] = frozenset(
         {"config", "partitions", "remat", "schedule", "plan", "paper", "out", "checkpoint_every", "resume", "from_"}

@@ -28,11 +28,7 @@ def limit_of(source: Sequence[int]) -> int:
 
 @torch.no_grad()
 def greedy(network: Network, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Takes the likeliest word each time, for each of the sources, which end without END.
-
-    Returns:
-        The words of each translation, without BEGIN and END.
-    """
+    """Takes the likeliest word each time, for each of the sources, which end without END."""
     rows: list[list[int]] = [[BEGIN] for _ in sources]
     words = padded([[*source, END] for source in sources or [[]]])
     alive = list(range(len(sources)))
@@ -63,9 +59,6 @@ def beam(network: Network, sources: Sequence[Sequence[int]], width: int) -> list
 
     Translations are compared by their log-probability over ((5 + words) / 6)^0.6, so that short ones do not win for
     being short. A search ends when no beginning can still be better.
-
-    Returns:
-        The words of each translation, without BEGIN and END.
     """
     searches = [Search(source, width) for source in sources]
     while alive := [search for search in searches if not search.is_over]:

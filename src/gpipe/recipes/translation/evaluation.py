@@ -132,15 +132,7 @@ def bleu(translations: Sequence[str], right: Sequence[str]) -> float:
 
 
 def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str]:
-    r"""A line for each language, the one with most pairs to train on first, and one for all.
-
-    >>> one = Scores(9, 2, 1.5, 50.0, 30.0, 51.0, 31.0, 8.0, 4.0)
-    >>> print(*table({"de": one}, one, width=4), sep="\n")
-    language  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent
-                                     greedy       beam 4      chrF      chrF
-    de            9     2  1.500   50.0  30.0   51.0  31.0    8.0       4.0
-    together      9     2  1.500   50.0  30.0   51.0  31.0    8.0       4.0
-    """
+    """A line for each language, the one with most pairs to train on first, and one for all."""
     first = max(8, *map(len, scores))
     lines = [
         f"{'language':{first}}  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent",

@@ -17,11 +17,10 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, collate, padded
-from gpipe.recipes.learning import inverse_root
 from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.translation import TranslationOptions
-from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share
+from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, inverse_root
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
 from gpipe.recipes.translation.decode import Network
 from gpipe.recipes.translation.evaluation import evaluation_of, scorer, together
