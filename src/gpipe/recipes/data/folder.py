@@ -179,8 +179,7 @@ class Reader:
     """Reads batches of images in `workers` processes, which begin with the first batch and live as long as it does.
 
     The bits are the same for any number of workers, also for 0, which reads in the process itself. It reads one thing
-    at a time. Workers are fresh processes: a script that uses them keeps what it does under
-    `if __name__ == "__main__":`.
+    at a time. Workers are fresh processes, which import the script again.
     """
 
     def __init__(self, folder: ImageFolder, how: Augmentation, workers: int = 0) -> None:

@@ -74,10 +74,8 @@ def beam(network: Network, sources: Sequence[Sequence[int]], width: int) -> list
 class Search:
     """The beam search for the translation of one sentence.
 
-    Attributes:
-        source: The sentence.
-        beginnings: Those that are followed, from BEGIN on, likeliest first, all of one length.
-        ended: Translations that ended, behind their scores.
+    `beginnings` are those that are followed, from BEGIN on, likeliest first, all of one length; `ended` are
+    translations that ended, behind their scores.
     """
 
     def __init__(self, source: Sequence[int], width: int) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import fsum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpipe.recipes.data import imported
 from gpipe.recipes.recipe import Evaluation
@@ -14,6 +14,7 @@ from gpipe.recipes.translation.decode import Network, beam, greedy
 
 Decode = Callable[[Sequence[Sequence[int]]], list[list[int]]]
 EXAMPLES = 40
+SACREBLEU = ("sacrebleu", "translations are scored by sacrebleu", "translation")
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,15 @@ def together(nlls: Iterable[tuple[float, int]]) -> tuple[float, int]:
     return fsum(values), sum(words)
 
 
-def scorer() -> Any:
-    """The library sacrebleu."""
-    return imported("sacrebleu", "translations are scored by sacrebleu", "translation")
-
-
 def chrf(translations: Sequence[str], right: Sequence[str]) -> float:
     """The chrF of sacrebleu, with its defaults."""
-    return float(scorer().corpus_chrf(list(translations), [list(right)]).score)
+    return float(imported(*SACREBLEU).corpus_chrf(list(translations), [list(right)]).score)
 
 
 def bleu(translations: Sequence[str], right: Sequence[str]) -> float:
     """The BLEU of sacrebleu, with its defaults but for short texts, whose missing n-grams are left out."""
-    return float(scorer().BLEU(effective_order=True).corpus_score(list(translations), [list(right)]).score)
+    scorer = imported(*SACREBLEU).BLEU(effective_order=True)
+    return float(scorer.corpus_score(list(translations), [list(right)]).score)
 
 
 def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str]:

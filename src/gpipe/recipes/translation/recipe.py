@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.recipes.data import imported
 from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, collate, padded
 from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.options.files import CONFIG, read_config
@@ -23,7 +24,7 @@ from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, inverse_root
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
 from gpipe.recipes.translation.decode import Network
-from gpipe.recipes.translation.evaluation import evaluation_of, scorer, together
+from gpipe.recipes.translation.evaluation import SACREBLEU, evaluation_of, together
 
 VOCABULARY = "vocabulary.json"
 
@@ -187,7 +188,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
-        scorer()  # to see whether it is there, before hours of translating
+        imported(*SACREBLEU)  # to see whether it is there, before hours of translating
         nlls = self.nlls(pipe, self.corpus.test)
         return evaluation_of(self.corpus, nlls, self.network(pipe), self.options.tokens, self.options.beam)
 
