@@ -27,8 +27,7 @@ HELP = {
     "does.",
     "translation": "Trains one Transformer to translate from many languages to English.",
 }
-AT_ONCE = 64
-"""Lines that are read before they are translated, unless somebody types them."""
+AT_ONCE = 64  # lines that are read before they are translated, unless somebody types them
 
 
 def train_app(arguments: Sequence[str]) -> SubcommandApp:

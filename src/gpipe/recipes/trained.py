@@ -27,8 +27,7 @@ RECIPES: dict[str, type[Recipe[Any]]] = {
     recipe.name: recipe for recipe in (DigitsRecipe, ImagesRecipe, TranslationRecipe)
 }
 MESSAGES = "messages.jsonl"
-LONGEST = 4
-"""Times as many subwords as the longest sentence that was trained on; what is longer is refused."""
+LONGEST = 4  # times as many subwords as the longest sentence that was trained on; what is longer is refused
 Translator = Callable[[Sequence[str]], Iterator[str]]
 
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
 
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, or another launcher, sets in the environment of each process."""
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets, torchrun or another
 TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux's question for the address of an interface
