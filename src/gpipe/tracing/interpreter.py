@@ -201,7 +201,7 @@ class Interpreter(TorchFunctionMode):
         if call.name not in RANDOM and not any(map(self._depends, call.tensors)):
             return self.free(call)
         if call.name == "__iter__":
-            return iter(self.op(call._replace(name="unbind", func=_unbound)))
+            return iter(self.op(call._replace(name="unbind", func=torch.unbind)))
         return self.op(call)
 
     def _depends(self, tensor: Tensor) -> bool:
@@ -229,10 +229,6 @@ class Interpreter(TorchFunctionMode):
     @abstractmethod
     def op(self, call: OpCall) -> Any:
         """Does the next operation, or says what comes of it."""
-
-
-def _unbound(tensor: Tensor) -> list[Tensor]:
-    return list(torch.unbind(tensor))
 
 
 class Enough(BaseException):

@@ -27,8 +27,9 @@ COUNT = "num_items_in_batch"
 """The keyword by which a forward is told the labels that count in the whole mini-batch."""
 NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
 UNKNOWN = (
-    "of the model's own loss it cannot be known how it averages: {seen}; micro-batches are weighed by their rows. If "
-    "it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
+    "of the model's own loss it cannot be known how it averages, by the losses of torch that its forward calls "
+    "({seen}); micro-batches are weighed by their rows. If it does otherwise, give "
+    "step(inputs, targets, loss_fn, reduction=...)"
 )
 
 
@@ -57,8 +58,9 @@ class LossAverage:
             return cls("labels")
         if calls and all(call.reduction == "sum" for call in calls):
             return cls("sum")
-        known = calls and all(call.name in OF_ROWS for call in calls)
-        return cls("rows", finding=None if known else UNKNOWN.format(seen=_in_words(calls)))
+        names = [call.name for call in calls]
+        known = names and OF_ROWS.issuperset(names)
+        return cls("rows", finding=None if known else UNKNOWN.format(seen=", ".join(names) or "none"))
 
     def count(self, part: Mapping[str, Any] | Tree) -> float:
         """What a micro-batch counts."""
@@ -78,14 +80,6 @@ class LossAverage:
         if not total:
             raise ValueError(NO_LABELS.format(ignored=self.ignored))
         return [count / total for count in counts]
-
-
-def _in_words(calls: Sequence[LossCall]) -> str:
-    names = ", ".join(dict.fromkeys(call.name for call in calls))
-    if not calls:
-        return "its forward calls none of torch's losses"
-    only = f"{names}, of labels that are none of its inputs"
-    return f"its forward calls {only if len(calls) == 1 else f'{len(calls)} losses of torch ({names})'}"
 
 
 TWO, NEARLY = 2, 1e-3

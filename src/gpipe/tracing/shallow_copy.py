@@ -6,15 +6,15 @@ attributes with the unit, and a call of one goes to the interpreter that is unde
 it.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modules import hooks_of
+from gpipe.stages.side_effects import Value, note, values_differ
 from gpipe.stages.tree import version
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
@@ -25,10 +25,9 @@ HOOKED = (
     "Put the hook on a block or on a module inside of one; on a module without parameters, before the pipe is made"
 )
 COLLECTS = (
-    "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, output_router_logits "
-    "and the like), by hooks inside of them that layers do not see: leave it out of what the model is given, and "
-    "of model.config. What the model's own forward asks for it, as a vision tower or a backbone, may be one block: "
-    "blocks=['model.vision_tower', ...]"
+    "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, output_router_logits), "
+    "by hooks inside of them that layers do not see: leave it out of what the model is given, and of model.config. "
+    "What its forward asks for it itself, as a vision tower, may be one block: blocks=['model.vision_tower', ...]"
 )
 OTHER_FORWARD = (
     "{name} has a forward that was set on it and is not its own method, as accelerate sets one for its hooks "
@@ -38,11 +37,13 @@ OTHER_FORWARD = (
 COLLECTOR = "_output_capturing_hooks_installed"
 """Where a model of transformers looks whether it has these hooks, before it puts them into all of its modules."""
 CHANGES_BUFFER = (
-    "the forward of the {model} changes the buffer {name} between blocks, and every layer would do so: what "
-    "micro-batches find there would depend on the schedule. Let a module inside of a block have it, or one of its "
-    "own that is called. Rotary embeddings of the type 'dynamic' do so where a sequence is longer than "
-    "max_position_embeddings: give shorter ones, or set it as high as they are long"
+    "the forward of the {model} changes the buffer {name} between blocks, and every layer would do so. Let a module "
+    "inside of a block have it, or one of its own that is called. Rotary embeddings of the type 'dynamic' do so where "
+    "a sequence is longer than max_position_embeddings: give shorter ones, or set it as high as they are long"
 )
+
+
+Attributes: TypeAlias = dict[tuple[str, str], Value]
 
 
 class _Refusal:
@@ -135,48 +136,22 @@ class ShallowCopy:
                     model, place = type(self.parts.model).__name__, f"{name}.{key}".lstrip(".")
                     raise CannotSplitError(CHANGES_BUFFER.format(model=model, name=place))
 
-    def attributes(self) -> "Attributes":
+    def attributes(self) -> Attributes:
         """What the copies have now, but for buffers, to be compared with later."""
         return {
-            (name, key): _frozen(value)
+            (name, key): note(value)
             for name, copy in self.copies.items()
             for key, value in vars(copy).items()
             if key != "_buffers"
         }
 
-    def changed_since(self, before: "Attributes") -> Iterator[tuple[str, str, Any]]:
+    def changed_since(self, before: Attributes) -> Iterator[tuple[str, str, Any]]:
         """The attributes of copies that are others now: the copy's name, the attribute's, and its value."""
         now = self.attributes()
         for name, key in {**before, **now}:
-            if not _same(before.get((name, key), MISSING), now.get((name, key), MISSING)):
+            if values_differ(before.get((name, key)), now.get((name, key))):
                 yield name, key, vars(self.copies[name]).get(key)
 
 
 def _same_values(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and one.device == other.device and torch.equal(one, other)
-
-
-Attributes = dict[tuple[str, str], Any]
-CONTAINERS = (list, tuple, set, dict, deque)
-DEEP = 3
-"""How far into containers it is looked."""
-MISSING = object()
-
-
-def _frozen(value: Any, depth: int = DEEP) -> Any:
-    """A value that stays as it is when a container in it is changed."""
-    if not isinstance(value, CONTAINERS) or not depth:
-        return value
-    if isinstance(value, dict):
-        return dict, [(key, _frozen(item, depth - 1)) for key, item in value.items()]
-    return type(value), [_frozen(item, depth - 1) for item in value]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other) or isinstance(one, (Tensor, nn.Module)):
-        return False
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, (bool, int, float, str, bytes)) and one == other

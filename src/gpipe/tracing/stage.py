@@ -47,7 +47,13 @@ class Crossings(NamedTuple):
 
     @classmethod
     def of(cls, trace: Trace, stage: int, stage_of: Sequence[int]) -> "Crossings":
-        """Looks them up: between neighbours the main line brings all, and what is over has a route of its own."""
+        """Looks them up: between neighbours the main line brings all, and what is over has a route of its own.
+
+        Of a layer that is a stage by itself, which no `stage_of` is given for, the main line brings all that lives.
+        """
+        if not stage_of:
+            entering = list(trace.carried) if stage == 0 else trace.live_before(stage)
+            return cls(entering, {}, trace.live_before(stage + 1), {})
         found = cls(list(trace.carried) if stage == 0 else [], {}, [], {})
         for edge in trace.edges:
             source, target = stage_of[edge.source], stage_of[edge.target]
@@ -96,16 +102,13 @@ class TracedStage(Stage):
         else:
             self._shallow_copy.refresh()
 
-    def _crossings_on(self, trace: Trace) -> Crossings:
-        return Crossings.of(trace, self.index, self._stage_of)
-
     def _run(self, value: Tree, call: StageCall) -> Tree:
         assert isinstance(value, dict)
         assert self._shallow_copy is not None
         number = value["path"]
         trace = self._traces[number]
         if number not in self._crossings:
-            self._crossings[number] = self._crossings_on(trace)
+            self._crossings[number] = Crossings.of(trace, self.index, self._stage_of)
         crossings = self._crossings[number]
         values = dict(zip(crossings.enters, value["live"], strict=True))
         for route, value_id in crossings.arrives.items():
@@ -136,21 +139,15 @@ class SingleLayer(nn.Module):
         super().__init__()
         self.part = part
         layer = Layer(at, part.stands_for, part)
-        self.__dict__["stage"] = _SingleStage(at, [layer], torch.device("cpu"), parts, traces, ())
+        self.__dict__["stage"] = TracedStage(at, [layer], torch.device("cpu"), parts, traces, ())
 
     def forward(self, state: Tree) -> Tree:
         """Interprets the layer."""
-        stage: _SingleStage = self.__dict__["stage"]
+        stage: TracedStage = self.__dict__["stage"]
         stage.device = next((tensor.device for tensor in tensors_in(state)), stage.device)
         if stage._shallow_copy is None:
             stage.begin()
         return stage._run(state, StageCall({}, RngKey(0, 0, 0), LayerProgress()))
-
-
-class _SingleStage(TracedStage):
-    def _crossings_on(self, trace: Trace) -> Crossings:
-        entering = list(trace.carried) if self.index == 0 else trace.live_before(self.index)
-        return Crossings(entering, {}, trace.live_before(self.index + 1), {})
 
 
 @contextmanager

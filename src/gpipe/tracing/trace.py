@@ -103,21 +103,6 @@ def _opened(value: Any) -> Any:
     return tree_map(opened, value)
 
 
-def again_in(leaves: Sequence[Any]) -> Again:
-    """The places of tensors that stood before, each with the first place of that tensor.
-
-    >>> tensor = Tensor()
-    >>> again_in([tensor, 7, Tensor(), 7, tensor])
-    ((4, 0),)
-    """
-    first: dict[int, int] = {}
-    return tuple(
-        (at, first[id(leaf)])
-        for at, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and first.setdefault(id(leaf), at) != at
-    )
-
-
 def is_carried(leaf: object) -> bool:
     """Whether an input is carried only to those layers that use it: all but whole numbers, which every layer has."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -36,7 +36,6 @@ from gpipe.tracing.trace import (
     Structure,
     Trace,
     ValueId,
-    again_in,
     is_carried,
     take_apart,
 )
@@ -229,11 +228,9 @@ class Tracer(Interpreter):
             if id(tensor) in self._inputs and not is_unit:
                 self._taken.add(self._inputs[id(tensor)])
             value_id = self.value_id_of(tensor)
-            if value_id is None and self._filled and not is_vmapped():
-                changed_in, _ = self._filled.get(storage_address(tensor), (layer, None))
-                if changed_in != layer:
-                    raise CannotSplitError(UNSEEN.format(name=name))
-            if self._is_unseen(tensor, value_id):
+            is_known = value_id is not None or not self._filled or is_vmapped()
+            address = 0 if is_known else storage_address(tensor)
+            if (address and self._filled.get(address, (layer,))[0] != layer) or self._is_unseen(tensor, value_id):
                 raise CannotSplitError(UNSEEN.format(name=name))
 
     def _is_unseen(self, tensor: Tensor, value_id: ValueId | None) -> bool:
@@ -259,9 +256,7 @@ class Tracer(Interpreter):
         for tensor, was in zip(call.tensors, before, strict=True):
             if (value_id := self.value_id_of(tensor)) is not None:
                 self._note(tensor, value_id)
-            elif (
-                version(tensor) != was and id(tensor) not in {*self._inputs, *self._held} and storage_address(tensor)
-            ):
+            elif version(tensor) != was and id(tensor) not in {*self._inputs, *self._held}:
                 self._filled[storage_address(tensor)] = layer, tensor
         return made
 
@@ -281,21 +276,21 @@ class Tracer(Interpreter):
     def _named(self, call: OpCall, made: Any) -> tuple[Leaves, Structure, Again]:
         """What an operation made, apart, each tensor known by its value id; and which leaves are others again."""
         leaves, returns = take_apart(made)
-        given = set(map(id, call.tensors))
-        again = again_in(leaves)
+        known = set(map(id, call.tensors)), self._held, self._raw
+        first: dict[int, int] = {}
+        again = []
         for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                has_name = id(leaf) in self._held or id(leaf) in self._raw or self.value_id_of(leaf) is not None
-                if (
-                    has_name or id(leaf) in given
-                ):  # what comes back as it was given need not be that with other inputs
-                    leaves[at] = leaf.expand_as(leaf)
-        for at, first in again:
-            leaves[at] = leaves[first]
-        for at, leaf in reversed([*enumerate(leaves)]):  # what stands there again is known by its first place
-            if isinstance(leaf, Tensor):
-                self._name(leaf, ValueId(self.at, at))
-        return leaves, returns, again
+            if not isinstance(leaf, Tensor):
+                continue
+            if first.setdefault(id(leaf), at) < at:
+                again.append((at, first[id(leaf)]))
+                continue
+            if any(id(leaf) in some for some in known) or self.value_id_of(leaf) is not None:
+                leaves[at] = leaf.expand_as(leaf)  # what comes back as it was given need not do so with other inputs
+            self._name(leaves[at], ValueId(self.at, at))
+        for at, place in again:
+            leaves[at] = leaves[place]
+        return leaves, returns, tuple(again)
 
     def _name(self, tensor: Tensor, value_id: ValueId) -> None:
         self.name_as(tensor, value_id)
