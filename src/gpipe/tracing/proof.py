@@ -117,10 +117,10 @@ def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> 
     for index in range(len(trace.starts)):
         start = time.perf_counter()
         if index:
-            live = {value_id: values[value_id] for value_id in trace.live_before(index)}
+            live = [(value_id, values[value_id]) for value_id in trace.live_before(index)]
             values = {
-                one: None if value is None else copy_of(value) for one, value in live.items()
-            }  # as behind a cut
+                value_id: value if value is None else copy_of(value) for value_id, value in live
+            }  # as a cut does
             shallow_copy.refresh()
         wanted = frozenset(edge.value_id for edge in trace.edges if edge.source <= index < edge.target)
         layer = Layer(index, str(index), parts.model)

@@ -194,9 +194,8 @@ def without_cache(model: nn.Module, value: Tree) -> Tree:
         return value
     if isinstance(value, Mapping):
         return {"use_cache": False, **value}
-    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
-    named = first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return {first.name: value, "use_cache": False} if named and first is not None else value
+    first = next(iter(inspect.signature(model.forward).parameters.values()))
+    return {first.name: value, "use_cache": False} if first.kind is first.POSITIONAL_OR_KEYWORD else value
 
 
 def takes(model: nn.Module, keyword: str) -> bool:

@@ -25,9 +25,9 @@ HOOKED = (
     "Put the hook on a block or on a module inside of one; on a module without parameters, before the pipe is made"
 )
 COLLECTS = (
-    "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, output_router_logits), "
-    "by hooks inside of them that layers do not see: leave it out of what the model is given, and of model.config. "
-    "What its forward asks for it itself, as a vision tower, may be one block: blocks=['model.vision_tower', ...]"
+    "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, "
+    "output_router_logits), by hooks in them that layers do not see: leave it out of what the model is given, and of "
+    "model.config. What its forward asks for it itself may be one block: blocks=['model.vision_tower', ...]"
 )
 OTHER_FORWARD = (
     "{name} has a forward that was set on it and is not its own method, as accelerate sets one for its hooks "
@@ -38,8 +38,8 @@ COLLECTOR = "_output_capturing_hooks_installed"
 """Where a model of transformers looks whether it has these hooks, before it puts them into all of its modules."""
 CHANGES_BUFFER = (
     "the forward of the {model} changes the buffer {name} between blocks, and every layer would do so. Let a module "
-    "inside of a block have it, or one of its own that is called. Rotary embeddings of the type 'dynamic' do so where "
-    "a sequence is longer than max_position_embeddings: give shorter ones, or set it as high as they are long"
+    "inside of a block have it, or one of its own that is called. Rotary embeddings of the type 'dynamic' do so "
+    "where a sequence is longer than max_position_embeddings: give shorter ones, or set it as high as they are long"
 )
 
 
