@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.tracing.blocks import find_blocks
+from gpipe.tracing.parts import find_blocks
 from gpipe.tracing.trace import CannotSplitError
 from tests.support.clock import Clock
 from tests.support.plain_loop import same_bits

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree
-from gpipe.tracing.blocks import check_blocks, find_blocks
 from gpipe.tracing.meta_model import give_values, lacks_values
 from gpipe.tracing.own_loss import COUNT, NO_LABELS, LossAverage, loss_in, tried
-from gpipe.tracing.parts import Names, Parts, layers_by_name, units_by_layer
+from gpipe.tracing.parts import Names, Parts, check_blocks, find_blocks, layers_by_name, units_by_layer
 from gpipe.tracing.proof import prove
 from gpipe.tracing.runs import arguments, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
 from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
