@@ -12,7 +12,7 @@ from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree
 from gpipe.tracing.meta_model import give_values, lacks_values
-from gpipe.tracing.own_loss import COUNT, NO_LABELS, LossAverage, loss_in, tried
+from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, tried
 from gpipe.tracing.parts import Names, Parts, check_blocks, find_blocks, layers_by_name, units_by_layer
 from gpipe.tracing.proof import prove
 from gpipe.tracing.runs import arguments, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
@@ -173,13 +173,11 @@ class TracedModel:
         begun = begun._replace(findings=[] if average.finding is None else [average.finding])
         counts = [average.count(value) for value in values]
         total = (over_replicas or float)(sum(counts))
+        shares = average.shares(counts, total)
         if not is_told:
-            return begun._replace(shares=average.shares(counts, total))
-        if not total:
-            raise ValueError(NO_LABELS.format(ignored=average.ignored))
-        return begun._replace(
-            states=self._begin([self._with_count(value, total) for value in values]).states, shares=ones
-        )
+            return begun._replace(shares=shares)
+        states = self._begin([self._with_count(value, total) for value in values]).states
+        return begun._replace(states=states, shares=ones)
 
     def _begin(self, values: Sequence[Tree]) -> TracedBatch:
         apart = [take_apart(tuple(arguments(self.model, value))) for value in values]
