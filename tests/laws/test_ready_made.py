@@ -22,7 +22,6 @@ from tests.support.plain_loop import (
     assert_same_bits,
     plain_call,
     plain_loop,
-    plain_outputs,
     same_bits,
     squares,
     tensors_in,
@@ -112,20 +111,6 @@ def make(layers: list[nn.Module], partitions: int = 2, micro_batches: int = MOST
     return gpipe.GPipe(layers, partitions, micro_batches, seed=SEED, **how)
 
 
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-def test_without_grad_a_step_gives_the_loss_and_a_call_the_outputs(driver: str) -> None:
-    sizes = [(3, 2), (1, 4), (4, 1)]
-    pipe, layers, inputs, targets = make(network(), 3, driver=driver).eval(), network(), parts(sizes), parts(sizes, 1)
-    plain = list(nn.Sequential(*layers).eval())
-    with torch.no_grad():
-        loss = pipe.step(inputs, targets, squares)
-        assert same_bits(loss, plain_loop(plain, inputs, targets, squares, micro_batches=MOST, seed=SEED))
-        found, expected = pipe(inputs), plain_outputs(plain, inputs, micro_batches=MOST, seed=SEED)
-    assert isinstance(expected, list)
-    assert type(found) is list
-    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 def test_statistics_of_batch_norm(deferred: bool) -> None:
     inputs, targets = (gpipe.MicroBatches([x.flatten(0, 1) for x in tensors_in(p.parts)]) for p in (
@@ -191,27 +176,28 @@ class Words(nn.Module):
 def test_trees_wholes_and_targets_of_other_rows_weighed_as_the_loss_averages() -> None:
     inputs, targets = sentences(0)
     pipe, plain = make([Masked(), *network(), Words()], 3), [Masked(), *network(), Words()]
-    loss = pipe.step(inputs, targets, F.cross_entropy)
-    how: Any = {"micro_batches": MOST, "seed": SEED, "reduction": of_words}
-    assert same_bits(loss, plain_loop(plain, inputs, targets, F.cross_entropy, **how))
-    assert_same_bits(pipe, plain)
-
-
-def test_a_mean_is_over_the_rows_of_the_inputs() -> None:
-    inputs, targets = sentences(0)
-    pipe, plain = make([Masked(), *network(), Words()], 3), [Masked(), *network(), Words()]
-    loss = pipe.step(inputs, targets, F.cross_entropy, reduction="mean")
     rows_of = {len(target): len(given["words"]) for target, given in zip(targets, inputs, strict=True)}  # type: ignore[arg-type, index]
-    how: Any = {"micro_batches": MOST, "seed": SEED, "reduction": lambda target: rows_of[len(target)]}
-    assert same_bits(loss, plain_loop(plain, inputs, targets, F.cross_entropy, **how))
-    assert_same_bits(pipe, plain)
-
-
-def test_ignored_labels_are_told_of_as_in_a_mini_batch() -> None:
-    inputs, targets = sentences(0)
-    pipe = make([Masked(), *network(), Words()])
+    for step, weight in enumerate((of_words, lambda target: rows_of[len(target)])):  # by words, or by rows if told to
+        loss = pipe.step(inputs, targets, F.cross_entropy, **({"reduction": "mean"} if step else {}))
+        how: Any = {"micro_batches": MOST, "seed": SEED, "reduction": weight, "step": step}
+        assert same_bits(loss, plain_loop(plain, inputs, targets, F.cross_entropy, **how))
+        assert_same_bits(pipe, plain)
     pipe.step(inputs, targets, lambda output, target: -output[target >= 0].log_softmax(1)[:, 0].mean())
     assert any("targets hold labels -100" in finding for finding in pipe.findings)
+
+
+def test_outputs_and_metrics_come_for_each_and_a_sample_may_be_ready_made() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    inputs = parts([(3, 2), (1, 4)])
+    pipe, plain = make([*network(), Mean()], sample=inputs, costs="flops"), nn.Sequential(*network(), Mean())
+    with torch.no_grad():
+        outputs = pipe.eval()(inputs)
+        assert [output.item() for output in outputs] == [plain.eval()(part).item() for part in inputs]
+    _, metrics = pipe.step(inputs, gpipe.MicroBatches([1.0, 2.0]), lambda output, target: (output * target, target))
+    assert metrics == [1.0, 2.0]
 
 
 def test_a_sparse_tensor_is_taken_as_it_is() -> None:
@@ -230,24 +216,6 @@ def test_a_sparse_tensor_is_taken_as_it_is() -> None:
     loss = pipe.step(graphs, targets, squares)
     assert same_bits(loss, plain_loop(plain, graphs, targets, squares, micro_batches=MOST, seed=SEED))
     assert_same_bits(pipe, plain)
-
-
-def test_outputs_without_rows_and_metrics_come_for_each() -> None:
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mean()
-
-    inputs = parts([(3, 2), (1, 4)])
-    pipe, plain = make([*network(), Mean()]), nn.Sequential(*network(), Mean())
-    outputs = pipe.eval()(inputs)
-    assert [output.item() for output in outputs] == [plain.eval()(part).item() for part in inputs]
-    _, metrics = pipe.step(inputs, gpipe.MicroBatches([1.0, 2.0]), lambda output, target: (output * target, target))
-    assert metrics == [1.0, 2.0]
-
-
-def test_a_sample_may_be_ready_made() -> None:
-    pipe = make(network(), sample=parts([(2, 3), (4, 1)]), costs="flops")
-    assert pipe.costs == make(network(), sample=parts([(2, 3)])[0], micro_batches=1, costs="flops").costs
 
 
 def test_it_is_a_frozen_sequence_equal_to_itself_alone() -> None:
@@ -301,12 +269,6 @@ def test_none_is_inside_of_another_value(given: Any) -> None:
     for call in (lambda: pipe.step(given, Y, squares), lambda: pipe.step(X, given, squares), lambda: pipe(given)):
         with pytest.raises(TypeError, match=r"in no other value; .*gpipe\.MicroBatches\(\[\(x, mask\)"):
             call()
-
-
-def test_all_that_is_no_value_for_a_layer_is_named() -> None:
-    given = gpipe.MicroBatches([X.numpy(), {"x": [X, torch.nested.nested_tensor([X], layout=torch.jagged)]}])
-    with pytest.raises(TypeError, match=r"inputs\[0\] is a numpy array(.|\n)*inputs\[1\]\['x'\]\[1\] is a nested"):
-        make(network())(given)
 
 
 @pytest.mark.parametrize("parts", [X, {"x": X}, "words", 3, None])

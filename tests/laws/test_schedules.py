@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.schedule.action import COMPUTE, Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES, table_in_training
 from gpipe.schedule.simulate import simulate
 from tests.support.placements import PLACEMENTS, placed
-from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, plain_outputs, squares
+from tests.support.plain_loop import assert_same_bits, plain_loop, squares
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_driver = pytest.mark.parametrize("driver", ["threads", "lockstep"])
@@ -66,36 +65,6 @@ def test_what_a_rank_holds_is_what_the_table_states(name: str, driver: str, micr
     assert not sum(layer.alive for layer in layers)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("gpipe", "1f1b", "interleaved")])
-def test_split_backwards_are_split(name: str) -> None:
-    layers = [nn.Linear(8, 8) for _ in range(2 * SCHEDULES[name].stages_per_rank)]
-    pipe = gpipe.GPipe(layers, 2, 8, schedule=name)
-    assert any(action.kind is Kind.BACKWARD_WEIGHT for action in pipe.program.actions)
-
-
-@each_schedule
-@each_driver
-@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
-def test_each_schedule_trains_and_evaluates(name: str, driver: str, remat: str) -> None:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))]
-    expected = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))]
-    nn.Sequential(*expected).load_state_dict(nn.Sequential(*layers).state_dict())
-    x, y = torch.randn(19, 8), torch.randn(19, 8)
-    with gpipe.GPipe(layers, 3, 8, schedule=name, remat=remat, driver=driver, seed=0) as pipe:
-        for step in range(2):
-            loss = pipe.step(x, y, squares)
-            assert torch.equal(loss, plain_loop(expected, x, y, squares, micro_batches=8, seed=0, step=step))
-        assert_same_bits(nn.Sequential(*layers), expected)
-        called = squares(pipe(x), y)
-        called.backward()
-        assert torch.equal(called, plain_call(expected, x, y, squares, micro_batches=8, seed=0, step=2))
-        assert_same_bits(nn.Sequential(*layers), expected)
-        outputs = plain_outputs(expected, x, micro_batches=8, seed=0, step=3)
-        with torch.no_grad():
-            assert torch.equal(pipe(x), outputs)  # type: ignore[arg-type]  # a tensor, as the input is
-
-
 @each_schedule
 @each_driver
 def test_casts_of_autocast_are_those_of_each_stage(name: str, driver: str) -> None:
@@ -112,18 +81,6 @@ def test_casts_of_autocast_are_those_of_each_stage(name: str, driver: str) -> No
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(loss, one.step(x, y, squares))
     assert_same_bits(pipes, expected)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zb_v"])
-@each_driver
-def test_a_recorder_has_every_action_on_its_rank(name: str, driver: str) -> None:
-    layers = [nn.Linear(8, 8) for _ in range(6)]
-    with gpipe.GPipe(layers, 3, 6, schedule=name, driver=driver) as pipe, gpipe.record(pipe) as recording:
-        pipe.step(torch.randn(6, 8), torch.randn(6, 8), squares)
-        program = pipe.program
-    spans = [span for span in recording.timelines[-1].spans if span.action.kind in COMPUTE]
-    for rank, row in enumerate(program.table):
-        assert [span.action for span in spans if span.rank == rank] == [a for a in row if a.kind in COMPUTE]
 
 
 @each_schedule

@@ -16,11 +16,8 @@ from tests.support import tied_layers
 from tests.support.plain_loop import (
     assert_same_bits,
     mini_batch,
-    plain_call,
-    plain_loop,
     same_bits,
     squares,
-    train,
     weights_of,
 )
 from tests.support.split_rows import SPLITS, split
@@ -69,20 +66,6 @@ def network() -> list[nn.Module]:
 
 
 @each_split
-@each_driver
-@pytest.mark.parametrize("remat", ["always", "never", "except_last"])
-def test_backwards_in_two_parts_give_the_bits_of_the_plain_loop(name: str, driver: str, remat: str) -> None:
-    x, y = mini_batch(6, 4, rows=10)
-    with split(name), gpipe.GPipe(network(), [2, 3, 3], 4, seed=3, driver=driver, remat=remat) as pipe:
-        assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} <= {action.kind for action in pipe.program.actions}
-        plain = network()
-        for step in (0, 1):  # the second adds to gradients that are there
-            loss = pipe.step(x, y, squares)
-            assert same_bits(loss, plain_loop(plain, x, y, squares, micro_batches=4, seed=3, step=step))
-        assert_same_bits(pipe, plain)
-
-
-@each_split
 @tied_layers.every_build
 @pytest.mark.parametrize("way", ["step", "call"])
 def test_weights_that_stages_share(name: str, build: tied_layers.Build, way: str) -> None:
@@ -91,20 +74,6 @@ def test_weights_that_stages_share(name: str, build: tied_layers.Build, way: str
         loss = tied_layers.train(pipe, way)
         assert same_bits(loss, tied_layers.train_plainly(plain, way))
         assert_same_bits(pipe, plain)
-
-
-@each_split
-@each_driver
-def test_gradients_of_inputs_that_want_one(name: str, driver: str) -> None:
-    x, y = mini_batch(6, 4, rows=10)
-    other = x.clone().requires_grad_()
-    x.requires_grad_()
-    plain = network()
-    with split(name), gpipe.GPipe(network(), [2, 3, 3], 4, seed=3, driver=driver) as pipe:
-        loss = train(pipe, x, y, squares, "call")
-        assert same_bits(loss, plain_call(plain, other, y, squares, micro_batches=4, seed=3))
-        assert_same_bits(pipe, plain)
-    assert same_bits(x.grad, other.grad)
 
 
 @pytest.fixture
@@ -165,13 +134,3 @@ def test_stages_under_fully_shard_run_their_backwards_at_once(held: list[tuple[i
         with split("weights last"), gpipe.GPipe(layers, 2, 2, driver="lockstep", remat="never") as pipe:
             pipe.step(x, y, squares)
     assert early == {1: False, 0: True}
-
-
-def test_a_recorder_and_a_summary_know_both_parts() -> None:
-    x, y = mini_batch(6, 4, rows=10)
-    with split("weights last"), gpipe.GPipe(network(), [2, 3, 3], 4, seed=3) as pipe:
-        with gpipe.record(pipe) as recording:
-            pipe.step(x, y, squares)
-        kinds = {span.action.kind for span in recording.timelines[-1].spans}
-        assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} <= kinds
-        assert pipe.summary()

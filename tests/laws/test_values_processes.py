@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import values as jobs
-from tests.support.jobs.values import REFUSED, SCRIPTS, expected, locally, unrefused
+from tests.support.jobs.values import REFUSED, expected, unrefused
 from tests.support.kinds.values import VALUES
-from tests.support.processes.digests import digests, wrong
+from tests.support.processes.digests import wrong
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
@@ -21,13 +21,6 @@ def test_a_value_comes_as_it_left_with_the_bits_of_the_local_run(kind: str, pool
     assert made
     assert given == made
     assert not wrong([own for _, _, own in found], expected(kind))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(name: str, world: int, pool: WorkerPool) -> None:
-    found = answers(pool.run(jobs.script, name, world=world))
-    assert not wrong(found, digests(SCRIPTS[name](locally)))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -92,7 +92,7 @@ def test_a_rank_is_killed_and_torchrun_goes_on_from_the_latest_checkpoint(
     arguments = (*ARGUMENTS, "--out", str(out))
     options = ("--max-restarts", "1")  # one must do
     with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path, options=options) as launched:
-        wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
+        wait_for(launched, [out / "checkpoints" / "latest"])
         subprocess.run(["kill", "-KILL", str(workers_of(launched)[1])], check=True)
         go.touch()
         log = ended(launched)
@@ -113,7 +113,7 @@ def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_pr
     options = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", "")
     arguments = (*ARGUMENTS, "--out", str(out))
     with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path, options=options) as launched:
-        wait_for(launched, [out / "checkpoints" / "latest"], LIMIT)
+        wait_for(launched, [out / "checkpoints" / "latest"])
         open_ports = listening_sockets(family(launched.popen.pid))
         launched.popen.terminate()
         log = ended(launched)

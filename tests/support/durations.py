@@ -33,8 +33,8 @@ class Tier(NamedTuple):
 
 
 TIERS = {
-    "quick": Tier(0.15, 0.15),
-    "test": Tier(1.2, 15.0),
+    "quick": Tier(0.08, 0.12),
+    "test": Tier(1.2, 9.0),
     "ci": Tier(3.0, math.inf),
     "whole": Tier(math.inf, math.inf),
 }

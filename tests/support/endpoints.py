@@ -72,9 +72,7 @@ def receive(net: Endpoint, peer: int, number: int, size: int = 8) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
     while not condition():
-        assert time.monotonic() < end
         time.sleep(1e-3)
 
 

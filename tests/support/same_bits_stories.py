@@ -22,7 +22,7 @@ from tests.support.networks import (
     with_metrics,
     words,
 )
-from tests.support.odd_layers import Pop, Stash
+from tests.support.odd_layers import Pop, Stash, TakesWhole
 from tests.support.outcomes import Outcome, noted, optimizer_of
 from tests.support.plain_loop import Tree, plain_loop, plain_outputs, weights_of
 
@@ -256,6 +256,29 @@ def frozen(make: Make) -> Outcome:
     return steps(make(layers), [(10,), (3,)])
 
 
+def loss_with_table(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    y, table = target
+    return F.mse_loss(output * table.sum(), y)
+
+
+def whole(make: Make) -> Outcome:
+    """Tables beside the rows of inputs and of targets, as many rows of them as there are not."""
+    with weights_of(4):
+        pipe = make([TakesWhole(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Tanh()])
+    table = gpipe.Whole(torch.linspace(0, 1, 4 * WIDTH).view(4, WIDTH))
+    x, y = data(0, 7)
+    found: Outcome = {"loss": pipe.step((x, table), (y, table), loss_with_table)}
+    return found | noted(pipe, "end")
+
+
+def grow_and_shrink(make: Make) -> Outcome:
+    """Messages of a few bytes up to some hundred KiB, and back."""
+    with weights_of(4):
+        pipe = make([nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()])
+    rows = (1, 5000, 30, 20_000, 9, 60_000, 3, 40_000, 4000, 5000, 1)
+    return steps(pipe, [(n,) for n in rows])
+
+
 @dataclass(frozen=True)
 class Story:
     """A script, and whether the plain loop can follow it."""
@@ -271,6 +294,7 @@ STORIES: Mapping[str, Story] = {
         (cumulative_deferred_batch_norm, False), (skips, True), (tied_by_identity, False), (tied_by_name, False),
         (tied_modules_by_name, False), (autocast, True), (reductions, True), (metrics, False), (calls, False),
         (without_gradients, True), (clipping, False), (double, True), (built_lazily, False), (frozen, True),
+        (whole, False), (grow_and_shrink, True),
     ]
 }  # fmt: skip
 

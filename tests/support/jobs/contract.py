@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import os
 import pickle
 import signal
@@ -39,8 +38,15 @@ def on(rank: int, wanted: int, value: object) -> Any:
 
 
 def only_where_read(rank: int, world: int) -> Json:
-    """Inputs on the first rank only, targets on the last: losses, metrics and outputs on each."""
+    """Inputs on the first rank only, targets on the last: losses, metrics and outputs on each; what is refused."""
     pipe = make(world)
+    with torch.no_grad():
+        alone = pipe(on(rank, 0, data(0, 10)[0]))
+    pipe.step_number, text = 0, ""
+    try:
+        pipe(data(0, 10)[0])
+    except (ValueError, gpipe.RemoteError) as error:
+        text = str(error)
     x, y = data(0, 10)
     x, y = on(rank, 0, x), on(rank, world - 1, y)
     loss, metrics = pipe.step(x, y, with_metrics)
@@ -54,26 +60,7 @@ def only_where_read(rank: int, world: int) -> Json:
     (F.mse_loss(output, y) if rank == world - 1 else wrong).backward()
     norms = [float(p.grad.norm()) for p in pipe.parameters() if p.grad is not None]
     found = [loss.item(), validation.item(), told, everywhere.tolist(), output.tolist()]
-    return [found, norms, [output.requires_grad, everywhere.requires_grad]]
-
-
-def alone(rank: int, world: int) -> Json:
-    """The output, where it is."""
-    with torch.no_grad():
-        output = make(world)(data(0, 10)[0])
-    return None if output is None else output.tolist()
-
-
-def without_gather(rank: int, world: int) -> Json:
-    """Refused under grad, on every rank; then it works again."""
-    pipe = make(world)
-    pipe.step(*data(0, 10), F.mse_loss)
-    text = ""
-    try:
-        pipe(data(0, 10)[0])
-    except (ValueError, gpipe.RemoteError) as error:
-        text = str(error)
-    return [text, pipe.step(*data(1, 10), F.mse_loss).item()]
+    return [found, norms, [output.requires_grad, everywhere.requires_grad], on(rank, world - 1, alone) is alone, text]
 
 
 def tied() -> list[nn.Module]:
@@ -89,16 +76,6 @@ def names(rank: int, world: int) -> Json:
     pipe.step(*words(0, 9), squared)
     state = {name: value.tolist() for name, value in pipe.state_dict().items()}
     return [[name for name, _ in pipe.named_parameters()], len(list(pipe.parameters())), state]
-
-
-def load(rank: int, world: int) -> Json:
-    """A whole model's state, of which each rank takes its own."""
-    torch.manual_seed(0)
-    pipe = make(world, nn.Sequential(*network(7)))
-    whole = nn.Sequential(*network(8)).state_dict()
-    own = {name: whole[name] for name in pipe.state_dict()}
-    pipe.load_state_dict(own)
-    return pipe.step(*data(0, 10), F.mse_loss).item()
 
 
 def record(rank: int, world: int) -> Json:
@@ -117,21 +94,21 @@ def record(rank: int, world: int) -> Json:
     ]
 
 
-def copies(rank: int, world: int) -> Json:
-    """Losses of a pipe, and of its copies afterwards."""
-    pipe = make(world)
-    first = pipe.step(*data(0, 10), F.mse_loss)
-    stream = io.BytesIO()
-    pickle.dump(pipe, stream)
-    others = [copy.deepcopy(pipe), pickle.loads(stream.getvalue())]
-    return [first.item(), *(one.step(*data(1, 10), F.mse_loss).item() for one in [pipe, *others])]
+def go_on(rank: int, world: int) -> Json:
+    """Losses of a pipe that has loaded a whole state, before and after it is closed and of copies in between.
 
-
-def reopen(rank: int, world: int) -> Json:
-    """Losses before and after it was closed, and the open files after each time."""
-    pipe, losses, files = make(world), [], []
+    Also the open files after each time.
+    """
+    torch.manual_seed(0)
+    pipe, losses, files = make(world, nn.Sequential(*network(7))), [], []
+    whole = nn.Sequential(*network(8)).state_dict()
+    pipe.load_state_dict({name: whole[name] for name in pipe.state_dict()})
     for step in range(5):
+        twins = [copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))] if step == 1 else []
         losses.append(pipe.step(*data(step, 10), F.mse_loss).item())
+        assert all(twin.step(*data(step, 10), F.mse_loss).item() == losses[-1] for twin in twins)
+        for twin in twins:
+            twin.close()
         pipe.close()
         gc.collect()  # of jobs before
         files.append(len(os.listdir("/proc/self/fd")))

@@ -132,11 +132,8 @@ class _Waiting(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         if gradient[0, 0] != 0:  # the last one: see `overlap`
-            until = time.monotonic() + 120
             while len(list(Path(os.environ[FOLDER]).glob("reduced_*"))) < 2:
-                if time.monotonic() > until:
-                    raise TimeoutError("the last stage has not reduced while the first had a backward to do")
-                time.sleep(0.001)
+                time.sleep(0.01)
         return gradient
 
 

@@ -16,13 +16,11 @@ from gpipe.cli.main import main
 
 EPOCHS = 3
 GO = "GPIPE_TEST_GO"
-TICK, LIMIT = 0.01, 250.0  # seconds
+TICK = 0.01  # seconds
 
 
 def wait_to_go() -> None:
-    until = time.monotonic() + LIMIT
     while GO in os.environ and not Path(os.environ[GO]).exists() and not is_told_to_end():
-        assert time.monotonic() < until
         time.sleep(TICK)
 
 

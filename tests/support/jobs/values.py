@@ -17,7 +17,7 @@ import gpipe
 from tests.support.kinds.values import WIDTH, Makes, Uses, loss_of
 from tests.support.outcomes import Outcome, noted
 from tests.support.plain_loop import Tree, weights_of
-from tests.support.processes.digests import Digests, digest, digests, own_inputs
+from tests.support.processes.digests import Digests, digest, digests
 from tests.support.same_bits_stories import Make
 
 SEED, MICRO_BATCHES = 5, 3
@@ -82,53 +82,6 @@ def maker(world: int) -> Make:
 
 
 locally: Make = partial(gpipe.GPipe, partitions=1, micro_batches=MICRO_BATCHES, seed=SEED, driver="lockstep")
-
-
-class AddsTable(nn.Module):
-    """Takes a table that every micro-batch has whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        x, table = value
-        return self.linear(x) + table.mean(0)
-
-
-def loss_with_table(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    y, table = target
-    return F.mse_loss(output * table.sum(), y)
-
-
-def whole(make: Make) -> Outcome:
-    """Tables beside the rows of inputs and of targets, as many rows of them as there are not."""
-    with weights_of(4):
-        layers = [AddsTable(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)]
-    table = torch.linspace(0, 1, 4 * WIDTH).view(4, WIDTH)
-    pipe = make(layers)
-    x, y = (inputs(7), gpipe.Whole(table)), (inputs(7).cos(), gpipe.Whole(table))
-    found: Outcome = {"loss": pipe.step(x, y, loss_with_table)}
-    found |= noted(pipe, "end")
-    return found
-
-
-def grow_and_shrink(make: Make) -> Outcome:
-    """Messages of a few bytes up to some hundred KiB, and back."""
-    with weights_of(4):
-        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    pipe, found = make(layers), {}
-    for step, rows in enumerate([1, 5000, 30, 20_000, 9, 60_000, 3, 40_000, 4000, 5000, 1]):
-        found[f"{step} loss"] = pipe.step(inputs(rows), inputs(rows).cos(), F.mse_loss)
-        found |= noted(pipe, step)
-    return found
-
-
-SCRIPTS: dict[str, Callable[[Make], Outcome]] = {"whole": whole, "grow and shrink": grow_and_shrink}
-
-
-def script(rank: int, world: int, name: str) -> Digests:
-    return digests(own_inputs(SCRIPTS[name](maker(world)), rank))
 
 
 # What cannot travel.

@@ -7,6 +7,7 @@ import contextvars
 import decimal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,13 @@ LOCAL = threading.local()
 
 
 @contextlib.contextmanager
-def setting_factor(value: float) -> Iterator[None]:
-    """Sets the variable for a while."""
-    token = FACTOR.set(value)
+def during(begin: Callable[[], Any], end: Callable[[Any], object]) -> Iterator[None]:
+    """Something holds for a while; what `begin` gives, `end` takes."""
+    begun = begin()
     try:
         yield
     finally:
-        FACTOR.reset(token)
+        end(begun)
 
 
 @kind("S11")
@@ -48,7 +49,7 @@ def s11_contextvars(draw: Draw) -> Case:
 
     reader = draw.choice((Apply(lambda x: x * FACTOR.get()), Apply(Reader.apply)))
     case = network(draw, width, [reader, plain(draw, width), Apply(lambda x: x + FACTOR.get())])
-    case.context = lambda: setting_factor(value)
+    case.context = lambda: during(lambda: FACTOR.set(value), FACTOR.reset)
     if draw.maybe():
         case.loss = lambda o, t: ((o - t) ** 2).mean() * FACTOR.get()
     return case
@@ -57,20 +58,10 @@ def s11_contextvars(draw: Draw) -> Case:
 @kind("S11")
 def s11_thread_locals(draw: Draw) -> Case:
     """A layer reads a `threading.local` of the caller: right, refused or told."""
-    width = draw.width()
-
-    @contextlib.contextmanager
-    def inside() -> Iterator[None]:
-        LOCAL.factor = 3.0
-        try:
-            yield
-        finally:
-            del LOCAL.factor
-
-    soft = draw.maybe()
+    width, soft, words = draw.width(), draw.maybe(), (r"layer \d", r"thread")
     reader = Apply(lambda x: x * (getattr(LOCAL, "factor", 1.0) if soft else LOCAL.factor))
-    words = (r"layer \d", r"thread")
-    case = network(draw, width, [reader, plain(draw, width)], context=inside, refusal=words, told=words)
+    case = network(draw, width, [reader, plain(draw, width)], refusal=words, told=words)
+    case.context = lambda: during(lambda: setattr(LOCAL, "factor", 3.0), lambda _: delattr(LOCAL, "factor"))
     case.errors = (AttributeError,)  # the layer's own, with a note
     return case
 
@@ -78,42 +69,28 @@ def s11_thread_locals(draw: Draw) -> Case:
 @kind("S11")
 def s11_flush_denormal(draw: Draw) -> Case:
     """Tiny numbers, flushed to zero or not, as the caller's thread has it."""
-    width = draw.width()
-
-    @contextlib.contextmanager
-    def flushing() -> Iterator[None]:
-        torch.set_flush_denormal(True)
-        try:
-            yield
-        finally:
-            torch.set_flush_denormal(False)
-
-    tiny = Apply(lambda x: x + ((x * 1e-20) * 1e-20) * 1e38)
-    words = (r"denormal", r"thread|layer")
-    return network(draw, width, [tiny, plain(draw, width)], context=flushing, told=words, refusal=words)
+    width, words = draw.width(), (r"denormal", r"thread|layer")
+    case = network(draw, width, [Apply(lambda x: x + ((x * 1e-20) * 1e-20) * 1e38), plain(draw, width)])
+    case.told = case.refusal = words
+    flush = torch.set_flush_denormal
+    case.context = lambda: during(lambda: flush(True), lambda _: flush(False))
+    return case
 
 
 @kind("S11")
 def s11_tensor_attributes(draw: Draw) -> Case:
-    """A layer puts an attribute on the tensor that it gives: carried, refused or told."""
-    width = draw.width()
+    """A layer puts an attribute on the tensor that it gives; one of the mini-batch is no micro-batch's."""
+    width, soft = draw.width(), draw.maybe(0.7)
 
     def put(x: torch.Tensor) -> torch.Tensor:
         out = x.tanh()
         out.factor = 2.5  # type: ignore[attr-defined]
         return out
 
-    soft = draw.maybe(0.7)
     get = Apply(lambda x: x * (getattr(x, "factor", 1.0) if soft else x.factor))
     words = (r"layer \d|tensor", r"factor|attribute")
-    return network(draw, width, [Apply(put), get, plain(draw, width)], refusal=words, told=words)
-
-
-@kind("S11")
-def s11_attributes_of_inputs(draw: Draw) -> Case:
-    """The mini-batch itself carries an attribute; a micro-batch of the loop has none."""
-    width = draw.width()
-    case = network(draw, width, Apply(lambda x: x * getattr(x, "factor", 1.0)))
+    core = [*([get] if soft else []), Apply(put), get, plain(draw, width)]
+    case = network(draw, width, core, refusal=words, told=words)
     for x, _ in case.batches:
         x.factor = 2.5
     return case
@@ -179,18 +156,11 @@ def s11_python_contexts(draw: Draw) -> Case:
 def default_dtype(draw: Draw) -> Case:
     """Layers make tensors of the default dtype, which the caller has changed."""
     width = draw.width()
-
-    @contextlib.contextmanager
-    def double() -> Iterator[None]:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
-
     make = Apply(lambda x: (x * torch.tensor([1.1]) + torch.full((1,), 0.1)).to(x.dtype))
-    return network(draw, width, [make, plain(draw, width)], context=double)
+    case = network(draw, width, [make, plain(draw, width)])
+    begin, end = partial(torch.set_default_dtype, torch.float64), partial(torch.set_default_dtype, torch.float32)
+    case.context = lambda: during(begin, lambda _: end())
+    return case
 
 
 @kind()

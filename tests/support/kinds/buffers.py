@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.ao.quantization as quantization
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from .blocks import network
 from .case import Case, Draw, kind
 
-Write = Callable[["Counter", torch.Tensor], None]
+Write = Callable[["Counter", torch.Tensor], object]
 
 
 class Counter(nn.Module):
@@ -36,41 +37,8 @@ class Counter(nn.Module):
         return out
 
 
-def through_numpy(counter: Counter, made: torch.Tensor) -> None:
-    counter.n.numpy()[...] += made.numpy()
-
-
-def through_storage(counter: Counter, made: torch.Tensor) -> None:
-    torch.frombuffer(counter.n.numpy(), dtype=torch.float32).data.add_(made)
-
-
-def through_set(counter: Counter, made: torch.Tensor) -> None:
-    counter.n.data = counter.n.data + made
-
-
 def through_assignment(counter: Counter, made: torch.Tensor) -> None:
     counter.n = counter.n + made
-
-
-def through_kept_view(counter: Counter, made: torch.Tensor) -> None:
-    counter.n.detach()[1:].data.add_(made[1:])
-
-
-def through_copy(counter: Counter, made: torch.Tensor) -> None:
-    counter.n.data.copy_(0.9 * counter.n + made)
-
-
-def through_no_grad(counter: Counter, made: torch.Tensor) -> None:
-    with torch.no_grad():
-        counter.n.add_(made)
-
-
-def through_foreach(counter: Counter, made: torch.Tensor) -> None:
-    torch._foreach_add_([counter.n.data], [made])
-
-
-def through_buffers_dict(counter: Counter, made: torch.Tensor) -> None:
-    counter._buffers["n"] = counter._buffers["n"] + made  # type: ignore[operator]
 
 
 def through_two(counter: Counter, made: torch.Tensor) -> None:
@@ -78,13 +46,24 @@ def through_two(counter: Counter, made: torch.Tensor) -> None:
     counter.other[1].add_(made.sum())
 
 
-def through_out(counter: Counter, made: torch.Tensor) -> None:
-    torch.add(counter.n, made, out=counter.n)
+def through_set(counter: Counter, made: torch.Tensor) -> None:
+    counter.n.data = counter.n.data + made
 
 
-SEEN: tuple[Write, ...] = (through_assignment, through_no_grad, through_out, through_buffers_dict)
+SEEN: tuple[Write, ...] = (
+    through_assignment,
+    torch.no_grad()(lambda counter, made: counter.n.add_(made)),
+    lambda counter, made: torch.add(counter.n, made, out=counter.n),
+    lambda counter, made: counter._buffers.update(n=counter.n + made),
+)
 UNSEEN: tuple[Write, ...] = (
-    *(through_numpy, through_storage, through_set, through_kept_view, through_copy, through_foreach, through_two),
+    through_two,
+    through_set,
+    lambda counter, made: np.add(counter.n.numpy(), made.numpy(), out=counter.n.numpy()),
+    lambda counter, made: torch.frombuffer(counter.n.numpy(), dtype=torch.float32).data.add_(made),
+    lambda counter, made: counter.n.detach()[1:].data.add_(made[1:]),
+    lambda counter, made: counter.n.data.copy_(0.9 * counter.n + made),
+    lambda counter, made: torch._foreach_add_([counter.n.data], [made]),
 )
 
 

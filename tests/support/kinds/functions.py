@@ -195,16 +195,3 @@ def custom_functions(draw: Draw) -> Case:
     options = (lambda x: Dirty.apply(x * 1), Same.apply, Inner.apply, lambda x: SetUp.apply(x, 3))
     core = [Apply(draw.choice(options)), plain(draw, width), Apply(draw.choice(options))]
     return network(draw, width, core, before=1)
-
-
-@kind()
-def detach_inside(draw: Draw) -> Case:
-    """Parts of the graph are cut inside layers; straight-through estimators."""
-    width = draw.width()
-    cuts: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-        lambda x: x + (x.round() - x).detach(),
-        lambda x: x * x.detach(),
-        lambda x: x.detach() + x.mean(),
-        lambda x: x - x.detach().mean(0),
-    )
-    return network(draw, width, [Apply(draw.choice(cuts)), plain(draw, width), Apply(draw.choice(cuts))])

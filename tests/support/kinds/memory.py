@@ -131,16 +131,6 @@ def s2_inplace_first(draw: Draw) -> Case:
 
 
 @kind()
-def inplace_everywhere(draw: Draw) -> Case:
-    width = draw.width()
-    inplace = inplace_layers(width)
-    layers: list[nn.Module] = []
-    for _ in range(draw.randint(2, 4)):
-        layers += [nn.Linear(width, width), draw.choice(inplace)()]
-    return Case([*layers, nn.Linear(width, width)], mini_batches(draw, width))
-
-
-@kind()
 def stride_zero_between(draw: Draw) -> Case:
     """Expanded tensors, of stride 0, cross the boundary."""
     width = draw.width()
@@ -152,31 +142,6 @@ def stride_zero_between(draw: Draw) -> Case:
     )
     core = [Apply(draw.choice(takes)), plain(draw, width), Apply(draw.choice(takes)), sensitive(draw, width)]
     return network(draw, width, core)
-
-
-class TwoViews(nn.Module):
-    """Gives two views of one memory."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, 2 * width)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = self.linear(x).chunk(2, dim=1)
-        return first, second
-
-
-@kind()
-def views_of_one_memory(draw: Draw) -> Case:
-    """Two views of one tensor cross the boundary together, perhaps through several stages."""
-    width = draw.width()
-    joins: tuple[Callable[[tuple[torch.Tensor, ...]], torch.Tensor], ...] = (
-        lambda pair: pair[0] * pair[1].sigmoid(),
-        lambda pair: pair[0] + pair[1],
-        lambda pair: pair[1],
-    )
-    passing = [Apply(lambda pair: pair) for _ in range(draw.randint(0, 2))]
-    return network(draw, width, [TwoViews(width), *passing, Apply(draw.choice(joins)), sensitive(draw, width)])
 
 
 @kind()

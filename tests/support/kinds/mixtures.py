@@ -66,30 +66,6 @@ def capacity_drops(draw: Draw) -> Case:
     return network(draw, width, [Apply(drop), First(), Apply(back), plain(draw, width)])
 
 
-class Lora(nn.Module):
-    """A frozen linear layer with a small trained one beside it."""
-
-    def __init__(self, width: int, rank: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
-        self.noise = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + 2.0 * self.up(self.down(self.noise(x)))
-
-
-@kind()
-def low_rank_adapters(draw: Draw) -> Case:
-    width = draw.width()
-    case = network(draw, width, [Lora(width, 2) for _ in range(draw.randint(1, 3))])
-    if draw.maybe():
-        for layer in case.layers:
-            if not isinstance(layer, Lora):
-                layer.requires_grad_(False)
-    return case
-
-
 @kind()
 def frozen_parts(draw: Draw) -> Case:
     """Layers at the front, in the middle or at the end are frozen, some parameters only; perhaps all but one."""
@@ -118,34 +94,3 @@ def unused_parameters(draw: Draw) -> Case:
             return self.used(x) if self.how < 2 or len(x) % 2 else x
 
     return network(draw, width, [Sometimes() for _ in range(draw.randint(1, 2))])
-
-
-@kind()
-def stochastic_depth(draw: Draw) -> Case:
-    """A block is skipped by a number that torch draws, on the host or per row."""
-    width, host = draw.width(), draw.maybe()
-
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(width, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if host:
-                return x if torch.rand(()).item() < 0.4 else x + self.inner(x)
-            return x + self.inner(x) * (torch.rand(len(x), 1) < 0.5)
-
-    return network(draw, width, [Skips() for _ in range(draw.randint(1, 3))])
-
-
-@kind()
-def nested_sequential(draw: Draw) -> Case:
-    """Containers within containers, a layer of none, an identity alone."""
-    width = draw.width()
-
-    def nest(depth: int) -> nn.Module:
-        if not depth:
-            return plain(draw, width)
-        return nn.Sequential(*(nest(draw.randint(0, depth - 1)) for _ in range(draw.randint(0, 3))))
-
-    return network(draw, width, [nest(3), nn.Sequential(), nest(2), nn.Identity()])

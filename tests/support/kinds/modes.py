@@ -1,24 +1,29 @@
 """Switches in mid-run: training and evaluation, gradients on and off, what is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import Apply, network, plain
 from .case import Case, Draw, kind
 
 
+def switching(draw: Draw, *core: Callable[[int], nn.Module], **further: Any) -> Case:
+    """A network that is trained for three steps; something is done between them."""
+    width, draw.steps = draw.width(), 3
+    return network(draw, width, [*(make(width) for make in core), plain(draw, width)], **further)
+
+
+def linear(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
 @kind()
 def train_and_eval(draw: Draw) -> Case:
-    """Between steps the whole, or a layer, is put into evaluation mode and back."""
-    width = draw.width()
-    draw.steps = 3
-    case = network(draw, width, [nn.Dropout(0.4), plain(draw, width), nn.Dropout(0.2)])
-    whole = draw.maybe()
+    """The whole, or a layer, is put into evaluation mode and back."""
+    case, whole = switching(draw, lambda w: nn.Dropout(0.4), linear, lambda w: nn.Dropout(0.2)), draw.maybe()
 
     def switch(trainer: Any, step: int) -> None:
         if whole:
@@ -33,12 +38,10 @@ def train_and_eval(draw: Draw) -> Case:
 
 @kind()
 def validation_between(draw: Draw) -> Case:
-    """Steps or calls under no_grad or inference_mode between training steps."""
-    width = draw.width()
-    draw.steps = 3
-    seen: list[torch.Tensor] = []
-    case = network(draw, width, [nn.Dropout(0.3), plain(draw, width)], extra=lambda: {"validation": list(seen)})
-    mode: Callable[[], torch.no_grad | torch.inference_mode] = draw.choice((torch.no_grad, torch.inference_mode))
+    """Steps or calls under no_grad or inference_mode."""
+    seen: list[Tensor] = []
+    case = switching(draw, lambda w: nn.Dropout(0.3), extra=lambda: {"validation": list(seen)})
+    mode: Callable[[], Any] = draw.choice((torch.no_grad, torch.inference_mode))
     evaluating, stepping = draw.maybe(0.7), draw.maybe()
 
     def validate(trainer: Any, step: int) -> None:
@@ -55,19 +58,13 @@ def validation_between(draw: Draw) -> Case:
 @kind()
 def eval_with_gradients(draw: Draw) -> Case:
     """A backward in evaluation mode, as for saliency or fine tuning."""
-    width = draw.width()
-    case = network(draw, width, [nn.Dropout(0.4), plain(draw, width)])
-    case.begin = lambda trainer: trainer.train(False)
-    return case
+    return switching(draw, lambda w: nn.Dropout(0.4), begin=lambda trainer: trainer.train(False))
 
 
 @kind()
 def requires_grad_toggled(draw: Draw) -> Case:
-    """Parameters are frozen and thawed between steps, and gradients set to None or zero."""
-    width = draw.width()
-    draw.steps = 3
-    case = network(draw, width, [nn.Linear(width, width), plain(draw, width)])
-    zero = draw.maybe()
+    """Parameters are frozen and thawed, and gradients set to None or zero."""
+    case, zero = switching(draw, linear), draw.maybe()
     which = [draw.random() < 0.5 for _ in range(40)]
 
     def toggle(trainer: Any, step: int) -> None:
@@ -83,58 +80,47 @@ def requires_grad_toggled(draw: Draw) -> Case:
 @kind()
 def accumulating_steps(draw: Draw) -> Case:
     """Two steps before the optimizer's: gradients add, as in torch."""
-    width = draw.width()
-    draw.steps = draw.choice((2, 3))
-    case = network(draw, width, [plain(draw, width), plain(draw, width)])
-    case.optimize = lambda step: step % 2 == 1
-    return case
+    return switching(draw, linear, optimize=lambda step: step % 2 == 1)
 
 
 @kind()
 def no_grad_within(draw: Draw) -> Case:
     """Layers that switch gradients off and on by themselves."""
-    width = draw.width()
 
-    def without(x: torch.Tensor) -> torch.Tensor:
+    def without(x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = x.norm()
         return x / (scale + 1)
 
-    def inner(x: torch.Tensor) -> torch.Tensor:
+    def inner(x: Tensor) -> Tensor:
         with torch.enable_grad():
             z = x.detach().requires_grad_()
             (g,) = torch.autograd.grad(z.pow(3).sum(), z)
         return x + 0.01 * g
 
-    def inference(x: torch.Tensor) -> torch.Tensor:
+    def inference(x: Tensor) -> Tensor:
         with torch.inference_mode():
             scale = (x * 2).sum().item()
         return x * (1 + 0.001 * scale)
 
     options = (without, inner, inference, torch.no_grad()(lambda x: x * 2))
-    core = [Apply(draw.choice(options)), plain(draw, width), Apply(draw.choice(options))]
-    return network(draw, width, core)
+    return switching(draw, lambda w: Apply(draw.choice(options)), linear, lambda w: Apply(draw.choice(options)))
 
 
 @kind()
-def grown_and_cut(draw: Draw) -> Case:
-    """Between steps the learning rate, a momentum, a module's attribute or a weight is changed by hand."""
-    width = draw.width()
-    draw.steps = 3
-    case = network(draw, width, [nn.LeakyReLU(0.1), nn.LayerNorm(width), plain(draw, width)])
-    how = draw.randint(0, 2)
+def changed_by_hand(draw: Draw) -> Case:
+    """A module's attribute or weights are changed."""
+    case, how = switching(draw, lambda w: nn.LeakyReLU(0.1), nn.LayerNorm), draw.randint(0, 2)
 
     def change(trainer: Any, step: int) -> None:
-        match how:
-            case 0:
-                next(m for m in trainer.model.modules() if isinstance(m, nn.LeakyReLU)).negative_slope *= 2
-            case 1:
-                with torch.no_grad():
-                    for p in trainer.model.parameters():
-                        p.mul_(0.9)
-            case _:
-                for p in trainer.model.parameters():
-                    p.data = p.data.clone() * 1.1
+        for module in trainer.model.modules():
+            if how == 0 and isinstance(module, nn.LeakyReLU):
+                module.negative_slope *= 2
+        for p in trainer.model.parameters():
+            if how == 1:
+                p.data.mul_(0.9)
+            elif how == 2:
+                p.data = p.data.clone() * 1.1
 
     case.between = change
     return case

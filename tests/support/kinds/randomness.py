@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support.random_layers import RANDOM, WIDTH
+
 from .blocks import Apply, network, plain
 from .case import Case, Draw, kind
 
@@ -98,51 +100,18 @@ def s12_foreign_draw_of_weight(draw: Draw) -> Case:
     )
 
 
-def draws() -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
-    """What torch draws from its default generator."""
-    return (
-        lambda x: F.dropout(x, 0.5),
-        lambda x: F.alpha_dropout(x, 0.3, training=True),
-        lambda x: F.feature_alpha_dropout(x.unsqueeze(2), 0.3, training=True).squeeze(2),
-        lambda x: F.dropout1d(x.unsqueeze(2), 0.4).squeeze(2),
-        lambda x: x + 0.1 * torch.randn_like(x),
-        lambda x: x * torch.rand(x.shape),
-        lambda x: x + torch.randint_like(x, 3),
-        lambda x: x[:, torch.randperm(x.shape[1])],
-        lambda x: F.rrelu(x, training=True),
-        lambda x: F.gumbel_softmax(x),
-        lambda x: F.gumbel_softmax(x, hard=True) + x,
-        lambda x: x * torch.bernoulli(x.sigmoid().detach()),
-        lambda x: x.softmax(-1).gather(1, torch.multinomial(x.softmax(-1).detach(), 2)).sum(1, keepdim=True) * x,
-        lambda x: x + torch.empty_like(x).normal_(std=0.1),
-        lambda x: x + torch.empty_like(x).uniform_(-0.1, 0.1),
-        lambda x: x + torch.empty_like(x).exponential_() * 0.1,
-        lambda x: x * torch.empty_like(x).cauchy_().tanh(),
-        lambda x: x * torch.empty_like(x).geometric_(0.5),
-        lambda x: x + torch.distributions.Normal(x, 1.0).rsample() * 0.1,
-        lambda x: x * torch.distributions.Bernoulli(0.5).sample(x.shape),
-        lambda x: x * torch.distributions.Beta(torch.tensor(2.0), torch.tensor(2.0)).rsample(x.shape),
-        lambda x: x + torch.poisson(torch.ones_like(x)) * 0.1,
-        lambda x: x + torch.normal(0.0, 1.0, x.shape) * 0.1,
-        lambda x: nn.init.kaiming_uniform_(torch.empty(x.shape[1], x.shape[1])).matmul(x.t()).t(),
-        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3)[0],
-    )
-
-
 @kind()
 def everything_random(draw: Draw) -> Case:
     """Each op that draws, under the key of its scope."""
-    width = draw.width()
-    options = draws()
-    core = [Apply(draw.choice(options)) for _ in range(draw.randint(1, 3))]
-    return network(draw, width, [*core, plain(draw, width)])
+    core = [draw.choice(list(RANDOM.values()))() for _ in range(draw.randint(1, 3))]
+    return network(draw, WIDTH, [*core, plain(draw, WIDTH)], before=1)
 
 
 @kind()
 def ambient_generator_left_alone(draw: Draw) -> Case:
     """The caller draws between steps: as if the pipeline drew nothing."""
-    width, seen = draw.width(), list[torch.Tensor]()
-    case = network(draw, width, [nn.Dropout(0.3), Apply(draw.choice(draws()))])
+    seen: list[torch.Tensor] = []
+    case = network(draw, WIDTH, [nn.Dropout(0.3), draw.choice(list(RANDOM.values()))()], before=1)
     case.between = lambda trainer, step: seen.append(torch.rand(2))
     case.extra = lambda: {"drawn": list(seen)}
     return case

@@ -151,15 +151,3 @@ def checkpoint_of_attention(draw: Draw) -> Case:
             return y.squeeze(1)
 
     return both(draw, width, lambda own: [Block(own), Block(own and draw.maybe())])
-
-
-@kind()
-def reversible_without_noise(draw: Draw) -> Case:
-    """A layer that runs itself again, drawing nothing: same bits as its plain loop."""
-    width = draw.width()
-
-    class Quiet(Reversible):
-        def run(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.linear(x))
-
-    return network(draw, width, [Quiet(width, 0, True, 0) for _ in range(draw.randint(1, 2))], before=1)

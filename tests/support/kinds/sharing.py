@@ -1,7 +1,5 @@
 """S8 and S9: blocks used several times, that know themselves, and weights used from elsewhere."""
 
-from __future__ import annotations
-
 import functools
 import types
 import weakref
@@ -9,77 +7,70 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .blocks import mini_batches, plain, tokens
+from .blocks import Apply, mini_batches, plain, tokens
 from .case import Case, Draw, kind
 
 
 class Knows(nn.Module):
-    """A block that keeps something over itself."""
+    """A block that keeps a way to itself."""
 
     act: Any
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, keep: Callable[["Knows"], Any]) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+        self.act = keep(self)
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
+    def inner(self, x: Tensor) -> Tensor:
         return self.a(x).tanh()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        act: Any = self.act[0] if isinstance(self.act, list | tuple) else self.act
-        act = act["act"] if isinstance(act, dict) else act
-        act = act.call if isinstance(act, Holder) else act
+    def forward(self, x: Tensor) -> Tensor:
+        act = self.act
+        match act:
+            case [inner] | {"act": inner} | types.SimpleNamespace(call=inner):
+                act = inner
         return x + self.b(act(x))
 
 
-class Holder:
-    """An object that holds a block's method."""
-
-    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.call = call
+def keep_parent(block: Knows) -> Any:
+    object.__setattr__(block, "parent", block)
+    return lambda x: block.parent.a(x)  # type: ignore[operator, union-attr]
 
 
-def keep(block: Knows, how: int) -> None:
-    """Lets the block keep a reference to itself, of one sort or another."""
-    match how:
-        case 0:
-            block.act = block.inner
-        case 1:
-            block.act = lambda x: block.a(x).tanh()
-        case 2:
-            block.act = functools.partial(Knows.inner, block)
-        case 3:
-            block.act = [block.inner]
-        case 4:
-            block.act = {"act": lambda x: block.inner(x)}
-        case 5:
-            block.act = Holder(block.inner)
-        case 6:
-            block.act = types.MethodType(lambda self, x: self.a(x).sigmoid(), block)
-        case 7:
-            block.act = functools.partial(lambda linear, x: linear(x), block.a)
-        case 8:
-            object.__setattr__(block, "parent", block)
-            block.act = lambda x: block.parent.a(x)  # type: ignore[operator, union-attr]
-        case 9:
-            block.__dict__["others"] = [block, block.a]
-            block.act = block.inner
-        case 10:
-            block.act = (functools.wraps(block.inner)(lambda x: block.inner(x)),)
-        case _:
-            block.act = block.inner
-            block.a.register_forward_hook(lambda module, args, out: out + 0.0 * block.b.bias.sum())
+def keep_others(block: Knows) -> Any:
+    block.__dict__["others"] = [block, block.a]
+    return block.inner
+
+
+def hook_itself(block: Knows) -> Any:
+    block.a.register_forward_hook(lambda module, args, out: out + 0.0 * block.b.bias.sum())
+    return block.inner
+
+
+WAYS: tuple[Callable[[Knows], Any], ...] = (
+    lambda block: block.inner,
+    lambda block: lambda x: block.a(x).tanh(),
+    lambda block: functools.partial(Knows.inner, block),
+    lambda block: [block.inner],
+    lambda block: {"act": lambda x: block.inner(x)},
+    lambda block: types.SimpleNamespace(call=block.inner),
+    lambda block: types.MethodType(lambda self, x: self.a(x).sigmoid(), block),
+    lambda block: functools.partial(lambda linear, x: linear(x), block.a),
+    lambda block: (functools.wraps(block.inner)(lambda x: block.inner(x)),),
+    keep_parent,
+    keep_others,
+    hook_itself,
+)
 
 
 @kind("S8")
 def s8_self_references(draw: Draw) -> Case:
     """A block used several times that keeps a bound method, lambda, partial or closure over itself."""
     width = draw.width()
-    block = Knows(width)
-    keep(block, draw.randint(0, 11))
+    block = Knows(width, draw.choice(WAYS))
     layers: list[nn.Module] = [block, *(draw.choice((block, plain(draw, width))) for _ in range(3)), block]
     return Case(layers, mini_batches(draw, width), oracle="shared")
 
@@ -88,9 +79,8 @@ def s8_self_references(draw: Draw) -> Case:
 def s8_hooks_over_self(draw: Draw) -> Case:
     """Hooks that are bound to the block, or to its parent."""
     width = draw.width()
-    first = nn.Linear(width, width)
-    block = nn.Sequential(first, nn.Tanh(), nn.Linear(width, width))
-    last: Any = block[2]
+    first, last = nn.Linear(width, width), nn.Linear(width, width)
+    block = nn.Sequential(first, nn.Tanh(), last)
     hooks: tuple[Callable[..., Any], ...] = (
         lambda module, args, out: out * last.bias.sigmoid(),
         functools.partial(lambda outer, module, args, out: out + outer[0].bias, block),
@@ -123,29 +113,23 @@ class Uses(nn.Module):
 
     def __init__(self, owner: nn.Linear, how: int) -> None:
         super().__init__()
-        weight = owner.weight
-        match how:
-            case 0:
-                self.__dict__["owner"] = owner
-                self.get = lambda: self.__dict__["owner"].weight
-            case 1:
-                held = [owner]
-                self.get = lambda: held[0].weight
-            case 2:
-                self.get = lambda: weight
-            case 3:
-                self.table = {"w": weight}
-                self.get = lambda: self.table["w"]
-            case 4:
-                self.get = functools.partial(getattr, owner, "weight")
-            case 5:
-                self.holder = types.SimpleNamespace(owner=owner)
-                self.get = lambda: self.holder.owner.weight
-            case _:
-                reference = weakref.ref(weight)
-                self.get = lambda: reference()
+        weight, reference = owner.weight, weakref.ref(owner.weight)
+        self.__dict__["owner"] = owner if how == 0 else None
+        self.table = {"w": weight} if how == 1 else {}
+        self.holder = types.SimpleNamespace(owner=owner if how == 2 else None)
+        held = [owner]
+        gets: tuple[Callable[[], Any], ...] = (
+            lambda: self.__dict__["owner"].weight,
+            lambda: self.table["w"],
+            lambda: self.holder.owner.weight,
+            lambda: held[0].weight,
+            lambda: weight,
+            functools.partial(getattr, owner, "weight"),
+            reference,
+        )
+        self.get = gets[how]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.get()).tanh()
 
 
@@ -168,7 +152,7 @@ def s9_weight_in_loss(draw: Draw) -> Case:
     first, middle = nn.Linear(width, width, bias=False), nn.Linear(width, width)
     layers = [first, nn.Tanh(), middle, plain(draw, width), nn.Linear(width, width)]
     held = {"w": first.weight}
-    losses: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
+    losses: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
         lambda o, t: (o @ first.weight.t() - t).pow(2).mean(),
         lambda o, t: F.mse_loss(o, t) + 0.1 * first.weight.pow(2).sum(),
         lambda o, t: F.mse_loss(F.linear(o, held["w"]), t),
@@ -184,11 +168,11 @@ def s9_weight_in_loss(draw: Draw) -> Case:
 class Head(nn.Module):
     """A head over a given weight."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
@@ -200,7 +184,7 @@ def sparse_tied(draw: Draw) -> Case:
     layers = [embedding, *(plain(draw, width) for _ in range(draw.randint(0, 3))), Head(embedding.weight)]
     batches = [(x.squeeze(1), y.squeeze(1)) if length == 1 else (x, y) for x, y in tokens(draw, count, length)]
 
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.reshape(-1, count), target.reshape(-1))
 
     return Case(layers, batches, loss=loss, oracle="shared")
@@ -210,34 +194,23 @@ def sparse_tied(draw: Draw) -> Case:
 def sparse_embedding(draw: Draw) -> Case:
     """Sparse gradients of an embedding that is not tied."""
     count, width = draw.choice((5, 11)), draw.choice((4, 7))
-    bag = draw.maybe()
-    first = nn.EmbeddingBag(count, width, sparse=True) if bag else nn.Embedding(count, width, sparse=True)
-    core = [] if bag else [_MeanOfTokens()]
-    layers = [first, *core, plain(draw, width), nn.Linear(width, 3)]
+    first = [nn.Embedding(count, width, sparse=True), Apply(lambda x: x.mean(1))]
+    if draw.maybe():
+        first = [nn.EmbeddingBag(count, width, sparse=True)]
     batches = [(draw.labels(draw.rows, 4, classes=count), torch.randn(draw.rows, 3)) for _ in range(draw.steps)]
-    return Case(layers, batches)
-
-
-class _MeanOfTokens(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(1)
+    return Case([*first, plain(draw, width), nn.Linear(width, 3)], batches)
 
 
 @kind()
 def tied_parameters(draw: Draw) -> Case:
-    """Parameters tied by identity: embeddings and heads, encoders and decoders, biases, through parametrizations."""
-    width = draw.width()
+    """Parameters tied by identity: weights, biases, both, behind a parametrization."""
+    width, how = draw.width(), draw.randint(0, 3)
     first, last = nn.Linear(width, width), nn.Linear(width, width)
-    match draw.randint(0, 3):
-        case 0:
-            last.weight = first.weight
-        case 1:
-            last.bias = first.bias
-        case 2:
-            last.weight, last.bias = first.weight, first.bias
-        case _:
-            nn.utils.parametrizations.weight_norm(first)
-            last = nn.Linear(width, width)
-            last.bias = first.bias
+    if how == 3:
+        nn.utils.parametrizations.weight_norm(first)
+    if how in (0, 2):
+        last.weight = first.weight
+    if how:
+        last.bias = first.bias
     middle = [plain(draw, width) for _ in range(draw.randint(0, 3))]
     return Case([first, *middle, last, nn.Linear(width, width)], mini_batches(draw, width), oracle="shared")

@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
 from tests.support.processes.launch import GRACE, LOOPBACK, TICK
 from tests.support.processes.listening import family
+from tests.support.progress import Progress
 
 
 @dataclass
@@ -105,16 +106,16 @@ def torchrun(
         launched.outlive(GRACE)
 
 
-def wait_for(launched: Launched, files: list[Path], limit: float) -> None:
-    """Waits until the workers have made these files.
+def wait_for(launched: Launched, files: list[Path]) -> None:
+    """Waits until the workers have made these files, for as long as they get on.
 
     Raises:
-        AssertionError: They have not in time, or the launcher has ended; with the end of the log.
+        AssertionError: They stand still, or the launcher has ended; with the end of the log.
     """
-    until = time.monotonic() + limit
+    progress = Progress([launched.popen.pid])
     while not all(file.exists() for file in files):
         ended = launched.popen.poll()
-        if ended is not None or time.monotonic() > until:
-            how = "no news in time" if ended is None else f"torchrun ended with {ended}"
+        if ended is not None or progress.stands_still():
+            how = "the workers stand still" if ended is None else f"torchrun ended with {ended}"
             raise AssertionError(f"{how}:\n{launched.log.read_text(errors='replace')[-20_000:]}")
         time.sleep(TICK)
