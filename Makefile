@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=  # else each process of each test compiles all
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits --plan auto
 
-quick: $(VENV)/.ready  ## Pass the tests that one runs while working: a minute and a half.
+quick: $(VENV)/.ready  ## Pass the tests that one runs while working: a minute.
 	$(TESTS) --tier quick
 
 test: $(VENV)/.ready  ## Pass the tests, in as many cases as there is time for; TIER=ci takes more, TIER=whole all.

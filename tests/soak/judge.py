@@ -63,9 +63,8 @@ def attempt(case: Case, setting: Setting, make: Make) -> Outcome:
     trainer: Trainer | None = None
     with listening(outcome.said):
         try:
-            with case.outside():
-                trainer = make(case, setting)
-                train(trainer, outcome.observed)
+            trainer = make(case, setting)
+            train(trainer, outcome.observed)
         except Exception as error:
             outcome.error = error
         finally:
@@ -91,9 +90,8 @@ def judge(kind: Kind, number: int, make: Make = Piped) -> Verdict:
 
 
 def loop(kind: Kind, number: int) -> Outcome:
-    """What the plain loop gives; where the whole mini-batch is the measure, in one piece."""
-    case, setting = kind.case(number)
-    return attempt(case, replace(setting, micro_batches=1) if case.oracle == "whole" else setting, Loop)
+    """What the plain loop gives."""
+    return attempt(*kind.case(number), Loop)
 
 
 def decide(kind: Kind, number: int, case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
@@ -138,7 +136,7 @@ def differences(kind: Kind, number: int, case: Case, expected: Outcome, got: Out
     """What differs from what should be, or nothing."""
     if case.oracle == "loop":
         return compare(expected.observed, got.observed)
-    near = compare(expected.observed, got.observed, tolerance=1e-6 if case.oracle == "whole" else 1e-4)
+    near = compare(expected.observed, got.observed, tolerance=1e-4)
     return near or compare(alone(kind, number).observed, got.observed)
 
 

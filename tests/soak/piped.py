@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,39 +32,13 @@ class Piped(Trainer):
         self.model = self.pipe
 
     def step(self, inputs: Any, targets: Any) -> Any:
-        further = {} if self.case.reduction is None else {"reduction": self.case.reduction}
-        if self.case.scale != 1:
-            further["scale"] = self.case.scale
-        return self.pipe.step(inputs, targets, self.case.loss, **further)
+        return self.pipe.step(inputs, targets, self.case.loss)
 
     def forward(self, inputs: Any) -> Any:
         return self.pipe(inputs)
 
     def backward(self, loss: torch.Tensor, *outputs: Any) -> None:
         loss.backward()
-
-    def copy(self) -> Piped:
-        twin = copy.copy(self)
-        twin.pipe = twin.model = copy.deepcopy(self.pipe)
-        return twin
-
-    def together(self, jobs: Sequence[Callable[[], None]]) -> None:
-        failed: list[BaseException] = []
-
-        def do(job: Callable[[], None]) -> None:
-            torch.set_num_threads(1)
-            try:
-                job()
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=do, args=(job,)) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
 
     def close(self) -> None:
         self.pipe.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def step(self, inputs: Any, targets: Any) -> Any:
-        """Forward and backward of one mini-batch; the loss, with metrics if the loss has some."""
+        """Forward and backward of one mini-batch; the loss."""
 
     @abstractmethod
     def forward(self, inputs: Any) -> Any:
@@ -34,14 +32,6 @@ class Trainer(ABC):
     @abstractmethod
     def backward(self, loss: torch.Tensor, *outputs: Any) -> None:
         """The backward of a loss of `outputs` that `forward` gave."""
-
-    @abstractmethod
-    def copy(self) -> Trainer:
-        """A deep copy in its present state."""
-
-    @abstractmethod
-    def together(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Does the jobs, in threads if it can."""
 
     def close(self) -> None:  # noqa: B027
         """Ends what was begun."""
@@ -66,9 +56,7 @@ class Loop(Trainer):
 
     def __init__(self, case: Case, setting: Setting) -> None:
         self.case, self.setting = case, setting
-        given = case.layers if case.plain is None else case.plain
-        built = given if isinstance(given, nn.Sequential) else [_build(layer) for layer in given]
-        self.model = built if isinstance(built, nn.Sequential) else nn.Sequential(*built)
+        self.model = nn.Sequential(*(case.layers if case.plain is None else case.plain))
         self.layers = list(self.model)
         self.step_number = 0
         self._graphs: list[tuple[list[torch.Tensor], list[list[torch.Tensor]]]] = []
@@ -77,23 +65,17 @@ class Loop(Trainer):
         number, parts = self._begin(inputs)
         rows = [_rows(part) for part in parts]
         aims = split(targets, sum(rows), len(parts))
-        shares = self._shares(rows, aims)
-        total: torch.Tensor | None = None
-        metrics: list[Any] = []
-        for m, (part, aim, share) in enumerate(zip(parts, aims, shares, strict=True)):
+        total: torch.Tensor | float = 0.0
+        for m, (part, aim) in enumerate(zip(parts, aims, strict=True)):
             output, stashed = self._forward(part, number, m)
             popped = {name: stashed[name] for name in _names(self.case.loss, "pop")}
             with gpipe.rng_scope(self.setting.seed, number, len(self.layers), m):
                 loss = self.case.loss(output, aim, **popped)
-            if isinstance(loss, tuple):
-                loss, told = loss
-                metrics.append(told)
-            if share == 0:
-                continue
+            share = rows[m] / sum(rows)
             if loss.requires_grad:
-                loss.backward(torch.full_like(loss, share * self.case.scale))
-            total = loss.detach() * share if total is None else total + loss.detach() * share
-        return (total, metrics) if metrics else total
+                loss.backward(torch.full_like(loss, share))
+            total = total + loss.detach() * share if m else loss.detach() * share
+        return total
 
     def forward(self, inputs: Any) -> Any:
         number, parts = self._begin(inputs)
@@ -114,13 +96,6 @@ class Loop(Trainer):
             for m, leaves in enumerate(flat):
                 _backward(made, leaves, gradients, m, len(flat))
 
-    def copy(self) -> Loop:
-        return copy.deepcopy(self)
-
-    def together(self, jobs: Sequence[Callable[[], None]]) -> None:
-        for job in jobs:
-            job()
-
     def _begin(self, inputs: Any) -> tuple[int, list[Any]]:
         number = self.step_number
         self.step_number += self.model.training
@@ -138,27 +113,18 @@ class Loop(Trainer):
                 stashed.update(made)
         return x, stashed
 
-    def _shares(self, rows: Sequence[int], aims: Sequence[Any]) -> list[float]:
-        reduction = self.case.reduction
-        if reduction == "sum":
-            return [1.0] * len(rows)
-        weights = [float(reduction(aim)) for aim in aims] if callable(reduction) else [float(n) for n in rows]
-        return [weight / math.fsum(weights) for weight in weights]
-
 
 def split(value: Any, rows: int, parts: int) -> list[Any]:
     """Views of `rows` rows in `parts` micro-batches, first ones larger; what has no rows goes to each."""
 
     def cut(leaf: Any) -> list[Any]:
-        if isinstance(leaf, gpipe.Whole):
-            return [leaf.tensor] * parts
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             return [leaf] * parts
         if leaf.shape[0] != rows:
             raise ValueError(f"{leaf.shape[0]} rows where there should be {rows}")
         return list(leaf.tensor_split(parts))
 
-    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, gpipe.Whole))
+    leaves, spec = pytree.tree_flatten(value)
     cuts = [cut(leaf) for leaf in leaves]
     return [pytree.tree_unflatten([c[m] for c in cuts], spec) for m in range(parts)]
 
@@ -189,9 +155,6 @@ def train(trainer: Trainer, into: Observed) -> None:
     """Trains as the case says, observing after each step."""
     case = trainer.case
     case.begin(trainer)
-    if case.script is not None:
-        case.script(trainer, into)
-        return
     optimizer = case.optimizer(trainer.model.parameters())
     for number, (inputs, targets) in enumerate(case.batches):
         with case.context():
@@ -216,7 +179,7 @@ def _backward(
 
 
 def _rows(value: Any) -> int:
-    leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, gpipe.Whole))
+    leaves = pytree.tree_leaves(value)
     return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
 
 
@@ -224,7 +187,3 @@ def _names(owner: object, attribute: str) -> tuple[str, ...]:
     """The names that a layer or loss stashes or pops; containers have a method `pop`."""
     names = getattr(owner, attribute, ())
     return names if isinstance(names, tuple) else ()
-
-
-def _build(layer: Any) -> nn.Module:
-    return layer if isinstance(layer, nn.Module) else layer()

@@ -72,21 +72,16 @@ class Draw(random.Random):
 class Case:
     """One network with its data, freshly made, and what the contract says of it."""
 
-    layers: Any  # a sequence of modules, or of what builds them
+    layers: Any  # a sequence of modules
     batches: Sequence[tuple[Any, Any]]
     loss: Callable[..., Any] = nn.functional.mse_loss
     plain: Sequence[nn.Module] | None = None  # what the loop runs, where it is not `layers`
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | None] = lambda p: sgd(p)
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of the pipe
-    reduction: Any = None
-    scale: float = 1.0
     ways: tuple[str, ...] = ("step", "call")
-    remats: tuple[str, ...] = REMATS
     drivers: tuple[str | None, ...] = ("threads", "threads", "lockstep", "lockstep", None)
     cut: tuple[int, ...] | None = None  # where the kind needs this one
-    oracle: str = (
-        "loop"  # "shared": as K=1, bit for bit, and as the loop nearly; "whole": as one whole mini-batch nearly
-    )
+    oracle: str = "loop"  # "shared": as K=1, bit for bit, and as the loop nearly
     refusal: tuple[str, ...] | None = None  # an error is right if its text holds each of these
     errors: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # of these types
     late: bool = False  # it may come after the first step
@@ -97,10 +92,8 @@ class Case:
     begin: Callable[[Any], None] = lambda trainer: None
     between: Callable[[Any, int], None] = lambda trainer, step: None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    outside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     optimize: Callable[[int], bool] = lambda step: True  # whether the optimizer steps after this step
     extra: Callable[[], dict[str, object]] = dict  # what else must be equal
-    script: Callable[[Any, Observed], None] | None = None  # another way to train
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -144,12 +137,12 @@ def draw_setting(source: random.Random, draw: Draw, case: Case) -> Setting:
     partitions = min(layers, source.choice((1, 2, 2, 3, 3, 4, 5)))
     inner = sorted(source.sample(range(1, layers), partitions - 1))
     cut = case.cut or tuple(b - a for a, b in zip([0, *inner], [*inner, layers], strict=True))
-    each = tuple(source.choice(case.remats) for _ in cut)
+    each = tuple(source.choice(REMATS) for _ in cut)
     return Setting(
         cut=cut,
         micro_batches=draw.micro_batches,
         rows=draw.rows,
-        remat=each if source.random() < 0.4 else source.choice(case.remats),
+        remat=each if source.random() < 0.4 else source.choice(REMATS),
         driver=source.choice(case.drivers),
         seed=source.randrange(1000),
         steps=len(case.batches),
