@@ -5,8 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -102,8 +101,9 @@ ODD: dict[str, Callable[[], BaseException]] = {
 }
 
 
-def go_on(pipe: gpipe.GPipe, failed: BaseException | None) -> Json:
-    """What this rank raised, and what the next step gives."""
+def go_on(pipe: gpipe.GPipe, act: Callable[[], object]) -> Json:
+    """What this rank raises in an act, and what the next step gives."""
+    failed = caught(act)
     for layer in pipe.children():
         if isinstance(layer, Guarded):
             layer.countdown = -1  # a rank may have failed before it came to its deed
@@ -120,71 +120,60 @@ def go_on(pipe: gpipe.GPipe, failed: BaseException | None) -> Json:
     return {"error": type(failed).__name__, "told": told, "loss": loss}
 
 
-@contextmanager
-def caught(failures: list[BaseException]) -> Iterator[None]:
-    """Keeps what is raised."""
+def caught(act: Callable[[], object]) -> BaseException | None:
+    """What an act raises."""
     try:
-        yield
+        act()
     except BaseException as error:
-        failures.append(error)
+        return error
+    return None
 
 
 def odd_exception(rank: int, world: int, name: str) -> Json:
     """The last rank raises something odd."""
-    pipe, failures = pipe_of(world), list[BaseException]()
+    pipe = pipe_of(world)
     if rank == world - 1:
         own(pipe, rank).arm(1, throw(ODD[name]()))
-    with caught(failures):
-        pipe.step(*data(0), squares)
-    return go_on(pipe, failures[0] if failures else None)
+    return go_on(pipe, lambda: pipe.step(*data(0), squares))
 
 
 def all_at_once(rank: int, world: int) -> Json:
     """All ranks raise at about the same time."""
-    pipe, failures = pipe_of(world), list[BaseException]()
+    pipe = pipe_of(world)
     own(pipe, rank).arm(1 if rank else 2, throw(FaultError(code=rank)))
-    with caught(failures):
-        pipe.step(*data(0), squares)
-    return go_on(pipe, failures[0] if failures else None)
+    return go_on(pipe, lambda: pipe.step(*data(0), squares))
 
 
 def ctrl_c(rank: int, world: int) -> Json:
     """Ctrl-C in a terminal reaches all ranks, while all of them are in a layer."""
-    pipe, failures = pipe_of(world), list[BaseException]()
+    pipe = pipe_of(world)
 
     def press() -> None:
         while len(list(Path(os.environ[FOLDER]).glob("rank_*.mark"))) < world:
             time.sleep(0.001)
         threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
-        time.sleep(60)
+        time.sleep(3600)
 
     own(pipe, rank).arm(world - 1 - rank, press)  # each as far ahead of the next as it can be
-    with caught(failures):
-        pipe.step(*data(0), squares)
-    return go_on(pipe, failures[0] if failures else None)
+    return go_on(pipe, lambda: pipe.step(*data(0), squares))
 
 
 def ways(rank: int, world: int, way: str, who: int) -> Json:
     """A layer raises in a forward or a backward that is not a step's."""
-    pipe, failures = pipe_of(world), list[BaseException]()
-    inputs, targets = data(0)
-    layer = own(pipe, rank) if rank == who else Guarded(1, 1)
-    with caught(failures):
-        if way == "validation":
-            layer.arm(1, throw(FaultError(code=1)))
-            with torch.no_grad():
+    pipe, (inputs, targets) = pipe_of(world), data(0)
+    if rank == who:  # in the forward, or in the recompute
+        own(pipe, rank).arm(MICRO_BATCHES + 1 if way == "backward" else 1, throw(FaultError(code=1)))
+
+    def act() -> None:
+        with torch.set_grad_enabled(way not in ("validation", "inference")):
+            if way == "validation":
                 pipe.step(inputs, targets, squares)
-        elif way == "inference":
-            layer.arm(1, throw(FaultError(code=1)))
-            with torch.no_grad():
-                pipe(inputs, gather=True)
-        elif way == "forward":
-            layer.arm(1, throw(FaultError(code=1)))
-            squares(pipe(inputs, gather=True), targets).backward()
-        else:
-            layer.arm(MICRO_BATCHES + 1, throw(FaultError(code=1)))  # in the recompute
-            squares(pipe(inputs, gather=True), targets).backward()
-    return go_on(pipe, failures[0] if failures else None)
+                return
+            loss = squares(pipe(inputs, gather=True), targets)
+        if loss.requires_grad:
+            loss.backward()
+
+    return go_on(pipe, act)
 
 
 def again_and_again(rank: int, world: int, length: int) -> Json:
@@ -210,14 +199,13 @@ def again_and_again(rank: int, world: int, length: int) -> Json:
 
 def two_pipes(rank: int, world: int) -> Json:
     """One pipe fails, another goes on."""
-    one, other, failures = pipe_of(world), pipe_of(world), list[BaseException]()
+    one, other = pipe_of(world), pipe_of(world)
     before = other.step(*data(0), squares).item()
     if rank == 0:
         own(one, rank).arm(1, throw(FaultError(code=1)))
-    with caught(failures):
-        one.step(*data(0), squares)
+    failed = caught(lambda: one.step(*data(0), squares))
     other.step_number = 0
-    return [type(failures[0]).__name__, other.step(*data(0), squares).item() == before]
+    return [type(failed).__name__, other.step(*data(0), squares).item() == before]
 
 
 def builder_fails(rank: int, world: int, kind: str, who: int) -> None:

@@ -86,7 +86,6 @@ class WorkerPool:
         job: Job,
         *args: Any,
         world: int | None = None,
-        limit: float | None = None,
         timeout: float = TIMEOUT,
         join: bool = True,
         stuck: Collection[int] = (),
@@ -98,15 +97,13 @@ class WorkerPool:
             job: What to do.
             args: JSON values for it.
             world: How many ranks; all by default.
-            limit: Seconds after which every rank is killed, from when all have started; by default they are when all
-                stand still.
             timeout: Seconds that the process group waits for a message.
             join: Whether the ranks find a process group made; else the environment says how to make one.
             stuck: Ranks that are meant to hang: they are killed half a second after the others have ended.
             last: Whether the processes end with the job.
 
         Raises:
-            HungError: A rank that is not meant to hang was not done in time.
+            HungError: A rank that is not meant to hang was not done when all stood still.
         """
         ranks = self._ready()[: world or self.size]
         self._jobs += 1
@@ -116,7 +113,7 @@ class WorkerPool:
         order = Order(name, args, len(ranks), str(folder), free_port(), timeout, join, last)
         try:
             _tell(ranks, order)
-            in_time = _await(ranks, folder, limit, stuck, last=last)
+            in_time = _await(ranks, folder, stuck, last=last)
             outcomes = list(_outcomes(ranks, folder))
         except BaseException:  # a test's own time limit, or Ctrl-C
             self._end(0)
@@ -124,7 +121,7 @@ class WorkerPool:
         if any(rank.hung or rank.popen.poll() is not None for rank in ranks):
             self._end(0)
         if not in_time:
-            raise HungError("they stood still" if limit is None else f"after {limit:g} s", outcomes)
+            raise HungError(outcomes)
         return outcomes
 
     def _ready(self) -> list[_Process]:
@@ -194,12 +191,10 @@ def _tell(ranks: Sequence[_Process], order: Order) -> None:
             process.popen.stdin.flush()
 
 
-def _await(
-    ranks: Sequence[_Process], folder: Path, limit: float | None, stuck: Collection[int], *, last: bool
-) -> bool:
+def _await(ranks: Sequence[_Process], folder: Path, stuck: Collection[int], *, last: bool) -> bool:
     """Waits until all are done who shall be; kills the others. Says whether it was in time."""
     due = [rank for rank in range(len(ranks)) if rank not in stuck]
-    in_time = _wait_for(ranks, due, folder, limit, last=last)
+    in_time = _wait_for(ranks, due, folder, math.inf, last=last)
     _wait_for(ranks, range(len(ranks)), folder, STUCK if in_time else 0, last=last)
     for process in ranks:
         process.hung = process.ended is None
@@ -232,10 +227,8 @@ def _is_stopped(process: _Process) -> bool:
     return stat.rpartition(")")[2].split()[0] in "TZ"
 
 
-def _wait_for(
-    ranks: Sequence[_Process], due: Collection[int], folder: Path, limit: float | None, *, last: bool
-) -> bool:
-    until = math.inf if limit is None else time.monotonic() + limit
+def _wait_for(ranks: Sequence[_Process], due: Collection[int], folder: Path, limit: float, *, last: bool) -> bool:
+    until = time.monotonic() + limit
     progress = Progress([process.popen.pid for process in ranks])
     while True:
         for rank, process in enumerate(ranks):

@@ -124,7 +124,6 @@ def run(
     pool: WorkerPool,
     *,
     timeout: float = TIMEOUT,
-    limit: float | None = None,
     length: int = 0,
 ) -> list[Finding]:
     """Has a case happen; gives what each rank made of it, in order.
@@ -141,7 +140,6 @@ def run(
                 train,
                 *(asdict(case.fault), again, length),
                 world=case.partitions,
-                limit=limit,
                 timeout=timeout,
                 stuck=[case.origin] if case.stalls else [],
                 last=not again,

@@ -45,15 +45,15 @@ class Outcome:
 
 
 class HungError(AssertionError):
-    """Ranks were still at it when the time was up, or none got on any more; all were killed.
+    """Ranks were still at it, and none got on any more; all were killed.
 
     Attributes:
         outcomes: Of all ranks.
     """
 
-    def __init__(self, when: str, outcomes: Sequence[Outcome]) -> None:
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
         hung = ", ".join(str(outcome.rank) for outcome in outcomes if outcome.hung)
-        super().__init__(f"{when}, of {len(outcomes)} ranks, still at it: {hung}\n{told_by(outcomes)}")
+        super().__init__(f"they stood still: of {len(outcomes)} ranks, still at it: {hung}\n{told_by(outcomes)}")
         self.outcomes = list(outcomes)
 
 
