@@ -177,8 +177,10 @@ def test_trees_wholes_and_targets_of_other_rows_weighed_as_the_loss_averages() -
     inputs, targets = sentences(0)
     pipe, plain = make([Masked(), *network(), Words()], 3), [Masked(), *network(), Words()]
     rows_of = {len(target): len(given["words"]) for target, given in zip(targets, inputs, strict=True)}  # type: ignore[arg-type, index]
-    for step, weight in enumerate((of_words, lambda target: rows_of[len(target)])):  # by words, or by rows if told to
-        loss = pipe.step(inputs, targets, F.cross_entropy, **({"reduction": "mean"} if step else {}))
+    weights: list[Any] = [of_words, lambda target: rows_of[len(target)]]
+    for step, weight in enumerate(weights):  # by words, or by rows if told to
+        told: Any = {"reduction": "mean"} if step else {}
+        loss = pipe.step(inputs, targets, F.cross_entropy, **told)
         how: Any = {"micro_batches": MOST, "seed": SEED, "reduction": weight, "step": step}
         assert same_bits(loss, plain_loop(plain, inputs, targets, F.cross_entropy, **how))
         assert_same_bits(pipe, plain)

@@ -176,6 +176,11 @@ def torchs_own() -> nn.Module:
     return nn.Sequential(nn.Linear(W, W), nn.Dropout(0.5), nn.Linear(W, W))
 
 
+def breaking(layer: nn.Module, backend: str) -> nn.Module:
+    layer.compile(backend=backend)
+    return layer
+
+
 COMPILED: dict[str, tuple[Callable[[], nn.Module], Compile, str]] = {
     "eager": (lambda: Block(0.5), wrapped, "eager"),
     "eager, in place": (lambda: Block(0.0), in_place, "eager"),
@@ -183,7 +188,7 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], Compile, str]] = {
     "aot, in place": (lambda: Block(0.5), in_place, "aot_eager"),
     "batch norm": (Normed, wrapped, "aot_eager"),
     "torch's own": (torchs_own, in_place, "eager"),
-    "a break": (lambda: Broken(0.5), lambda layer, backend: torch.compile(layer, backend=backend), "aot_eager"),
+    "a break": (lambda: Broken(0.5), breaking, "aot_eager"),
     "inductor": (lambda: Block(0.5), wrapped, "inductor"),
 }
 
