@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 from tests.support.kinds import KINDS
@@ -64,17 +65,10 @@ def matches(kind: Kind, words: Sequence[str]) -> bool:
 
 
 def sequence(kinds: Sequence[Kind], seed: int) -> Iterator[tuple[str, int]]:
-    """Every kind in turn with its next number, without end; those of rows come up more than once in a round."""
-    counts, rows = Counter[str](), Counter(kind.row for kind in kinds)
-    weights = {
-        kind.name: 1 if not kind.row else 3 if kind.row == "errors" else -(-12 // rows[kind.row]) for kind in kinds
-    }
-    while True:
-        for turn in range(max(weights.values())):
-            for kind in kinds:
-                if turn < weights[kind.name]:
-                    yield kind.name, seed + counts[kind.name]
-                    counts[kind.name] += 1
+    """Every kind in turn with its next number, without end."""
+    for number in count(seed):
+        for kind in kinds:
+            yield kind.name, number
 
 
 def soak(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Verdict]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.addresses import by_address
+
 from .case import Case, Draw
 
 
@@ -35,23 +37,9 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
-class Touchy(torch.autograd.Function):
-    """A factor that depends on where the operand lies in memory, modulo 64 bytes; so does the backward's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Scales by the place of `x`."""
-        return x * (1 + (x.data_ptr() % 64) / 256)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Scales by the place of the gradient."""
-        return gradient * (1 + (gradient.data_ptr() % 64) / 128)
-
-
 def touchy() -> nn.Module:
     """A layer whose result depends on alignment."""
-    return Apply(Touchy.apply)
+    return Apply(by_address)
 
 
 def plain(draw: Draw, width: int) -> nn.Module:
