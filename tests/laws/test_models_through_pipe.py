@@ -2,19 +2,18 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import gpipe
 from gpipe import models
 from tests.support import plain_loop as laws
-from tests.support.plain_loop import REMATS, assert_same_bits, same_bits, squares
+from tests.support.plain_loop import assert_same_bits, same_bits, squares
 from tests.support.shared_weights import lent
 
 Tree = object
@@ -53,7 +52,6 @@ class Example:
     data: Callable[[], tuple[Tensor, Tensor]]
     loss_fn: Callable[[Tree, Tree], Tensor] = squares
     micro_batches: int = 2
-    deferred: bool = field(default=False)
 
 
 transformer = partial(models.transformer_lm, 3, model_dim=12, ffn_dim=20, heads=2, vocab=13, dropout=0.1)
@@ -101,35 +99,7 @@ def test_a_model_trains_to_the_bits_of_the_plain_loop_for_every_cut_remat_and_dr
         with gpipe.GPipe(own, partitions, example.micro_batches, remat=remat, driver=driver, seed=2) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
             for step in (0, 1):
-                if way == "step":
-                    loss = pipe.step(x, y, example.loss_fn)
-                else:
-                    loss = example.loss_fn(pipe(x), y)
-                    loss.backward()
-                assert same_bits(loss.detach(), losses[step])
+                assert same_bits(laws.train(pipe, x, y, example.loss_fn, way), losses[step])
                 optimizer.step()
                 optimizer.zero_grad()
             assert_same_bits(pipe, plain)
-
-
-@pytest.mark.parametrize("remat", REMATS)
-def test_deferred_statistics_of_an_amoebanet_do_not_depend_on_the_cut(remat: str) -> None:
-    example, layers, x, y = made("amoebanet_d")
-    outcomes = []
-    for partitions in (1, 3):
-        own = copy.deepcopy(layers)
-        with gpipe.GPipe(own, partitions, 2, remat=remat, deferred_batch_norm=True, seed=2) as pipe:
-            pipe.step(x, y, example.loss_fn)
-            outcomes.append(dict(pipe.named_buffers()))
-    assert all(same_bits(buffer, outcomes[1][name]) for name, buffer in outcomes[0].items())
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_evaluation_is_that_of_the_plain_model(name: str) -> None:
-    example, layers, x, _ = made(name)
-    pipe = gpipe.GPipe(layers, 3, example.micro_batches).eval()
-    with torch.no_grad():
-        made_by_pipe = pytree.tree_leaves(pipe(x))
-        expected = pytree.tree_leaves(gpipe.Sequential(*layers)(x))
-    for one, other in zip(made_by_pipe, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

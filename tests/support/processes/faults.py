@@ -161,14 +161,12 @@ class Faulty(nn.Linear):
 
     Attributes:
         fault: What is to happen here; None for a sound layer.
-        log: Every run through it, as it began.
     """
 
     def __init__(self, features: int, micro_batches: int, fault: Fault | None = None) -> None:
         super().__init__(features, features)
         self.fault = fault
         self.visits = Visits(micro_batches)
-        self.log: list[Visit] = []
 
     def forward(self, x: Tensor) -> Tensor:
         visit = self.visits.enter(x)
@@ -177,7 +175,6 @@ class Faulty(nn.Linear):
 
     def pass_by(self, visit: Visit, value: Tensor) -> Tensor:
         """A phase is under way; gives what it shall give."""
-        self.log.append(visit)
         if self.fault is None or not self.fault.is_at(*visit):
             return value
         strike(self.fault.kind)
