@@ -23,6 +23,7 @@ lines = st.builds(Line, st.integers(0, 3).map(float), st.integers(0, 5).map(floa
 
 @st.composite
 def profiles(draw: st.DrawFn, most: int = 5) -> Profile:
+    has_parts = draw(st.booleans())
     layers = [
         LayerProfile(
             f"layer {at}",
@@ -34,6 +35,7 @@ def profiles(draw: st.DrawFn, most: int = 5) -> Profile:
             working=draw(lines),
             state=float(draw(st.integers(0, 20))),
             popped=((0, Line(1.0)),) if at == most - 1 else (),
+            parts=(draw(lines), draw(lines)) if has_parts else None,
         )
         for at in range(draw(st.integers(1, most)))
     ]
@@ -137,6 +139,10 @@ def test_a_split_backward_may_end_before_its_weights_are_on_the_way() -> None:
     trial = Trial(shape, program, sized, [Device(flops=1.0)] * 8, [1.0] * 8)
     seconds = trial.simulator.seconds(trial.costs((1,) * 16))
     assert least_seconds(shape, sized, [1.0] * 8) <= seconds < sum(sized.work)
+    short = Profile((replace(layer, backward=Line(9.0), parts=(Line(1.0), Line(1.0))),) * 16).of_micro_batch(1)
+    trial = Trial(shape, program, short, [Device(flops=1.0)] * 8, [1.0] * 8)
+    costs = trial.costs((1,) * 16)  # whose two parts take less than the whole
+    assert max(least_seconds(shape, short, [1.0] * 8), trial.least(costs)) <= trial.simulator.seconds(costs)
 
 
 def test_a_stage_costs_what_its_layers_do() -> None:

@@ -122,12 +122,14 @@ class Trial:
         Where backwards are split, a rank may have work left when the last gradient is on its way back.
         """
         ahead = back = found = 0.0
+        split = splits(self.shape.schedule)
+        took = [cost.forward + (_least_backward(cost) if split else cost.backward) for cost in costs]
         for stage, cost in enumerate(costs):
             own = self.simulator.stages_of[self.program.rank_of[stage]]
             back += cost.send_gradient or 0.0
             if own[0] == stage:
-                work = self.shape.micro_batches * sum(costs[each].forward + costs[each].backward for each in own)
-                found = max(found, ahead + work + (0.0 if splits(self.shape.schedule) else back))
+                work = self.shape.micro_batches * sum(took[each] for each in own)
+                found = max(found, ahead + work + (0.0 if split else back))
             ahead += cost.forward + cost.send
             back += cost.backward
         return max(found, ahead)
@@ -181,6 +183,12 @@ class Trial:
             return partition(work, shape.stages, balance="minmax", speeds=self.stage_speeds, memory=memory).layers
         except ValueError:  # none do
             return None
+
+
+def _least_backward(cost: StageCost) -> float:
+    if cost.backward_input is None or cost.backward_weight is None:
+        return cost.backward
+    return min(cost.backward, cost.backward_input + cost.backward_weight)
 
 
 def _neighbours(layers: Cuts) -> Iterator[Cuts]:

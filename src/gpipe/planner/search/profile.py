@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import inf
 from operator import add
 from typing import Literal
 
@@ -106,6 +107,12 @@ class SizedProfile:
     def inputs(self) -> list[float]:
         """The work of each layer's backward for its input alone."""
         return [work / 2 for work in self.backward] if self.parts is None else [inputs for inputs, _ in self.parts]
+
+    @cached_property
+    def least_work(self) -> list[float]:
+        """Of each layer, forward and backward, this whole or in its two parts, whichever takes less."""
+        each = zip(self.work, self.forward, self.parts or [(inf, inf)] * len(self.layers), strict=True)
+        return [min(whole, forward + sum(parts)) for whole, forward, parts in each]
 
     @cached_property
     def boundary(self) -> list[float]:

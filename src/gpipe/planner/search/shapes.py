@@ -134,8 +134,10 @@ def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) ->
     24.0
     """
     m, fastest = shape.micro_batches, max(speeds)
-    path = sum(sized.forward) + sum(sized.inputs if splits(shape.schedule) else sized.backward)
-    slowest = max(sum(sized.work) / sum(speeds), max(sized.work) / fastest)
+    split = splits(shape.schedule)
+    work = sized.least_work if split else sized.work
+    path = sum(sized.forward) + sum(map(min, sized.inputs, sized.backward) if split else sized.backward)
+    slowest = max(sum(work) / sum(speeds), max(work) / fastest)
     return max(path / fastest, m * slowest)
 
 
