@@ -319,6 +319,18 @@ def test_a_criterion_that_sums_is_told_of_and_one_that_averages_is_not() -> None
     assert "a function of the target that gives the weight of a micro-batch" in told
 
 
+def test_a_loss_of_ready_made_micro_batches_of_several_lengths_is_told_of() -> None:
+    def told(lengths: tuple[int, int], **how: Any) -> list[str]:
+        parts = [torch.rand(2, length, 4) for length in lengths]
+        pipe = gpipe.GPipe([nn.Linear(4, 4)], 1, 2)
+        pipe.step(gpipe.MicroBatches(parts), gpipe.MicroBatches(parts), lambda o, t: (o - t).pow(2).mean(), **how)
+        return [text for text in pipe.findings if "several lengths" in text]
+
+    assert "target.numel()" in told((3, 5))[0]
+    assert not told((3, 5), reduction="mean")
+    assert not told((4, 4))
+
+
 def test_a_loss_that_counts_its_calls_is_called_once_for_each_micro_batch() -> None:
     calls: list[int] = []
 

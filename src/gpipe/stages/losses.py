@@ -56,6 +56,11 @@ UNREAD = (
     "they come of its target; micro-batches are weighed by their rows. Give step(..., reduction=...), a function of "
     "the target that gives what the labels of a micro-batch count"
 )
+OF_SEVERAL_LENGTHS = (
+    "ready-made micro-batches have targets of several lengths, and it cannot be seen how loss_fn averages over "
+    "them; micro-batches are weighed by their rows. Give step(..., reduction='mean') if that is meant, or a function "
+    "of the target that gives the weight of a micro-batch: of a mean over elements lambda target: target.numel()"
+)
 APART = (
     "losses of micro-batches, taken for means over rows, do not make that of the mini-batch: of the halves of a "
     "micro-batch loss_fn would be {together:.6g}, and of the whole it is {whole:.6g}. {remedy}"
@@ -352,6 +357,9 @@ def call_watched_loss(
     reduction = _find_reduction_in_calls(calls, target)
     weigh(reduction or "mean")
     unread = [] if reduction else list(_find_unread(calls, target, targets))
+    lengths = {tuple(leaf.shape[1:]) for one in targets for leaf in tree_leaves(one)[:1] if isinstance(leaf, Tensor)}
+    if tries and not reduction and not unread and len(lengths) > 1:
+        tell([OF_SEVERAL_LENGTHS])
     of_rows = unread and calls and all(call.reduction == "none" for call in calls)  # what comes of it, its rows say
     if kept is None or values_differ(before, _state_of(loss_fn)):
         tell(unread if tries or not of_rows else [])  # it was tried in the first run
