@@ -72,12 +72,12 @@ def layout_of(
     size: Sequence[object], strides: Sequence[object], wants: bool = False, dtype: str = "float32", times: int = 1
 ) -> str:
     """The layout of a value that is one tensor."""
-    return json.dumps([True, ["tensor", 0], [[dtype, size, strides, wants, 0]] * times])
+    return json.dumps([True, ["tensor", 0], [[dtype, size, strides, wants, 0]] * times, []])
 
 
 def tree_of(written: object) -> str:
     """The layout of a value without tensors."""
-    return json.dumps([True, written, []])
+    return json.dumps([True, written, [], []])
 
 
 HOSTILE_LAYOUTS = {
@@ -109,7 +109,8 @@ HOSTILE_LAYOUTS = {
     "a tensor before the first": layout_of([1], [1]).replace('["tensor", 0]', '["tensor", -1]'),
     "half of a complex number": tree_of(["complex", 1]),
     "bytes of words": tree_of(["bytes", "a word"]),
-    "a container among gradients": json.dumps([False, [["list", None, []]], []]),
+    "memory shared by none": layout_of([1], [1]).replace(", []]", ", [1]]"),
+    "a container among gradients": json.dumps([False, [["list", None, []]], [], []]),
 }
 
 

@@ -187,3 +187,10 @@ def test_the_look_for_pickles_itself_works() -> None:
     assert pickles_in("torch.load(x); torch.save(x); torch.nn.load") == ["torch.load", "torch.save"]
     collectives = ["all_gather_object", "broadcast_object_list", "send_object_list", "gather_object"]
     assert pickles_in("; ".join(f"dist.{name}()" for name in collectives)) == collectives
+
+
+def test_what_shares_memory_with_something_else_that_crosses_is_not_changed_in_place(pool: WorkerPool) -> None:
+    """Bug story: over processes they arrive apart, and the other one kept its old numbers, silently."""
+    assert all(
+        "shares its memory with another one" in text for text in answers(pool.run(jobs.views_changed, world=2))
+    )

@@ -88,6 +88,7 @@ class Layout:
     spec: TreeSpec | None
     leaves: Sequence[object]
     extents: tuple[Extent, ...]
+    sharing: frozenset[int]  # see `BoundaryValue`
 
     @property
     def size(self) -> int:
@@ -136,7 +137,8 @@ def encode(message: Message) -> Encoded:
                 f"a tensor with attributes of somebody's own ({', '.join(attributes)}) cannot go to another process "
                 f"with them; return a tuple or a dict of the tensor and of what it is to carry"
             )
-    text = json.dumps([is_value, written, shapes]).encode()
+    sharing = sorted(message.sharing) if isinstance(message, BoundaryValue) else []
+    text = json.dumps([is_value, written, shapes, sharing]).encode()
     try:
         layout = _read(text)  # as the other end will
     except Damaged as error:
@@ -177,7 +179,7 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
     if read.spec is None:
         return items
     value = tree_unflatten(items, read.spec)
-    return BoundaryValue(value, [tensor for tensor in tensors if tensor.requires_grad])
+    return BoundaryValue(value, [tensor for tensor in tensors if tensor.requires_grad], sharing=read.sharing)
 
 
 def shape_of(tensor: Tensor) -> Shape:
@@ -294,7 +296,7 @@ def _why_too_wide(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int,
 @lru_cache(CACHED_LAYOUTS)
 def _read(text: bytes) -> Layout:
     with reading("a layout"):
-        is_value, written, named = json.loads(text.decode())  # of bytes it would guess the encoding
+        is_value, written, named, sharing = json.loads(text.decode())  # of bytes it would guess the encoding
         shapes = tuple(
             (DTYPES[dtype], tuple(size), tuple(strides), *others) for dtype, size, strides, *others in named
         )
@@ -307,7 +309,9 @@ def _read(text: bytes) -> Layout:
         numbers = {leaf.number for leaf in leaves if isinstance(leaf, At)}
         if numbers != set(range(len(shapes))):
             raise ValueError(f"tensors {sorted(numbers)} of {len(shapes)}")
-        return Layout(spec, leaves, extents_of(shapes))
+        if not set(range(len(leaves))).issuperset(sharing):
+            raise ValueError(f"tensors that share memory: {sharing} of {len(leaves)}")
+        return Layout(spec, leaves, extents_of(shapes), frozenset(sharing))
 
 
 def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:

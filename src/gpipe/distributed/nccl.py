@@ -63,9 +63,9 @@ def pairs_of(rows: int, replicas: int, crossings: Iterable[tuple[int, int]]) -> 
 
 @dataclass(frozen=True)
 class Coming:
-    """A message some of whose tensors are on their way."""
+    """A message some of whose tensors are on their way; `sharing` is None of gradients."""
 
-    is_value: bool
+    sharing: list[int] | None
     tree: Tree
     tensors: Sequence[tuple[list[int], codec.Extent, Tensor, dist.Work | None]]
 
@@ -82,10 +82,10 @@ class Coming:
             for at in positions:
                 leaves[at] = tensor
         value = tree_unflatten(leaves, spec)
-        if not self.is_value:
+        if self.sharing is None:
             return value  # type: ignore[no-any-return]  # gradients
         wanting = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
-        return BoundaryValue(value, list(wanting.values()))
+        return BoundaryValue(value, list(wanting.values()), sharing=frozenset(self.sharing))
 
 
 class NcclGroups:
@@ -138,8 +138,8 @@ class NcclGroups:
                 following.append(elements.view(torch.uint8))
                 elements = None
             described.append((positions, shape, elements))
-        is_value = isinstance(message, BoundaryValue)
-        return BoundaryValue((is_value, tree_unflatten(leaves, spec), described), []), following
+        sharing = sorted(message.sharing) if isinstance(message, BoundaryValue) else None
+        return BoundaryValue((sharing, tree_unflatten(leaves, spec), described), []), following
 
     def follow(self, peer: int, following: Sequence[Tensor]) -> None:
         """Puts tensors on their way, in the order of their messages on the link."""
@@ -154,7 +154,7 @@ class NcclGroups:
         """Has room for what follows a message that the link brought: for each in its order, as soon as it is here."""
         with reading("a message for a GPU"):
             sent: Any = packed.value if isinstance(packed, BoundaryValue) else ()
-            is_value, tree, described = sent  # what `pack` gave
+            sharing, tree, described = sent  # what `pack` gave
             for _, shape, _ in described:
                 codec.check_shape(shape)
             extents = [codec.extents_of((shape,))[0] for _, shape, _ in described]
@@ -171,7 +171,7 @@ class NcclGroups:
                 assert work is not None
                 self._under_way.append((work, elements))  # also if the message is thrown away
             tensors.append((positions, extent, elements, work))
-        return Coming(is_value, tree, tensors)
+        return Coming(sharing, tree, tensors)
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:

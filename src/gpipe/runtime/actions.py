@@ -215,8 +215,10 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
             alone = len(one.aliases) == 1 and len(run.connections[route.source].outs) == 1
             if hooked & crossing.ancestors if crossing.ancestors is not None else not alone:
                 raise RuntimeError(HOOKED.format(stage=stage))
-        if crossing.shares_storage and not made.changed.isdisjoint(map(id, tensors_in(one.value))):
-            raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
+        if crossing.sharing and made.changed:
+            given = tensors_in(one.value)
+            if not made.changed.isdisjoint(id(given[at]) for at in crossing.sharing):
+                raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
     return made
 
 

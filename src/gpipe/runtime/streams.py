@@ -7,6 +7,7 @@ waits for the mark, not the thread. Memory that another stream uses is recorded 
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -75,7 +76,7 @@ class RankStream:
             return brought[id(tensor)]
 
         value = replace_tensors(crossing.value, move)
-        return BoundaryValue(value, [brought[id(leaf)] for leaf in crossing.leaves], crossing.ancestors)
+        return replace(crossing, value=value, leaves=[brought[id(leaf)] for leaf in crossing.leaves], versions=None)
 
     def take_gradients(self, gradients: Gradients, mark: ReadyEvent) -> Gradients:
         """Brings gradients that another rank made to this device."""

@@ -56,13 +56,14 @@ class BoundaryValue:
 
     `value` is what the next stage sees; `leaves` are its tensors that want a gradient, each once, in a fixed order.
     `ancestors` are those from which others were made that cross with them, if that is known here: their gradient is
-    whole only where they were made.
+    whole only where they were made. `sharing` are those of its tensors, by their places, that share memory with
+    another one that crosses: where they arrive, they need not share it any more.
     """
 
     value: Any
     leaves: list[Tensor]
     ancestors: frozenset[int] | None = None
-    shares_storage: bool = False  # with another value that crosses
+    sharing: frozenset[int] = frozenset()
     versions: list[int] | None = None  # of its tensors, as far as they are noted
 
     def check(self, stage: object) -> None:

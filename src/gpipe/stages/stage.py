@@ -271,11 +271,12 @@ class StageRun:
             if not all(tensor.requires_grad for tensor in tensors_in(crossing.value)):
                 crossing.value = replace_tensors(crossing.value, self._apart)
             crossing.check(self.stage)  # notes versions
-        if len(crossings) > 1:
-            storages = [{storage_address(tensor) for tensor in tensors_in(one.value)} - {0} for one in crossings]
-            used = Counter(address for some in storages for address in some)
-            for crossing, own in zip(crossings, storages, strict=True):
-                crossing.shares_storage = any(used[address] > 1 for address in own)
+        tensors = [tensors_in(crossing.value) for crossing in crossings]
+        if len(tensors) > 1 or len(tensors[0]) > 1:
+            addresses = {id(tensor): storage_address(tensor) for some in tensors for tensor in some}
+            used = Counter(address for address in addresses.values() if address)
+            for crossing, some in zip(crossings, tensors, strict=True):
+                crossing.sharing = frozenset(at for at, one in enumerate(some) if used[addresses[id(one)]] > 1)
         return crossings, roots
 
     def _apart(self, tensor: Tensor) -> Tensor:

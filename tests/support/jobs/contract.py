@@ -287,3 +287,30 @@ def _internet_sockets() -> set[str]:
             found.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
     tables = [path for name in ("tcp", "tcp6", "udp", "udp6") if (path := Path(f"/proc/self/net/{name}")).exists()]
     return found & {line.split()[9] for table in tables for line in table.read_text().splitlines()[1:]}
+
+
+class Views(nn.Module):
+    """Gives a tensor and a part of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + 1
+        return x, x[:, :1]
+
+
+class Fills(nn.Module):
+    """Writes into the second of what it is given, and reads the first."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        both[1].masked_fill_(both[1] > 0, 0.0)
+        return both[0] * 1
+
+
+def views_changed(rank: int, world: int) -> Json:
+    """What a pipe says of a layer that changes one of two tensors of one memory, from a rank before it."""
+    layers = [nn.Linear(3, 3), Views(), Fills(), nn.Linear(3, 3)]
+    with gpipe.GPipe(layers, [2, 2], MICRO_BATCHES, driver="process", seed=SEED) as pipe:
+        try:
+            pipe.step(torch.randn(8, 3), torch.randn(8, 3), F.mse_loss)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
