@@ -85,13 +85,13 @@ class RemoteError(RuntimeError):
         self.rank = rank
         self.type_name = type_name
         self.traceback = traceback
-        self.heard = False  # from another process, not raised by the user's own code
+        self.received = False  # from another process, not raised by the user's own code
 
 
-def heard(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
+def received(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
     """The exception of a failure in another process."""
     error = RemoteError(message, rank, type_name, its_traceback)
-    error.heard = True
+    error.received = True
     return error
 
 

@@ -1,4 +1,4 @@
-"""Nets: whatever happens to one rank is told to all, those that can not be told find out, and nothing stays open."""
+"""Endpoints: what happens to one rank is told to all, who cannot be told finds out, and nothing stays open."""
 
 import gc
 import os
@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 from collections.abc import Collection
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -53,10 +53,10 @@ def test_a_report_of_this_run_wakes_who_waits_and_later_ones_wait() -> None:
         third.begin()
         third.fail(ValueError("later"))  # which is nothing to this run
         receive(first, 2, 1)
-        for net in (first, second):
+        for one in (first, second):
             with pytest.raises(RemoteError, match="later"):
-                net.begin()
-        assert together(*(lambda net=net: exchange(net, b"x") for net in (first, second, third))) == [[b"x"] * 3] * 3
+                one.begin()
+        assert together(*(partial(exchange, one, b"x") for one in (first, second, third))) == [[b"x"] * 3] * 3
 
 
 @pytest.mark.parametrize("text", ["x" * 10**6, "語" * 10**6, "\udcff"])
@@ -104,8 +104,8 @@ def test_a_rank_that_ends_is_missed(kind: type[Connection]) -> None:
 
 def test_a_rank_that_ended_is_told_as_it_ended() -> None:
     with endpoints(2) as (first, second):
-        for net in (first, second):
-            net.reach(-1)
+        for endpoint in (first, second):
+            endpoint.reach(-1)
         second.close()
         with pytest.raises(RemoteError, match=r"^rank 1 is gone; it ended outside of any step, after 1 run$"):
             first.begin()
@@ -147,21 +147,20 @@ def test_all_agree_and_then_may_leave_at_once(kind: type[Connection], size: int)
     for length in (3, 2**21):
         with endpoints(size, kind, buffer=2**14) as every:
 
-            def agree(net: Endpoint, length: int = length) -> list[int]:
-                told = net.exchange((net.rank, torch.zeros(length)))
-                net.close()
+            def agree(endpoint: Endpoint, length: int = length) -> list[int]:
+                told = endpoint.exchange((endpoint.rank, torch.zeros(length)))
+                endpoint.close()
                 assert all(tensor.numel() == length for _, tensor in told)
                 return [rank for rank, _ in told]
 
-            assert together(*(lambda net=net: agree(net) for net in every)) == [list(range(size))] * size
+            assert together(*(partial(agree, one) for one in every)) == [list(range(size))] * size
 
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Connection], who: int) -> None:
     with endpoints(3, kind) as every:
-        works = [net.close if net.rank == who else lambda net=net: exchange(net, b"") for net in every]
-        found = together(*works)
+        found = together(*(one.close if one.rank == who else partial(exchange, one, b"") for one in every))
         assert all(isinstance(one, RemoteError) and one.rank == who for one in found if one is not None)
         assert found.count(None) == 1
 
@@ -169,28 +168,21 @@ def test_a_rank_that_ends_before_it_agreed_is_missed_by_all(kind: type[Connectio
 # Timeouts.
 
 
-class PollsTogether:
-    """Has nets begin to wait at the same time, when each says that it waits."""
-
-    def __init__(self, net: Endpoint, all_wait: threading.Barrier) -> None:
-        self.real, self.all_wait = net._poll, all_wait
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "sleep":
-            self.all_wait.wait(LIMIT)
-        return getattr(self.real, name)
-
-
-def test_a_timeout_names_who_keeps_all_waiting() -> None:
+def test_a_timeout_names_who_keeps_all_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with endpoints(3) as (first, second, third):
         third.expect({}, (), lambda peer, seen: "")
         third.reach(4)
         all_wait = threading.Barrier(2)
 
-        def wait_for(net: Endpoint, peer: int) -> None:
-            net.detector.limit, net._poll = 0.3, PollsTogether(net, all_wait)  # type: ignore[assignment]  # as good as one
-            net.expect({}, (), lambda peer, seen: f"in action {seen.at} of rank {peer}")
-            net.receive(peer, label_of(0))
+        def wait_for(endpoint: Endpoint, peer: int) -> None:
+            def sleep_together(seconds: float) -> bool | None:
+                all_wait.wait(LIMIT)
+                return sleep(seconds)
+
+            endpoint.detector.limit, sleep = 0.3, endpoint._poll.sleep
+            monkeypatch.setattr(endpoint._poll, "sleep", sleep_together)
+            endpoint.expect({}, (), lambda peer, seen: f"in action {seen.at} of rank {peer}")
+            endpoint.receive(peer, label_of(0))
 
         found = together(lambda: wait_for(first, 1), lambda: wait_for(second, 2))
         for raised in found:
@@ -259,8 +251,8 @@ def test_a_long_wait_is_told_once_and_names_who_is_waited_for(
 ) -> None:
     monkeypatch.setattr(endpoint_module, "LONG_WAIT_SECONDS", 0.1)
     with endpoints(3) as (first, second, third):
-        for net in (first, third):
-            net.begin()
+        for endpoint in (first, third):
+            endpoint.begin()
 
         def comes_late() -> None:
             wait_until(lambda: len(caplog.messages) == 2)

@@ -190,10 +190,10 @@ def test_who_lays_a_tensor_absurdly_far_apart_is_told_what_to_do() -> None:
 
 @contextmanager
 def at_the_mercy(kind: type[Connection]) -> Iterator[tuple[Endpoint, socket.socket, socket.socket]]:
-    """A net, and the ends of its peer's streams, on which anything can be written."""
-    with endpoints(2, kind) as (net, other):
+    """An endpoint, and the ends of its peer's streams, on which anything can be written."""
+    with endpoints(2, kind) as (endpoint, other):
         link = other.links[0]
-        yield net, link._stream, link.control.connection
+        yield endpoint, link._stream, link.control.connection
 
 
 def frame(slot: int = -1, layout: int = 0, size: int = 0, capacity: int = 0) -> bytes:
@@ -217,10 +217,10 @@ SENT: dict[str, bytes] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SENT)
 def test_a_hostile_frame_names_the_peer(name: str, kind: type[Connection]) -> None:
-    with at_the_mercy(kind) as (net, stream, _):
+    with at_the_mercy(kind) as (endpoint, stream, _):
         stream.sendall(SENT[name])
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
-            net.receive(1, LABEL)
+            endpoint.receive(1, LABEL)
 
 
 class Bell:
@@ -237,8 +237,8 @@ class Bell:
 @pytest.mark.parametrize("error", [Damaged("odd"), Gone("odd")])
 def test_what_is_found_while_the_bell_is_heard_is_not_missed(error: Exception) -> None:
     """It rings once: who looked first, and then took the ring away, waited for another."""
-    with endpoints(2, TcpConnection) as (net, _):
-        link = net.links[1]
+    with endpoints(2, TcpConnection) as (endpoint, _):
+        link = endpoint.links[1]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(link, "_bell", Bell(lambda: patch.setattr(link, "_broken", error)))
             with pytest.raises(type(error), match="odd"):
@@ -263,12 +263,12 @@ def _memory(size: int, *, sealed: bool) -> int:
 @pytest.mark.parametrize("name", HANDLES)
 def test_memory_that_a_peer_could_take_away_is_not_touched(name: str) -> None:
     """Who reads where a file has ended dies of SIGBUS."""
-    with at_the_mercy(Connection) as (net, stream, _):
+    with at_the_mercy(Connection) as (endpoint, stream, _):
         handle = HANDLES[name](SLOT_HEADER_BYTES + 2**20)
         socket.send_fds(stream, [frame(slot=0, layout=len(LAYOUT), size=8, capacity=2**20) + LAYOUT], [handle])
         os.close(handle)
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends: a handle of memory"):
-            net.receive(1, LABEL)
+            endpoint.receive(1, LABEL)
 
 
 NEWS = {
@@ -283,21 +283,21 @@ NEWS = {
 
 @pytest.mark.parametrize("name", NEWS)
 def test_hostile_reports_name_the_peer(name: str) -> None:
-    with at_the_mercy(Connection) as (net, _, control):
+    with at_the_mercy(Connection) as (endpoint, _, control):
         control.sendall(struct.pack("<I", len(NEWS[name]) or LARGEST_CONTROL_BYTES + 1) + NEWS[name])
         with pytest.raises(RemoteError, match="rank 1 sent what gpipe never sends"):
-            net.receive(1, label_of(0))
+            endpoint.receive(1, label_of(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_room_is_made_for_what_comes_and_not_for_what_is_said(kind: type[Connection]) -> None:
     """A header says that a TiB follows; nothing does."""
-    with at_the_mercy(kind) as (net, stream, news):
+    with at_the_mercy(kind) as (endpoint, stream, news):
         stream.sendall(frame(layout=10, size=2**40) + bytes(2**16))
         stream.shutdown(socket.SHUT_RDWR)
         news.shutdown(socket.SHUT_RDWR)
         with pytest.raises(RemoteError, match="rank 1 is gone"):
-            net.receive(1, LABEL)
-        arrived = net.links[1]._arrived.memory
+            endpoint.receive(1, LABEL)
+        arrived = endpoint.links[1]._arrived.memory
         assert len(arrived) < 2**20
     assert ALLOCATED_AT_ONCE_BYTES < 2**30

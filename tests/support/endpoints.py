@@ -1,8 +1,8 @@
-"""Nets of several ranks in one process, a thread each: what tests of them share."""
+"""Endpoints of several ranks in one process, a thread each: what tests of them share."""
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import combinations
@@ -18,7 +18,7 @@ from gpipe.stages.messages import Label
 
 KINDS = (Connection, TcpConnection)
 BIG = 2**20  # bytes: more than the stream takes
-LIMIT = 240.0  # seconds, the timeout of nets that shall not need one
+LIMIT = 240.0  # seconds, the timeout of endpoints that shall not need one
 
 
 @contextmanager
@@ -36,12 +36,12 @@ def endpoints(
     shown = dict(enumerate(statuses)) if kind.is_local else {}
     made = [Endpoint(rank, links[rank], limit, statuses[rank], shown) for rank in range(count)]
     try:
-        for net in made:
-            net.begin()
+        for endpoint in made:
+            endpoint.begin()
         yield made
     finally:
-        for net in made:
-            net.close()
+        for endpoint in made:
+            endpoint.close()
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
@@ -55,37 +55,32 @@ def label_of(number: int) -> Label:
     return Label(number, 0, gradient=False)
 
 
-def send(net: Endpoint, peer: int, number: int, size: int = 8) -> None:
-    net.send(peer, label_of(number), BoundaryValue(torch.full([size // 8], number), []))
+def send(endpoint: Endpoint, peer: int, number: int, size: int = 8) -> None:
+    endpoint.send(peer, label_of(number), BoundaryValue(torch.full([size // 8], number), []))
 
 
-def send_all(net: Endpoint, numbers: Iterable[int], size: int) -> None:
-    for number in numbers:
-        send(net, 1, number, size)
-
-
-def receive(net: Endpoint, peer: int, number: int, size: int = 8) -> None:
+def receive(endpoint: Endpoint, peer: int, number: int, size: int = 8) -> None:
     """Receives a message, which must be right."""
-    message, _ = net.receive(peer, label_of(number))
+    message, _ = endpoint.receive(peer, label_of(number))
     assert isinstance(message, BoundaryValue)
     assert torch.equal(message.value, torch.full([size // 8], number))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
-        time.sleep(1e-3)
+        time.sleep(1e-4)
 
 
-def exchange(net: Endpoint, told: bytes) -> list[Any]:
+def exchange(endpoint: Endpoint, told: bytes) -> list[Any]:
     """Has all agree in a run of its own."""
     try:
-        net.begin()
-        return net.exchange(told)
+        endpoint.begin()
+        return endpoint.exchange(told)
     except BaseException as error:
-        net.fail(error)
+        endpoint.fail(error)
         raise
 
 
-def waits(net: Endpoint) -> bool:
+def waits(endpoint: Endpoint) -> bool:
     """Whether a rank waits for others."""
-    return net.status.waits
+    return endpoint.status.waits

@@ -150,7 +150,7 @@ PROGRAM = "the checksum of the program (of schedule=, if that is a function, rem
 
 
 def follow_first(
-    net: Endpoint,
+    endpoint: Endpoint,
     position: Position,
     first: int,
     same: Mapping[str, int],
@@ -160,7 +160,7 @@ def follow_first(
     """Has all processes of a replica do what that of the first stage does, if they do the same.
 
     Args:
-        net: The links.
+        endpoint: The links.
         position: Where this process stands.
         first: The rank of the first stage.
         same: What every process knows for itself, by its words; first what was `CALLED`.
@@ -172,14 +172,14 @@ def follow_first(
     """
     label = Label(Control.HEADER, 0, gradient=False)
     own = {words: str(int(value)) for words, value in same.items()}
-    if net.rank == first:
+    if endpoint.rank == first:
         own[PROGRAM] = str(take(*given))
         text = torch.frombuffer(bytearray(json.dumps([own, given]).encode()), dtype=torch.uint8)
         for peer in position.ranks_of_replica:
             if peer != first:
-                net.send_value(peer, label, text)
+                endpoint.send_value(peer, label, text)
         return
-    text = net.receive_value(first, label)
+    text = endpoint.receive_value(first, label)
     with reading("a header", first):
         theirs, given = json.loads(bytes(text.tolist()))
         is_same_call, has_same_mode = (theirs.get(words) == own.get(words) for words in (CALLED, GRADIENTS))
@@ -187,7 +187,7 @@ def follow_first(
         own[PROGRAM] = str(take(*given))
     else:
         theirs.pop(PROGRAM, None)
-    if mistakes := differences({first: theirs, net.rank: own}):
+    if mistakes := differences({first: theirs, endpoint.rank: own}):
         mistakes = mistakes if is_same_call else mistakes[:1]  # all else follows
         raise ValueError(
             f"the processes have come apart: {'; '.join(mistakes)}. Call the pipe in every process, as often, and "

@@ -283,7 +283,7 @@ class TcpConnection(Connection):
 
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be put on its way now."""
-        self._hear()
+        self._take_news()
         return self._unsent < SLOTS
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
@@ -304,15 +304,15 @@ class TcpConnection(Connection):
 
     def has_left(self) -> bool:
         """Whether all messages are on their way, and would arrive also if this process ended now."""
-        self._hear()
+        self._take_news()
         return not self._unsent
 
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
-        self._hear()
+        self._take_news()
         return self._inbox[0][0] if self._inbox else None
 
-    def _hear(self) -> None:
+    def _take_news(self) -> None:
         with suppress(BlockingIOError):
             self._unsent -= self._bell.recv(CHUNK_BYTES).count(b"w")
         if self._broken is not None and not self._inbox:  # after the bell: what it rang for is there by now

@@ -62,9 +62,9 @@ class ProcessContext(Context):
     @contextmanager
     def entered(self, *, notes: bool) -> Iterator[None]:
         """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
-        net = self.net = self.processes.linked()
-        with net.in_run(notes=notes):
-            self._began, self._waited = time.perf_counter(), net.waited
+        endpoint = self.endpoint = self.processes.linked()
+        with endpoint.in_run(notes=notes):
+            self._began, self._waited = time.perf_counter(), endpoint.waited
             yield
 
     def agree(self, run: Run, request: Request) -> None:
@@ -85,7 +85,7 @@ class ProcessContext(Context):
             return run.compiled_program().checksum
 
         given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made
-        follow_first(self.net, self.position, self.first, same, given, take)
+        follow_first(self.endpoint, self.position, self.first, same, given, take)
 
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""
@@ -101,7 +101,7 @@ class ProcessContext(Context):
 
     def gather_replicas(self, control: Control, value: Tree) -> list[Any]:
         """Gathers a value from each replica."""
-        return gather_replicas(self.net, self.position, Label(control, 0, gradient=False), value)
+        return gather_replicas(self.endpoint, self.position, Label(control, 0, gradient=False), value)
 
     def sum_over_replicas(self, number: float) -> float:
         """Adds up a number of each replica."""
@@ -110,12 +110,12 @@ class ProcessContext(Context):
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""
         labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
-        if self.net.rank != self.last:
-            return [Output(*self.net.receive_value(self.last, label)) for label in labels]
+        if self.endpoint.rank != self.last:
+            return [Output(*self.endpoint.receive_value(self.last, label)) for label in labels]
         for label, output in zip(labels, outputs, strict=True):
             for peer in self.position.ranks_of_replica:
                 if peer != self.last:
-                    self.net.send_value(peer, label, (output.value, output.wants_gradient))
+                    self.endpoint.send_value(peer, label, (output.value, output.wants_gradient))
         return list(outputs)
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
@@ -132,47 +132,49 @@ class ProcessContext(Context):
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
         """Gives the gradients of a call's inputs to every process whose inputs have a graph."""
         label = Label(Control.INPUT_GRADIENTS, 0, gradient=False)
-        if self.net.rank != self.first:
-            return list(self.net.receive_value(self.first, label)) if shapes[self.net.rank] else []
+        if self.endpoint.rank != self.first:
+            return list(self.endpoint.receive_value(self.first, label)) if shapes[self.endpoint.rank] else []
         value = [gradient if isinstance(gradient, Tensor) else None for gradient in gradients]
         for peer in self.position.ranks_of_replica:
             if peer != self.first and shapes[peer]:
-                self.net.send_value(peer, label, value)
+                self.endpoint.send_value(peer, label, value)
         return gradients
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
         """Ends a pass once all processes have come to its end; gathers a value from each, by rank."""
-        net, recorder = self.net, run.recorder
-        busy = time.perf_counter() - self._began - (net.waited - self._waited)
+        endpoint, recorder = self.endpoint, run.recorder
+        busy = time.perf_counter() - self._began - (endpoint.waited - self._waited)
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
         try:
-            gathered = net.exchange((value, seconds, None if recorder is None else _recorded(recorder, run, net)))
+            gathered = endpoint.exchange(
+                (value, seconds, None if recorder is None else _recorded(recorder, run, endpoint))
+            )
         except TypeError as error:
-            error.add_note(f"rank {net.rank} was telling the others the metrics that loss_fn returned")
+            error.add_note(f"rank {endpoint.rank} was telling the others the metrics that loss_fn returned")
             raise
         run.settle()
         if recorder is not None:
-            _join_records(recorder, net.rank, [text for _, _, text in gathered])
+            _join_records(recorder, endpoint.rank, [text for _, _, text in gathered])
             recorder.keep()
-        if trains and not net.rank:
+        if trains and not endpoint.rank:
             for finding in self.processes.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
                 logger.warning(finding)
         return [theirs for theirs, _, _ in gathered]
 
     def name(self, rank: int) -> str:
         """This process, in messages."""
-        return f"rank {self.net.rank}"
+        return f"rank {self.endpoint.rank}"
 
     def new_progress(self) -> LayerProgress:
         """Where a stage notes which layer it is at: the other processes of this host see it."""
-        return LayerProgress(_Watched(self.net.status))
+        return LayerProgress(_Watched(self.endpoint.status))
 
     @contextmanager
     def running(self, table: CompiledTable, aliases: WeightAliases) -> Iterator[None]:
         """Around the actions of this process: expects its messages, and meets the replicas where they run in step."""
         inbound, row = table.inbound[self.position.row], table.program.table[self.position.row]
         sees = partial(describe_peer, self.engine, table.program)
-        self.net.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
+        self.endpoint.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
         self.aliases, self._tied = aliases, False
         self._aside = self._set_gradients_aside(row)
         try:
@@ -180,19 +182,19 @@ class ProcessContext(Context):
                 yield
         finally:
             del self.aliases, self._aside
-        self.net.reach(-1)
+        self.endpoint.reach(-1)
 
     def reach(self, at: int) -> None:
         """Notes which of its actions this rank is at."""
-        self.net.reach(at)
+        self.endpoint.reach(at)
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
         """Puts a message on its way to a rank; waits only while too many are under way already."""
-        self.net.send(self.position.rank_of(rank), label, message)
+        self.endpoint.send(self.position.rank_of(rank), label, message)
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message to this rank."""
-        return self.net.receive(self.position.rank_of(sender), label)
+        return self.endpoint.receive(self.position.rank_of(sender), label)
 
     def cancel(self) -> None:
         """Nothing to wake: this process has one rank, and the others learn of it by `Endpoint.fail`."""
@@ -202,12 +204,12 @@ class ProcessContext(Context):
         if action.kind is Kind.REDUCE:
             aside = self._aside[action.stage]
             with torch.no_grad():
-                add_over_replicas(self.net, self.position, action.stage, [parameter for parameter, _ in aside])
+                add_over_replicas(self.endpoint, self.position, action.stage, [parameter for parameter, _ in aside])
                 for parameter, before in aside:
                     if before is not None:
                         parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         elif not self._tied:  # all stages of this process, which have run their backwards, at once
-            add_over_stages(self.net, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
+            add_over_stages(self.endpoint, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
             self._tied = True
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
@@ -215,7 +217,7 @@ class ProcessContext(Context):
         if self.position.replicas > 1:
             for stage, one in deferred.items():
                 label = Label(Control.DEFERRED_STATISTICS, stage, gradient=False)
-                one.merge_replicas(gather_replicas(self.net, self.position, label, one.to_tensors()))
+                one.merge_replicas(gather_replicas(self.endpoint, self.position, label, one.to_tensors()))
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
@@ -226,7 +228,7 @@ class ProcessContext(Context):
         norms = find_norms(layers) if self.processes.sync_batch_norm else []
         reasons = [SPREAD] * bool(spread) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
-            check_lockstep(self.net, self.position, program.micro_batches, " and ".join(reasons))
+            check_lockstep(self.endpoint, self.position, program.micro_batches, " and ".join(reasons))
         if spread and any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
             raise ValueError(
                 "a weight that several layers share is under fully_shard, which puts another in its place while a "
@@ -238,10 +240,10 @@ class ProcessContext(Context):
         if LOCKSTEP not in reasons:
             return nullcontext()
         if self._sync is None:
-            self._sync = Synced(self.net, self.position, program.micro_batches)
-        self._sync.net = self.net  # the links of a backward may be others
+            self._sync = Synced(self.endpoint, self.position, program.micro_batches)
+        self._sync.endpoint = self.endpoint  # the links of a backward may be others
         row = program.table[self.position.row]
-        return self._sync.in_place(norms, lambda: row[self.net.at])
+        return self._sync.in_place(norms, lambda: row[self.endpoint.at])
 
     def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
         """Sets aside what gradients there are, by stage: replicas add up what this mini-batch gives alone.
@@ -291,11 +293,11 @@ class _Watched(list[int]):
 # Timelines of all processes, put together: each sends what it recorded of a run.
 
 
-def _recorded(recorder: Recorder, run: Run, net: Endpoint) -> str:
+def _recorded(recorder: Recorder, run: Run, endpoint: Endpoint) -> str:
     assert recorder.ended is not None
     timeline, program = recorder.ended.timeline, run.compiled.program
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
-    traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(net.noted or ()))
+    traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(endpoint.noted or ()))
     moved = traffic.moved(-recorder.began)
     return json.dumps([host_name(), recorder.began, timeline.seconds, spans, moved])
 

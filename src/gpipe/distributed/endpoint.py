@@ -10,8 +10,6 @@ on its way is thrown away by the next.
 
 Note "Parting". A run ends when all have sent rank 0 a value at its end, and rank 0 those of all to all others. Who
 has these may leave at once, while others wait for them: for these it is no failure that somebody is gone.
-
-What a process is woken by while it waits for others.
 """
 
 import logging
@@ -36,6 +34,8 @@ from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
 from gpipe.stages.tree import Tree
 
+logger = logging.getLogger("gpipe")
+
 
 class Poll:
     """Sleeps until something comes by any control channel, or by the streams of those that are watched."""
@@ -45,7 +45,6 @@ class Poll:
         self._poll = select.poll()
         self._watched = dict.fromkeys(links, 0)
         self._streams = {link.fileno() for link in links.values()}
-        self._ignored: set[int] = set()
         for link in links.values():
             self._poll.register(link.control.connection, select.POLLIN)
             self._poll.register(link, 0)
@@ -59,17 +58,13 @@ class Poll:
 
     def ignore(self, peer: int) -> None:
         """Is not woken by the control channel of a process any more."""
-        if peer not in self._ignored:
-            self._ignored.add(peer)
+        with suppress(KeyError):  # it is ignored already
             self._poll.unregister(self._links[peer].control.connection)
 
-    def sleep(self, seconds: float) -> "bool | None":
+    def sleep(self, seconds: float) -> bool | None:
         """Sleeps until something comes; whether by a control channel; None if nothing came in so many seconds."""
         happened = self._poll.poll(max(seconds, 0.0) * 1000)
         return not self._streams.issuperset(handle for handle, _ in happened) if happened else None
-
-
-logger = logging.getLogger("gpipe")
 
 
 class Endpoint:
@@ -149,11 +144,8 @@ class Endpoint:
     def send(self, peer: int, label: Label, message: Message) -> None:
         """Puts a message on its way to a process; waits for room."""
         asked = time.perf_counter()
-        if self._groups is None:
-            begun = self._send(peer, label, encode(message))
-        else:
-            packed, following = self._groups.pack(peer, message)
-            begun = self._send(peer, label, encode(packed), following)
+        packed, following = (message, []) if self._groups is None else self._groups.pack(peer, message)
+        begun = self._send(peer, label, encode(packed), following)
         if self.noted is not None:
             self.noted.append(Crossed(True, peer, label, payload_of(message), asked, begun, time.perf_counter()))
 
@@ -337,7 +329,7 @@ class Endpoint:
 
 def _drop(reference: "weakref.ref[Endpoint]") -> None:
     """In a forked process, say a DataLoader's: as long as it had the links, nobody would see this process end."""
-    net = reference()
-    if net is not None:
-        for link in net.links.values():
+    endpoint = reference()
+    if endpoint is not None:
+        for link in endpoint.links.values():
             link.drop()

@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn, Self, TypeAlias
 
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.frames import Gone, reading
-from gpipe.errors import RemoteError, folded, heard
+from gpipe.errors import RemoteError, folded, received
 
 
 class Status(ctypes.Structure):
@@ -78,7 +78,7 @@ class Report(NamedTuple):
 
         `at` says in words when it was raised, if that is not in its notes.
         """
-        if isinstance(error, RemoteError) and error.heard:
+        if isinstance(error, RemoteError) and error.received:
             return cls(run, error.rank, error.type_name, str(error), error.traceback)
         said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
         if len(said) > LONGEST_TEXT:
@@ -101,7 +101,7 @@ class Report(NamedTuple):
 
     def error(self) -> RemoteError:
         """What to raise of it."""
-        return heard(self.message, self.rank, self.type_name, self.traceback)
+        return received(self.message, self.rank, self.type_name, self.traceback)
 
 
 class FailureDetector:
@@ -135,7 +135,7 @@ class FailureDetector:
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
             last = [f"rank {peer} is gone; {self.last_seen(peer, gone=True)}" for peer in missed]
-            raise heard("\n".join(last + self.all_last_seen(silent)), missed[0])
+            raise received("\n".join(last + self.all_last_seen(silent)), missed[0])
         return gone
 
     def raise_lost(self, peer: int, gone: Gone | None = None) -> NoReturn:
@@ -147,13 +147,13 @@ class FailureDetector:
         self.check(self._links)
         if gone is not None and isinstance(gone.__cause__, RuntimeError):  # the backend's
             raise gone.__cause__
-        raise heard(f"rank {peer} is gone; {self.last_seen(peer, gone=True)}", peer)
+        raise received(f"rank {peer} is gone; {self.last_seen(peer, gone=True)}", peer)
 
     def raise_timeout(self, peer: int) -> NoReturn:
         """Gives up waiting for a process; names who keeps all waiting, as far as that can be seen."""
         stuck = self.stuck(peer)
         why = f"nothing came for {self.limit:g} s, the timeout of the process group"
-        raise heard("\n".join([why, *self.all_last_seen(stuck)]), stuck[0])
+        raise received("\n".join([why, *self.all_last_seen(stuck)]), stuck[0])
 
     def stuck(self, peer: int) -> list[int]:
         """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""

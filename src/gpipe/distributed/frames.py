@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from gpipe.errors import RemoteError, heard
+from gpipe.errors import RemoteError, received
 from gpipe.stages.messages import Label
 
 SLOTS = 4
@@ -44,7 +44,7 @@ class Damaged(ValueError):  # noqa: N818 a state of the message
 
 def damaged(peer: int, error: object) -> RemoteError:
     """What to raise where a process sent what cannot be."""
-    return heard(f"rank {peer} sent what gpipe never sends: {error}", peer)
+    return received(f"rank {peer} sent what gpipe never sends: {error}", peer)
 
 
 @contextmanager

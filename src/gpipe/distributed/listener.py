@@ -23,7 +23,7 @@ from gpipe.distributed.frames import LIMITS
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import NcclGroups
 from gpipe.distributed.rendezvous import LINKING, Rendezvous
-from gpipe.errors import heard
+from gpipe.errors import received
 
 HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
 STREAMS = ("messages", "control")
@@ -60,7 +60,7 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
                 except OSError as error:
                     if error.errno not in LIMITS:  # it soon says why, or is gone
                         rendezvous.check(REPORT_SECONDS)
-                        raise heard(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
+                        raise received(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
                     raise
                 sockets[peer, stream] = on_failure.enter_context(found)
         later = range(position.rank + 1, len(hosts))
@@ -73,10 +73,10 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
             kind = Connection if peer in local else TcpConnection
             links[peer] = kind(*(sockets[peer, stream] for stream in STREAMS))
             on_failure.callback(links[peer].close)
-        net = Endpoint(position.rank, links, position.timeout, status, shared, groups)
+        endpoint = Endpoint(position.rank, links, position.timeout, status, shared, groups)
         rendezvous.close()
         on_failure.pop_all()
-        return net
+        return endpoint
 
 
 def dial(address: Address, rank: int, stream: str, seconds: float, *, local: bool) -> socket.socket:

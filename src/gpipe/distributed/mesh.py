@@ -43,8 +43,8 @@ class Position:
         return self.rank_of(self.row)
 
     def rank_of(self, row: int, replica: int | None = None) -> int:
-        """The number of the process that runs a row, for this replica if no other is given."""
-        return rank_of(row, self.replica if replica is None else replica, self.rows)
+        """The number of the process that runs a row, for this replica if no other is given: replica by replica."""
+        return (self.replica if replica is None else replica) * self.rows + row
 
     @property
     def ranks_of_replica(self) -> range:
@@ -60,11 +60,6 @@ class Position:
     def silence(self) -> float:
         """Seconds of silence after which another host is gone."""
         return min(self.timeout, LONGEST_SILENCE)
-
-
-def rank_of(row: int, replica: int, rows: int) -> int:
-    """The number of a process among those of a pipe: replica by replica, in each row by row."""
-    return replica * rows + row
 
 
 def is_joined() -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 from gpipe._torch.trees import tree_flatten, tree_unflatten
 from gpipe.distributed import codec
 from gpipe.distributed.frames import Gone, reading
-from gpipe.distributed.mesh import Position, rank_of
+from gpipe.distributed.mesh import Position
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Message
 from gpipe.stages.tree import Tree
@@ -50,15 +50,13 @@ def matchings(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     return found
 
 
-def pairs_of(rows: int, replicas: int, crossings: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The pairs of processes that have tensors for each other: within a replica, and the replicas of a row.
-
-    >>> sorted(pairs_of(2, 2, {(0, 1)}))
-    [(0, 1), (0, 2), (1, 3), (2, 3)]
-    """
-    table = [[rank_of(row, replica, rows) for row in range(rows)] for replica in range(replicas)]
-    within = {(ranks[low], ranks[high]) for ranks in table for low, high in crossings}
-    return within | {pair for one, other in combinations(table, 2) for pair in zip(one, other, strict=True)}
+def pairs_of(position: Position, crossings: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The pairs of processes that have tensors for each other: within a replica, and the replicas of a row."""
+    rows, replicas, rank_of = range(position.rows), range(position.replicas), position.rank_of
+    within = {(rank_of(low, replica), rank_of(high, replica)) for replica in replicas for low, high in crossings}
+    return within | {
+        (rank_of(row, one), rank_of(row, other)) for row in rows for one, other in combinations(replicas, 2)
+    }
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class NcclGroups:
 
     def __init__(self, position: Position, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
         self._rank, self._members, self._device = position.rank, position.members, position.device
-        numbers = matchings(pairs_of(position.rows, position.replicas, crossings)) if backend else {}
+        numbers = matchings(pairs_of(position, crossings)) if backend else {}
         limit = timedelta(seconds=position.timeout)
         ways = {
             number: [dist.new_group(backend=backend, timeout=limit) for _ in range(2)]

@@ -51,10 +51,6 @@ class Processes(OneProcess):
         sync_batch_norm: Whether replicas normalize together.
         costs: Of each stage, by which ranks are compared.
         measured: Whether these are seconds.
-
-    Attributes:
-        rank: The number of this process.
-        size: How many there are.
     """
 
     def __init__(
@@ -71,11 +67,11 @@ class Processes(OneProcess):
         self.sync_batch_norm = sync_batch_norm
         self.rank, self.size = position.rank, len(position.members)
         self.stragglers = Stragglers(engine.placement, costs, position.replicas, measured=measured)
-        self._net: Endpoint | None = None
+        self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves the links behind."""
-        return {**vars(self), "_net": None}
+        return {**vars(self), "_endpoint": None}
 
     def findings(self) -> list[str]:
         """What is to be said of these stages before a run."""
@@ -85,17 +81,17 @@ class Processes(OneProcess):
 
     def link(self, rendezvous: Rendezvous) -> None:
         """Makes the links to the other processes, who do so at the same time; the last that the rendezvous is for."""
-        self._net = connect(rendezvous, self.position, groups_for(self.position, self.engine.crossings()))
+        self._endpoint = connect(rendezvous, self.position, groups_for(self.position, self.engine.crossings()))
 
     def linked(self) -> Endpoint:
         """The links, made anew by all processes at once if they were closed."""
-        if self._net is None:
+        if self._endpoint is None:
             with Rendezvous() as rendezvous, explaining_limits():
                 rendezvous.greet(self.position)
                 rendezvous.phase = LINKING
                 self.link(rendezvous)
-        assert self._net is not None
-        return self._net
+        assert self._endpoint is not None
+        return self._endpoint
 
     def context(self) -> Context:
         """What a mini-batch shares with the other processes."""
@@ -103,10 +99,10 @@ class Processes(OneProcess):
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
         """Gathers a value from all processes between runs, by rank."""
-        net = self.linked()
-        with net.in_run(notes=False):
-            follow_first(net, self.position, self.position.rank_of(self.engine.placement[0]), {CALLED: request})
-            return net.exchange(value)
+        endpoint = self.linked()
+        with endpoint.in_run(notes=False):
+            follow_first(endpoint, self.position, self.position.rank_of(self.engine.placement[0]), {CALLED: request})
+            return endpoint.exchange(value)
 
     def exchange(self, message: bytes, /) -> list[bytes]:
         """Sends a message to all processes between runs, and gathers those of all, by rank."""
@@ -114,11 +110,11 @@ class Processes(OneProcess):
 
     def gone(self) -> Collection[int]:
         """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
-        net = self._net  # once: another thread may close
-        return () if net is None else net.detector.gone()
+        endpoint = self._endpoint  # once: another thread may close
+        return () if endpoint is None else endpoint.detector.gone()
 
     def close(self) -> None:
         """Ends the links; the next run makes new ones."""
-        if self._net is not None:
-            self._net.close()
-            self._net = None
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None

@@ -4,7 +4,7 @@ They travel as the messages of a run do: what a failed run leaves on its way is 
 collective of a process group can promise.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +31,7 @@ Bucket: TypeAlias = list[Tensor]
 
 
 def add_over_stages(
-    net: Endpoint, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: WeightAliases
+    endpoint: Endpoint, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: WeightAliases
 ) -> None:
     """Adds up the gradients of shared weights over the stages that use them, in each process that has one of these.
 
@@ -46,9 +46,9 @@ def add_over_stages(
             common.setdefault(row, []).append(at)
     for row, shared in sorted(common.items()):
         own: Gradients = [gradient for at in shared for gradient in aliases.gradients(at).values()]
-        net.send(position.rank_of(row), label, own)
+        endpoint.send(position.rank_of(row), label, own)
     for row, shared in sorted(common.items()):
-        message, _ = net.receive(position.rank_of(row), label)
+        message, _ = endpoint.receive(position.rank_of(row), label)
         if not isinstance(message, list):
             raise damaged(position.rank_of(row), "a value in place of gradients")
         theirs = (
@@ -59,7 +59,7 @@ def add_over_stages(
     aliases.add_up(found)
 
 
-def add_over_replicas(net: Endpoint, position: Position, stage: int, parameters: Sequence[Tensor]) -> None:
+def add_over_replicas(endpoint: Endpoint, position: Position, stage: int, parameters: Sequence[Tensor]) -> None:
     """Adds up `.grad` over the replicas of a stage, in the order of the replicas.
 
     Each replica adds up some of the buckets and sends the others the sums, so that all send and receive about as
@@ -69,23 +69,23 @@ def add_over_replicas(net: Endpoint, position: Position, stage: int, parameters:
     are under way, and never more than four are to one that takes none, for which a link has room (see `Endpoint`).
     """
     peers, first = position.ranks_of_row, stage * MOST
-    gradients = _all_gradients(net, position, first + MOST - 1, parameters)
+    gradients = _all_gradients(endpoint, position, first + MOST - 1, parameters)
     staged = [gradient.contiguous() for gradient in gradients]  # mostly the same memory
-    buckets = _buckets(_pieces(staged))
+    buckets = _buckets(staged)
     rounds = [range(at, min(at + len(peers), len(buckets))) for at in range(0, len(buckets), len(peers))]
     flat: dict[int, Tensor] = {}  # of the buckets under way; one tensor is much sooner sent than many
     for ahead, behind in zip([*rounds, ()], [(), *rounds], strict=True):
         for at, owner in zip(ahead, peers, strict=False):
             flat[at] = buckets[at][0] if len(buckets[at]) == 1 else torch.cat(buckets[at])
-            if owner != net.rank:
-                net.send_value(owner, Label(Control.GRADIENTS, first + at, gradient=True), flat[at])
+            if owner != endpoint.rank:
+                endpoint.send_value(owner, Label(Control.GRADIENTS, first + at, gradient=True), flat[at])
         for at, owner in zip(behind, peers, strict=False):
-            if owner == net.rank:
-                flat[at] = _add_up(net, peers, first + at, flat[at])
+            if owner == endpoint.rank:
+                flat[at] = _add_up(endpoint, peers, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             total = flat.pop(at)
-            if owner != net.rank:
-                total = net.receive_value(owner, Label(Control.SUMMED_GRADIENTS, first + at, gradient=True))
+            if owner != endpoint.rank:
+                total = endpoint.receive_value(owner, Label(Control.SUMMED_GRADIENTS, first + at, gradient=True))
             if total is not buckets[at][0]:
                 copy_each(buckets[at], total.split([piece.numel() for piece in buckets[at]]))
     for gradient, total in zip(gradients, staged, strict=True):
@@ -93,22 +93,22 @@ def add_over_replicas(net: Endpoint, position: Position, stage: int, parameters:
             gradient.copy_(total)
 
 
-def _add_up(net: Endpoint, peers: Sequence[int], at: int, own: Tensor) -> Tensor:
+def _add_up(endpoint: Endpoint, peers: Sequence[int], at: int, own: Tensor) -> Tensor:
     """The sum of the parts of all replicas, in the order of these, for all of them."""
     label = Label(Control.GRADIENTS, at, gradient=True)
-    total, *others = [own if peer == net.rank else net.receive_value(peer, label) for peer in peers]
+    total, *others = [own if peer == endpoint.rank else endpoint.receive_value(peer, label) for peer in peers]
     for other in others:
         total.add_(other)
     for peer in peers:
-        if peer != net.rank:
-            net.send_value(peer, Label(Control.SUMMED_GRADIENTS, at, gradient=True), total)
+        if peer != endpoint.rank:
+            endpoint.send_value(peer, Label(Control.SUMMED_GRADIENTS, at, gradient=True), total)
     return total
 
 
-def _all_gradients(net: Endpoint, position: Position, at: int, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _all_gradients(endpoint: Endpoint, position: Position, at: int, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool, device="cpu")
-    gathered = gather_replicas(net, position, Label(Control.GRADIENTS, at, gradient=True), own)
+    gathered = gather_replicas(endpoint, position, Label(Control.GRADIENTS, at, gradient=True), own)
     present = [parameter for parameter, has in zip(parameters, torch.stack(gathered).any(0), strict=True) if has]
     for parameter in present:
         if parameter.grad is None:
@@ -121,18 +121,11 @@ def _all_gradients(net: Endpoint, position: Position, at: int, parameters: Seque
     return [local(parameter.grad) for parameter in present if parameter.grad is not None]
 
 
-def _pieces(gradients: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Gradients in flat pieces, none larger than a bucket."""
-    for gradient in gradients:
-        flat = gradient.view(-1)
-        yield from [flat] if flat.nbytes <= BUCKET else flat.split(BUCKET // flat.element_size())
-
-
-def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
-    """Pieces in their order, a large one by itself, of small ones of one dtype as many as make a bucket."""
+def _buckets(gradients: Iterable[Tensor]) -> list[Bucket]:
+    """Flat pieces in their order, a large one by itself, of small ones of one dtype as many as make a bucket."""
     buckets: list[Bucket] = []
     room = 0
-    for piece in pieces:
+    for piece in (p for gradient in gradients for p in gradient.view(-1).split(BUCKET // gradient.element_size())):
         if not buckets or piece.nbytes > min(room, SMALL) or piece.dtype != buckets[-1][0].dtype:
             buckets.append([])
             room = BUCKET if piece.nbytes <= SMALL else piece.nbytes
@@ -141,9 +134,9 @@ def _buckets(pieces: Iterable[Tensor]) -> list[Bucket]:
     return buckets
 
 
-def check_lockstep(net: Endpoint, position: Position, micro_batches: int, why: str) -> None:
+def check_lockstep(endpoint: Endpoint, position: Position, micro_batches: int, why: str) -> None:
     """Checks that all replicas have as many micro-batches, because they will wait for each other in each."""
-    counts = gather_replicas(net, position, Label(Control.MICRO_BATCHES, 0, gradient=False), micro_batches)
+    counts = gather_replicas(endpoint, position, Label(Control.MICRO_BATCHES, 0, gradient=False), micro_batches)
     if len(set(counts)) > 1:
         raise ValueError(
             f"{why}, but the replicas have {counts} of them; give each replica at least M rows in every step, and "
@@ -151,9 +144,9 @@ def check_lockstep(net: Endpoint, position: Position, micro_batches: int, why: s
         )
 
 
-def gather_replicas(net: Endpoint, position: Position, label: Label, value: Tree) -> list[Any]:
+def gather_replicas(endpoint: Endpoint, position: Position, label: Label, value: Tree) -> list[Any]:
     """Gathers a value from each replica, by replica; once a run for each label."""
-    return net.swap(label, dict.fromkeys(position.ranks_of_row, value))
+    return endpoint.swap(label, dict.fromkeys(position.ranks_of_row, value))
 
 
 def reduces_itself(parameter: Tensor) -> bool:

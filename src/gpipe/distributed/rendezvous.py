@@ -28,7 +28,7 @@ from gpipe.distributed.agree import Communicator, agree
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, SILENT_SECONDS, Report
 from gpipe.distributed.frames import reading
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
-from gpipe.errors import heard
+from gpipe.errors import received
 
 logger = logging.getLogger("gpipe")
 
@@ -38,11 +38,7 @@ BUILDING = "while it built its layers"
 LINKING = "while the processes linked up"
 BETTER_REASON_SECONDS = 0.2  # from the first bad news on, in which a better reason may come
 
-VALUE, LAST, FAILURE = (
-    b"=",
-    b".",
-    b"!",
-)  # what a message is, as its first byte; nothing follows the last, or a failure
+VALUE, LAST, FAILURE = b"=", b".", b"!"  # the first byte of a message; nothing follows the last, or a failure
 FIRST_TAG = 0x67700000  # of messages; whoever else sends through this group counts from 0
 FOREVER = timedelta(days=365)
 LARGEST_MESSAGE_BYTES = 2**26
@@ -130,7 +126,7 @@ class WorldChannel:
                 work.wait(FOREVER)
 
     def _hang_up(self) -> None:
-        """Has gloo end the connections on which threads still wait, as it does after a timeout."""
+        """Has gloo end the connections on which threads wait, as after a timeout."""
         for peer in self.peers:
             with suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], peer, self._tag).wait(timedelta(milliseconds=1))
@@ -195,7 +191,7 @@ class Rendezvous(Communicator):
                 continue
             if time.monotonic() >= until:
                 limit = f"{self._timeout:g} s, the timeout of the process group"
-                raise heard(self._silent(missing, limit), self._number(missing[0]))
+                raise received(self._silent(missing, limit), self._number(missing[0]))
             logger.warning(self._silent(missing, f"{LONG_WAIT_SECONDS:g} s"))
             warns_at = math.inf
         gathered = {peer: messages.popleft() for peer, messages in self._messages.items()}

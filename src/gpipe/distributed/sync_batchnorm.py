@@ -33,8 +33,8 @@ class Synced:
         kept: What the replicas sent in a forward, for its recompute.
     """
 
-    def __init__(self, net: Endpoint, position: Position, micro_batches: int) -> None:
-        self.net = net
+    def __init__(self, endpoint: Endpoint, position: Position, micro_batches: int) -> None:
+        self.endpoint = endpoint
         self.peers = position.ranks_of_row
         self.micro_batches = micro_batches
         self.kept: dict[Label, Tensor] = {}
@@ -63,26 +63,12 @@ class Synced:
         wide = input.float() if input.dtype.itemsize < 4 else input
         variance, mean = torch.var_mean(wide, [at for at in range(input.dim()) if at != 1], correction=0)
         own = torch.stack([torch.full_like(mean, input.numel() / input.shape[1]), mean, variance]).double()
-        gathered = _Exchange.apply(self, label, own, action.kind is Kind.RECOMPUTE)  # type: ignore[no-untyped-call]  # untyped in torch
+        again = action.kind is Kind.RECOMPUTE
+        gathered = _Exchange.apply(self, label, own, again)  # type: ignore[no-untyped-call]  # untyped in torch
         batch = _merge(gathered, input)
-        if action.kind is not Kind.RECOMPUTE and norm.running_mean is not None:
+        if not again and norm.running_mean is not None:
             update_running_statistics(norm, Statistics(batch.count, batch.mean.detach(), batch.squares.detach()))
         return _normalize(norm, wide, batch).to(input.dtype)
-
-    def exchange(self, label: Label, own: Tensor, again: bool) -> Tensor:
-        """The statistics of each replica, by replica."""
-        if again:
-            return self.kept.pop(label)
-        gathered = torch.stack(self.net.swap(label, dict.fromkeys(self.peers, own)))
-        self.kept[label] = gathered
-        return gathered
-
-    def sum_back(self, label: Label, gradients: Tensor) -> Tensor:
-        """The gradient of the statistics of this replica, from those that all replicas have of all statistics."""
-        back = Label(label.route, label.micro_batch, gradient=True)
-        parts = self.net.swap(back, dict(zip(self.peers, gradients.contiguous(), strict=True)))
-        total: Tensor = sum(parts[1:], start=parts[0])
-        return total
 
 
 def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
@@ -111,18 +97,23 @@ def _merge(gathered: Tensor, given: Tensor) -> Statistics:
 def _normalize(norm: AnyBatchNorm, given: Tensor, batch: Statistics) -> Tensor:
     shape = [1, -1] + [1] * (given.dim() - 2)
     scale = (batch.squares / batch.count + norm.eps).rsqrt().to(given.dtype)
-    made = (given - batch.mean.to(given.dtype).view(shape)) * (
-        scale if norm.weight is None else scale * norm.weight
-    ).view(shape)
+    scale = scale if norm.weight is None else scale * norm.weight
+    made = (given - batch.mean.to(given.dtype).view(shape)) * scale.view(shape)
     return made if norm.bias is None else made + norm.bias.view(shape)
 
 
 class _Exchange(torch.autograd.Function):
+    """Own statistics to those of each replica; back, what all replicas have for the own ones, added up."""
+
     @staticmethod
     def forward(ctx: Any, synced: Synced, label: Label, own: Tensor, again: bool) -> Tensor:
-        ctx.synced, ctx.label = synced, label
-        return synced.exchange(label, own, again)
+        ctx.synced, ctx.back = synced, label._replace(gradient=True)
+        if again:
+            return synced.kept.pop(label)
+        gathered = synced.kept[label] = torch.stack(synced.endpoint.swap(label, dict.fromkeys(synced.peers, own)))
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, Tensor, None]:
-        return None, None, ctx.synced.sum_back(ctx.label, gradients), None
+        parts = ctx.synced.endpoint.swap(ctx.back, dict(zip(ctx.synced.peers, gradients.contiguous(), strict=True)))
+        return None, None, sum(parts[1:], start=parts[0]), None

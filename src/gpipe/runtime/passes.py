@@ -85,7 +85,7 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
     except Cancelled:
         raise
     except BaseException as error:
-        if not (isinstance(error, RemoteError) and error.heard):
+        if not (isinstance(error, RemoteError) and error.received):
             add_note(error, run, rank, table.program, at)
         raise
 
