@@ -1,7 +1,7 @@
 """The law of the codec: what comes out lies in memory as what went in, with its dtype, shape, bits and identities."""
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -44,51 +44,41 @@ def tensors(draw: st.DrawFn) -> Tensor:
     """Of any dtype and shape, lying in memory in any way that torch has."""
     dtype, size, seed = draw(st.sampled_from(DTYPES)), draw(sizes), draw(st.integers(0, 2**31))
     tensor = random_bits(dtype, size, seed)
-    for way in draw(st.lists(st.sampled_from(WAYS), max_size=3)):
-        tensor = lay(tensor, way, seed)
+    for way in draw(st.lists(st.sampled_from([*OF_ANY, *OF_AXES]), max_size=3)):
+        if tensor.dim() or way in OF_ANY:
+            tensor = way(tensor)
     if draw(st.booleans()) and (tensor.is_floating_point() or tensor.is_complex()) and dtype.itemsize > 1:
         tensor = tensor.detach().requires_grad_()
     return tensor
 
 
-WAYS = ["turned", "permuted", "every second", "narrow", "expanded", "offset", "conj", "neg", "column", "spread"]
+def offset(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1)
+    return torch.cat([flat, flat, flat])[len(flat) : 2 * len(flat)].view(tensor.shape)
 
 
-def lay(tensor: Tensor, way: str, seed: int) -> Tensor:
-    """The tensor, or a part of it, in another layout."""
-    axes = tensor.dim()
-    match way:
-        case "conj" if tensor.is_complex():
-            return tensor.conj()
-        case "neg" if tensor.is_complex():
-            return tensor.conj().imag  # a real tensor with the negative bit
-        case "offset":
-            flat = tensor.contiguous().view(-1)
-            return torch.cat([flat, flat, flat])[len(flat) : 2 * len(flat)].view(tensor.shape)
-        case "spread":  # gaps between all elements
-            room = tensor.new_zeros((*tensor.shape, 3))
-            room[..., 1] = tensor
-            return room[..., 1]
-        case "expanded":
-            return tensor.unsqueeze(seed % (axes + 1)).expand(*_with(tensor.shape, seed % (axes + 1), 3))
-    if not axes:
-        return tensor
-    match way:
-        case "turned":
-            return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-        case "permuted":
-            return tensor.permute(*np.random.default_rng(seed).permutation(axes).tolist())
-        case "every second":
-            return tensor[..., ::2]
-        case "narrow":
-            return tensor[:, 1:] if axes > 1 else tensor[1:]
-        case "column":
-            return tensor[..., :1]
-    return tensor
+def spread(tensor: Tensor) -> Tensor:
+    """With gaps between all elements."""
+    room = tensor.new_zeros((*tensor.shape, 3))
+    room[..., 1] = tensor
+    return room[..., 1]
 
 
-def _with(size: torch.Size, at: int, count: int) -> tuple[int, ...]:
-    return (*size[:at], count, *size[at:])
+OF_ANY: list[Callable[[Tensor], Tensor]] = [
+    offset,
+    spread,
+    lambda t: t.conj(),
+    lambda t: t.conj().imag if t.is_complex() else t,  # a real tensor with the negative bit
+    lambda t: t.unsqueeze(0).expand(3, *t.shape),
+    lambda t: t.unsqueeze(-1).expand(*t.shape, 3),
+]
+OF_AXES: list[Callable[[Tensor], Tensor]] = [
+    lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    lambda t: t.movedim(0, -1),
+    lambda t: t[..., ::2],
+    lambda t: t[:, 1:] if t.dim() > 1 else t[1:],
+    lambda t: t[..., :1],
+]
 
 
 plain = st.one_of(
@@ -146,11 +136,11 @@ def assert_same(one: Message, other: Message, *, strides: bool = True) -> None:
             assert a.data_ptr() % 64 == b.data_ptr() % 64
         else:
             assert repr(a) == repr(b)  # NaN is NaN
-    first = [[next(i for i, found in enumerate(half) if found is item) for item in half] for half in (left, right)]
-    is_tensor = [isinstance(item, Tensor) for item in left]
-    assert [i for i, tensor in zip(first[0], is_tensor, strict=True) if tensor] == [
-        i for i, tensor in zip(first[1], is_tensor, strict=True) if tensor
+    places = [
+        [next(at for at, other in enumerate(half) if other is item) for item in half if isinstance(item, Tensor)]
+        for half in (left, right)
     ]
+    assert places[0] == places[1]
 
 
 def bits_of(tensor: Tensor) -> Tensor:

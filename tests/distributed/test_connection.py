@@ -1,9 +1,8 @@
 """Links: whatever is sent arrives whole and in order, within a host and between hosts, and nothing is left behind."""
 
 import socket
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from gpipe.distributed.codec import encode
 from gpipe.distributed.connection import INLINE_BYTES, Connection, TcpConnection
-from gpipe.distributed.frames import CHUNK_BYTES, SLOTS, ControlChannel, Frame, Gone
+from gpipe.distributed.frames import CHUNK_BYTES, SLOTS, Frame, Gone
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
+from tests.support.endpoints import KINDS, wait_until
 
-KINDS = (Connection, TcpConnection)
 SIZES = (0, 4, 1000, INLINE_BYTES - 4, INLINE_BYTES, INLINE_BYTES + 4, 2**17, 2**17 + 4, 2**20)
-LIMIT = 240.0  # seconds that anything here may take
 RUN = 7
 
 
@@ -49,14 +47,6 @@ def linked(kind: type[Connection], buffer: int | None = None) -> Iterator[tuple[
         other.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits, and fails if it takes too long."""
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "nothing came"
-        time.sleep(1e-5)
-
-
 def tensor_of(size: int, number: int) -> Tensor:
     """So many bytes, other ones for each number."""
     return torch.arange(number, number + size // 4, dtype=torch.int32)
@@ -64,12 +54,6 @@ def tensor_of(size: int, number: int) -> Tensor:
 
 def put(link: Connection, number: int, size: int) -> None:
     link.put(RUN, Label(number, 0, gradient=False), encode(BoundaryValue(tensor_of(size, number), [])), 1.5)
-
-
-def put_many(link: Connection, count: int, size: int) -> None:
-    for number in range(count):
-        until(lambda: link.flush() and link.has_room(size))
-        put(link, number, size)
 
 
 def take(link: Connection, sender: Connection | None = None) -> tuple[Frame, Tensor]:
@@ -80,7 +64,7 @@ def take(link: Connection, sender: Connection | None = None) -> tuple[Frame, Ten
             sender.flush()
         return link.head() is not None
 
-    until(is_here)
+    wait_until(is_here)
     head = link.head()
     assert head is not None
     found = link.message(head)
@@ -100,7 +84,7 @@ class Flow:
     def send(self, size: int) -> None:
         """Puts a message on its way; what has no room has others taken first."""
         needed = encode(BoundaryValue(tensor_of(size, 0), [])).size
-        until(lambda: self._has_room(needed))
+        wait_until(lambda: self._has_room(needed))
         put(self.one, self.sent, size)
         self.under_way.append((self.sent, size))
         self.sent += 1
@@ -145,7 +129,7 @@ def test_messages_arrive_whole_and_in_order(
         for flow in flows:
             while flow.under_way:
                 flow.take()
-        until(lambda: one.has_left() and other.has_left())
+        wait_until(lambda: one.has_left() and other.has_left())
         assert one.head() is other.head() is None
 
 
@@ -158,7 +142,7 @@ def test_a_message_may_be_longer_than_the_memory_that_it_comes_through(kind: typ
         for length in (1, CHUNK_BYTES, 1, 3 * CHUNK_BYTES, CHUNK_BYTES // 2, 1):
             text = "ab" * length
             one.put(RUN, Label(0, 0, gradient=False), encode(BoundaryValue((text, torch.ones(3)), [])), 1.5)
-            until(lambda: one.has_left() & (other.head() is not None))
+            wait_until(lambda: one.has_left() & (other.head() is not None))
             head = other.head()
             assert head is not None
             found = other.message(head)
@@ -168,66 +152,29 @@ def test_a_message_may_be_longer_than_the_memory_that_it_comes_through(kind: typ
         assert other.head() is None
 
 
-def test_a_slot_that_is_too_small_makes_way_for_a_larger_one() -> None:
-    with linked(Connection) as (one, other):
-        for size in (2**16, 2**18, 2**16, 2**20):
-            for number in range(SLOTS + 1):
-                flow = Flow(one, other)
-                flow.sent = number
-                flow.send(size)
-                flow.take()
-        assert len(one._own) <= SLOTS
-        assert max(slot.capacity for slot in one._own) == 2**20
-
-
-def test_who_waits_for_a_slot_is_told_when_one_is_free() -> None:
-    with linked(Connection) as (one, other):
-        for number in range(SLOTS):
-            put(one, number, 2**20)
-        assert not one.has_room(2**20)
-        assert one.has_room(INLINE_BYTES)
-        one.want_room()
-        assert one.control.read() == []
-        take(other)
-        assert one.control.read() == [b""]
-        assert one.has_room(2**20)
-        take(other)
-        one.control.read()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_sent_arrives_also_if_the_sender_is_gone(kind: type[Connection]) -> None:
     with linked(kind) as (one, other):
         for number, size in enumerate((4, 2**20, INLINE_BYTES)):
             put(one, number, size)
-        until(one.has_left)
+        wait_until(one.has_left)
         one.close()
         assert [take(other)[0].label.route for _ in range(3)] == [0, 1, 2]
         with pytest.raises(Gone):
-            until(lambda: other.head() is not None)
+            wait_until(lambda: other.head() is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_sends_to_one_that_is_gone_is_told(kind: type[Connection]) -> None:
+    def sends(one: Connection) -> None:
+        for number in range(1000):
+            wait_until(lambda: one.flush() and one.has_room(2**16))
+            put(one, number, 2**16)
+
     with linked(kind) as (one, other):
         other.close()
         with pytest.raises(Gone):
-            put_many(one, 1000, 2**16)
-
-
-def test_who_reads_no_news_for_long_gets_all_that_were_told() -> None:
-    own, theirs = socket.socketpair()
-    with own, theirs:
-        told, heard = ControlChannel(own), ControlChannel(theirs)
-        what = [bytes([number]) * 50_000 for number in range(40)]
-        for one in what:
-            told.send(one)
-        found = heard.read()
-        assert len(found) < len(what)
-        for _ in what:
-            told.read()  # and tells on
-            found += heard.read()
-        assert found == what
+            sends(one)
 
 
 # Bug stories.
@@ -236,7 +183,7 @@ def test_who_reads_no_news_for_long_gets_all_that_were_told() -> None:
 def test_a_message_whose_reader_was_interrupted_is_still_there() -> None:
     with linked(Connection) as (one, other):
         put(one, 0, 2**20)
-        until(lambda: other.head() is not None)
+        wait_until(lambda: other.head() is not None)
         head = other.head()
         assert head is not None
         other.message(head)  # and Ctrl-C comes before `done`

@@ -1,6 +1,5 @@
 """Replicas of a pipe: together they train as one with the mini-batches of all, and stay the same to the last bit."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -43,28 +42,23 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 # Laws.
 
 
-@pytest.mark.parametrize(
-    ("stages", "rows", "bucket"), [(2, [7, 3], BUCKET), (2, [5, 5], 2**10), (1, [4, 1, 6, 2], 2**10)]
-)
+UNEVEN, FOUR = [7, 3], [4, 1, 6, 2]
+TRAININGS: list[tuple[int, list[int], list[Any]]] = [
+    *((2, UNEVEN, [BUCKET, schedule]) for schedule in SCHEDULES),
+    (2, [5, 5], [2**10]),
+    (1, FOUR, [2**10]),
+    (2, UNEVEN, [BUCKET, "gpipe", "v"]),
+    (2, UNEVEN, [BUCKET, "gpipe", "backwards"]),
+    (1, FOUR, [BUCKET, "gpipe", "loop"]),
+]
+"""Of how many ranks a replica is, what rows each has, and how they train."""
+
+
+@pytest.mark.parametrize(("ranks", "rows", "how"), TRAININGS, ids=str)
 def test_replicas_train_as_one_with_the_whole_mini_batch(
-    stages: int, rows: list[int], bucket: int, pool: WorkerPool
+    ranks: int, rows: list[int], how: list[Any], pool: WorkerPool
 ) -> None:
-    check_replicas(answers(pool.run(jobs.train, stages, rows, bucket)), stages, rows)
-
-
-@pytest.mark.parametrize(("placement", "ranks"), [("v", 2), ("backwards", 2), ("loop", 1)])
-def test_so_do_replicas_with_several_stages_on_each_rank(placement: str, ranks: int, pool: WorkerPool) -> None:
-    rows = [7, 3] if ranks == 2 else [4, 1, 6, 2]
-    check_replicas(answers(pool.run(jobs.train_placed, placement, ranks, rows)), ranks, rows)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_so_do_replicas_by_every_schedule_though_their_tables_differ(schedule: str, pool: WorkerPool) -> None:
-    rows = [7, 3]
-    check_replicas(answers(pool.run(jobs.train, 2, rows, BUCKET, schedule)), 2, rows)
-
-
-def check_replicas(found: Sequence[Json], stages: int, rows: list[int]) -> None:
+    found = answers(pool.run(jobs.train, ranks, rows, *how))
     whole = nn.Sequential(*jobs.network())
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -76,10 +70,10 @@ def check_replicas(found: Sequence[Json], stages: int, rows: list[int]) -> None:
             losses.append(loss.item())
         if not step:
             right = {name: None if g is None else g.clone() for name, g in gradients(whole).items()}
-            assert_close(of_replicas([answer["gradients"] for answer in found], stages), right)
+            assert_close(of_replicas([answer["gradients"] for answer in found], ranks), right)
         optimizer.step()
         optimizer.zero_grad()
-    assert_close(of_replicas([answer["parameters"] for answer in found], stages), dict(whole.named_parameters()))
+    assert_close(of_replicas([answer["parameters"] for answer in found], ranks), dict(whole.named_parameters()))
     for answer in found:
         assert answer["losses"] == found[0]["losses"]
         torch.testing.assert_close(torch.tensor(answer["losses"]), torch.tensor(losses))
@@ -88,20 +82,6 @@ def check_replicas(found: Sequence[Json], stages: int, rows: list[int]) -> None:
 def run_rows(whole: nn.Module, rows: Tensor, micro_batches: int) -> Tensor:
     """By micro-batches, since a layer does something else with one row."""
     return torch.cat([whole(part) for part in rows.tensor_split(min(micro_batches, len(rows)))])
-
-
-def test_one_replica_has_the_bits_of_one_process(pool: WorkerPool) -> None:
-    found = answers(pool.run(jobs.train, 2, [10], world=2))
-    local = gpipe.GPipe(jobs.network(), 2, 4, seed=0)
-    optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
-    for step in range(jobs.STEPS):
-        for turn in (0, 1):
-            local.step(*jobs.data(2 * step + turn, 10), F.mse_loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    right = {name: p.tolist() for name, p in local.named_parameters()}
-    held = of_replicas([answer["parameters"] for answer in found], 2)
-    assert {name: held[name] for name in right} == right
 
 
 def test_the_last_stage_reduces_while_the_first_has_backwards_to_do(pool: WorkerPool) -> None:
@@ -251,35 +231,28 @@ def test_a_layer_may_be_spread_over_ranks_of_its_own(at: int, torchs_own: list[J
         torch.testing.assert_close(answer["norms"], norms, rtol=1e-4, atol=0)
 
 
-# Examples.
-
-
-def test_what_cannot_be_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="leave out the first"):
-        gpipe.GPipe([nn.BatchNorm1d(2)], 1, 1, deferred_batch_norm=True, sync_batch_norm=True)
-
-
-def test_a_norm_with_a_forward_of_its_own_is_refused() -> None:
+def test_synchronized_norms_are_refused_where_they_cannot_be_and_plain_ones_without_replicas() -> None:
     class Own(nn.BatchNorm1d):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1
 
+    with pytest.raises(ValueError, match="leave out the first"):
+        gpipe.GPipe([nn.BatchNorm1d(2)], 1, 1, deferred_batch_norm=True, sync_batch_norm=True)
     with pytest.raises(ValueError, match="has a forward of its own"):
         gpipe.GPipe([Own(2)], 1, 1, sync_batch_norm=True)
-
-
-def test_without_replicas_synchronized_norms_are_plain_ones() -> None:
-    layers = jobs.normalized()
-    plain = copy.deepcopy(layers)
-    for pipe in (
-        gpipe.GPipe(layers, [3, 4], 2, seed=0, sync_batch_norm=True),
-        gpipe.GPipe(plain, [3, 4], 2, seed=0),
-    ):
-        pipe.step(*jobs.data(0, 10), F.mse_loss)
+    layers, plain = jobs.normalized(), jobs.normalized()
+    for made, sync in ((layers, True), (plain, False)):
+        gpipe.GPipe(made, [3, 4], 2, seed=0, sync_batch_norm=sync).step(*jobs.data(0, 10), F.mse_loss)
     assert_same_bits(nn.Sequential(*layers), plain)
 
 
 # Replicas that are not alike.
+
+
+def test_replicas_may_be_made_and_asked_in_other_words(pool: WorkerPool) -> None:
+    assert answers(pool.run(jobs.begin_alike, world=2)) == [3, 3]
+    one, other = answers(pool.run(jobs.step_alike, world=2))
+    assert one == other
 
 
 @pytest.mark.parametrize(
@@ -293,10 +266,6 @@ def test_replicas_that_begin_with_other_weights_are_refused_by_all(
         assert f"the weights of {layer}" in outcome.text, str(outcome)
         assert "differ between replicas" in outcome.text
         assert "layer 0" not in outcome.text
-
-
-def test_replicas_whose_layers_are_made_alike_are_taken(pool: WorkerPool) -> None:
-    assert answers(pool.run(jobs.begin_alike, world=2)) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -314,11 +283,6 @@ def test_replicas_that_average_or_scale_differently_are_refused_by_all(
 ) -> None:
     for outcome in pool.run(jobs.step_apart, name, world=2):
         assert text in outcome.text, str(outcome)
-
-
-def test_replicas_may_say_the_same_in_other_words(pool: WorkerPool) -> None:
-    one, other = answers(pool.run(jobs.step_alike, world=2))
-    assert one == other
 
 
 def test_torchs_own_scaler_is_refused_over_processes(pool: WorkerPool) -> None:

@@ -11,18 +11,21 @@ import pytest
 from gpipe.distributed import launcher
 from tests.support.processes.torchrun import torchrun, wait_for
 
+WORKER = "tests.support.jobs.worker"
+
 
 @pytest.mark.parametrize("stuck", [-1, 1])
 def test_workers_end_soon_after_their_launcher_was_killed(stuck: int, tmp_path: Path) -> None:
-    with torchrun(2, "tests.support.jobs.worker", str(tmp_path), str(stuck), folder=tmp_path) as launched:
-        wait_for(launched, [tmp_path / f"ready_{rank}" for rank in range(2)])
+    (tmp_path / "go").touch()
+    with torchrun(2, WORKER, str(tmp_path), str(stuck), folder=tmp_path) as launched:
+        wait_for(launched, [tmp_path / f"trains_{rank}" for rank in range(2)])
         assert len(launched.workers()) >= 2
         assert launched.orphans(240) == []
 
 
 def test_workers_end_also_if_their_launcher_was_killed_before_they_made_a_pipe(tmp_path: Path) -> None:
     """They have joined the group; who their parent is by the time that they make a pipe tells nothing any more."""
-    with torchrun(2, "tests.support.jobs.late_worker", str(tmp_path), folder=tmp_path) as launched:
+    with torchrun(2, WORKER, str(tmp_path), "-1", folder=tmp_path) as launched:
         wait_for(launched, [tmp_path / f"joined_{rank}" for rank in range(2)])
         assert len(launched.workers()) >= 2
         launched.popen.kill()
@@ -34,12 +37,12 @@ def test_workers_end_also_if_their_launcher_was_killed_before_they_made_a_pipe(t
 def test_workers_behind_a_script_end_with_their_launcher_too(tmp_path: Path) -> None:
     """The shell between outlives torchrun, and takes nobody in."""
     script = tmp_path / "run.sh"
-    script.write_text(f"#!/bin/sh\n{sys.executable} -m tests.support.jobs.late_worker {tmp_path}\nexit 0\n")
+    script.write_text(f"#!/bin/sh\n{sys.executable} -m {WORKER} {tmp_path} -1\nexit 0\n")
     script.chmod(0o700)
     (tmp_path / "go").touch()
     with torchrun(2, str(script), folder=tmp_path, options=("--no-python",), is_module=False) as launched:
         wait_for(launched, [tmp_path / f"trains_{rank}" for rank in range(2)])
-        assert [pid for pid in launched.orphans(240) if "late_worker" in command_of(pid)] == []
+        assert [pid for pid in launched.orphans(240) if WORKER in command_of(pid)] == []
 
 
 def command_of(pid: int) -> str:

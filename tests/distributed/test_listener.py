@@ -18,10 +18,6 @@ from tests.support.processes.listening import listening_sockets
 LIMIT = 240.0  # seconds that no sound test needs
 
 
-def nobody_fails() -> None:
-    pass
-
-
 @contextmanager
 def listening(monkeypatch: pytest.MonkeyPatch, *, crosses_hosts: bool = False) -> Iterator[Listener]:
     """A process that can be reached; other hosts would reach it by the loopback device."""
@@ -40,7 +36,7 @@ def check_accepted(own: Listener, peers: range, *, local: bool = True) -> None:
     """All peers get in, and are who they say they are."""
     hellos = [(peer, stream) for peer in peers for stream in STREAMS]
     with ThreadPoolExecutor(len(hellos) + 1) as pool, ExitStack() as ends:
-        accepted = pool.submit(own.accept, peers, LIMIT, nobody_fails)
+        accepted = pool.submit(own.accept, peers, LIMIT, lambda: None)
         dialled = {hello: pool.submit(dial, own.address, *hello, LIMIT, local=local) for hello in hellos}
         found = accepted.result(LIMIT)
         assert found.keys() == set(hellos)
@@ -88,7 +84,7 @@ def test_a_hello_may_come_in_pieces_and_control_first(monkeypatch: pytest.Monkey
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        found = own.accept(range(1, 2), LIMIT, nobody_fails)
+        found = own.accept(range(1, 2), LIMIT, lambda: None)
         speaker.join()
         for (_, stream), end in found.items():
             ends.enter_context(end)

@@ -4,6 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.distributed.stragglers import NOTICEABLE, SLOW, WARMING_UP, WINDOW, Stragglers, ratios
+from tests.support.jobs import stragglers as jobs
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
 
 SECONDS = st.floats(NOTICEABLE, 10)
 
@@ -68,3 +71,11 @@ def test_replicas_of_the_same_layers_are_compared_whatever_these_cost() -> None:
         "rank 5 (stage 1, replica 2) is slow, and the others wait for it: it was busy 3.0 times what the same layers "
         "take in other replicas, 21 s in the last step; something else may use its device"
     )
+
+
+def test_over_processes_rank_0_names_who_takes_longer_than_its_costs_say(pool: WorkerPool) -> None:
+    (text,), *others = answers(pool.run(jobs.warned, 2, 4.0, True, WARMING_UP + WINDOW))
+    assert text.startswith("rank 2 (stage 2, replica 0) is slow, and the others wait for it: it was busy ")
+    assert others == [[], [], []]
+    for slow, times in ((-1, 1.0), (2, 4.0)):  # of which nobody knows what they should take
+        assert answers(pool.run(jobs.warned, slow, times, False, WARMING_UP + WINDOW)) == [[], [], [], []]

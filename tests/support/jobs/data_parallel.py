@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import gpipe
 from gpipe.distributed import context
 from gpipe.distributed import reduce as collectives
+from gpipe.stages.tree import full_tensor
 from tests.support.jobs.training import Json
 from tests.support.placements import placed
 from tests.support.plain_loop import weights_of
@@ -58,8 +60,8 @@ def gradients(pipe: nn.Module) -> dict[str, Any]:
 
 
 def parameters(pipe: nn.Module) -> dict[str, Any]:
-    """The parameters of a rank, as JSON."""
-    return tensors_of({name: p.detach() for name, p in pipe.named_parameters()})
+    """The parameters of a rank, as JSON; those that are spread are whole."""
+    return tensors_of({name: full_tensor(p.detach()) for name, p in pipe.named_parameters()})
 
 
 # Gradients.
@@ -87,12 +89,6 @@ def network() -> list[nn.Module]:
     return [first, wide, narrow, last]
 
 
-def train_placed(rank: int, world: int, placement: str, ranks: int, rows: Sequence[int]) -> Json:
-    """Likewise, with two stages on each rank."""
-    with placed(placement, 2):
-        return train(rank, world, ranks, rows)
-
-
 def train(
     rank: int,
     world: int,
@@ -100,10 +96,12 @@ def train(
     rows: Sequence[int],
     bucket: int = collectives.BUCKET,
     schedule: str = "gpipe",
+    placement: str = "",
 ) -> Json:
     """Steps of two mini-batches each; the second adds to the gradients of the first."""
     vars(collectives)["BUCKET"] = bucket
-    pipe = gpipe.GPipe(network(), stages, 4, schedule=schedule, seed=0, driver="process")
+    with placed(placement, 2) if placement else nullcontext():
+        pipe = gpipe.GPipe(network(), stages, 4, schedule=schedule, seed=0, driver="process")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     losses = []
     first: dict[str, Any] = {}
@@ -385,14 +383,13 @@ def shard(rank: int, world: int, remat: str) -> Json:
         norms.append(float(pipe.clip_grad_norm_(0.05)))
         optimizer.step()
         optimizer.zero_grad()
-    whole = {name: p.detach() for name, p in pipe.named_parameters()}
-    found = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in whole.items()}
+    found = parameters(pipe)
     told = ""
     try:
         pipe.step(*part_of(rank, 2, [7, 2], 9), F.mse_loss)
     except (ValueError, gpipe.RemoteError) as error:
         told = str(error)
-    return {"parameters": tensors_of(found), "norms": norms, "told": told}
+    return {"parameters": found, "norms": norms, "told": told}
 
 
 def split_tensors(rank: int, world: int, sizes: dict[str, int]) -> Json:
@@ -412,12 +409,7 @@ def split_tensors(rank: int, world: int, sizes: dict[str, int]) -> Json:
         norms.append(float(pipe.clip_grad_norm_(0.05)))
         optimizer.step()
         optimizer.zero_grad()
-    found = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in pipe.named_parameters()}
-    return {
-        "parameters": tensors_of({name: p.detach() for name, p in found.items()}),
-        "norms": norms,
-        "seed": pipe.seed,
-    }
+    return {"parameters": parameters(pipe), "norms": norms, "seed": pipe.seed}
 
 
 def torchs_own(rank: int, world: int) -> Json:

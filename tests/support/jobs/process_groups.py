@@ -1,7 +1,8 @@
 """Other jobs with tensors sent as between GPUs: over process groups, here gloo's, and not over the links."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -12,24 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import NcclGroups
 
 Json = Any
 
 
-def _gloo(place: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups:
-    return NcclGroups(place, crossings, "gloo")
-
-
-def _host(place: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups:
-    return NcclGroups(place, crossings, None)
-
-
 @contextmanager
 def wired(*, grouped: bool = True) -> Iterator[None]:
     """Has pipes treat the tensors of this CPU as those of a GPU, with process groups or without."""
-    with mock.patch("gpipe.distributed.processes.groups_for", _gloo if grouped else _host):
+    groups = partial(NcclGroups, backend="gloo" if grouped else None)
+    with mock.patch("gpipe.distributed.processes.groups_for", groups):
         yield
 
 

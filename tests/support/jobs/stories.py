@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gpipe
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import squares, weights_of
-from tests.support.processes.faults import FaultError, strike
+from tests.support.processes.faults import FaultError
 from tests.support.processes.marks import FOLDER, mark
 
 FEATURES, MICRO_BATCHES, ROWS = 4, 3, 7
@@ -208,12 +208,12 @@ def two_pipes(rank: int, world: int) -> Json:
     return [type(failed).__name__, other.step(*data(0), squares).item() == before]
 
 
-def builder_fails(rank: int, world: int, kind: str, who: int) -> None:
-    """A layer cannot be built, on one rank only."""
+def builder_dies(rank: int, world: int, who: int) -> None:
+    """A rank is killed while it builds a layer."""
 
     def make() -> nn.Module:
         if rank == who:
-            strike(kind)
+            os.kill(os.getpid(), signal.SIGKILL)
         return nn.Linear(FEATURES, FEATURES)
 
     gpipe.GPipe([make] * world, [1] * world, MICRO_BATCHES, seed=0, driver="process")

@@ -2,7 +2,10 @@
 
 import copy
 import io
+import operator
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,20 +67,23 @@ def ignored(rank: int, world: int) -> Json:
     return [finding for finding in pipe.findings if "-100" in finding]
 
 
+def said(use: Callable[[], object]) -> str:
+    """What something gives or raises, in words."""
+    try:
+        return repr(use())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def norms(rank: int, world: int) -> Json:
     """What torch's own functions for norms are told, then the pipe's own norm."""
     pipe = gpipe.GPipe(plain(), world, 2, seed=SEED, driver="process")
     pipe.step(*data(), LOSSES["entropy"])
-    told = []
-    for refused in (
-        lambda: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0),
-        lambda: nn.utils.clip_grad_norm_((p for p in pipe.parameters()), 1.0),
-        lambda: nn.utils.get_total_norm(p.grad for p in pipe.parameters() if p.grad is not None),
-    ):
-        try:
-            told.append(repr(refused()))
-        except ValueError as error:
-            told.append(str(error))
+    told = [
+        said(lambda: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)),
+        said(lambda: nn.utils.clip_grad_norm_((p for p in pipe.parameters()), 1.0)),
+        said(lambda: nn.utils.get_total_norm(p.grad for p in pipe.parameters() if p.grad is not None)),
+    ]
     nn.utils.clip_grad_value_(pipe.parameters(), 100.0)
     return [told, float(pipe.clip_grad_norm_(100.0))]
 
@@ -89,23 +95,13 @@ def released(rank: int, world: int) -> Json:
     pipe = gpipe.GPipe(model, world, 2, seed=SEED, driver="process")
     gone = sorted(name for name, tensor in model.state_dict().items() if tensor.is_meta)
     own = sorted(pipe.state_dict())
-    told = []
-    for use in (
-        lambda: model(torch.ones(2, 4)),
-        lambda: layers[2](torch.ones(2, 6)),
-        lambda: gpipe.GPipe(model, world, 2),
-    ):
-        try:
-            use()
-            told.append("")
-        except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
-    text = ""
-    try:
-        gpipe.GPipe(model, world, 2, driver="process")
-    except (ValueError, gpipe.RemoteError) as error:
-        text = str(error)
-    return {"gone": gone, "own": own, "told": told, "again": text}
+    told = [
+        said(lambda: model(torch.ones(2, 4))),
+        said(lambda: layers[2](torch.ones(2, 6))),
+        said(lambda: gpipe.GPipe(model, world, 2)),
+    ]
+    again = said(lambda: gpipe.GPipe(model, world, 2, driver="process"))
+    return {"gone": gone, "own": own, "told": told, "again": again}
 
 
 def shared(rank: int, world: int) -> Json:
@@ -140,13 +136,7 @@ def broken(rank: int, world: int) -> Json:
 def places(rank: int, world: int) -> Json:
     """Layers by their place among all."""
     pipe = gpipe.GPipe(plain(), world, 2, driver="process")
-    found = []
-    for at in range(len(pipe)):
-        try:
-            found.append(type(pipe[at]).__name__)
-        except IndexError as error:
-            found.append(str(error))
-    return [found, len(list(pipe))]
+    return [[said(partial(operator.getitem, pipe, at)) for at in range(len(pipe))], len(list(pipe))]
 
 
 def asked(rank: int, world: int) -> Json:
@@ -155,19 +145,13 @@ def asked(rank: int, world: int) -> Json:
     model = nn.Sequential(*layers)
     pipe = gpipe.GPipe(model, world, 2, seed=SEED, driver="process")
     optimizer = torch.optim.Adam(model.parameters())
-    told = []
-    for use in (
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda: [p.grad for p in model.parameters()],
-        lambda: [p.grad for p in copy.deepcopy(model).parameters()],
-        optimizer.step,
-        model.zero_grad,
-    ):
-        try:
-            use()
-            told.append("")
-        except RuntimeError as error:
-            told.append(str(error))
+    told = [
+        said(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        said(lambda: [p.grad for p in model.parameters()]),
+        said(lambda: [p.grad for p in copy.deepcopy(model).parameters()]),
+        said(optimizer.step),
+        said(model.zero_grad),
+    ]
     for parameter in model.parameters():
         parameter.grad = None
     bytes_of = io.BytesIO()

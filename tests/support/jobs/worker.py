@@ -1,12 +1,11 @@
-"""What a user would run under torchrun: trains without end, or until one of its layers is stuck.
+"""What a user would run under torchrun: joins, makes a pipe, and trains without end, or until a layer is stuck.
 
     torchrun --nproc-per-node 2 -m tests.support.jobs.worker FOLDER STUCK
 
-Each rank leaves a file `ready_<rank>` in FOLDER after its first steps. STUCK is the rank whose layer then sleeps for
-ever, -1 for none.
+Each rank leaves a file `joined_<rank>` in FOLDER, waits there for `go`, and leaves `trains_<rank>` after its first
+steps. STUCK is the rank whose layer then sleeps for ever, -1 for none.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -21,14 +20,16 @@ from tests.support.processes.faults import Fault
 
 def main(folder: str, stuck: str) -> None:
     torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    Path(folder, f"joined_{rank}").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
     layer = faulty_layer(int(stuck), world) if int(stuck) >= 0 else -1
     pipe = make(build(Fault("sleep", "forward", layer)), world)
-    inputs, targets = batch(0)
     while True:
-        pipe.step(inputs, targets, squares)
-        Path(folder, f"ready_{rank}").touch()
+        pipe.step(*batch(0), squares)
+        Path(folder, f"trains_{rank}").touch()
         time.sleep(0.01)
 
 
