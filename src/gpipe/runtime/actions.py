@@ -81,7 +81,7 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
         if not again:
             saved.roots = [_last_roots(run, rank, saved, made, m)]
     if again:
-        saved.fingerprint = Fingerprint.of(made, own.stage, saved.given)
+        saved.fingerprint = Fingerprint.of(made)
         saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
     if not run.trains:
         del rank.saved[at, m]
@@ -97,7 +97,8 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
     with own.buffers.as_before(saved.snapshot or {}), aside:
         made = _run_layers(run, own, ends, saved, m)
         assert saved.fingerprint is not None
-        differs = saved.fingerprint.differs(Fingerprint.of(made, own.stage, saved.given))
+        leaves = {id(leaf) for crossing in saved.given for leaf in crossing.leaves} | own.buffers.parameter_ids()
+        differs = saved.fingerprint.differs(Fingerprint.of(made), leaves)
         if differs is True:
             _refuse_recompute(run, own.stage, ends, saved, m)
     if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it
@@ -204,9 +205,9 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
     for crossing in saved.given:
         crossing.check(stage)
     entered = list(map(attach_boundary, saved.given))
-    saved.gradients = [one.gradients for one in entered]
-    arrived = {name: one.value for name, one in zip(ends.skips_in, entered, strict=False)}
-    call = StageCall(arrived, run.rng_key(m), saved.progress)
+    values, _, gradients = zip(*entered, strict=True)
+    saved.gradients = list(gradients)
+    call = StageCall(dict(zip(ends.skips_in, values, strict=False)), run.rng_key(m), saved.progress)
     with run.thread_state.around_layers():
         for_loss = () if ends.outs else run.loss_pops
         made = stage.forward(entered[-1].value, call, ends.skips_out, for_loss, own.modes)

@@ -6,7 +6,7 @@ be wrong for a recompute, and for the graph of the stage that made it.
 Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gpipe._torch.autograd import accumulate_gradients, has_gradient_hooks, memory_users, node_number
+from gpipe._torch.products import LEAF_NODE
 from gpipe.stages.tree import (
     Tree,
     copy_of,
@@ -213,17 +214,15 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
-def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> Iterator[tuple[Node | None, int]]:
+def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[tuple[Node | None, int]]:
     """The edges of the autograd graph behind some tensors, not past certain nodes."""
     seen: set[Node | None] = {None, *until}
-    todo = [root.grad_fn for root in roots]
-    while todo:
-        node = todo.pop()
+    edges: list[tuple[Node | None, int]] = [(root.grad_fn, root.output_nr) for root in roots]
+    for node, _ in edges:  # which grow meanwhile
         if node is not None and node not in seen:
             seen.add(node)
-            for edge in node.next_functions:
-                yield edge
-                todo.append(edge[0])
+            edges += node.next_functions
+    return edges[len(roots) :]
 
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
@@ -246,11 +245,10 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Ten
     >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
     [True]
     """
-    found: dict[Node, Tensor] = {}
-    for node, _ in _edges_behind(roots, until):
-        if node is not None and hasattr(node, "variable") and node not in until:
-            found[node] = node.variable
-    return list(found.values())
+    found: dict[Any, None] = {
+        node: None for node, _ in _edges_behind(roots, until) if type(node) is LEAF_NODE and node not in until
+    }
+    return [node.variable for node in found]
 
 
 def failed_node(error: BaseException) -> int | None:

@@ -6,17 +6,18 @@ their rows or columns. Small tensors it holds whole.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpipe._torch.trees import tree_leaves
-from gpipe.stages.boundary import BoundaryValue, leaves_of
+from gpipe.stages.boundary import leaves_of
 from gpipe.stages.tree import OPAQUE, PLAIN, Tree, tensors_in
 
 if TYPE_CHECKING:
-    from gpipe.stages.stage import Stage, StageOutput
+    from gpipe.stages.stage import StageOutput
 
 SMALL = 4096
 """Bytes up to which a tensor is held whole."""
@@ -40,7 +41,7 @@ def digest(values: Sequence[Tree]) -> Digest:
     """
     known: list[object] = []
     words: list[Tensor] = []
-    for leaf in tree_leaves(values):
+    for leaf in values if {Tensor}.issuperset(map(type, values)) else tree_leaves(values):
         if isinstance(leaf, Tensor):
             known.append((leaf.requires_grad, leaf.dtype, leaf.shape))
             words += _words(leaf.detach())
@@ -96,23 +97,23 @@ class RecomputeError(RuntimeError):
 
 
 class Fingerprint(NamedTuple):
-    """What a run of a stage made, and what a backward would reach of its weights and of what it was given."""
+    """What a run of a stage made, and the leaves that a backward would reach."""
 
     digest: Digest
     reached: frozenset[int]
 
     @classmethod
-    def of(cls, made: "StageOutput", stage: "Stage", given: Sequence[BoundaryValue]) -> "Fingerprint":
-        """The fingerprint of what a stage made of what it was given."""
-        own = {id(leaf) for crossing in given for leaf in crossing.leaves}
-        for layer in stage.layers:
-            own.update(map(id, layer.module.parameters()))
-        reached = frozenset(own.intersection(map(id, leaves_of(tensors_in(made.values)))))
-        return cls(digest([*made.values, *made.for_loss.values()]), reached)
+    def of(cls, made: "StageOutput") -> "Fingerprint":
+        """The fingerprint of what a stage made."""
+        roots = list(chain.from_iterable(map(tensors_in, made.values)))
+        return cls(digest([*made.values, *made.for_loss.values()]), frozenset(map(id, leaves_of(roots))))
 
-    def differs(self, other: "Fingerprint") -> "bool | Tensor":
-        """Whether another run has another fingerprint; of values on a GPU, a tensor there that will say it."""
-        return self.reached != other.reached or differ(self.digest, other.digest)
+    def differs(self, other: "Fingerprint", own: set[int]) -> "bool | Tensor":
+        """Whether another run made something else, or reached others of these leaves: layers may make some anew.
+
+        Of values on a GPU, a tensor there that will say it.
+        """
+        return not own.isdisjoint(self.reached ^ other.reached) or differ(self.digest, other.digest)
 
 
 def recompute_error(layer: str, left: str = "") -> RecomputeError:

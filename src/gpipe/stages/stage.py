@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
+from operator import ne
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -42,8 +43,7 @@ SHARED_IN_PLACE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RngKey:
+class RngKey(NamedTuple):
     """What keys the randomness of a stage: seed, step and micro-batch; a recompute has the same."""
 
     seed: int
@@ -176,12 +176,13 @@ class Stage:
         except RuntimeError:
             self.works_in_place.pop(modes, None)  # perhaps it has begun to, which torch refuses on a leaf
             raise
-        changed = [one for one, tensor, was in zip(given, used, before, strict=True) if version(tensor) != was]
+        now = list(map(version, used))
+        changed = list(compress(given, map(ne, before, now)))
         if changed or not any(map(Tensor.is_inference, used)):
             self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not copies:
             raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
-        if any(_share_storage(one, other) for one in changed for other in tensors_in(value)):
+        if changed and any(_share_storage(one, other) for one in changed for other in tensors_in(value)):
             raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
         values = [*(call.held[stash].unchanged(stash) for _, stash in departing), made]
         popped = {pop.name: self._pop(pop, call) for pop in for_loss} if for_loss else {}
@@ -268,7 +269,7 @@ class StageRun:
         for crossing, some in zip(crossings, roots, strict=True):
             crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
             first += len(some)
-            if not all(tensor.requires_grad for tensor in tensors_in(crossing.value)):
+            if len(crossing.leaves) < len(tensors_in(crossing.value)):
                 crossing.value = replace_tensors(crossing.value, self._apart)
             crossing.check(self.stage)  # notes versions
         tensors = [tensors_in(crossing.value) for crossing in crossings]
