@@ -45,13 +45,12 @@ from gpipe.stages.losses import (
     find_reduction,
     own_loss,
 )
-from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge
+from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
-from gpipe.tracing.runs import plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

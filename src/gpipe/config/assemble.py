@@ -27,7 +27,7 @@ from gpipe.planner.measure import memory_of
 from gpipe.runtime.engine import Engine
 from gpipe.schedule.cost import StageCost
 from gpipe.stages.buffers import Slot
-from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
+from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
 from gpipe.stages.recompute_check import digest
 from gpipe.stages.sequence import Outline, cut_into_stages, outline, realize, release
 from gpipe.stages.shared_weights import find_ties, tie
@@ -35,7 +35,6 @@ from gpipe.stages.stage import Layer, Stage
 from gpipe.stages.tree import Tree, local
 from gpipe.tracing.layers_of import is_model, read_model
 from gpipe.tracing.model import TracedModel
-from gpipe.tracing.runs import plain
 from gpipe.tracing.stage import TracedStage
 
 

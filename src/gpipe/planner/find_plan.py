@@ -17,11 +17,10 @@ from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import Choices, splits
-from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch
+from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch, plain
 from gpipe.stages.sequence import Maker, build, build_layers, name_layers
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import read_model, why_not_layers
-from gpipe.tracing.runs import plain
 
 T = TypeVar("T")
 DEVICES = "give gpipe.Device objects, or how many of this machine, at least 1"

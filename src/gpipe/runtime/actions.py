@@ -97,8 +97,7 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
     with own.buffers.as_before(saved.snapshot or {}), aside:
         made = _run_layers(run, own, ends, saved, m)
         assert saved.fingerprint is not None
-        leaves = {id(leaf) for crossing in saved.given for leaf in crossing.leaves} | own.buffers.parameter_ids()
-        differs = saved.fingerprint.differs(Fingerprint.of(made), leaves)
+        differs = saved.fingerprint.differs(Fingerprint.of(made), own.stage, saved.given)
         if differs is True:
             _refuse_recompute(run, own.stage, ends, saved, m)
     if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe.runtime.steps import CompiledProgram
@@ -77,12 +78,11 @@ class Engine:
 
     def _reset(self) -> None:
         self.threads = RankThreads(self.intra_op_threads)
-        self._streams: dict[int, RankStream] | None = None
         self._compiled: dict[Wanted, CompiledProgram] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves threads, streams and what can be made again behind."""
-        return {k: v for k, v in vars(self).items() if k not in {"threads", "_streams", "_compiled"}}
+        return {k: v for k, v in vars(self).items() if k not in {"threads", "streams", "_compiled"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -94,17 +94,15 @@ class Engine:
         found = stage_of_layers(self.stages)
         return [*found, found[-1]]
 
-    @property
+    @cached_property
     def streams(self) -> dict[int, RankStream]:
         """The stream of each rank that runs here."""
-        if self._streams is None:
-            devices = {rank: stages[-1].device for rank, stages in sorted(self.stages_of.items())}
-            alone = len(set(devices.values())) == 1
-            self._streams = {
-                rank: CudaStream(device) if device.type == "cuda" else RankStream(device, alone=alone)
-                for rank, device in devices.items()
-            }
-        return self._streams
+        devices = {rank: stages[-1].device for rank, stages in sorted(self.stages_of.items())}
+        alone = len(set(devices.values())) == 1
+        return {
+            rank: CudaStream(device) if device.type == "cuda" else RankStream(device, alone=alone)
+            for rank, device in devices.items()
+        }
 
     def close(self) -> None:
         """Ends the threads; the next run makes new ones."""

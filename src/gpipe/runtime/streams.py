@@ -5,7 +5,7 @@ waits for the mark, not the thread. Memory that another stream uses is recorded 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -22,7 +22,6 @@ Stamp: TypeAlias = torch.cuda.Event | float
 """When something happened on a stream."""
 
 
-_NOTHING = nullcontext()
 _DEVICE = attrgetter("device")
 
 
@@ -39,17 +38,12 @@ class RankStream:
     def end(self) -> None:
         """Orders what the calling thread queues from now on behind what was queued here."""
 
-    def enter(self) -> AbstractContextManager[None]:
-        """Queues here what is done inside."""
-        return _NOTHING
-
-    def mark(self) -> ReadyEvent:
-        """Marks what was queued so far."""
-        return time.perf_counter()
-
-    def stamp(self) -> Stamp:
-        """Now, on this stream."""
-        return time.perf_counter()
+    enter: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """Queues here what is done inside."""
+    mark: Callable[[], ReadyEvent] = staticmethod(time.perf_counter)
+    """Marks what was queued so far."""
+    stamp: Callable[[], Stamp] = staticmethod(time.perf_counter)
+    """Now, on this stream."""
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
         """The time between two stamps of this stream."""

@@ -52,10 +52,6 @@ class Buffers:
         """Lets go of the copies, behind a forward that nobody compared with them."""
         self._copies.clear()
 
-    def parameter_ids(self) -> set[int]:
-        """The ids of the modules' parameters, of which a layer may put others in their places while it runs."""
-        return {id(parameter) for part in self._parts for parameter in part._parameters.values()}
-
     def _now(self) -> dict[Slot, Tensor | None]:
         return {(part, name): tensor for part in self._parts for name, tensor in part._buffers.items()}
 

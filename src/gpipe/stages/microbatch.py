@@ -3,6 +3,7 @@
 Finds what in inputs and targets cannot be split by rows into micro-batches, and says what to give instead.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeGuard
@@ -76,6 +77,13 @@ class MicroBatches(Sequence[Tree]):
 
     def __getitem__(self, at: Any) -> Any:
         return MicroBatches(self.parts[at]) if isinstance(at, slice) else self.parts[at]
+
+
+def plain(value: Tree) -> Tree:
+    """A mapping of a class that torch's trees do not know, such as what a tokenizer gives, as a dict."""
+    if isinstance(value, MicroBatches):
+        return MicroBatches([plain(part) for part in value])
+    return dict(value) if isinstance(value, UserDict) else value
 
 
 def as_tree(given: Tree) -> Tree:

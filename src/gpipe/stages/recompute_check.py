@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from gpipe._torch.trees import tree_leaves
-from gpipe.stages.boundary import leaves_of
+from gpipe.stages.boundary import BoundaryValue, leaves_of
 from gpipe.stages.tree import OPAQUE, PLAIN, Tree, tensors_in
 
 if TYPE_CHECKING:
-    from gpipe.stages.stage import StageOutput
+    from gpipe.stages.stage import Stage, StageOutput
 
 SMALL = 4096
 """Bytes up to which a tensor is held whole."""
@@ -108,12 +108,16 @@ class Fingerprint(NamedTuple):
         roots = list(chain.from_iterable(map(tensors_in, made.values)))
         return cls(digest([*made.values, *made.for_loss.values()]), frozenset(map(id, leaves_of(roots))))
 
-    def differs(self, other: "Fingerprint", own: set[int]) -> "bool | Tensor":
-        """Whether another run made something else, or reached others of these leaves: layers may make some anew.
+    def differs(self, other: "Fingerprint", stage: "Stage", given: Sequence[BoundaryValue]) -> "bool | Tensor":
+        """Whether another run made something else, or reached others of the stage's weights, or of what it was given.
 
         Of values on a GPU, a tensor there that will say it.
         """
-        return not own.isdisjoint(self.reached ^ other.reached) or differ(self.digest, other.digest)
+        if apart := self.reached ^ other.reached:  # layers may make other leaves anew
+            own = {id(leaf) for crossing in given for leaf in crossing.leaves}
+            if apart & own.union(*(map(id, layer.module.parameters()) for layer in stage.layers)):
+                return True
+        return differ(self.digest, other.digest)
 
 
 def recompute_error(layer: str, left: str = "") -> RecomputeError:

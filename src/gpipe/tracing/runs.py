@@ -6,7 +6,6 @@ A value that a pipe is given becomes the arguments of a model's forward, and say
 import enum
 import inspect
 import traceback
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import untouched
-from gpipe.stages.microbatch import MicroBatches
 from gpipe.stages.tree import Tree, copy_of, replace_tensors, version
 from gpipe.tracing.trace import CannotSplitError, is_carried
 
@@ -159,13 +157,6 @@ def kind_of(leaf: Any) -> object:
     if isinstance(leaf, (int, float)):
         return type(leaf)
     return type(leaf), settings_of(getattr(leaf, "__dict__", {}))
-
-
-def plain(value: Tree) -> Tree:
-    """A mapping of a class that torch's trees do not know, such as what a tokenizer gives, as a dict."""
-    if isinstance(value, MicroBatches):
-        return MicroBatches([plain(part) for part in value])
-    return dict(value) if isinstance(value, UserDict) else value
 
 
 def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
