@@ -214,10 +214,10 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
-def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[tuple[Node | None, int]]:
+def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[tuple[Any, int]]:
     """The edges of the autograd graph behind some tensors, not past certain nodes."""
     seen: set[Node | None] = {None, *until}
-    edges: list[tuple[Node | None, int]] = [(root.grad_fn, root.output_nr) for root in roots]
+    edges: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr) for root in roots]
     for node, _ in edges:  # which grow meanwhile
         if node is not None and node not in seen:
             seen.add(node)
@@ -245,10 +245,9 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Ten
     >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
     [True]
     """
-    found: dict[Any, None] = {
-        node: None for node, _ in _edges_behind(roots, until) if type(node) is LEAF_NODE and node not in until
-    }
-    return [node.variable for node in found]
+    nodes = dict(_edges_behind(roots, until))  # each once, in order
+    leaves: list[Any] = [node for node in nodes if type(node) is LEAF_NODE and node not in until]
+    return [leaf.variable for leaf in leaves]
 
 
 def failed_node(error: BaseException) -> int | None:
