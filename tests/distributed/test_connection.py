@@ -24,7 +24,7 @@ RUN = 7
 
 
 def ends(kind: type[Connection]) -> tuple[socket.socket, socket.socket]:
-    """A connection as such links have it."""
+    """The two ends of a stream."""
     if kind is Connection:
         return socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -34,7 +34,7 @@ def ends(kind: type[Connection]) -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def linked(kind: type[Connection], buffer: int | None = None) -> Iterator[tuple[Connection, Connection]]:
-    """Two ends of a link, whose stream takes so many bytes at a time."""
+    """Two ends of a connection, whose stream takes so many bytes at a time."""
     streams, news = ends(kind), ends(kind)
     if buffer is not None:
         for stream in streams:
@@ -52,24 +52,24 @@ def tensor_of(size: int, number: int) -> Tensor:
     return torch.arange(number, number + size // 4, dtype=torch.int32)
 
 
-def put(link: Connection, number: int, size: int) -> None:
-    link.put(RUN, Label(number, 0, gradient=False), encode(BoundaryValue(tensor_of(size, number), [])), 1.5)
+def put(connection: Connection, number: int, size: int) -> None:
+    connection.put(RUN, Label(number, 0, gradient=False), encode(BoundaryValue(tensor_of(size, number), [])), 1.5)
 
 
-def take(link: Connection, sender: Connection | None = None) -> tuple[Frame, Tensor]:
+def take(connection: Connection, sender: Connection | None = None) -> tuple[Frame, Tensor]:
     """Waits for the next message, while its sender sends on."""
 
     def is_here() -> bool:
         if sender is not None:
             sender.flush()
-        return link.head() is not None
+        return connection.head() is not None
 
     wait_until(is_here)
-    head = link.head()
+    head = connection.head()
     assert head is not None
-    found = link.message(head)
+    found = connection.message(head)
     assert isinstance(found, BoundaryValue)
-    link.done(head)
+    connection.done(head)
     return head, found.value
 
 

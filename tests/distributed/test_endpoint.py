@@ -134,8 +134,8 @@ def test_room_that_comes_just_before_the_wait_is_seen(
             monkeypatch.undo()
             for number in sent:
                 receive(second, 0, number, BIG)
-            link = first.links[1]
-            handles = [link.fileno(), link.control.connection.fileno()]
+            connection = first.connections[1]
+            handles = [connection.fileno(), connection.control.socket.fileno()]
             assert select.select(handles, [], [], LIMIT)[0]  # it can be heard that all left
             wait(*given, **how)
             ended.set()
@@ -213,7 +213,7 @@ def test_a_message_of_the_next_run_waits_for_it(kind: type[Connection]) -> None:
         second.begin()
         send(second, 0, 1)
         receive(first, 1, 0)
-        wait_until(lambda: first.links[1].head() is not None)
+        wait_until(lambda: first.connections[1].head() is not None)
         assert first._take(1, label_of(1)) is False
         first.begin()
         receive(first, 1, 1)

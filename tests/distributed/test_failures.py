@@ -78,7 +78,7 @@ def test_who_fails_again_and_again_is_heard_in_the_end(kind: type[Connection]) -
         with pytest.raises(RemoteError, match="ValueError: 0 x"):
             first.receive(1, label_of(0))
         for number in range(1, 60):
-            second.links[0].control.read()  # as whatever it does next will
+            second.connections[0].control.read()  # as whatever it does next will
             with pytest.raises(RemoteError, match=f"ValueError: {number} x"):
                 first.begin()
 
@@ -130,7 +130,7 @@ def test_a_stream_may_end_before_the_news_say_why(kind: type[Connection], monkey
 
         def ends() -> None:
             wait_until(lambda: waits(first))
-            second.links[0]._stream.shutdown(socket.SHUT_RDWR)
+            second.connections[0]._stream.shutdown(socket.SHUT_RDWR)
             assert looked.wait(LIMIT)
             second.fail(ValueError("why"))
 
@@ -233,7 +233,7 @@ def test_a_forked_child_does_not_keep_the_links_open() -> None:
             os._exit(0)
         try:
             second.close()
-            ready, _, _ = select.select([first.links[1].control.connection], [], [], LIMIT)
+            ready, _, _ = select.select([first.connections[1].control.socket], [], [], LIMIT)
             assert ready
             with pytest.raises(RemoteError, match="rank 1 is gone"):
                 first.begin()

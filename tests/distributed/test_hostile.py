@@ -192,8 +192,8 @@ def test_who_lays_a_tensor_absurdly_far_apart_is_told_what_to_do() -> None:
 def at_the_mercy(kind: type[Connection]) -> Iterator[tuple[Endpoint, socket.socket, socket.socket]]:
     """An endpoint, and the ends of its peer's streams, on which anything can be written."""
     with endpoints(2, kind) as (endpoint, other):
-        link = other.links[0]
-        yield endpoint, link._stream, link.control.connection
+        connection = other.connections[0]
+        yield endpoint, connection._stream, connection.control.socket
 
 
 def frame(slot: int = -1, layout: int = 0, size: int = 0, capacity: int = 0) -> bytes:
@@ -238,11 +238,11 @@ class Bell:
 def test_what_is_found_while_the_bell_is_heard_is_not_missed(error: Exception) -> None:
     """It rings once: who looked first, and then took the ring away, waited for another."""
     with endpoints(2, TcpConnection) as (endpoint, _):
-        link = endpoint.links[1]
+        connection = endpoint.connections[1]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(link, "_bell", Bell(lambda: patch.setattr(link, "_broken", error)))
+            patch.setattr(connection, "_bell", Bell(lambda: patch.setattr(connection, "_broken", error)))
             with pytest.raises(type(error), match="odd"):
-                link.head()
+                connection.head()
 
 
 HANDLES: dict[str, Callable[[int], int]] = {
@@ -298,6 +298,6 @@ def test_room_is_made_for_what_comes_and_not_for_what_is_said(kind: type[Connect
         news.shutdown(socket.SHUT_RDWR)
         with pytest.raises(RemoteError, match="rank 1 is gone"):
             endpoint.receive(1, LABEL)
-        arrived = endpoint.links[1]._arrived.memory
+        arrived = endpoint.connections[1]._arrived.memory
         assert len(arrived) < 2**20
     assert ALLOCATED_AT_ONCE_BYTES < 2**30

@@ -73,7 +73,7 @@ def check_sound_steps(found: Sequence[Record], workers: int) -> None:
     for rank, record in enumerate(found):
         assert record["losses"] == local_losses(world)
         assert len(record["losses"]) == SOUND_STEPS
-        kinds = {int(peer): kind for peer, kind in record["links"].items()}
+        kinds = {int(peer): kind for peer, kind in record["connections"].items()}
         assert kinds == {
             peer: "Connection" if peer // workers == rank // workers else "TcpConnection"
             for peer in range(world)

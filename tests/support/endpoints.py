@@ -26,15 +26,15 @@ def endpoints(
     count: int, kind: type[Connection] = Connection, limit: float = LIMIT, buffer: int = 2**17
 ) -> Iterator[list[Endpoint]]:
     """So many ranks, each linked with all others, at their first run."""
-    links: list[dict[int, Connection]] = [{} for _ in range(count)]
+    connections: list[dict[int, Connection]] = [{} for _ in range(count)]
     for one, other in combinations(range(count), 2):
         streams, news = socket.socketpair(), socket.socketpair()
         for stream in streams:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        links[one][other], links[other][one] = (kind(*ends) for ends in zip(streams, news, strict=True))
+        connections[one][other], connections[other][one] = (kind(*ends) for ends in zip(streams, news, strict=True))
     statuses = [Status() for _ in range(count)]
     shown = dict(enumerate(statuses)) if kind.is_local else {}
-    made = [Endpoint(rank, links[rank], limit, statuses[rank], shown) for rank in range(count)]
+    made = [Endpoint(rank, connections[rank], limit, statuses[rank], shown) for rank in range(count)]
     try:
         for endpoint in made:
             endpoint.begin()

@@ -160,7 +160,7 @@ def follow_first(
     """Has all processes of a replica do what that of the first stage does, if they do the same.
 
     Args:
-        endpoint: The links.
+        endpoint: The connections.
         position: Where this process stands.
         first: The rank of the first stage.
         same: What every process knows for itself, by its words; first what was `CALLED`.

@@ -232,7 +232,7 @@ class Connection:
     def drop(self) -> None:
         """Lets go of a connection that another process goes on with, the one that this one was forked from."""
         self._stream.close()
-        self.control.connection.close()
+        self.control.socket.close()
         for handle in (*self._arrived.handles, *(slot.unsent for slot in self._own)):
             if handle is not None:
                 os.close(handle)
@@ -276,7 +276,7 @@ class TcpConnection(Connection):
         if not hasattr(socket, "TCP_INFO"):
             return 0.0
         try:
-            known = self.control.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
+            known = self.control.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
         except OSError:
             return 0.0
         return float(struct.unpack_from("=I", known, LAST_ANSWER)[0]) / 1000
@@ -360,7 +360,7 @@ class TcpConnection(Connection):
     def close(self) -> None:
         """Ends the connection and the threads."""
         self._outbox.put(None)
-        for end in (self._stream, self.control.connection):
+        for end in (self._stream, self.control.socket):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         self._stream.close()

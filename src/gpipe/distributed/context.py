@@ -241,7 +241,7 @@ class ProcessContext(Context):
             return nullcontext()
         if self._sync is None:
             self._sync = Synced(self.endpoint, self.position, program.micro_batches)
-        self._sync.endpoint = self.endpoint  # the links of a backward may be others
+        self._sync.endpoint = self.endpoint  # the connections of a backward may be others
         row = program.table[self.position.row]
         return self._sync.in_place(norms, lambda: row[self.endpoint.at])
 

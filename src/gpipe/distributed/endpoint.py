@@ -40,26 +40,26 @@ logger = logging.getLogger("gpipe")
 class Poll:
     """Sleeps until something comes by any control channel, or by the streams of those that are watched."""
 
-    def __init__(self, links: Mapping[int, Connection]) -> None:
-        self._links = links
+    def __init__(self, connections: Mapping[int, Connection]) -> None:
+        self._connections = connections
         self._poll = select.poll()
-        self._watched = dict.fromkeys(links, 0)
-        self._streams = {link.fileno() for link in links.values()}
-        for link in links.values():
-            self._poll.register(link.control.connection, select.POLLIN)
-            self._poll.register(link, 0)
+        self._watched = dict.fromkeys(connections, 0)
+        self._streams = {connection.fileno() for connection in connections.values()}
+        for connection in connections.values():
+            self._poll.register(connection.control.socket, select.POLLIN)
+            self._poll.register(connection, 0)
 
     def watch(self, wanted: Mapping[int, int]) -> None:
         """Watches the streams of these processes for such events, and no others."""
         for peer, events in self._watched.items():
             if events != wanted.get(peer, 0):
                 self._watched[peer] = wanted.get(peer, 0)
-                self._poll.modify(self._links[peer], self._watched[peer])
+                self._poll.modify(self._connections[peer], self._watched[peer])
 
     def ignore(self, peer: int) -> None:
         """Is not woken by the control channel of a process any more."""
         with suppress(KeyError):  # it is ignored already
-            self._poll.unregister(self._links[peer].control.connection)
+            self._poll.unregister(self._connections[peer].control.socket)
 
     def sleep(self, seconds: float) -> bool | None:
         """Sleeps until something comes; whether by a control channel; None if nothing came in so many seconds."""
@@ -68,7 +68,7 @@ class Poll:
 
 
 class Endpoint:
-    """The links of one process; what waits raises a RemoteError once another process has failed or is gone.
+    """The connections of one process; what waits raises a RemoteError once another process has failed or is gone.
 
     Attributes:
         rank: Its number among them.
@@ -83,15 +83,15 @@ class Endpoint:
     def __init__(
         self,
         rank: int,
-        links: Mapping[int, Connection],
+        connections: Mapping[int, Connection],
         limit: float,
         status: Status,
         shared: Mapping[int, Memory],
         groups: NcclGroups | None = None,
     ) -> None:
         self.rank = rank
-        self.size = len(links) + 1
-        self.links = dict(links)
+        self.size = len(connections) + 1
+        self.connections = dict(connections)
         self.due: Mapping[Label, int] = {}
         self.at = 0
         self.waited = 0.0
@@ -102,8 +102,8 @@ class Endpoint:
         self._warns_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
         self._sources: Collection[int] = ()
-        self._poll = Poll(self.links)
-        self.detector = FailureDetector(self.links, shared, limit)
+        self._poll = Poll(self.connections)
+        self.detector = FailureDetector(self.connections, shared, limit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
@@ -129,7 +129,7 @@ class Endpoint:
         self._parting = False
         self._early.clear()
         self.expect({}, (), in_no_step)
-        self._check(self.links)
+        self._check(self.connections)
 
     def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Status], str]) -> None:
         """Begins the actions of a rank, by which messages are due from these sources."""
@@ -155,20 +155,20 @@ class Endpoint:
 
     def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> float:
         """Gives when there was room for it."""
-        link = self.links[peer]
+        connection = self.connections[peer]
         self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         try:
-            while not link.has_room(message.size):
-                link.want_room()
+            while not connection.has_room(message.size):
+                connection.want_room()
                 self._wait(peer, room=message.size)
             with self._groups.all_or_nothing() if following and self._groups else nullcontext():
                 begun = time.perf_counter()
-                left = link.put(self.run, label, message, begun)
+                left = connection.put(self.run, label, message, begun)
                 if following and self._groups:
                     self._groups.follow(peer, following)
             while not left:
                 self._wait(peer, room=0)
-                left = link.flush()
+                left = connection.flush()
         except Gone as gone:
             self.detector.raise_lost(peer, gone)
         return begun
@@ -206,9 +206,9 @@ class Endpoint:
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
-        link, groups = self.links[peer], self._groups
+        connection, groups = self.connections[peer], self._groups
         try:
-            head = link.head()  # of those that are thrown away, too: new slots come with them
+            head = connection.head()  # of those that are thrown away, too: new slots come with them
             if head is None:
                 return None
             is_stale = head.run < self.run
@@ -218,11 +218,11 @@ class Endpoint:
                 return False
             if groups is not None:  # what follows comes also for what is thrown away
                 with groups.all_or_nothing():
-                    message: Message | Coming = groups.expect(peer, link.message(head))
-                    link.done(head)
+                    message: Message | Coming = groups.expect(peer, connection.message(head))
+                    connection.done(head)
             else:
-                message = [] if is_stale else link.message(head)
-                link.done(head)
+                message = [] if is_stale else connection.message(head)
+                connection.done(head)
         except Damaged as error:
             raise damaged(peer, error) from error
         if not is_stale:
@@ -236,7 +236,7 @@ class Endpoint:
         read on; others wait until there is room for so many bytes.
         """
         writing = room is not None
-        watched = {peer: self.links[peer].events(reading=reading, writing=False)}
+        watched = {peer: self.connections[peer].events(reading=reading, writing=False)}
         for source in {*self._sources, peer} if writing else self._sources:
             if source != peer or writing:
                 try:
@@ -245,8 +245,8 @@ class Endpoint:
                 except Gone:
                     self.detector.raise_lost(source)
                 writes = writing and source == peer
-                watched[source] = self.links[source].events(reading=taken is None, writing=writes)
-        if room is not None and self.links[peer].has_room(room):
+                watched[source] = self.connections[source].events(reading=taken is None, writing=writes)
+        if room is not None and self.connections[peer].has_room(room):
             return  # came meanwhile, and is not announced again
         self._poll.watch(watched)
         started = time.perf_counter()
@@ -257,7 +257,7 @@ class Endpoint:
         self.status.waits = False
         self.waited += time.perf_counter() - started
         if is_control:
-            self._check(([peer] if writing else []) if self._parting else self.links)
+            self._check(([peer] if writing else []) if self._parting else self.connections)
 
     def _sleep(self, peer: int) -> bool | None:
         """Sleeps until something happens; warns once of a wait that takes long.
@@ -286,7 +286,7 @@ class Endpoint:
         report = Report.of(error, self.run, self.rank)
         self.detector.report(report)
         if self._groups is not None and (
-            not report.type_name or any(link.control.gone for link in self.links.values())
+            not report.type_name or any(connection.control.gone for connection in self.connections.values())
         ):
             self._groups.end()  # somebody is gone
 
@@ -308,7 +308,7 @@ class Endpoint:
                 self._send(peer, label, encoded)
         for peer in range(1, self.size):
             with suppress(Gone):  # who is gone by now has it
-                while not self.links[peer].has_left():  # what was sent needs this process
+                while not self.connections[peer].has_left():  # what was sent needs this process
                     self._wait(peer, reading=True)
         return self._settled(gathered)
 
@@ -322,14 +322,14 @@ class Endpoint:
         return gathered
 
     def close(self) -> None:
-        """Ends all links; the others see this process as gone."""
-        for link in self.links.values():
-            link.close()
+        """Ends all connections; the others see this process as gone."""
+        for connection in self.connections.values():
+            connection.close()
 
 
 def _drop(reference: "weakref.ref[Endpoint]") -> None:
-    """In a forked process, say a DataLoader's: as long as it had the links, nobody would see this process end."""
+    """In a forked process, say a DataLoader's, as long as it had them nobody would see this process end."""
     endpoint = reference()
     if endpoint is not None:
-        for link in endpoint.links.values():
-            link.drop()
+        for connection in endpoint.connections.values():
+            connection.drop()

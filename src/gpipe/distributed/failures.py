@@ -58,7 +58,6 @@ REPORT_SECONDS = 1.0  # from the end of a process's connection until its own rep
 LONGEST_TEXT = 20_000  # characters of a traceback, and of an exception's text
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
-
 Memory: TypeAlias = Status | mmap.mmap
 """Where a status stands."""
 
@@ -112,26 +111,24 @@ class FailureDetector:
         sees: Says in words what a peer was last seen at.
     """
 
-    def __init__(
-        self, links: Mapping[int, Connection], shared: Mapping[int, Status | mmap.mmap], limit: float
-    ) -> None:
+    def __init__(self, connections: Mapping[int, Connection], shared: Mapping[int, Memory], limit: float) -> None:
         self.run = 0
         self.sees: Callable[[int, Status], str] = in_no_step
         self.limit = limit  # seconds to wait for one
-        self._links = links
+        self._connections = connections
         self._reports: list[Report] = []
         self._shared = shared  # what those of this host are at
 
     def check(self, needed: Collection[int]) -> list[int]:
         """Reads the control channels, and raises a failure of this run; gives who is gone and not needed any more."""
-        for peer, link in self._links.items():
+        for peer, connection in self._connections.items():
             with reading("a report", peer):
-                self._reports += [Report.read(message) for message in link.control.read() if message]
+                self._reports += [Report.read(message) for message in connection.control.read() if message]
         self._reports = [report for report in self._reports if report.run >= self.run]
         for report in self._reports:
             if report.run == self.run:
                 raise report.error()
-        gone = [peer for peer, link in self._links.items() if link.control.gone]
+        gone = [peer for peer, connection in self._connections.items() if connection.control.gone]
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
             last = [f"rank {peer} is gone; {self.last_seen(peer, gone=True)}" for peer in missed]
@@ -140,11 +137,11 @@ class FailureDetector:
 
     def raise_lost(self, peer: int, gone: Gone | None = None) -> NoReturn:
         """Raises why a stream ended: a report says it, or soon will; or nobody is gone, and it is this device."""
-        self.check(self._links)
+        self.check(self._connections)
         channel = select.poll()
-        channel.register(self._links[peer].control.connection, select.POLLIN)
+        channel.register(self._connections[peer].control.socket, select.POLLIN)
         channel.poll(REPORT_SECONDS * 1000)
-        self.check(self._links)
+        self.check(self._connections)
         if gone is not None and isinstance(gone.__cause__, RuntimeError):  # the backend's
             raise gone.__cause__
         raise received(f"rank {peer} is gone; {self.last_seen(peer, gone=True)}", peer)
@@ -161,7 +158,7 @@ class FailureDetector:
         return self._silent() or active or [peer]
 
     def _silent(self) -> list[int]:
-        return [peer for peer, link in self._links.items() if link.silent > SILENT_SECONDS]
+        return [peer for peer, connection in self._connections.items() if connection.silent > SILENT_SECONDS]
 
     def all_last_seen(self, peers: Collection[int]) -> list[str]:
         """In words, where some processes were last seen, a line each or more."""
@@ -169,7 +166,7 @@ class FailureDetector:
 
     def last_seen(self, peer: int, *, gone: bool = False) -> str:
         """In words, where a process was when it was last seen in this run, or when it ended."""
-        silent = self._links[peer].silent
+        silent = self._connections[peer].silent
         if peer not in self._shared and silent > SILENT_SECONDS:
             return f"it cannot be reached: its host has not answered for {silent:.1f} s"
         if peer not in self._shared:
@@ -184,12 +181,13 @@ class FailureDetector:
 
     def report(self, report: Report) -> None:
         """Tells all of a failure."""
-        for link in self._links.values():
-            link.control.send(report.write())
+        for connection in self._connections.values():
+            connection.control.send(report.write())
 
     def gone(self) -> list[int]:
-        """Those whose ends of the links are closed. Any thread may ask."""
-        poll, peers = select.poll(), {link.control.connection.fileno(): peer for peer, link in self._links.items()}
+        """Those whose ends of the connections are closed. Any thread may ask."""
+        poll = select.poll()
+        peers = {connection.control.socket.fileno(): peer for peer, connection in self._connections.items()}
         for handle in peers.keys() - {-1}:
             poll.register(handle, HANGS_UP)
         return sorted(peers[handle] for handle, _ in poll.poll(0))

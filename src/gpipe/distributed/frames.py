@@ -67,7 +67,7 @@ def explaining_limits() -> Iterator[None]:
         if error.errno in LIMITS and not getattr(error, "__notes__", []):
             may = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             error.add_note(
-                f"this process may have {may} files and connections open, and links to other processes need some: "
+                f"this process may have {may} files and sockets open, and connections to other processes need some: "
                 f"allow more where it is started, as by `ulimit -n {max(4096, 4 * may)}`"
             )
         raise
@@ -168,7 +168,7 @@ class ControlChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self.connection = connection
+        self.socket = connection
         self.gone = False
         self._arrived = bytearray()
         self._leaving = bytearray()
@@ -181,7 +181,7 @@ class ControlChannel:
     def _flush(self) -> None:
         try:
             while self._leaving:
-                del self._leaving[: self.connection.send(self._leaving)]
+                del self._leaving[: self.socket.send(self._leaving)]
         except BlockingIOError:
             return
         except OSError:
@@ -191,7 +191,7 @@ class ControlChannel:
         """What has come meanwhile; notes when the other end is gone."""
         self._flush()
         try:
-            while data := self.connection.recv(CHUNK_BYTES):
+            while data := self.socket.recv(CHUNK_BYTES):
                 self._arrived += data
             self.gone = True
         except BlockingIOError:

@@ -68,12 +68,12 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         for end in sockets.values():
             on_failure.enter_context(end)
             _keep_alive(end, position.silence)
-        links = {}
+        connections = {}
         for peer in sorted({peer for peer, _ in sockets}):
             kind = Connection if peer in local else TcpConnection
-            links[peer] = kind(*(sockets[peer, stream] for stream in STREAMS))
-            on_failure.callback(links[peer].close)
-        endpoint = Endpoint(position.rank, links, position.timeout, status, shared, groups)
+            connections[peer] = kind(*(sockets[peer, stream] for stream in STREAMS))
+            on_failure.callback(connections[peer].close)
+        endpoint = Endpoint(position.rank, connections, position.timeout, status, shared, groups)
         rendezvous.close()
         on_failure.pop_all()
         return endpoint

@@ -119,7 +119,7 @@ class NcclGroups:
                     dist.recv(byte, self._members[sender], self._groups[sender, receiver])
 
     def pack(self, peer: int, message: Message) -> tuple[BoundaryValue, list[Tensor]]:
-        """What of a message the link carries, and the tensors that follow it."""
+        """What of a message the connection carries, and the tensors that follow it."""
         leaves, spec = tree_flatten(message.value if isinstance(message, BoundaryValue) else message)
         found: dict[int, tuple[Tensor, list[int]]] = {}
         for at, leaf in enumerate(leaves):
@@ -140,7 +140,7 @@ class NcclGroups:
         return BoundaryValue((sharing, tree_unflatten(leaves, spec), described), []), following
 
     def follow(self, peer: int, following: Sequence[Tensor]) -> None:
-        """Puts tensors on their way, in the order of their messages on the link."""
+        """Puts tensors on their way, in the order of their messages on the connection."""
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         for tensor in following:
             with _breaking_off():
@@ -149,7 +149,7 @@ class NcclGroups:
             self._under_way.append((work, tensor))
 
     def expect(self, peer: int, packed: Message) -> Coming:
-        """Has room for what follows a message that the link brought: for each in its order, as soon as it is here."""
+        """Has room for what follows a message that the connection brought, in that order, as soon as it is here."""
         with reading("a message for a GPU"):
             sent: Any = packed.value if isinstance(packed, BoundaryValue) else ()
             sharing, tree, described = sent  # what `pack` gave
@@ -210,7 +210,7 @@ def groups_for(position: Position, crossings: Iterable[tuple[int, int]]) -> Nccl
 
 @contextmanager
 def _breaking_off() -> Iterator[None]:
-    """While the backend may learn sooner than the links that the other end is gone."""
+    """While the backend may learn sooner than the connections that the other end is gone."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The processes of one pipe: their links, and what they say to each other between runs."""
+"""The processes of one pipe: their connections, and what they say to each other between runs."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -70,7 +70,7 @@ class Processes(OneProcess):
         self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle leaves the links behind."""
+        """A copy or a pickle leaves the connections behind."""
         return {**vars(self), "_endpoint": None}
 
     def findings(self) -> list[str]:
@@ -80,11 +80,11 @@ class Processes(OneProcess):
         return find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
 
     def link(self, rendezvous: Rendezvous) -> None:
-        """Makes the links to the other processes, who do so at the same time; the last that the rendezvous is for."""
+        """Connects with the other processes, who do so at the same time; the last that the rendezvous is for."""
         self._endpoint = connect(rendezvous, self.position, groups_for(self.position, self.engine.crossings()))
 
     def linked(self) -> Endpoint:
-        """The links, made anew by all processes at once if they were closed."""
+        """The connections, made anew by all processes at once if they were closed."""
         if self._endpoint is None:
             with Rendezvous() as rendezvous, explaining_limits():
                 rendezvous.greet(self.position)
@@ -114,7 +114,7 @@ class Processes(OneProcess):
         return () if endpoint is None else endpoint.detector.gone()
 
     def close(self) -> None:
-        """Ends the links; the next run makes new ones."""
+        """Ends the connections; the next run makes new ones."""
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None

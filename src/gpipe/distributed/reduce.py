@@ -66,7 +66,7 @@ def add_over_replicas(endpoint: Endpoint, position: Position, stage: int, parame
     much. A parameter that one of them has a gradient of has one everywhere afterwards.
 
     Note "Ahead". A replica sends one round of buckets before it ends the one before: so all have work while messages
-    are under way, and never more than four are to one that takes none, for which a link has room (see `Endpoint`).
+    are under way, and never more than four are to one that takes none, for which there is room (see `Endpoint`).
     """
     peers, first = position.ranks_of_row, stage * MOST
     gradients = _all_gradients(endpoint, position, first + MOST - 1, parameters)

@@ -1,4 +1,4 @@
-"""What a rank does on one of two hosts, under torchrun: trains, until the link is cut or a rank is killed.
+"""What a rank does on one of two hosts, under torchrun: trains, until the connection is cut or a rank is killed.
 
     torchrun ... -m tests.support.jobs.two_hosts FOLDER FAULT TIMEOUT
 
@@ -110,8 +110,8 @@ def train(folder: Path, fault: str, record: dict[str, Any]) -> None:
     layers = build(world, Middle(folder, who), who or 1)
     pipe = gpipe.GPipe(layers, [2] * world, MICRO_BATCHES, remat="never", seed=0, driver="process")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    links = pipe._processes.linked().links  # type: ignore[attr-defined]  # over processes
-    record["links"] = {str(peer): type(link).__name__ for peer, link in links.items()}
+    connections = pipe._processes.linked().connections  # type: ignore[attr-defined]  # over processes
+    record["connections"] = {str(peer): type(connection).__name__ for peer, connection in connections.items()}
     record["doors"] = doors
     for step in range(SOUND_STEPS + 1):
         loss = pipe.step(*batch(step), squares)
