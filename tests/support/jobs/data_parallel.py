@@ -19,6 +19,7 @@ from gpipe.distributed import context
 from gpipe.distributed import reduce as collectives
 from gpipe.stages.tree import full_tensor
 from tests.support.jobs.training import Json
+from tests.support.jobs.whole import said
 from tests.support.placements import placed
 from tests.support.plain_loop import weights_of
 from tests.support.processes.marks import FOLDER
@@ -252,11 +253,7 @@ def synchronize(rank: int, world: int, rows: Sequence[int], remat: str, way: str
         else:  # the mean over the rows of all replicas
             (F.mse_loss(pipe(x, gather=True), y) * (len(x) / sum(rows))).backward()
     found = {"gradients": gradients(pipe), "buffers": tensors_of(dict(pipe.named_buffers()))}
-    told = ""
-    try:
-        pipe.step(*part_of(rank, 2, [rows[0], 1], 2), F.mse_loss)
-    except (ValueError, gpipe.RemoteError) as error:
-        told = str(error)
+    told = said(lambda: pipe.step(*part_of(rank, 2, [rows[0], 1], 2), F.mse_loss))
     pipe.eval()
     with torch.no_grad():
         pipe.step(*part_of(rank, 2, rows, 3), F.mse_loss)
@@ -384,11 +381,7 @@ def shard(rank: int, world: int, remat: str) -> Json:
         optimizer.step()
         optimizer.zero_grad()
     found = parameters(pipe)
-    told = ""
-    try:
-        pipe.step(*part_of(rank, 2, [7, 2], 9), F.mse_loss)
-    except (ValueError, gpipe.RemoteError) as error:
-        told = str(error)
+    told = said(lambda: pipe.step(*part_of(rank, 2, [7, 2], 9), F.mse_loss))
     return {"parameters": found, "norms": norms, "told": told}
 
 

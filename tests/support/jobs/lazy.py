@@ -38,7 +38,7 @@ def room(size: int) -> Iterator[None]:
 
 
 def build_in_little_memory(rank: int, world: int) -> Json:
-    """Builds and trains a model that does not fit; says so, its losses, and the digests of its weights before.
+    """Builds and trains a model that does not fit; says so, and the digests of its weights before.
 
     Each rank needs memory for the weights and the gradients of six layers; the whole model has 24.
     """
@@ -47,8 +47,7 @@ def build_in_little_memory(rank: int, world: int) -> Json:
     with room(ROOM):
         pipe = gpipe.GPipe(makers(), world, 2, seed=SEED, driver="process")
         digests = {name: digest(parameter) for name, parameter in pipe.named_parameters()}
-        loss = pipe.step(torch.ones(2, WIDTH), torch.zeros(2, WIDTH), F.mse_loss)
-        gradients = {name: digest(parameter.grad) for name, parameter in pipe.named_parameters()}
+        pipe.step(torch.ones(2, WIDTH), torch.zeros(2, WIDTH), F.mse_loss)
         pipe.close()
         del pipe
         refused = False
@@ -57,7 +56,7 @@ def build_in_little_memory(rank: int, world: int) -> Json:
             del whole
         except (RuntimeError, MemoryError):
             refused = True
-    return [refused, digest(loss), digests, gradients]
+    return [refused, digests]
 
 
 def draws_around(rank: int, world: int) -> Json:
