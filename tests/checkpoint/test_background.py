@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,7 +16,7 @@ import torch
 import gpipe
 from gpipe.checkpoint import files, part
 from tests.support.checkpointed import differences, fail, make, remembered, snapshot, train, trained
-from tests.support.thread_ranks import LIMIT
+from tests.support.progress import run
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def waiting(*args: Any) -> Any:
         if threading.current_thread().name == "gpipe-save":
-            assert opened.wait(LIMIT)
+            opened.wait()
         return original(*args)
 
     monkeypatch.setattr(part, "write_file", waiting)
@@ -101,7 +100,7 @@ def test_a_script_that_ends_lets_the_checkpoint_be_written(tmp_path: Path) -> No
         raise SystemExit(3)
     """
     command = [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)]
-    assert subprocess.run(command, timeout=170).returncode == 3
+    assert run(command).returncode == 3
     assert gpipe.load(tmp_path).step_number == 0
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Collection
@@ -16,24 +15,19 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.checkpointed import M, X, Y, build_tied, differences, make, remembered, train, trained
-
-LIMIT = 170  # seconds
+from tests.support.progress import wait_until
 
 
 def run_processes(job: str, size: int, folder: Path) -> list[Any]:
     """What each process of a job of this module wrote to its standard output, last of all, as JSON."""
     command = [sys.executable, "-m", "tests.checkpoint.test_processes", job, str(folder), str(size)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, start_new_session=True)
-        for rank in range(size)
-    ]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
     try:
-        outputs = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
+        wait_until(lambda: all(rank.poll() == 0 for rank in ranks) or any(rank.poll() for rank in ranks))
     finally:
         for rank in ranks:
-            if rank.poll() is None:
-                os.killpg(rank.pid, signal.SIGKILL)
-                rank.wait()
+            rank.kill()
+    outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
@@ -140,7 +134,6 @@ def test_sharded_parameters_are_put_together_and_taken_apart(tmp_path: Path) -> 
 
 def main() -> None:
     job, folder, size, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    signal.alarm(LIMIT)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=size)

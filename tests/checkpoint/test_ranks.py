@@ -13,7 +13,7 @@ import gpipe
 from gpipe.checkpoint import part
 from gpipe.errors import RemoteError
 from tests.support.checkpointed import differences, make, remembered, trained
-from tests.support.thread_ranks import LIMIT, RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
+from tests.support.thread_ranks import RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 
 # Several processes.
 
@@ -50,7 +50,7 @@ def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
     def write_part(writing: part.Writing) -> None:
         if writing.rank != 1:
             original(writing)
-            all_but_1.wait(LIMIT)
+            all_but_1.wait()
 
     monkeypatch.setattr("gpipe.checkpoint.save.write_part", write_part)
     pipes = rank_pipes(trained()[0])

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -13,6 +12,7 @@ import pytest
 import gpipe
 from gpipe.checkpoint.sigterm import TERMINATED
 from tests.support.checkpointed import make, trained
+from tests.support.progress import run as run_watched
 from tests.support.thread_ranks import RankPipe, all_well, rank_pipes, run_ranks
 
 SCRIPT = """
@@ -36,7 +36,7 @@ SCRIPT = """
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_first_sigterm_saves_and_the_second_quits(times: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), str(times)]
-    done = subprocess.run(command, timeout=170)
+    done = run_watched(command)
     if times == 1:
         assert done.returncode == TERMINATED == 143
         assert gpipe.load(tmp_path).step_number == 3

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.jobs.two_hosts import SOUND_STEPS, heard, local_losses
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
-from tests.support.processes.launch import TICK
+from tests.support.progress import TICK
 from two_hosts.hosts import ADDRESSES, Hosts, missing, two_hosts
 from two_hosts.relay import WIRE
 

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +16,13 @@ from gpipe.cli.main import main
 from gpipe.recipes.training import ENDINGS
 from tests.support.jobs.small_digits import EPOCHS, GO
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
-from tests.support.processes.launch import TICK
 from tests.support.processes.listening import family, listening_sockets
 from tests.support.processes.torchrun import Launched, torchrun, wait_for
+from tests.support.progress import wait_until
 from tests.support.small_images import EVERYTHING, flags, shown, train
 
 OPTIONS = replace(EVERYTHING, micro_batches=4, epochs=EPOCHS)
 ARGUMENTS = ("train", "digits", *flags(OPTIONS))
-LIMIT = 250.0
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +37,6 @@ def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file without which no process begins its last epoch, unless it is told to end."""
     monkeypatch.setenv(GO, str(tmp_path / "go"))
     return tmp_path / "go"
-
-
-def ended(launched: Launched) -> str:
-    """Waits until torchrun has ended; gives its log."""
-    launched.popen.wait(LIMIT)
-    return launched.log.read_text(errors="replace")
 
 
 def metrics(out: Path) -> list[Sequence[float]]:
@@ -69,7 +61,7 @@ def test_four_processes_show_and_write_what_one_does(alone: tuple[str, Path], tm
     out = tmp_path / "out"
     arguments = (*ARGUMENTS, "--out", str(out))
     with torchrun(4, "tests.support.jobs.small_digits", *arguments, folder=tmp_path) as launched:
-        log = ended(launched)
+        log = launched.wait()
     assert launched.popen.returncode == 0, log
     assert shown(log) == shown(text)
     assert "4 partitions" in log
@@ -95,7 +87,7 @@ def test_a_rank_is_killed_and_torchrun_goes_on_from_the_latest_checkpoint(
         wait_for(launched, [out / "checkpoints" / "latest"])
         subprocess.run(["kill", "-KILL", str(workers_of(launched)[1])], check=True)
         go.touch()
-        log = ended(launched)
+        log = launched.wait()
     assert launched.popen.returncode == 0, log
     assert "rank 1 is gone" in log
     assert re.search(rf"goes on after epoch [1-{EPOCHS - 1}]", log)
@@ -116,7 +108,7 @@ def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_pr
         wait_for(launched, [out / "checkpoints" / "latest"])
         open_ports = listening_sockets(family(launched.popen.pid))
         launched.popen.terminate()
-        log = ended(launched)
+        log = launched.wait()
     assert open_ports
     assert [port for port in open_ports if not port.is_loopback] == []
     assert log.count("SIGTERM: saved to") == 1, log
@@ -137,11 +129,10 @@ def test_one_process_that_is_told_to_end_says_how_to_go_on(
     with log.open("wb") as stream:
         popen = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdout=stream, stderr=stream)
     try:
-        until = time.monotonic() + LIMIT
-        while not (out / "checkpoints" / "latest").exists() and time.monotonic() < until:
-            time.sleep(TICK)
+        wait_until((out / "checkpoints" / "latest").exists, log)
         popen.send_signal(number)
-        assert popen.wait(LIMIT) == 128 + number, log.read_text()
+        wait_until(lambda: popen.poll() is not None, log)
+        assert popen.returncode == 128 + number, log.read_text()
     finally:
         popen.kill()
     said = log.read_text()
@@ -157,7 +148,7 @@ def test_one_process_that_is_told_to_end_says_how_to_go_on(
 def test_all_processes_end_with_a_mistake_which_is_said_once(tmp_path: Path) -> None:
     arguments = (*ARGUMENTS, "--partitions", "4", "--out", str(tmp_path / "out"))
     with torchrun(2, "tests.support.jobs.small_digits", *arguments, folder=tmp_path) as launched:
-        log = ended(launched)
+        log = launched.wait()
     assert launched.popen.returncode != 0
     assert log.count("gpipe: --partitions is 4, but there are 2 processes: choose one of 1, 2\n") == 1, log
     assert "Traceback" not in log.partition("torch/distributed/elastic")[0]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gpipe
 from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop, same_bits, train, train_plainly
 
-M, WIDTH, PATIENCE = 3, 6, 60.0
+M, WIDTH = 3, 6
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 Function = Callable[[Tensor], Tensor]
@@ -138,7 +138,7 @@ def drawing_elsewhere() -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(PATIENCE)
+        thread.join()
 
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+TICK = 0.01  # seconds
 LOOK_SECONDS = 5.0
 LOOKS = 60  # counted, not timed: a machine that stops for a while is no reason
 LEAST_SHARE = 0.02  # of a core, over all looks: waiting processes that poll take less, a loaded machine leaves more
@@ -64,6 +65,19 @@ def seconds_of(pids: Collection[int]) -> dict[int, float]:
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
     return {pid: seconds[pid] for pid in family & seconds.keys()}
+
+
+def wait_until(condition: Callable[[], bool], log: Path | None = None) -> None:
+    """Waits for what this process or one that it has started brings about, for as long as they get on.
+
+    Raises:
+        AssertionError: They stand still; with the end of the log, if there is one.
+    """
+    progress = Progress([os.getpid()])
+    while not condition():
+        if progress.stands_still():
+            raise AssertionError(f"nothing moves\n{log.read_text(errors='replace')[-20_000:] if log else ''}")
+        time.sleep(TICK)
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -12,8 +12,6 @@ from torch import nn
 import gpipe
 from gpipe.errors import RemoteError
 
-LIMIT = 150.0  # seconds, the `limit` of saves that shall not need one
-
 Made = TypeVar("Made")
 
 

@@ -24,10 +24,9 @@ from tests.support.processes.fork_server import ONE_THREAD, Forked, fork_servers
 from tests.support.processes.marks import first_mark
 from tests.support.processes.outcome import HungError, Outcome
 from tests.support.processes.rank import Order
-from tests.support.progress import Progress
+from tests.support.progress import TICK, Progress
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-TICK = 0.01
 GRACE, STUCK, HEARD = 2.0, 0.5, 60.0
 TIMEOUT = 600.0  # seconds that a group waits: who is done has not waited for it
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
-from tests.support.processes.launch import GRACE, LOOPBACK, TICK
+from tests.support.processes.launch import GRACE, LOOPBACK
 from tests.support.processes.listening import family
-from tests.support.progress import Progress
+from tests.support.progress import TICK, wait_until
 
 
 @dataclass
@@ -36,6 +36,11 @@ class Launched:
             seen = {pid: _began(pid) for pid in family(self.popen.pid)[1:]}
             self.known |= {pid: began for pid, began in seen.items() if began}
         return [pid for pid, began in self.known.items() if _began(pid) == began]
+
+    def wait(self) -> str:
+        """Waits until the launcher has ended; gives the log."""
+        wait_until(lambda: self.popen.poll() is not None, self.log)
+        return self.log.read_text(errors="replace")
 
     def orphans(self, seconds: float) -> list[int]:
         """Kills the launcher and nothing else; gives the workers that still run so many seconds later."""
@@ -112,10 +117,6 @@ def wait_for(launched: Launched, files: list[Path]) -> None:
     Raises:
         AssertionError: They stand still, or the launcher has ended; with the end of the log.
     """
-    progress = Progress([launched.popen.pid])
-    while not all(file.exists() for file in files):
-        ended = launched.popen.poll()
-        if ended is not None or progress.stands_still():
-            how = "the workers stand still" if ended is None else f"torchrun ended with {ended}"
-            raise AssertionError(f"{how}:\n{launched.log.read_text(errors='replace')[-20_000:]}")
-        time.sleep(TICK)
+    ended, made = (lambda: launched.popen.poll() is not None), (lambda: all(file.exists() for file in files))
+    wait_until(lambda: made() or ended(), launched.log)
+    assert made(), f"torchrun has ended:\n{launched.log.read_text(errors='replace')[-20_000:]}"
