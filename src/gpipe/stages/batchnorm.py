@@ -130,16 +130,14 @@ def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
     lent: list[tuple[int, Tensor, Tensor]] = []
     momenta: dict[nn.Module, float | None] = {}
 
-    def empty(name: str) -> Tensor | None:
-        buffer = own[name]
-        return None if buffer is None else allocate_like(buffer).zero_()
-
     def before_forward(used: AnyBatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """`used` may be a stand-in for the module, which shares its buffers but not its momentum (WeightAliases)."""
         given = args[0] if args else kwargs["input"]
         momenta.setdefault(used, used.momentum)
         used.__dict__["momentum"] = 1.0
-        used._buffers.update({name: empty(name) for name in own})
+        used._buffers.update(
+            {name: buffer if buffer is None else allocate_like(buffer).zero_() for name, buffer in own.items()}
+        )
         assert used.running_mean is not None
         assert used.running_var is not None
         lent.append((given.numel() // given.shape[1], used.running_mean, used.running_var))

@@ -105,8 +105,10 @@ _signature = lru_cache(inspect.signature)
 
 def read_loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossCall | None:
     """What a function of torch averages over, if it is a loss, by its name."""
-    if name not in OF_LABELS and name not in OF_ROWS:
-        return None
+    return _read_arguments(name, args, kwargs) if name in OF_LABELS or name in OF_ROWS else None
+
+
+def _read_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossCall | None:
     try:
         given = _signature(getattr(functional, name)).bind(*args, **kwargs)
     except (TypeError, ValueError):  # calling it will raise
@@ -132,14 +134,7 @@ def read_loss(loss_fn: object) -> LossCall | None:
         name = next((base.__name__ for base in kind.__mro__ if base.__name__ in OF_ELEMENTS), "")
         return LossCall.of(name, {at: getattr(function, at, None) for at in ("reduction", "ignore_index", *PER_ROW)})
     name = getattr(function, "__name__", "")
-    if getattr(functional, name, None) is not function:
-        return None
-    try:
-        given = _signature(function).bind(None, None, **keywords)
-    except (TypeError, ValueError):
-        return None
-    given.apply_defaults()
-    return LossCall.of(name, given.arguments)
+    return _read_arguments(name, (None, None), keywords) if getattr(functional, name, None) is function else None
 
 
 def module_of_forward(module: nn.Module) -> str:
