@@ -1,7 +1,6 @@
 """The processes that train together, as torchrun says, and how they meet."""
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -21,7 +20,6 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launch
 TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux's question for the address of an interface
-MOST = 2**16  # bytes of what rank 0 makes
 
 
 @dataclass(frozen=True)
@@ -75,15 +73,11 @@ def joined(world: World) -> Iterator[None]:
 
 
 def of_first(world: World, make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, in every process: plain values, which JSON can hold."""
-    if not world.launched:
-        return make()
-    message = torch.zeros(MOST, dtype=torch.uint8)
-    if not world.rank:
-        text = json.dumps(make()).encode()
-        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(message, 0)
-    return json.loads(bytes(message.tolist()).rstrip(b"\0"))
+    """What rank 0 makes, in every process."""
+    made = [None if world.rank else make()]
+    if world.launched:
+        dist.broadcast_object_list(made, 0)
+    return made[0]
 
 
 def _find_interface(address: str) -> str | None:

@@ -22,8 +22,7 @@ LONGEST_PIECE = 48  # bytes, 16 letters of most scripts: or else a language with
 WORDS = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+"  # no piece reaches beyond a match
 ORDER = 3  # sets these draws apart from those of other modules
 
-Lengths = Sequence[tuple[int, int]]
-"""Of each pair, the tokens of its source and of its target, without specials."""
+Lengths = Sequence[tuple[int, int]]  # of each pair, the tokens of its source and of its target, without specials
 
 
 class Vocabulary:

@@ -6,6 +6,7 @@ What holds is the last that says something:
 """
 
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -141,7 +142,10 @@ def options_before(recipe: str, given: Sequence[str]) -> TrainOptions:
     """What holds where flags say nothing: what files say to which `--config`, `--resume` and `--from` send."""
     options = OPTIONS[recipe]
     refuse(_unreadable(given, options))
-    config, out, start = (_value(given, name) for name in ("--config", "--out", "--from"))
+    flags = ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--config", "--out", "--from"):
+        flags.add_argument(name, nargs="?")
+    config, out, start = vars(flags.parse_known_args(given)[0]).values()
     values: dict[str, Any] = {}
     saved = Path(out or options.out) / CONFIG
     if config is not None:
@@ -167,14 +171,3 @@ def _unreadable(given: Sequence[str], options: type[TrainOptions]) -> Iterator[s
             read(value, kind)
         except ValueError as mistake:
             yield f"{name} is {value}: {mistake}"
-
-
-def _value(given: Sequence[str], name: str) -> str | None:
-    """What was given for a flag, the last time."""
-    found = None
-    for number, word in enumerate(given, start=1):
-        if word == name and number < len(given):
-            found = given[number]
-        elif word.startswith(f"{name}="):
-            found = word.removeprefix(f"{name}=")
-    return found

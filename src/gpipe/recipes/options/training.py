@@ -134,9 +134,6 @@ class TrainOptions:
 
         Raises:
             ValueError: One line for each option that cannot be, with what to do.
-
-        >>> TrainOptions().settled(processes=4).partitions
-        4
         """
         chosen = self if self.partitions is not None else replace(self, partitions=processes or 2)
         chosen.check()
