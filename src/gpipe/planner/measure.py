@@ -30,10 +30,8 @@ from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
 
 T = TypeVar("T")
-LayerInput: TypeAlias = tuple[Tree, dict[str, Tensor | None]]
-"""What a layer takes of the main line, and what it pops."""
-LayerOutput: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
-"""What a layer returns, and what it stashes."""
+LayerInput: TypeAlias = tuple[Tree, dict[str, Tensor | None]]  # what a layer takes of the main line, and what it pops
+LayerOutput: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]  # what a layer returns, and what it stashes
 
 FEWEST_ROUNDS, MOST_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
 """Rounds in which all layers are timed, behind one that warms up, and seconds for each layer after which no more are
@@ -131,13 +129,6 @@ def measure_seconds(
     A layer takes what it takes while the other ranks compute: on a CPU as many threads as there are ranks go round
     layers of their own, again and again, so that caches, the memory's bandwidth, the interpreter and the cores are
     shared as in training. On other devices a layer is measured by itself, and is on the device meanwhile.
-
-    Args:
-        layers: In order.
-        sample: What the first takes.
-        device: On which they run.
-        at_once: How many ranks compute at once on this machine.
-        parts: Whether the two parts of a backward are measured too.
     """
     once = partial(_seconds, device=device, parts=parts)
     on_device = replace_tensors(sample, lambda tensor: moved(tensor, device))
@@ -248,11 +239,7 @@ def _now(device: torch.device) -> float:
 
 
 def memory_of(device: torch.device) -> int:
-    """The bytes that a device holds when it is empty; of a CPU, those of the machine.
-
-    >>> memory_of(torch.device("cpu")) > 2**20
-    True
-    """
+    """The bytes that a device holds when it is empty; of a CPU, those of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

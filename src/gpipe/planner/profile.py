@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from math import prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
@@ -41,14 +41,13 @@ from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 T = TypeVar("T")
-ADAM = 2
-"""Numbers that the optimizer keeps of each that it trains: Adam keeps two."""
+ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
 IF_IT_NEEDS_VALUES = (
     "if it needs them, to branch on, no plan, no remat='auto' and no costs='flops' can be had: give partitions=, "
     "micro_batches= and remat= to GPipe yourself"
 )
-_LEAST = 1e-9
-"""No layer costs nothing."""
+COUNTED_BYTES = ("boundary", "inside", "keeps_input", "working", "leaving")
+_LEAST = 1e-9  # no layer costs nothing
 
 
 @dataclass
@@ -122,11 +121,7 @@ def _profile(
         forward=_line(work, lambda each: max(_LEAST, each.forward)),
         backward=_line(work, lambda each: each.backward),
         parts=(inputs, weights) if are_split else None,
-        boundary=_line(counts, lambda each: each.boundary),
-        inside=_line(counts, lambda each: each.inside),
-        keeps_input=_line(counts, lambda each: each.keeps_input),
-        working=_line(counts, lambda each: each.working),
-        leaving=_line(counts, lambda each: each.leaving),
+        **{kind: _line(counts, attrgetter(kind)) for kind in COUNTED_BYTES},
         state=buffers + _bytes_of(layer.parameters()) + trained * (1 + optimizer_numbers),
         buffers=buffers,
         popped=tuple((at, _line(popped, itemgetter(at))) for at in next(iter(popped.values()))),
@@ -148,11 +143,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> float:
 
 
 def count_parameters(layers: Sequence[nn.Module]) -> list[float]:
-    """The parameters of each layer, at least 1.
-
-    >>> count_parameters([nn.Linear(3, 2), nn.Tanh()])
-    [8, 1]
-    """
+    """The parameters of each layer, at least 1."""
     return [max(1, sum(p.numel() for p in layer.parameters() if not is_lazy(p))) for layer in layers]
 
 

@@ -14,19 +14,14 @@ from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
 from gpipe.schedule.timeline import Timeline
 
-Seconds = Mapping[tuple[int, Kind], float]
-"""By stage and kind, the mean time of an action."""
+Seconds = Mapping[tuple[int, Kind], float]  # by stage and kind, the mean time of an action
 
-TINY = 1e-3
-"""Seconds of a forward below which half of it does not take half as long."""
+TINY = 1e-3  # seconds of a forward below which half of it does not take half as long
 WORTH, MUCH = 1.02, 1.05
 """Gains below which nothing is advised, and from which on a free remedy comes before those that cost something."""
-SOME_CORES = 0.2
-"""Cores used by other processes from which on they are named."""
-APART = 0.1
-"""The part by which a measured step may differ from its prediction without a word."""
-SLOWER = 0.2
-"""The part by which a rank may take longer than others with the same layers."""
+SOME_CORES = 0.2  # cores used by other processes from which on they are named
+APART = 0.1  # the part by which a measured step may differ from its prediction without a word
+SLOWER = 0.2  # the part by which a rank may take longer than others with the same layers
 
 OTHERS_FIRST = (
     "Other processes used {others.cores:.1f} of this machine's {others.of} cores, and {ranks} ranks had to wait for "
@@ -35,7 +30,7 @@ OTHERS_FIRST = (
 NOTHING = "Nothing to change gives more than {worth:.0%}: ranks are at work for {busy:.0%} of the time"
 BY_GUESS = "no cuts are better as far as its layers' sizes tell (with sample=, GPipe measures their time)"
 TEXT = "{what} takes {share:.1%} of the time: {remedy} would give {most}{gain:.2f} x"
-BY_SHARE = {
+BY_SHARE = {  # by part of the time what it is, and the remedy that it would be gone with
     "data": ("Making mini-batches ready", "worker processes (DataLoader(num_workers=...)), or doing it ahead,"),
     "weight update": (
         "The optimizer",
@@ -50,7 +45,6 @@ BY_SHARE = {
         "no other processes, or fewer, larger stages or micro-batches where handing over counts,",
     ),
 }
-"""By part of the time what it is, and the remedy that it would be gone with."""
 RECOMPUTE = "Recomputing", "remat='never', where memory allows,"
 ONE_THREAD = "That all ranks run in one thread (driver='lockstep')", "driver='threads'"
 MORE_MICRO_BATCHES = "The bubble", "micro_batches={more}, if halves of these micro-batches take half as long,"

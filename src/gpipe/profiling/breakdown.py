@@ -48,7 +48,7 @@ KINDS = {
     Kind.TIE: "reduction",
     Kind.COMMIT: "reduction",
 }
-MEANING = {
+MEANING = {  # the parts, in their order, and what each is
     "forward": "the layers, the first time",
     "recompute": "the layers again (rematerialization)",
     "backward": "the gradients",
@@ -62,7 +62,6 @@ MEANING = {
     "host": "gpipe around the pipeline: splitting, checking, agreeing",
     "between steps": "your own code outside of the pipe",
 }
-"""The parts, in their order, and what each is."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,6 @@ class Breakdown:
 
 def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
     """Finds where the time of steps went.
-
-    >>> from gpipe.schedule.cost import StageCost
-    >>> from gpipe.schedule.schedules import fill_drain
-    >>> program = Program.of(fill_drain(stages=4, micro_batches=4), micro_batches=4)
-    >>> step = simulate(program, [StageCost(forward=1.0, backward=2.0)] * 4).timeline
-    >>> found = breakdown([step])
-    >>> round(found.shares["bubble"], 6), found.shares["imbalance"], round(found.theory, 6)
-    (0.428571, 0.0, 0.428571)
 
     Raises:
         ValueError: There is no step.
@@ -278,11 +269,7 @@ def _entry(run: "RecordedRun", inside: Iterable["Interval"]) -> float:
 
 
 def _covered(marks: Iterable["Interval"], part: "Interval") -> float:
-    """The seconds of a part of time in which there is a mark.
-
-    >>> _covered([(0.0, 3.0), (2.5, 4.0)], (1.0, 9.0))
-    3.0
-    """
+    """The seconds of a part of time in which there is a mark."""
     seconds, since = 0.0, part[0]
     for start, end in sorted(marks):
         until = min(end, part[1])

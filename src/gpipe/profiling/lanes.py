@@ -17,23 +17,16 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Figures, figures
 from gpipe.schedule.timeline import Span, Timeline
 
-BETWEEN = 2
-"""Columns between the name of a rank and its lane."""
-TICK = 8
-"""Columns that a time on the axis has at least."""
+BETWEEN = 2  # columns between the name of a rank and its lane
+TICK = 8  # columns that a time on the axis has at least
 EPSILON = 1e-9
-IDLE = "dim"
-"""The style of idle time."""
+IDLE = "dim"  # the style of idle time
 ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """From time to columns.
-
-    >>> Ruler(unit=3, seconds=1.0).column(2.0)
-    6
-    """
+    """From time to columns."""
 
     unit: int
     """The columns of the shortest action."""
@@ -49,11 +42,7 @@ class Ruler:
         return max(margin(timeline.ranks) + self.column(timeline.seconds) for timeline in timelines)
 
     def axis(self, seconds: float) -> str:
-        """Round times under the columns where they are, up to the end.
-
-        >>> Ruler(unit=3, seconds=1.0).axis(12.0)
-        '0              5              10'
-        """
+        """Round times under the columns where they are, up to the end."""
         steps = (n * 10.0**decade for decade in range(-9, 12) for n in (1, 2, 5))
         step = next(step for step in steps if self.column(step) >= TICK)
         line = ""
@@ -89,13 +78,7 @@ def rulers(timelines: Collection[Timeline], *, colored: bool = False) -> list[Ru
 
 
 def find_ruler(timelines: Collection[Timeline], width: int, *, colored: bool = False) -> Ruler | None:
-    """The ruler by which timelines, one above the other, fill no more than so many columns; None if there is none.
-
-    >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> timeline = figures(program_of("1f1b", ranks=2, micro_batches=3)).timeline
-    >>> find_ruler([timeline], width=40).unit, find_ruler([timeline], width=19)
-    (2, None)
-    """
+    """The ruler by which timelines, one above the other, fill no more than so many columns; None if there is none."""
     each = rulers(timelines, colored=colored)
     return next((ruler for ruler in each if ruler.columns(timelines) <= width), None)
 
@@ -106,11 +89,7 @@ def needed(timelines: Collection[Timeline], *, colored: bool = False) -> int:
 
 
 def fitted(timelines: Collection[Timeline], width: int) -> Ruler:
-    """The ruler by which the longest of timelines fills so many columns, however little room its actions then have.
-
-    >>> fitted([Timeline(1, (), seconds=0.66)], width=41)
-    Ruler(unit=1, seconds=0.02)
-    """
+    """The ruler by which the longest of timelines fills so many columns, however little room actions then have."""
     room = max(1, width - max(margin(timeline.ranks) for timeline in timelines))
     return Ruler(1, max(timeline.seconds for timeline in timelines) / room)
 
@@ -167,20 +146,12 @@ def _labels(span: Span, nth: int, colored: bool) -> tuple[str, ...]:
 
 
 def letter_of(kind: Kind, nth: int) -> str:
-    """The letter of a kind at the n-th stage of a rank.
-
-    >>> [letter_of(Kind.FORWARD, nth) for nth in range(4)]
-    ['F', 'f', "F'", "f'"]
-    """
+    """The letter of a kind at the n-th stage of a rank."""
     return (kind.value.lower() if nth % 2 else kind.value) + "'" * (nth // 2)
 
 
 def style(kind: Kind, nth: int, stages: int) -> str:
-    """How rich is to paint an action of a kind at the n-th of so many stages of a rank.
-
-    >>> style(Kind.FORWARD, 0, stages=1)
-    '#ffffff on #4477aa'
-    """
+    """How rich is to paint an action of a kind at the n-th of so many stages of a rank."""
     color = shade(kind, nth, stages)
     return f"{'#1f2328' if is_bright(color) else '#ffffff'} on {color}"
 

@@ -116,13 +116,7 @@ def _tensors_of(message: Message) -> list[Tensor]:
 
 
 def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None) -> Held:
-    """What the modules of a rank, optimizers and activations need.
-
-    Args:
-        modules: The layers of the rank.
-        states: The states of optimizers, by parameter.
-        peak: Of activations, from other ranks and its own, if they were watched.
-    """
+    """What the modules of a rank, states of optimizers by parameter, and activations need, if their peak is known."""
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     buffers = dict.fromkeys(b for module in modules for b in module.buffers())
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -145,11 +139,7 @@ ENOUGH = 0.2  # seconds; in less the system's ticks of 10 ms say little
 
 
 class OtherProcesses(NamedTuple):
-    """What other processes used meanwhile.
-
-    >>> str(OtherProcesses(cores=0.82, of=2))
-    "other processes used 0.8 of this machine's 2 cores"
-    """
+    """What other processes used meanwhile."""
 
     cores: float
     of: int

@@ -12,8 +12,7 @@ from gpipe.runtime.recorder import RecordedRun
 from gpipe.schedule.action import parse_route
 from gpipe.stages.messages import Control, Crossed, Label, Traffic
 
-SCHEMA = {"schema": "gpipe.messages", "version": 1}
-"""The first line of a file."""
+SCHEMA = {"schema": "gpipe.messages", "version": 1}  # the first line of a file
 NO_MESSAGES = "{path} does not begin with {schema}; give a file that recording.save('messages.jsonl') wrote"
 REDUCED = {Control.GRADIENTS, Control.SUMMED_GRADIENTS}
 

@@ -1,6 +1,6 @@
 "use strict";
 // Draws the timeline of a report on a canvas as wide as the page, inside of a strip as wide as the zoom has it: to pan
-// is to scroll. Data is as gpipe.report.page_steps writes it. Below it, what is read off the curve of losses.
+// is to scroll. Data is as steps_json (page.py) writes it. Below it, what is read off the curve of losses.
 
 const byId = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);

@@ -19,8 +19,7 @@ from gpipe.profiling.svg import COLORS, is_bright, kinds_in, most_stages, note_o
 from gpipe.schedule.action import NAMES, TRANSFERS, Action, Kind
 from gpipe.schedule.timeline import Timeline
 
-MOST_SPANS = 30_000
-"""About 17 characters each: half a megabyte."""
+MOST_SPANS = 30_000  # about 17 characters each: half a megabyte
 MOST_STEPS = 100
 PARTS = 1_000_000
 """Into so many parts a step is divided: times are whole numbers of them. Zoomed in furthest, one is two pixels."""
@@ -30,11 +29,7 @@ REST = ("#bbbbbb", "#8c96a3", "#aa3377", "#e07b39", "#66ccee", "#997755", "#cc66
 
 
 def drawn_steps(report: Report) -> tuple[int, ...]:
-    """The numbers, from 0, of the steps that are drawn: all, or the typical, the slowest, and others evenly between.
-
-    >>> drawn_steps(Report("", timelines=(Timeline(1, (), 1.0), Timeline(1, (), 2.0))))
-    (0, 1)
-    """
+    """The numbers, from 0, of the steps to draw: all, or the typical, the slowest, and others evenly between."""
     steps = report.timelines
     longest = max((len(timeline.spans) for timeline in steps), default=0)
     room = max(1, min(MOST_STEPS, MOST_SPANS // max(1, longest)))
@@ -53,11 +48,6 @@ def steps_json(report: Report) -> str:
     `steps` and, if there is a prediction, `predicted` have for each rank a flat list of whole numbers, four for each
     action in the order of time: its place in the table `actions`, its micro-batch or -1, how long after the beginning
     of the one before it begins, and how long it lasts, both in parts of the step.
-
-    >>> from gpipe.schedule.action import parse_action
-    >>> from gpipe.schedule.timeline import Span
-    >>> steps_json(Report("", timelines=(Timeline(1, (Span(0, parse_action("0F2"), 0.1, 0.3),), 0.5),)))[11:91]
-    '"number":1,"seconds":0.5,"ranks":[{"busy":0.4,"actions":[0,2,200000,400000]}],"o'
     """
     stages = most_stages(_all_timelines(report))
     places: dict[tuple[Action, int], int] = {}  # whatever their micro-batch, actions are written once
@@ -256,11 +246,7 @@ def _breakdown(report: Report) -> Iterator[str]:
 
 
 def part_colors(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each part: that of the kind of action, where it is one.
-
-    >>> part_colors(["backward", "bubble"])
-    {'backward': '#228833', 'bubble': '#bbbbbb'}
-    """
+    """A colour for each part: that of the kind of action, where it is one."""
     known = {**{NAMES[kind]: color for kind, color in COLORS.items()}, "communication": COLORS[Kind.SEND]}
     rest = cycle(REST)
     return {name: known.get(name) or next(rest) for name in names}
@@ -346,11 +332,7 @@ def _script(report: Report) -> Iterator[str]:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent.
-
-    >>> percent(0.254)
-    '25 %'
-    """
+    """A share in whole percent."""
     return f"{100 * share:.0f} %"
 
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-KEPT = 100
-"""Steps."""
+KEPT = 100  # steps
 NOT_A_PIPE = "gpipe.record was given a {kind}; give the gpipe.GPipe whose steps it records"
 SUFFIXES = ".svg or .png (a picture), .json (a trace for ui.perfetto.dev), .html (a page), .jsonl (messages)"
 
@@ -45,11 +44,6 @@ class Recording(Recorder):
     """What `record` gives: the last steps of a pipe. Prints as the table of where their time went.
 
     What sums up steps raises a ValueError where none was recorded.
-
-    Args:
-        pipe: Whose steps.
-        keep: How many of the last steps are kept.
-        memory: Whether activations are watched.
 
     >>> import torch, gpipe
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
@@ -72,18 +66,12 @@ class Recording(Recorder):
         self._thread = threading.get_ident()
         self._begun: list[float] = []  # updates: one optimizer may step another inside
         self._meter = Meter()
-        own = weakref.ref(self)  # the hooks are torch's, of all optimizers: they are not to keep the pipe alive
-
-        def before(*_: Any) -> None:
-            if (recording := own()) is not None:
-                recording._begun.append(time.perf_counter())
-
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            if (recording := own()) is not None:
-                recording._end_update(optimizer)
-
+        own = weakref.proxy(self)  # the hooks are torch's, of all optimizers: they are not to keep the pipe alive
         self._hooks = ExitStack()
-        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+        for hook in (
+            register_optimizer_step_pre_hook(lambda *_: own._begun.append(time.perf_counter())),
+            register_optimizer_step_post_hook(lambda optimizer, *_: own._end_update(optimizer)),
+        ):
             self._hooks.callback(hook.remove)
         weakref.finalize(self, self._hooks.close)
         self._is_on = True

@@ -10,16 +10,11 @@ from gpipe.schedule.action import NAMES, parse_action
 from gpipe.schedule.timeline import Span, Timeline, steps_among
 
 FORMAT = "gpipe report 1"
-NAME = "report.json"
-"""What the file is called in the folder of a run."""
-MOST_RANKS = 4096
-"""Ranks: what a file may ask to be drawn."""
-LARGEST = 1e18
-"""The most seconds or bytes that a file may name."""
-SHORTEST = 1e-9
-"""Seconds: the shortest step that a file may hold."""
-SLACK = 0.01
-"""The part of a step by which a span may lie outside of it, since clocks of several hosts differ."""
+NAME = "report.json"  # what the file is called in the folder of a run
+MOST_RANKS = 4096  # ranks: what a file may ask to be drawn
+LARGEST = 1e18  # the most seconds or bytes that a file may name
+SHORTEST = 1e-9  # seconds: the shortest step that a file may hold
+SLACK = 0.01  # the part of a step by which a span may lie outside of it, since clocks of several hosts differ
 
 Setting: TypeAlias = str | int | float | bool | None
 
@@ -57,11 +52,7 @@ class Report:
 
     @property
     def typical(self) -> int:
-        """The number, from 0, of the recorded step of median length, among the training steps if there are any.
-
-        >>> Report("", timelines=tuple(Timeline(1, (), seconds) for seconds in (1.0, 5.0, 2.0))).typical
-        2
-        """
+        """The number, from 0, of the recorded step of median length, among the training steps if there are any."""
         by_length = sorted(steps_among(self.timelines), key=lambda step: step.seconds)
         return self.timelines.index(by_length[len(by_length) // 2])
 

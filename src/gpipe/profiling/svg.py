@@ -29,17 +29,14 @@ COLORS = {
     Kind.TIE: "#cc3311",
     Kind.COMMIT: "#009988",
 }
-LIGHTEST = 0.55
-"""The share of white in the colours of a rank's last stage, if it has several."""
-BRIGHT = 0.3
-"""The luminance from which on dark type is easier to read."""
+LIGHTEST = 0.55  # the share of white in the colours of a rank's last stage, if it has several
+BRIGHT = 0.3  # the luminance from which on dark type is easier to read
 WIDTH = 960
 LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
 PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
 BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
 DIGIT, LETTER = 7, 6.5  # rough widths of type
-SHARPNESS = 3
-"""Points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper."""
+SHARPNESS = 3  # points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper
 NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give a path that ends in .svg"
 
 Unit: TypeAlias = Literal["ms", ""]
@@ -59,42 +56,24 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
 
 
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """By rank and stage, which of the stages of its rank it is, from 0.
-
-    >>> from gpipe.schedule.simulate import figures
-    >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> nth_stages(figures(program_of("zb_v", ranks=2, micro_batches=2)).timeline)
-    {(0, 0): 0, (0, 3): 1, (1, 1): 0, (1, 2): 1}
-    """
+    """By rank and stage, which of the stages of its rank it is, from 0."""
     held = sorted({(span.rank, span.action.stage) for span in timeline.spans})
     return {each: nth for _, own in groupby(held, key=itemgetter(0)) for nth, each in enumerate(own)}
 
 
 def most_stages(timelines: Iterable[Timeline]) -> int:
-    """How many stages the rank with the most has.
-
-    >>> most_stages([Timeline(1, (), 1.0)])
-    1
-    """
+    """How many stages the rank with the most has."""
     return 1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0)
 
 
 def kinds_in(timelines: Iterable[Timeline]) -> list[Kind]:
-    """The kinds of action that occur, in the order in which they are listed.
-
-    >>> kinds_in([Timeline(1, (), 1.0)])
-    []
-    """
+    """The kinds of action that occur, in the order in which they are listed."""
     found = {span.action.kind for timeline in timelines for span in timeline.spans}
     return [kind for kind in NAMES if kind in found]
 
 
 def shade(kind: Kind, nth: int, stages: int) -> str:
-    """The colour of a kind at the n-th of so many stages of a rank.
-
-    >>> [shade(Kind.FORWARD, nth, stages=3) for nth in range(3)]
-    ['#4477aa', '#779cc1', '#abc2d9']
-    """
+    """The colour of a kind at the n-th of so many stages of a rank."""
     white = LIGHTEST * nth / max(1, stages - 1)
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in bytes.fromhex(COLORS[kind][1:]))
 
@@ -223,11 +202,7 @@ def _panel(timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
 
 
 def note_of(timelines: Iterable[Timeline]) -> str:
-    """What numbers and shades in a picture mean.
-
-    >>> note_of([Timeline(1, (), 1.0)])
-    'numbers: micro-batch'
-    """
+    """What numbers and shades in a picture mean."""
     return "numbers: micro-batch" + ("; lighter: later stage" if most_stages(timelines) > 1 else "")
 
 

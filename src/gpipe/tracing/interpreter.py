@@ -129,11 +129,7 @@ CARRIED_AS_THEY_ARE = (bool, int, float, str, type(None))
 
 
 def describe(leaves: Sequence[Any]) -> list[list[Any]]:
-    """What is written down of what an operation returned: of a tensor its layout, of plain values themselves.
-
-    >>> describe([torch.ones(2, 3), 7, object()])
-    [['torch.float32', [2, 3], False], [7], []]
-    """
+    """What is written down of what an operation returned: of a tensor its layout, of plain values themselves."""
     return [
         [str(leaf.dtype), list(leaf.shape), leaf.requires_grad]
         if isinstance(leaf, Tensor)
@@ -146,12 +142,7 @@ def describe(leaves: Sequence[Any]) -> list[list[Any]]:
 def placeholder(
     value_id: ValueId, dtype: str, shape: tuple[int, ...], wants_gradient: bool, home: torch.device
 ) -> Placeholder:
-    """Stands for a tensor of this layout.
-
-    >>> there = placeholder(ValueId(1, 0), "torch.float32", (2, 3), True, torch.device("cpu"))
-    >>> there.shape, there.dtype, there.device, there.requires_grad
-    (torch.Size([2, 3]), torch.float32, device(type='cpu'), True)
-    """
+    """Stands for a tensor of this layout."""
     made = empty_on_meta(shape, DTYPES[dtype]).as_subclass(Placeholder)
     made.home, made.wants_gradient = home, wants_gradient
     return made

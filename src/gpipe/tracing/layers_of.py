@@ -183,11 +183,7 @@ def is_model(given: object) -> bool:
 
 
 def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> TracedModel | None:
-    """The model as layers; None if these are layers already, or there is no sample to trace it on.
-
-    Raises:
-        ValueError: It cannot be cut.
-    """
+    """The model as layers; None if these are layers already, or there is no sample to trace it on."""
     if isinstance(given, ModelLayers):
         return given.traced
     if not isinstance(given, nn.Module) or not is_model(given):

@@ -69,9 +69,6 @@ class Dry:
                 raise CannotSplitError(BRANCHES.format(name=call.name)) from error
             if unit is None or lacks_memory(error):
                 raise
-        return self._on_zeros(unit, call)
-
-    def _on_zeros(self, unit: nn.Module, call: OpCall) -> Any:
         with _exchanged(unit, _zeros), torch.no_grad():
             made = call.given(_zeros).do()
         return tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else self._fakes.like(tensor), made)
@@ -99,10 +96,8 @@ def _zeros(tensor: Any) -> Any:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-FREE = -1
-"""The index, in keys, of what belongs to no layer."""
-ODD = 0xA5
-"""What bytes of whole numbers are filled with before they get values; floats are filled with NaN."""
+FREE = -1  # the index, in keys, of what belongs to no layer
+ODD = 0xA5  # what bytes of whole numbers are filled with before they get values; floats are filled with NaN
 
 WITHOUT = (
     "{names} have no values: they are on the meta device, and neither _init_weights of the model nor "
@@ -129,14 +124,8 @@ class TensorPlace(NamedTuple):
         found: Tensor = self.held[self.key]
         return found
 
-    @property
-    def at(self) -> tuple[int, str]:
-        """The place by itself: a module may have several names."""
-        return id(self.held), self.key
 
-
-Places = Mapping[str, TensorPlace]
-"""By the names that their tensors have in the model."""
+Places = Mapping[str, TensorPlace]  # by the names that their tensors have in the model
 
 
 def give_values(
@@ -227,7 +216,7 @@ def _run(model: nn.Module, places: Places, left: Sequence[TensorPlace], *, by_mo
     """Initializes a model where the tensors at these places, and the others beside them, are on the CPU."""
     beside = {place.module for place in left}
     with ExitStack() as back, torch.no_grad(), torch.device("cpu"):
-        for place in {place.at: place for place in places.values()}.values():
+        for place in {(id(place.held), place.key): place for place in places.values()}.values():  # each once
             tensor, is_beside = place.tensor, place.module in beside
             back.callback(place.held.__setitem__, place.key, tensor)
             if _can_have_values(tensor) and (is_beside or not tensor.is_meta):

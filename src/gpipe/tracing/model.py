@@ -62,9 +62,6 @@ class TracedModel:
 
     It has the `traces` that the model is known to take, the sample's first, the `layers` by name, and the `seconds`
     that the forward of each took on the sample.
-
-    Raises:
-        CannotSplitError: It cannot be interpreted to the same bits; says why, and what to do.
     """
 
     def __init__(self, model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> None:

@@ -23,8 +23,7 @@ from gpipe.stages.tree import Tree
 from gpipe.tracing.meta_model import lacks_values
 from gpipe.tracing.runs import arguments, lacks_memory
 
-COUNT = "num_items_in_batch"
-"""The keyword by which a forward is told the labels that count in the whole mini-batch."""
+COUNT = "num_items_in_batch"  # the keyword by which a forward is told the labels that count in the whole mini-batch
 NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
 UNKNOWN = (
     "of the model's own loss it cannot be known how it averages, by the losses of torch that its forward calls "
@@ -143,11 +142,7 @@ UNKNOWN_LOSS = "is a loss, and it is not known how it averages (leave out the la
 
 
 def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
-    """The output of the mini-batch: rows behind one another, losses added up by their shares.
-
-    Raises:
-        TypeError: Something is neither the loss, nor has rows, nor is the same for all.
-    """
+    """The output of the mini-batch: rows behind one another, losses added up by their shares."""
     if len(outputs) == 1:
         return outputs[0]
     flat = [tree_flatten_with_path(output) for output in outputs]

@@ -14,8 +14,7 @@ NO_BLOCKS = (
     "parameters); name the modules between which it may be cut: blocks=[...], with names as in model.named_modules()"
 )
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules that are not called themselves."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules that are not called themselves
 
 
 def find_blocks(model: nn.Module) -> list[list[str]]:
@@ -24,16 +23,6 @@ def find_blocks(model: nn.Module) -> list[list[str]]:
     What the model itself says is not to be split comes alone. Else these are the members of the outermost lists of
     modules, then with one of these lists as one block, then those of lists within members, level by level; last come
     the modules that hold lists. Where no list has two members, one is taken: a forward may call it several times.
-
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    >>> find_blocks(Net())
-    [['inner.0', 'inner.1']]
-
-    Raises:
-        CannotSplitError: There are none.
     """
     declared = set(getattr(model, "_no_split_modules", None) or ())
     unsplit = _outermost(
@@ -68,8 +57,7 @@ def _holder_of(name: str) -> str:
 
 
 MOST_CHOICES = 12
-DEEPEST = 4
-"""Levels of lists within members of lists that are tried."""
+DEEPEST = 4  # levels of lists within members of lists that are tried
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:

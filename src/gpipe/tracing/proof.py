@@ -34,11 +34,7 @@ OTHER_BITS = (
 
 
 def prove(found: TracerRun, given: ForwardArguments) -> list[float]:
-    """Proves what a run of a model's forward has shown, in the model's mode; gives the seconds of each layer.
-
-    Raises:
-        CannotSplitError: It cannot be interpreted to the same bits.
-    """
+    """Proves what a run of a model's forward has shown, in the model's mode; gives the seconds of each layer."""
     model = found.parts.model
     if lacks_values(model):  # there are layouts alone to be compared
         dry = Dry()

@@ -83,8 +83,7 @@ class ForwardArguments(NamedTuple):
 
 LOOKS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 """What is raised where something is looked for and not found, but for classes of others derived from these."""
-NO_MEMORY = "can't allocate memory"
-"""What torch's allocator of the CPU says, in a RuntimeError."""
+NO_MEMORY = "can't allocate memory"  # what torch's allocator of the CPU says, in a RuntimeError
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -145,11 +144,7 @@ def settings_of(held: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
 
 
 def kind_of(leaf: Any) -> object:
-    """What of an input a path depends on: not a tensor's size, nor what a number is; of an object, its settings.
-
-    >>> kind_of(1.5), kind_of("mean"), kind_of(print)
-    (<class 'float'>, "'mean'", (<class 'builtin_function_or_method'>, ()))
-    """
+    """What of an input a path depends on: not a tensor's size, nor what a number is; of an object, its settings."""
     if isinstance(leaf, Tensor):
         return "tensor", is_carried(leaf), leaf.dim()
     if isinstance(leaf, (*SETTINGS, *TORCHS)):
@@ -160,13 +155,7 @@ def kind_of(leaf: Any) -> object:
 
 
 def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
-    """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument.
-
-    >>> class Net(nn.Module):
-    ...     def forward(self, x, mask=None): return x
-    >>> arguments(Net(), {"x": 1}), arguments(Net(), {"y": 1})
-    (ForwardArguments(args=(), kwargs={'x': 1}), ForwardArguments(args=({'y': 1},), kwargs={}))
-    """
+    """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument."""
     if not isinstance(value, Mapping):
         return ForwardArguments((value,), {})
     try:

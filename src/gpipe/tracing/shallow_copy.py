@@ -86,11 +86,7 @@ class ShallowCopy:
         return stub
 
     def refresh(self) -> None:
-        """Has the copies be what the user's modules are now: what a forward has set on them is forgotten.
-
-        Raises:
-            CannotSplitError: A module was replaced, or a hook was put where it would run too often.
-        """
+        """Has the copies be what the user's modules are now: what a forward has set on them is forgotten."""
         self._buffers: dict[tuple[str, str], tuple[Tensor | None, int]] = {}
         for name, copy in self.copies.items():
             module = self.parts.copied[name]

@@ -44,8 +44,7 @@ class ValueId(NamedTuple):
 
 
 Leaves = list[Any]
-Again = tuple[tuple[int, int], ...]
-"""The leaves that are the same tensor as one before them, each with that."""
+Again = tuple[tuple[int, int], ...]  # the leaves that are the same tensor as one before them, each with that
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ def _structure_of(value: Any) -> Structure:
     return take_apart(value)[1]
 
 
-ONE = Structure(tree_flatten(0)[1])
-"""Of a value that is one leaf."""
+ONE = Structure(tree_flatten(0)[1])  # of a value that is one leaf
 
 
 def take_apart(value: Any) -> tuple[Leaves, Structure]:
@@ -177,8 +175,7 @@ class Trace:
         return [edge.value_id for edge in self.edges if edge.source < layer <= edge.target]
 
 
-WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})
-"""What most arguments are that hold no tensor."""
+WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})  # what most arguments are that hold no tensor
 
 
 class OpCall(NamedTuple):

@@ -90,13 +90,11 @@ ONE_ARGUMENT = (
     "that it needs: {names}"
 )
 
-SHAPED_BY_VALUES = frozenset(
+SHAPED_BY_VALUES = frozenset(  # functions of torch that give a tensor whose shape depends on values
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
 )
-"""Functions of torch that give a tensor whose shape depends on values."""
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__", "less", "greater"})
-SAMPLE_KEY = RngKey(0, 0, 0)
-"""When a sample is, for its random numbers."""
+SAMPLE_KEY = RngKey(0, 0, 0)  # when a sample is, for its random numbers
 
 
 class _Known(NamedTuple):
@@ -135,11 +133,7 @@ class Tracer(Interpreter):
         self._drawn: set[ValueId] = set()
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Trace]:
-        """Runs the forward; gives its output, and the trace that it took.
-
-        Raises:
-            CannotSplitError: It does what cannot be done in parts.
-        """
+        """Runs the forward; gives its output, and the trace that it took."""
         leaves, inputs = take_apart((tuple(args), dict(kwargs)))
         leaves = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # each known for itself
         carried = [ValueId(-1, at) for at, leaf in enumerate(leaves) if is_carried(leaf)]

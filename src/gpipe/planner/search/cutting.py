@@ -21,10 +21,8 @@ from gpipe.schedule.simulate import Simulator
 Cuts: TypeAlias = tuple[int, ...]
 Numbers: TypeAlias = tuple[float, ...]
 
-MOST_CUTS_TRIED = 256
-"""Up to so many cuts all are tried; beyond, the most even, and neighbours of the best."""
-MOST_TIMED_ACTIONS = 300_000
-"""Actions that are timed, at most, on the way from neighbour to neighbour."""
+MOST_CUTS_TRIED = 256  # up to so many cuts all are tried; beyond, the most even, and neighbours of the best
+MOST_TIMED_ACTIONS = 300_000  # actions that are timed, at most, on the way from neighbour to neighbour
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,12 @@ class Settled:
 
 @lru_cache
 def even(work: Numbers, speeds: Numbers) -> Cuts:
-    """The cuts whose slowest stage is fastest; shapes ask for the same again and again.
-
-    >>> even((1, 1, 1, 3), speeds=(1, 1))
-    (3, 1)
-    """
+    """The cuts whose slowest stage is fastest; shapes ask for the same again and again."""
     return partition(work, len(speeds), balance="minmax", speeds=speeds).layers
 
 
 def every_cut(layers: int, stages: int) -> Iterator[Cuts]:
-    """All ways to give each stage some consecutive layers.
-
-    >>> list(every_cut(4, 2))
-    [(1, 3), (2, 2), (3, 1)]
-    """
+    """All ways to give each stage some consecutive layers."""
     for inner in combinations(range(1, layers), stages - 1):
         yield tuple(end - first for first, end in pairwise((0, *inner, layers)))
 

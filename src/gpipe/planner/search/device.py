@@ -53,18 +53,14 @@ class Device:
 
 
 def bytes_text(number: float) -> str:
-    """Bytes in words.
-
-    >>> bytes_text(3 * 2**29), bytes_text(2**20), bytes_text(12)
-    ('1.50 GiB', '1.00 MiB', '12 bytes')
-    """
+    """Bytes in words."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= size:
             return f"{number / size:,.2f} {unit}"
     return f"{number:.3g} bytes"
 
 
-PRESETS = {
+PRESETS = {  # by name: memory of one, `ATTAINED_SHARE` of the peak of its matrix units, and its link one way
     name: Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name)
     for name, gibibytes, teraflops, gigabytes in (
         ("tpuv2", 8, 22.5, 62.5),  # a core; bfloat16
@@ -80,7 +76,6 @@ PRESETS = {
         ("h200", 141, 989, 450),
     )
 }
-"""Devices by name: memory of one, `ATTAINED_SHARE` of the peak of its matrix units, and its link one way."""
 
 
 def parse_devices(text: str) -> list[Device]:

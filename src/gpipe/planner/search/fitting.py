@@ -17,8 +17,7 @@ from gpipe.schedule.simulate import MicroBatches, Recomputed, Simulator
 
 Levels: TypeAlias = tuple[int, ...]
 """Of each stage of a rank, or of each stage, how many micro-batches at once keep what is inside."""
-Own: TypeAlias = tuple[StageCost, ...]
-"""What the stages of one rank cost."""
+Own: TypeAlias = tuple[StageCost, ...]  # what the stages of one rank cost
 MOST_LEVELS, MOST_OPTIONS = 16, 64
 """Up to so many ways to share the memory of a rank among its stages, and to choose among these ways on all ranks, all
 are tried; beyond, each rank recomputes for the least time."""
@@ -149,11 +148,7 @@ class Fitting:
 
 
 def highest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The highest number up to which all fit, where the lowest does.
-
-    >>> highest(0, 9, lambda number: number < 6)
-    5
-    """
+    """The highest number up to which all fit, where the lowest does."""
     return low + bisect_right(range(low + 1, high + 1), False, key=lambda number: not fits(number))
 
 

@@ -21,8 +21,7 @@ Reason = Literal["slower", "too big", "more stages than layers", "no table of th
 
 NOISE_SECONDS = 1e-4
 """About what a runtime adds to a micro-batch at a stage; costs below it say little of what a pipeline will take."""
-LEAST_SHARE_TOLD = 5e-4
-"""The least share of a plan's seconds that stands on what it explains."""
+LEAST_SHARE_TOLD = 5e-4  # the least share of a plan's seconds that stands on what it explains
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,7 @@ from gpipe.schedule.cost import StageCost
 
 @dataclass(frozen=True)
 class Line:
-    """A number that grows with the rows of a micro-batch.
-
-    >>> Line(fixed=1.0, per_row=0.5).at(4)
-    3.0
-    """
+    """A number that grows with the rows of a micro-batch."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -51,12 +47,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What all layers of a network cost, in floating-point operations or seconds on the first of the devices.
-
-    >>> layer = LayerProfile("a", Line(per_row=1e9), Line(per_row=2e9), state=10)
-    >>> Profile((layer, layer)).of_micro_batch(rows=2).work
-    [6000000000.0, 6000000000.0]
-    """
+    """What all layers of a network cost, in floating-point operations or seconds on the first of the devices."""
 
     layers: tuple[LayerProfile, ...]
     unit: Literal["flops", "seconds"] = "flops"
@@ -162,9 +153,5 @@ class SizedProfile:
 
 
 def bounds(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """The first layer of each stage, and the one after its last.
-
-    >>> bounds([2, 3])
-    [(0, 2), (2, 5)]
-    """
+    """The first layer of each stage, and the one after its last."""
     return list(pairwise(accumulate(layers, initial=0)))

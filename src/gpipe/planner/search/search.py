@@ -22,12 +22,9 @@ from gpipe.planner.search.shapes import Choices, Shape, least_seconds, likely_se
 
 ANYTHING = Choices()
 micro_batches = attrgetter("micro_batches")
-MOST_ACTIONS = 40_000
-"""In all tables that fit and have many cuts."""
-ALIKE_FACTOR = 1.05
-"""How much longer may take, where seconds are measured, what is taken for as fast."""
-ROUNDING_FACTOR = 1 + 1e-9
-"""Likewise where they are counted: sums of the same seconds in another order."""
+MOST_ACTIONS = 40_000  # in all tables that fit and have many cuts
+ALIKE_FACTOR = 1.05  # how much longer may take, where seconds are measured, what is taken for as fast
+ROUNDING_FACTOR = 1 + 1e-9  # likewise where they are counted: sums of the same seconds in another order
 
 
 def search(
@@ -147,11 +144,7 @@ class _Search:
         return None
 
     def best(self) -> Plan:
-        """The fastest plan, beside the others, all with the best cuts near those that were found.
-
-        Raises:
-            ValueError: Nothing fits.
-        """
+        """The fastest plan, beside the others, all with the best cuts near those that were found."""
         if not self.fitting:
             raise ValueError(self._why_nothing())
         measured = self.profile.unit == "seconds"

@@ -17,21 +17,15 @@ STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
 """How many stages a rank is given, where a schedule leaves it open; of so many ranks and of one, only its default."""
 SCHEDULES_OF_ONE_RANK = ("gpipe", "1f1b")
 """The schedules of one rank, where none is settled: all forwards first, or with less memory one after the other."""
-MOST_RANKS_TRIED = 16
-"""Up to so many ranks every number is tried; beyond, those of `_rank_counts`."""
+MOST_RANKS_TRIED = 16  # up to so many ranks every number is tried; beyond, those of `_rank_counts`
 ENOUGH_MICRO_BATCHES_PER_RANK = 32
 """Micro-batches for each rank, beyond which at most 3 % of the time is still to be had: 1/33 idle with fill-drain."""
-FEW_RANKS = 4
-"""On which the share of idle time is about that on more."""
+FEW_RANKS = 4  # on which the share of idle time is about that on more
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All of a plan but its cuts and remat.
-
-    >>> print(Shape(4, 8, "zb_v", stages_per_rank=2))
-    K=4 M=8 zb_v, 2 stages a rank
-    """
+    """All of a plan but its cuts and remat."""
 
     partitions: int
     micro_batches: int
@@ -126,13 +120,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
-    """A time that no cuts of this shape go below: of all work shared evenly, and of the way through all layers.
-
-    >>> from gpipe.planner.search.profile import LayerProfile, Line, SizedProfile
-    >>> sized = SizedProfile((LayerProfile("", Line(1.0), Line(2.0)),) * 4, rows=1)
-    >>> least_seconds(Shape(4, 8, "gpipe"), sized, [1.0] * 4)  # M (F + B)
-    24.0
-    """
+    """A time that no cuts of this shape go below: of all work shared evenly, and of the way through all layers."""
     m, fastest = shape.micro_batches, max(speeds)
     split = splits(shape.schedule)
     work = sized.least_work if split else sized.work
