@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Driver: TypeAlias = Literal["threads", "lockstep", "process"]
 Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
 AUTO = "auto"
-UNSAID = {"partitions": None, "micro_batches": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
-"""The arguments that a plan gives, as they are where the user says nothing."""
+UNSAID = {"partitions": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
+"""The arguments that a plan alone gives, as they are where the user says nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,17 +60,13 @@ class Arguments:
         What the plan has measured is taken for the costs of the layers, where the user gives none; what it has
         counted, if there is no sample on which to measure them. M may be given beside a plan, and is taken instead:
         a loss curve depends on it, and on nothing else in a plan.
-
-        Raises:
-            TypeError: The plan is none.
-            ValueError: The user says what the plan says.
         """
         plan = self.plan
         if plan is None:
             return self
         if not isinstance(plan, Plan):
             raise TypeError(f"plan= is a {type(plan).__name__}; give what gpipe.find_plan gave")
-        said = [name for name, unsaid in UNSAID.items() if getattr(self, name) != unsaid and name != "micro_batches"]
+        said = [name for name, unsaid in UNSAID.items() if getattr(self, name) != unsaid]
         if said:
             raise ValueError(f"plan= says {', '.join(f'{name}=' for name in said)} already; leave them out, or plan=")
         own = self.micro_batches in (None, plan.micro_batches)

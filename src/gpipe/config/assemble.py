@@ -2,10 +2,9 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -39,12 +38,7 @@ from gpipe.tracing.stage import TracedStage
 
 
 def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
-    """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up.
-
-    Raises:
-        ValueError: Something cannot be, or differs between the processes.
-        RemoteError: Another process failed, or is gone.
-    """
+    """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up."""
     asked = replace(asked.follow_plan(), sample=plain(asked.sample))
     if asked.driver != "process" and asked.mesh is None:
         settings = settle(asked, traced=_read_model(asked))
@@ -115,27 +109,17 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
 
 
 def _find_position(asked: Arguments) -> Position:
-    """Where this process stands among several."""
     ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
     position, found = find_position(asked.mesh, asked.partitions, ranks)
-    mistakes = Mistakes(found)
-    mistakes.check(
-        asked.driver in ("process", None),
-        f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out",
-    )
-    mistakes.raise_all()
+    if asked.driver not in ("process", None):
+        found = [*found, f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out"]
+    Mistakes(found).raise_all()
     assert position is not None
     return position
 
 
 def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[float]) -> list[float]:
-    """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's.
-
-    Args:
-        position: Of this process.
-        hosts: Of each process of the world.
-        memory: Of the device of each.
-    """
+    """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's."""
     shared = position.device.type == "cpu"
     each = [own / (hosts.count(host) if shared else 1) for own, host in zip(memory, hosts, strict=True)]
     replicas = range(position.replicas)
@@ -152,11 +136,8 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     seed = every[0]["drawn"] if asked.seed is None else asked.seed
     if asked.remat == AUTO and asked.memory is None:
         asked = replace(asked, memory=memory_by_row(position, rendezvous.hosts, [one["memory"] for one in every]))
-    costs: Any = asked.costs
-    told: Mapping[str, Any] = {}
-    if position.rank:
-        told = agree(rendezvous)[0]
-        costs = told["costs"]  # who measures by himself would cut elsewhere
+    told: Mapping[str, Any] = agree(rendezvous)[0] if position.rank else {}
+    costs: Any = told.get("costs", asked.costs)  # who measures by himself would cut elsewhere
     traced = _read_model(asked)
     if traced is None:
         sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
@@ -167,17 +148,23 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
     settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, traced)
     if not position.rank:
-        each = [list(astuple(cost)) for cost in settings.stage_costs or ()]
-        costs, measured = list(settings.costs), settings.in_seconds
-        unsplit = sorted(settings.unsplit)
-        agree(rendezvous, {"costs": costs, "stages": each, "in_seconds": measured, "unsplit": unsplit})
+        said = {
+            "costs": list(settings.costs),
+            "stages": [list(astuple(cost)) for cost in settings.stage_costs or ()],
+            "in_seconds": settings.in_seconds,
+            "unsplit": sorted(settings.unsplit),
+        }
+        agree(rendezvous, said)
     else:
         stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
         settings = replace(
             settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=frozenset(told["unsplit"])
         )
     rendezvous.phase = BUILDING
-    own = [at for at, row in enumerate(_row_of_layers(settings)) if row == position.row]
+    row_of = [
+        r for r, count in zip(settings.placement, settings.layers_per_partition, strict=True) for _ in range(count)
+    ]
+    own = [at for at, row in enumerate(row_of) if row == position.row]
     if traced is not None:
         traced.realize(own, settings.seed)
     else:
@@ -190,25 +177,20 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     return settings
 
 
-def _row_of_layers(settings: Settings) -> Iterator[int]:
-    """The row of the process that has each layer."""
-    for row, count in zip(settings.placement, settings.layers_per_partition, strict=True):
-        yield from repeat(row, count)
-
-
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
-    """Checks that all processes have settled for the same."""
-    same = dict(
+    chosen = (
+        "micro_batches",
+        "remat",
+        "placement",
+        "seed",
+        "intra_op_threads",
+        "deferred_batch_norm",
+        "sync_batch_norm",
+    )
+    same = {name: getattr(settings, name) for name in chosen} | dict(
         partitions=settings.layers_per_partition,
-        micro_batches=settings.micro_batches,
-        remat=settings.remat,
         schedule=settings.schedule.name,
         stages_per_rank=asked.stages_per_rank,
-        placement=settings.placement,
-        seed=settings.seed,
-        intra_op_threads=settings.intra_op_threads,
-        deferred_batch_norm=settings.deferred_batch_norm,
-        sync_batch_norm=settings.sync_batch_norm,
         ties=[list(group) for group in asked.ties],
         sample=[] if settings.traced is None else settings.traced.sample_names,
         path=[] if settings.traced is None else settings.traced.outlines(),
@@ -224,11 +206,7 @@ def _words(layer: nn.Module) -> str:
 
 
 def _compare_weights(rendezvous: Rendezvous, settings: Settings, own: Sequence[int]) -> None:
-    """Checks that the replicas begin with the same weights: they would stay as far apart as they are.
-
-    Raises:
-        ValueError: Names the layers whose weights differ.
-    """
+    """Checks that the replicas begin with the same weights: they would stay as far apart as they are."""
     layers = list(settings.layers.items())
     every = agree(rendezvous, {str(at): _checksum(layers[at][1]) for at in own})
     found = {(int(at), checksum) for theirs in every for at, checksum in theirs.items()}
@@ -236,13 +214,11 @@ def _compare_weights(rendezvous: Rendezvous, settings: Settings, own: Sequence[i
     apart = [
         f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1
     ]
-    mistakes = Mistakes()
-    mistakes.check(
-        not apart,
-        f"the weights of {', '.join(apart)} differ between replicas: build the layers alike on every rank "
-        f"(torch.manual_seed before, or callables), or load the same weights",
-    )
-    mistakes.raise_all()
+    if apart:
+        remedy = (
+            "build the layers alike on every rank (torch.manual_seed before, or callables), or load the same weights"
+        )
+        Mistakes([f"the weights of {', '.join(apart)} differ between replicas: {remedy}"]).raise_all()
 
 
 def _checksum(layer: nn.Module) -> int:

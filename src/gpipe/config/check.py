@@ -15,7 +15,7 @@ from gpipe.schedule.lower import REMATS, Remat
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
-from gpipe.schedule.schedules.by_name import GivenProgram, MadeProgram, check_given, unknown, unplaced, without_table
+from gpipe.schedule.schedules.by_name import made_by, only, unknown, unplaced, without_table
 from gpipe.stages.microbatch import find_unsplittable
 from gpipe.stages.sequence import Outline, build_layers, find_invalid_layers, find_without_values
 from gpipe.stages.shared_weights import Tied, find_ties
@@ -34,16 +34,8 @@ class Mistakes(list[str]):
             self.append(text)
         return condition
 
-    def check_known(self, name: str, value: object, known: Sequence[str]) -> None:
-        """Notes a mistake unless the value is one of those known."""
-        self.check(value in known, f"{name}={value!r}; known are {', '.join(map(repr, known))}")
-
     def raise_all(self) -> None:
-        """Raises what was found, if anything.
-
-        Raises:
-            ValueError: Lists every mistake.
-        """
+        """Raises a ValueError that lists every mistake, if there is any."""
         if self:
             raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in dict.fromkeys(self)))
 
@@ -65,33 +57,29 @@ class Checked:
 def check(
     asked: Arguments, position: Position | None, outline: Outline | None, traced: TracedModel | None
 ) -> Checked:
-    """Checks all arguments; they are those of `settle`.
-
-    Raises:
-        ValueError: Lists every mistake, each with what to do.
-    """
+    """Checks all arguments of `settle`; a ValueError lists every mistake, each with what to do."""
     mistakes = Mistakes()
-    seed = read_seed(asked.seed, mistakes)
+    seed = _read_seed(asked.seed, mistakes)
     layers: dict[str, nn.Module] = {}
     wrong = why_not_layers(asked.model, asked.blocks) if traced is None else []
     if traced is not None:
-        layers.update(traced.layers)
+        layers = dict(traced.layers)
     elif not wrong:
         layers, wrong = build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
     known = 0 if wrong else len(layers)
-    tied = check_layers(layers, wrong, asked.ties, mistakes) if traced is None else ()
-    check_numbers_and_names(asked, mistakes)
-    check_costs(asked.costs, asked.sample, known, mistakes)
+    tied = _check_layers(layers, wrong, asked.ties, mistakes) if traced is None else ()
+    _check_numbers_and_names(asked, mistakes)
+    _check_costs(asked.costs, asked.sample, known, mistakes)
     mistakes.check(
         outline is None or not outline.makers or not (asked.in_seconds or callable(asked.costs)),
         "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
     )
     mistakes += find_unsplittable("sample", asked.sample)
     schedule = read_schedule(asked, mistakes)
-    placement = read_placement(asked, schedule, known, mistakes)
-    remat = read_remat(asked.remat, len(placement), mistakes)
-    check_memory(asked, len(set(placement)), mistakes)
-    devices = read_devices(asked.devices, len(set(placement)), position, mistakes)
+    placement = _read_placement(asked, schedule, known, mistakes)
+    remat = _read_remat(asked.remat, len(placement), mistakes)
+    _check_memory(asked, len(set(placement)), mistakes)
+    devices = _read_devices(asked.devices, len(set(placement)), position, mistakes)
     if traced is not None:
         asked = _check_for_model(asked, traced, mistakes)
     elif all(device.type != "meta" for device in devices):
@@ -107,8 +95,7 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, (), device="cpu").item())
 
 
-def read_seed(seed: int | None, mistakes: Mistakes) -> int:
-    """The seed, drawn if there is none."""
+def _read_seed(seed: int | None, mistakes: Mistakes) -> int:
     if seed is None:
         return draw_seed()
     fits = isinstance(seed, int) and -(2**63) <= seed < 2**63
@@ -116,7 +103,7 @@ def read_seed(seed: int | None, mistakes: Mistakes) -> int:
     return seed if fits else 0
 
 
-def check_layers(
+def _check_layers(
     named: dict[str, nn.Module], wrong: Sequence[str], ties: Sequence[Sequence[str]], mistakes: Mistakes
 ) -> Tied:
     """Notes layers that cannot be run, beside what is known to be wrong; gives the slots of tied weights."""
@@ -140,17 +127,21 @@ def _listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [None]
 
 
-def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
-    """Notes numbers below 1, and names of a driver or balance that are not known."""
+def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     m, threads = asked.micro_batches, asked.intra_op_threads
     mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
     mistakes.check(not is_count(m) or m <= MOST_MICRO_BATCHES, too_many(m))
     mistakes.check(
         is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
     )
-    if asked.driver is not None:
-        mistakes.check_known("driver", asked.driver, get_args(Driver))
-    mistakes.check_known("balance", asked.balance, get_args(Balance))
+    names = {
+        "driver": ("threads" if asked.driver is None else asked.driver, Driver),
+        "balance": (asked.balance, Balance),
+    }
+    for name, (value, known) in names.items():
+        mistakes.check(
+            value in get_args(known), f"{name}={value!r}; known are {', '.join(map(repr, get_args(known)))}"
+        )
     mistakes.check(
         not (asked.deferred_batch_norm and asked.sync_batch_norm),
         "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "
@@ -158,8 +149,7 @@ def check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     )
 
 
-def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
-    """Notes costs that are none, too few or too many, or cannot be had without a sample."""
+def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
     by_name = isinstance(costs, str)
     if callable(costs) or (by_name and costs in ("time", "flops")):
         wanted = repr(costs) if by_name else "a function"
@@ -179,24 +169,30 @@ def check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> 
         )
 
 
-def read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
+def _one_for_each(name: str, value: object, count: int, places: str, mistakes: Mistakes) -> list[Any]:
+    """What was given for each of so many places, or once for all; 0 where their number is not known."""
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    each = list(value) if several else [value] * max(count, 1)  # type: ignore[call-overload]  # just checked
+    mistakes.check(
+        not count or len(each) == count, f"{name} has {len(each)} entries for {count} {places}; give one for each"
+    )
+    return each
+
+
+def _read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, ...]:
     """The rematerialization of each stage; where it is found later, for the time being everywhere."""
     if remat == AUTO:
         return tuple[Remat, ...](["always"]) * stages
-    each = [remat] * max(stages, 1) if isinstance(remat, str) or not isinstance(remat, Sequence) else list(remat)
-    mistakes.check(
-        not stages or len(each) == stages, f"remat has {len(each)} entries for {stages} stages; give one for each"
-    )
+    each = _one_for_each("remat", remat, stages, "stages", mistakes)
     mistakes.check(
         all(item >= 0 if type(item) is int else item in REMATS for item in each),
         f"remat={remat!r}; known are {', '.join(map(repr, REMATS))}, or how many micro-batches at once keep what is "
         f"inside, a whole number of at least 0; or one of these for each stage; or 'auto'",
     )
-    return tuple(each)  # type: ignore[arg-type]  # checked above
+    return tuple(each)
 
 
-def check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
-    """Notes what `remat="auto"` lacks, and memory that is none or for nothing."""
+def _check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
     is_auto, memory = asked.remat == AUTO, asked.memory
     mistakes.check(
         not is_auto or asked.sample is not None,
@@ -212,7 +208,7 @@ def check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
         )
 
 
-def read_devices(
+def _read_devices(
     devices: object, ranks: int, position: Position | None, mistakes: Mistakes
 ) -> tuple[torch.device, ...]:
     """The device of each partition; that of the process if there are several."""
@@ -225,15 +221,8 @@ def read_devices(
     if devices is None:
         there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
         return tuple(there[rank % len(there)] for rank in range(ranks))
-    each: list[Any] = [devices] * max(ranks, 1)
-    if isinstance(devices, Iterable) and not isinstance(devices, str):
-        each = list(devices)
-    mistakes.check(
-        not ranks or len(each) == ranks,
-        f"devices has {len(each)} entries for {ranks} partitions; give one for each",
-    )
-    found = [_read_device(item, mistakes) for item in each]
-    return tuple(device for device in found if device is not None)
+    each = _one_for_each("devices", devices, ranks, "partitions", mistakes)
+    return tuple(device for item in each if (device := _read_device(item, mistakes)) is not None)
 
 
 def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
@@ -281,16 +270,12 @@ def read_schedule(asked: Arguments, mistakes: Mistakes) -> Schedule:
         f"stages_per_rank={asked.stages_per_rank!r} is for schedules by name; a program says it by itself",
     )
     if not isinstance(wanted, Program):
-        made = MadeProgram(wanted, asked.micro_batches)
-        name = getattr(wanted, "__qualname__", type(wanted).__name__)
-        return Schedule(name, made.table, made.placement, stages_per_rank=0)
+        return made_by(wanted, asked.micro_batches)
     try:
-        check_given(wanted)
+        return only(wanted)
     except ValueError as error:
         mistakes.append(f"schedule: {error}")
         return gpipe
-    given = GivenProgram(wanted)
-    return Schedule("a program", given.table, given.placement, stages_per_rank=0)
 
 
 def count_ranks(asked: Arguments, schedule: Schedule) -> int:
@@ -317,7 +302,7 @@ def _stages_of_each(asked: Arguments, schedule: Schedule) -> int:
     return each if each is not None and schedule.stages_per_rank and is_count(each) else schedule.stages_per_rank
 
 
-def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: Mistakes) -> Placement:
+def _read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: Mistakes) -> Placement:
     """The rank of each stage, or nothing if it cannot be; how many layers there are is not known where that is 0."""
     partitions, m = asked.partitions, asked.micro_batches
     mistakes.check(
@@ -338,8 +323,7 @@ def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: 
         mistakes.append(f"schedule: {error}")
         return ()
     if not placement:
-        why = unplaced(schedule, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks"
-        mistakes.append(why)
+        mistakes.append(unplaced(schedule, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks")
         return ()
     if is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.table(placement, m):
         mistakes.append(without_table(schedule, placement, m))
@@ -350,7 +334,6 @@ def read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: 
 
 
 def _are_counts(partitions: Any, ranks: int, each: int, layers: int, mistakes: Mistakes) -> bool:
-    """Notes what is wrong with the number of partitions, or with the layers of each stage."""
     if isinstance(partitions, Sequence) and not isinstance(partitions, str) and partitions:
         counts = list(partitions)
         if mistakes.check(all(map(is_count, counts)), f"partitions={counts}; each partition needs at least 1 layer"):

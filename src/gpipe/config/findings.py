@@ -34,12 +34,6 @@ from gpipe.stages.side_effects import (
 )
 from gpipe.stages.tree import version
 
-
-def in_words(places: list[Place]) -> str:
-    """The places of references, each once."""
-    return "; ".join(dict.fromkeys(f"{layer}, {where}" for layer, where in places))
-
-
 TENSORS = (
     "{places}: a forward leaves tensors there. If that is a cache of the module's own, never mind. Whoever else "
     "reads it, another layer, a hook or the loss, may see it of another micro-batch, since several are under way, or "
@@ -61,23 +55,28 @@ THREAD_LOCALS = (
 )
 
 
+def _told(text: str, places: Sequence[Place]) -> list[str]:
+    """The finding of these references, each once, if there are any."""
+    words = "; ".join(dict.fromkeys(f"{layer}, {where}" for layer, where in places))
+    return [text.format(places=words)] if places else []
+
+
 def find_side_effects(before: Snapshot, after: Snapshot, seen: Sequence[str], *, recomputes: bool) -> list[str]:
     """Tells of attributes, globals and closures that a step has changed, but for what was seen to in a backward."""
     said = "\n".join(seen)
     changed = {
         place: now
         for place, now in after.items()
-        if values_differ(before.get(place), now) and in_words([place]) not in said
+        if values_differ(before.get(place), now) and ", ".join(place) not in said
     }
     tensors = [place for place, now in changed.items() if _has_tensors(now)]
     counts = [place for place in changed if place in before and place not in tensors] if recomputes else []
-    return [text.format(places=in_words(places)) for text, places in ((TENSORS, tensors), (COUNTS, counts)) if places]
+    return _told(TENSORS, tensors) + _told(COUNTS, counts)
 
 
 def find_thread_locals(layers: Mapping[str, nn.Module]) -> list[str]:
     """Tells of layers that read a threading.local."""
-    places = [place for place, value in references(layers) if isinstance(value, threading.local)]
-    return [THREAD_LOCALS.format(places=in_words(places))] if places else []
+    return _told(THREAD_LOCALS, [place for place, value in references(layers) if isinstance(value, threading.local)])
 
 
 def buffers_of(layers: Mapping[str, nn.Module]) -> dict[nn.Module, list[TensorVersion]]:
@@ -104,7 +103,7 @@ def find_buffer_readers(
         for name, value in (read_by_called(function) if words == "loss_fn" else read_by_function(function))
         if not changed.isdisjoint(_modules_in(value) - own)
     ]
-    return [BUFFERS.format(places=in_words(places))] if places else []
+    return _told(BUFFERS, places)
 
 
 def _modules_in(value: object) -> set[nn.Module]:
@@ -156,18 +155,19 @@ def find_unkeyed_draws(layers: Mapping[str, nn.Module], drawn: Iterable[str], st
 
 
 DWARFS = 1.5  # a stage this many times the mean sets the pace for all
-
 SMALL = 0.1  # a bubble that is not worth a word
 
 
 def examine_settings(settings: Settings) -> list[str]:
     """Tells of few micro-batches, empty and costly stages, and generators without a key."""
-    return [
-        *_bubble(settings),
-        *_empty_stages(settings),
-        *_giants(settings),
-        *find_own_generators(settings.layers),
+    stages = layers_of_stages(settings)
+    empty = [
+        f"stage {stage} has no parameters; an optimizer over it alone would be refused, and it does little work: "
+        f"give costs, or join its layers to a neighbour by partitions=[...]"
+        for stage, layers in enumerate(stages)
+        if not any(True for name in layers for _ in settings.layers[name].parameters())
     ]
+    return [*_bubble(settings), *empty, *_giants(settings, stages), *find_own_generators(settings.layers)]
 
 
 def _bubble(settings: Settings) -> Iterator[str]:
@@ -186,23 +186,13 @@ def _bubble(settings: Settings) -> Iterator[str]:
         )
 
 
-def _empty_stages(settings: Settings) -> Iterator[str]:
-    for stage, layers in enumerate(layers_of_stages(settings)):
-        if not any(True for name in layers for _ in settings.layers[name].parameters()):
-            yield (
-                f"stage {stage} has no parameters; an optimizer over it alone would be refused, and it does "
-                f"little work: give costs, or join its layers to a neighbour by partitions=[...]"
-            )
-
-
-def _giants(settings: Settings) -> Iterator[str]:
-    names = list(settings.layers)
-    cost = dict(zip(names, settings.costs, strict=True))
-    shares = [sum(cost[name] for name in layers) for layers in layers_of_stages(settings)]
+def _giants(settings: Settings, stages: Sequence[Sequence[str]]) -> Iterator[str]:
+    cost = dict(zip(settings.layers, settings.costs, strict=True))
+    shares = [sum(cost[name] for name in layers) for layers in stages]
     mean = sum(shares) / len(shares)
-    for stage, share in enumerate(shares):
+    for stage, (layers, share) in enumerate(zip(stages, shares, strict=True)):
         if mean and share > DWARFS * mean:
-            largest = max(layers_of_stages(settings)[stage], key=cost.__getitem__)
+            largest = max(layers, key=cost.__getitem__)
             yield (
                 f"stage {stage} costs {share / mean:.1f} times the mean, so the others wait for it; its largest "
                 f"layer is {largest} with {cost[largest] / share:.0%} of it: cut that layer finer, use fewer "
@@ -225,29 +215,23 @@ def find_few_rows(layers: Iterable[nn.Module], rows: int, deferred: bool) -> lis
     norms = [m for layer in layers for m in layer.modules() if isinstance(m, AnyBatchNorm) and m.training]
     if not norms or rows >= FEW_ROWS:
         return []
-    found = (
-        f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics: use fewer micro-batches or "
-        f"a larger mini-batch"
+    defer = (
+        "; for running statistics of the whole mini-batch, as the script without a pipe has them in validation, "
+        "give deferred_batch_norm=True"
     )
-    return [found if deferred else found + DEFER]
-
-
-DEFER = (
-    "; for running statistics of the whole mini-batch, as the script without a pipe has them in validation, "
-    "give deferred_batch_norm=True"
-)
+    return [
+        f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics: use fewer micro-batches or "
+        f"a larger mini-batch{'' if deferred else defer}"
+    ]
 
 
 def find_unused_parameters(module: nn.Module) -> list[str]:
     """Tells of parameters to which the first backward brought no gradient."""
     unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
-    return [UNUSED.format(names=", ".join(unused))] if unused else []
+    remedy = "take them out of the optimizer, or freeze them with requires_grad_(False), if that is meant"
+    names = ", ".join(unused)
+    return [f"{names}: no gradient came to these parameters in the first step; {remedy}"] if unused else []
 
-
-UNUSED = (
-    "{names}: no gradient came to these parameters in the first step; take them out of the optimizer, or freeze them "
-    "with requires_grad_(False), if that is meant"
-)
 
 logger = logging.getLogger("gpipe")
 
@@ -262,17 +246,13 @@ class Before(NamedTuple):
 
 
 class Examination:
-    """The findings of a pipe so far, and what is still to be looked at.
-
-    Attributes:
-        findings: In words, each with what to do; for the user.
-        fresh: Whether no mini-batch was trained yet that had several micro-batches, if the pipe has any.
-    """
+    """The findings of a pipe so far, and what is still to be looked at."""
 
     def __init__(self, settings: Settings, processes: OneProcess) -> None:
         engine = processes.engine
         self.findings = [*examine_settings(settings), *processes.findings()]
-        self.fresh, self._enough = True, min(2, settings.micro_batches)
+        self._enough = min(2, settings.micro_batches)
+        self.fresh = True  # no mini-batch was trained yet that had so many micro-batches
         self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
         self._recomputes = any(remat != "never" for remat in settings.remat)
         self._deferred, self._threaded = engine.deferred_batch_norm, engine.threaded
@@ -320,8 +300,16 @@ class Examination:
 
 def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> str:
     """Describes the stages of a pipe, what a step will take, and what was found."""
-    lines = [*_table(settings, plan), *_balance(settings), *_step(settings, plan)]
-    return "\n".join([*lines, *(f"finding: {text}" for text in findings)])
+    found = settings.partition
+    lines = [
+        *_table(settings, plan),
+        f"the slowest stage costs {found.imbalance:.1f}% more than the mean, {found.gap:.1f}% more than any cuts "
+        f"must cost",
+    ]
+    if (layer := found.obstacle) is not None:
+        share = found.chain.costs[layer] / found.mean
+        lines.append(f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean stage")
+    return "\n".join([*lines, *_step(settings, plan), *(f"finding: {text}" for text in findings)])
 
 
 def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
@@ -332,30 +320,16 @@ def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
         f"{'parameters':>12} {'MiB':>8} {'cost':>6} {'W':>5}"
     )
     for stage, (names, rank) in enumerate(zip(layers_of_stages(settings), settings.placement, strict=True)):
-        parameters = {
-            id(p): p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)
-        }.values()
+        parameters = {p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)}
         share = costs[stage] / (sum(costs) or 1)
         mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         of_weights = settings.stage_costs[stage].weight_share if settings.stage_costs else None
-        part = "half" if of_weights is None else f"{of_weights:.0%}"  # half, as the plan takes it unmeasured
-        part = part if stage in split else "-"
+        part = "-" if stage not in split else "half" if of_weights is None else f"{of_weights:.0%}"
         yield (
             f"{stage:>5} {rank:>4}  {span:<16} {settings.devices[rank]!s:<8} {settings.remat[stage]:<12} "
             f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {share:>6.1%} {part:>5}"
         )
-
-
-def _balance(settings: Settings) -> Iterator[str]:
-    found = settings.partition
-    yield (
-        f"the slowest stage costs {found.imbalance:.1f}% more than the mean, {found.gap:.1f}% more than any cuts "
-        f"must cost"
-    )
-    if (layer := found.obstacle) is not None:
-        share = found.chain.costs[layer] / found.mean
-        yield f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean stage"
 
 
 def _step(settings: Settings, plan: Prediction) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,17 +74,7 @@ def settle(
 ) -> Settings:
     """Checks all arguments, fills in the defaults, measures or counts what layers cost, and cuts them.
 
-    With the outline of one of several processes, layers that are given as callables stay on the meta device.
-
-    Args:
-        asked: What the user gave.
-        position: Where this process stands among several.
-        outline: All layers, if there are several processes.
-        traced: The model, if it is one.
-
-    Raises:
-        ValueError: Lists every mistake, each with what to do. Or, with `remat="auto"`, the layers do not fit, though
-            everything is recomputed.
+    Among several processes there is an `outline` of all layers; those given as callables stay on the meta device.
     """
     checked = check(asked, position, outline, traced)
     asked, plan = checked.asked, checked.asked.plan
@@ -100,8 +91,12 @@ def settle(
     held = plan.costs if plan is not None and micro_batches == plan.micro_batches else None
     remat = checked.remat
     if asked.remat == AUTO:
-        held = count_stages(layers, sample, cuts)
-        remat = _fit(_bare(schedule, placement, micro_batches), held, _limits(asked, checked.devices))
+        held = _count_stages(layers, sample, cuts)
+        try:
+            remat = fitting_remat(_bare(schedule, placement, micro_batches), held, _limits(asked, checked.devices))
+        except ValueError as error:
+            remedy = "take more partitions, more micro-batches, other cuts, or more memory="
+            raise ValueError(f"remat='auto': {error}; {remedy}") from None
     if seconds is not None and all(cost.weight_share is not None for cost in seconds):
         unsplit = unsplit_stages(place_recompute(program, remat), seconds)  # where it would not pay
     else:  # where nothing can wait
@@ -139,7 +134,6 @@ def _alone(
 
 
 def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
-    """The table of forwards and backwards of a mini-batch."""
     return Program.of(table_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement)
 
 
@@ -168,36 +162,20 @@ def _cut(
 def _find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequence[float]:
     if callable(costs):
         return measure_by(layers, sample, costs)
-    match costs:
-        case "flops":
-            return count_flops(layers, sample)
-        case None | "params" | "time":  # time was measured before
-            return count_parameters(layers)
-        case _:
-            return costs
+    if costs == "flops":
+        return count_flops(layers, sample)
+    return count_parameters(layers) if costs is None or isinstance(costs, str) else costs
 
 
-def count_stages(layers: Sequence[nn.Module], sample: Tree, cuts: Partition) -> tuple[StageCost, ...]:
+def _count_stages(layers: Sequence[nn.Module], sample: Tree, cuts: Partition) -> tuple[StageCost, ...]:
     """What the stages of layers that run one by one hold of such a micro-batch as the sample, in bytes."""
     as_it_is = 1  # micro-batch, whatever its rows
     profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers)).of_micro_batch(as_it_is)
     return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
 
 
-def _fit(program: Program, costs: Sequence[StageCost], limits: Sequence[float]) -> tuple[Remat, ...]:
-    """What each stage recomputes by `remat="auto"`."""
-    try:
-        return fitting_remat(program, costs, limits)
-    except ValueError as error:
-        raise ValueError(
-            f"remat='auto': {error}; take more partitions, more micro-batches, other cuts, or more memory="
-        ) from None
-
-
 def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:
-    """The bytes that each rank may hold."""
-    if isinstance(asked.memory, Sequence):
-        return list(asked.memory)
-    if isinstance(asked.memory, (int, float)):
-        return [asked.memory] * len(devices)
-    return [memory_of(device) / list(devices).count(device) for device in devices]
+    if asked.memory is None:
+        return [memory_of(device) / list(devices).count(device) for device in devices]
+    memory: Any = asked.memory
+    return list(memory) if isinstance(memory, Sequence) else [memory] * len(devices)

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from gpipe.errors import folded, innermost_code
+from gpipe.errors import entrance
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,22 +65,16 @@ def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     takes_any = len(known) < len(parameters)
     positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-    code = innermost_code(function)
 
+    @entrance
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            is_of_torchgpipe = isinstance(kwargs.get("balance"), (list, tuple))
-            if not kwargs.keys() <= {*known} or is_of_torchgpipe:
-                pipe: Any = args[0]
-                if not (takes_any and pipe.is_model):
-                    raise TypeError("\n".join(_mistakes(kwargs, known, words)))
-            if len(args) > positional:
-                raise TypeError(too_many)
-            return function(*args, **kwargs)
-        except BaseException as error:
-            error.__traceback__ = folded(error, code)
-            raise
+        pipe: Any = args[0]
+        if not (takes_any and pipe.is_model) and (mistakes := _mistakes(kwargs, known, words)):
+            raise TypeError("\n".join(mistakes))
+        if len(args) > positional:
+            raise TypeError(too_many)
+        return function(*args, **kwargs)
 
     return called
 

@@ -1,7 +1,7 @@
 """Programs by the names of schedules, and schedules that a user gives: a program, or a function that makes one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from gpipe.schedule.action import CLOSING, TRANSFERS, Kind
@@ -92,46 +92,42 @@ def check_given(program: Program) -> None:
     check(program)
 
 
-@dataclass(frozen=True)
-class GivenProgram:
-    """One program, for its own number of micro-batches."""
-
-    program: Program
-
-    def placement(self, ranks: int, stages_per_rank: int) -> Placement | None:
-        """The program's, if it is for so many ranks."""
-        return self.program.rank_of if ranks == self.program.ranks else None
-
-    def table(self, placement: Placement, micro_batches: int) -> Table | None:
-        """The program's, if it is for so many micro-batches."""
-        return self.program.table if micro_batches == self.program.micro_batches else None
+def only(program: Program) -> Schedule:
+    """The schedule of one program, for its own numbers of ranks and micro-batches."""
+    check_given(program)
+    return Schedule("a program", partial(_only_table, program), partial(_only_placement, program), stages_per_rank=0)
 
 
-@dataclass(frozen=True)
-class MadeProgram:
-    """Programs that a function makes, placed as that for a mini-batch of so many micro-batches is."""
+def _only_placement(program: Program, ranks: int, stages_per_rank: int) -> Placement | None:
+    return program.rank_of if ranks == program.ranks else None
 
-    make: Maker
-    micro_batches: int
 
-    def placement(self, ranks: int, stages_per_rank: int) -> Placement | None:
-        """That of the program for a whole mini-batch."""
-        program = _made(self.make, ranks, self.micro_batches)
-        if (program.ranks, program.micro_batches) != (ranks, self.micro_batches):
-            raise ScheduleError(
-                f"{_name(self.make)} was asked for K={ranks} ranks and M={self.micro_batches} micro-batches, and "
-                f"gave a program of K={program.ranks} and M={program.micro_batches}"
-            )
-        return program.rank_of
+def _only_table(program: Program, placement: Placement, micro_batches: int) -> Table | None:
+    return program.table if micro_batches == program.micro_batches else None
 
-    def table(self, placement: Placement, micro_batches: int) -> Table | None:
-        """Those of the program for so many, if the function makes one with this placement."""
-        try:
-            program = _made(self.make, max(placement) + 1, micro_batches)
-        except Exception:  # whatever it is that has no program of this size: a table of another will do
-            return None
-        same = (program.rank_of, program.micro_batches) == (placement, micro_batches)
-        return program.table if same else None
+
+def made_by(make: Maker, micro_batches: int) -> Schedule:
+    """The schedule of the programs that a function makes, placed as that for so many micro-batches is."""
+    return Schedule(_name(make), partial(_made_table, make), partial(_made_placement, make, micro_batches), 0)
+
+
+def _made_placement(make: Maker, micro_batches: int, ranks: int, stages_per_rank: int) -> Placement:
+    program = _made(make, ranks, micro_batches)
+    if (program.ranks, program.micro_batches) != (ranks, micro_batches):
+        raise ScheduleError(
+            f"{_name(make)} was asked for K={ranks} ranks and M={micro_batches} micro-batches, and gave a program of "
+            f"K={program.ranks} and M={program.micro_batches}"
+        )
+    return program.rank_of
+
+
+def _made_table(make: Maker, placement: Placement, micro_batches: int) -> Table | None:
+    try:
+        program = _made(make, max(placement) + 1, micro_batches)
+    except Exception:  # whatever it is that has no program of this size: a table of another will do
+        return None
+    same = (program.rank_of, program.micro_batches) == (placement, micro_batches)
+    return program.table if same else None
 
 
 def _made(make: Maker, ranks: int, micro_batches: int) -> Program:
