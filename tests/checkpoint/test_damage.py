@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -255,12 +254,9 @@ def test_all_ranks_refuse_what_does_not_fit_one_of_them(run: Path, victim: Victi
     assert [differences(snapshot(own, None), was) for own, was in zip(pipes, before, strict=True)] == [[], []]
 
 
-def test_a_manifest_of_other_types_or_that_contradicts_itself_is_refused(run: Path, victim: Victim) -> None:
+def test_a_manifest_of_other_types_or_of_other_tensors_is_refused(run: Path, victim: Victim) -> None:
     def of(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return lambda fields: {key: change(fields[key]) for key, change in changes.items()}
-
-    def doubled(optimizer: dict[str, Any]) -> dict[str, Any]:
-        return {**optimizer, "groups": [*optimizer["groups"], *optimizer["groups"]]}
 
     path = run / "step_2"
     original = (path / "manifest.json").read_bytes()
@@ -269,18 +265,8 @@ def test_a_manifest_of_other_types_or_that_contradicts_itself_is_refused(run: Pa
         (of(step_number=lambda _: True, ties=lambda _: None), "has step_number, ties of other types"),
         (of(optimizer=lambda one: {**one, "state": []}), "has optimizer of other types"),
         (of(files=lambda _: {"stage_0.safetensors": {"bytes": "9", "sha256": ""}}), "has files of other types"),
-        (of(ties=lambda _: {"a": "b", "b": "a"}), "a, b are tied to no tensor"),
-        (of(ties=lambda _: {"0.bias": "0.weight"}), "0.bias is tied to no tensor"),
-        (of(names=lambda names: [*names, names[0]]), "0.weight is named twice"),
-        (of(names=lambda names: names[1:]), "0.weight is trained, and no tensor"),
+        (of(names=lambda names: names[1:]), "0.weight stand in the manifest alone, or in the files alone"),
         (of(names=lambda names: [*names, "odd"]), "odd stand in the manifest alone"),
-        (of(optimizer=doubled), "are trained twice"),
-        (of(seed=lambda _: 2**64), "seed is not of 64 bits"),
-        (of(world=lambda _: 0, layers_per_partition=lambda _: [0, 9]), "world, layers_per_partition are too small"),
-        (
-            of(optimizer=lambda one: json.loads(re.sub(r'"lr": [0-9.e-]+', '"lr": "much"', json.dumps(one)))),
-            "has lr 'much', which is no number",
-        ),
     ):
         (path / "manifest.json").write_bytes(original)
         forge(path, change)

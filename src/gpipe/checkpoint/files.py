@@ -105,11 +105,9 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path, *, follow: bool = False) -> Iterator[tuple[BufferedReader, int]]:
-    """Opens a file that somebody else may have put there, and says its size: it waits for nobody, whatever that is.
+    """Opens a file that somebody else may have put there, and says its size.
 
-    Raises:
-        ValueError: It is no file of its own: a link might lead anywhere, and a pipe would block.
-        OSError: It cannot be read.
+    A ValueError: it is missing, or no file of its own: a link might lead anywhere, and a pipe would block.
     """
     try:
         with opened(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)) as descriptor:

@@ -33,11 +33,7 @@ class Found:
 
 
 def age(name: str) -> tuple[int, int] | None:
-    """What checkpoints are ordered by: the step, and which one of that step it is; None if it is none.
-
-    >>> age("step_12"), age("step_12.2"), age("step_12.tmp-1f0c9a2b-77de01c4")
-    ((12, 1), (12, 2), None)
-    """
+    """What checkpoints are ordered by: the step, and which one of that step it is; None if it is none."""
     matched = CHECKPOINT.fullmatch(name)
     return (int(matched[1]), int(matched[2] or 1)) if matched else None
 
@@ -151,18 +147,13 @@ def clear_leftovers(folder: Path) -> None:
         if matched and matched[1] == _machine():
             with suppress(OSError):  # it may have got its name by now
                 lock, is_left = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                try:
-                    if is_left:
-                        remove_folder(path)
-                finally:
-                    os.close(lock)
+                if is_left:
+                    remove_folder(path)
+                os.close(lock)
 
 
 def publish(draft: Draft, step_number: int, sha256: str) -> str:
-    """Gives a complete checkpoint its name, and makes it the latest; gives the name.
-
-    A name that is taken stays whose it is, be it of another job, or of this one that went back and came by again.
-    """
+    """Gives a complete checkpoint a name, which no other has, and makes it the latest; gives the name."""
     folder = draft.path.parent
     sync_folder(draft.path)
     for again in count(1):

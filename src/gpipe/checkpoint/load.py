@@ -72,7 +72,6 @@ def read_weights(module: nn.Module, shelf: Shelf, find: Callable[[str], str | No
 
 
 def _why_other(value: Tensor, target: Tensor) -> str | None:
-    """Why a tensor cannot go where another is, if so."""
     if value.shape == target.shape and value.dtype == target.dtype:
         return None
     there, here = (f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (value, target))
@@ -152,7 +151,7 @@ def read_optimizer(
         own = [name for name in here.values() if name in options]
         kept = decoded(options[own[0]], shelf, f"the options of group {at}", ready) if own else {}
         ready.options.append(kept or {})
-        wrong = [*_why_not_of(group, here, own, options), *_why_no_numbers(group, kept or {})]
+        wrong = _why_not_of(group, here, own, options)
         ready.findings += [f"group {at} of the optimizer has {text}" for text in wrong]
         for parameter, name in here.items():
             remembered = decoded(saved["state"].get(name, {}), shelf, f"the optimizer's {name}", ready)
@@ -175,14 +174,8 @@ def _why_not_of(
         yield f"both {own[0]} and {other}, which differed in {listed(keys)}; give them groups of their own"
 
 
-def _why_no_numbers(group: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
-    for key in kept.keys() & group.keys():
-        if isinstance(group[key], float) and not isinstance(kept[key], (int, float, Tensor)):
-            yield f"{key} {kept[key]!r}, which is no number; do not trust it"
-
-
 def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, object]:
-    """The state of a parameter, on the devices where an optimizer wants it, in the parameter's memory format."""
+    """The state of a parameter where an optimizer wants it, in the parameter's memory format."""
     on_host = not (group.get("capturable") or group.get("fused"))
 
     def place(value: Tensor) -> Tensor:
@@ -285,7 +278,10 @@ def load(
     team, root = communicator_of(pipe), Path(os.path.abspath(folder))
     found = _agree_which(root, team)
     if found is None:
-        raise CheckpointError(root, [_why_none(root)])
+        if any((root / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+            raise CheckpointError(root, ["these are weights alone; use gpipe.load_weights"])
+        why = f"there is no checkpoint here, neither {MANIFEST} nor {LATEST}; save one"
+        raise CheckpointError(root, [f"{why}, or give the folder that one was saved to"])
     manifest = _agree_whole(found, team)
     ready, extra = _agree_fit(found.path, manifest, pipe, optimizer, team)
     if pipe is not None:
@@ -325,15 +321,6 @@ def _agree_which(folder: Path, team: Communicator) -> Found | None:
     if findings:
         raise CheckpointError(folder, findings)
     return Found(folder / known[0], known[1]) if known else None
-
-
-def _why_none(folder: Path) -> str:
-    if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-        return "these are weights alone; use gpipe.load_weights"
-    return (
-        f"there is no checkpoint here, neither {MANIFEST} nor {LATEST}; save one, or give the folder that one was "
-        f"saved to"
-    )
 
 
 def _agree_whole(found: Found, team: Communicator) -> Manifest:

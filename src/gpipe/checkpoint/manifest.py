@@ -90,11 +90,7 @@ TYPES = get_type_hints(Manifest)
 
 
 def is_of(value: object, wanted: Any) -> bool:
-    """Whether JSON is of a type, as annotations have it.
-
-    >>> is_of([{"bytes": 3, "sha256": ""}], list[File]), is_of({"bytes": True}, dict[str, int])
-    (True, False)
-    """
+    """Whether JSON is of a type, as annotations have it."""
     inner = get_args(wanted)
     if wanted is Any:
         return True
@@ -134,43 +130,13 @@ def from_bytes(data: bytes) -> Manifest:
     wrong = [name for name, wanted in TYPES.items() if name not in fields or not is_of(fields[name], wanted)]
     if wrong:
         raise ValueError(f"has {', '.join(wrong)} of other types than gpipe.save writes")
-    if odd := _contradictions(fields):
-        raise ValueError(f"contradicts itself: {'; '.join(odd)}; it was not written by gpipe.save")
     files = {name: File(file["bytes"], file["sha256"]) for name, file in fields["files"].items()}
     return Manifest(**{name: fields[name] for name in TYPES} | {"files": files})
-
-
-def _contradictions(fields: Mapping[str, Any]) -> list[str]:
-    """What is of the right types and yet cannot be, in a manifest that somebody else made."""
-    names, ties, optimizer = fields["names"], fields["ties"], fields["optimizer"] or {"groups": [], "state": {}}
-    trained = [name for group in optimizer["groups"] for name in group["parameters"]]
-    known = set(names)
-    small = [name for name, least in (("world", 1), ("micro_batches", 1), ("step_number", 0)) if fields[name] < least]
-    small += ["layers_per_partition"] * (min(fields["layers_per_partition"], default=0) < 1)
-    small += [f"the bytes of {name}" for name, file in fields["files"].items() if file["bytes"] < 0]
-    found = {
-        "too small": small,
-        "not of 64 bits": ["seed"] * (not -(2**63) <= fields["seed"] < 2**63),
-        "named twice": _repeated(names),
-        "tensor and value": [name for name in fields["values"] if name in known],
-        "tied to no tensor": [name for name, first in ties.items() if first not in known or name in known],
-        "trained twice": _repeated(trained),
-        "trained, and no tensor": [name for name in trained if name not in known],
-        "remembered, and not trained": sorted(optimizer["state"].keys() - trained),
-    }
-    return [
-        f"{', '.join(odd[:SOME])} {'is' if len(odd) == 1 else 'are'} {what}" for what, odd in found.items() if odd
-    ]
-
-
-def _repeated(names: list[str]) -> list[str]:
-    return [name for name, times in Counter(names).items() if times > 1]
 
 
 Keep: TypeAlias = Callable[[str, Tensor], str]
 """Is handed a tensor, and where it was found, and gives the name under which it keeps it."""
 
-LONGEST_INTEGER = 14_000  # bits; Python reads no text of more than 4,300 digits as a number
 ADVICE = "only tensors, numbers, text, None, and lists, tuples and dicts of them can be stored; convert it"
 
 
@@ -182,50 +148,35 @@ class Encoder:
 
     def __call__(self, value: object, where: str) -> Json:
         """The JSON of a value; `where` is what messages call it."""
-        try:
-            return self._encoded(value, where)
-        except RecursionError:
-            return self._refused(f"{where} contains itself, or is nested too deeply; flatten it")
-
-    def _refused(self, mistake: str) -> Json:
-        self._mistakes.append(mistake)
-        return None
-
-    def _encoded(self, value: object, where: str) -> Json:
         match value:
             case None | bool() | str():
                 return value
-            case int() if value.bit_length() <= LONGEST_INTEGER:
-                return int(value)
             case int():
-                return self._refused(
-                    f"{where} is a whole number of {value.bit_length()} bits; store it as a tensor or text"
-                )
+                return int(value)
             case float():
                 return float(value) if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
             case Tensor():
                 return self._tensor(value, where)
             case list():
-                return [self._encoded(item, f"{where}[{at}]") for at, item in enumerate(value)]
+                return [self(item, f"{where}[{at}]") for at, item in enumerate(value)]
             case tuple() if type(value) is tuple:
-                return {"$tuple": self._encoded(list(value), where)}
+                return {"$tuple": self(list(value), where)}
             case Counter():
                 return {"$counter": self._pairs(value, where)}
             case dict():
                 if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                    return {key: self._encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
+                    return {key: self(item, f"{where}[{key!r}]") for key, item in value.items()}
                 return {"$dict": self._pairs(value, where)}
-        return self._refused(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
+        self._mistakes.append(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
+        return None
 
     def _pairs(self, value: Mapping[Any, object], where: str) -> Json:
-        return [
-            [self._encoded(key, f"{where}: a key"), self._encoded(item, f"{where}[{key!r}]")]
-            for key, item in value.items()
-        ]
+        return [[self(key, f"{where}: a key"), self(item, f"{where}[{key!r}]")] for key, item in value.items()]
 
     def _tensor(self, tensor: Tensor, where: str) -> Json:
         if wrong := why_not_storable(tensor):
-            return self._refused(f"{where} {wrong}")
+            self._mistakes.append(f"{where} {wrong}")
+            return None
         if not tensor.dim() and not tensor.is_complex():
             number = tensor.item()
             if math.isfinite(number):  # a number like Adam's count of steps needs no place in a file
@@ -234,11 +185,7 @@ class Encoder:
 
 
 def decode(value: Json, read: Callable[[str], Tensor]) -> object:
-    """The value that an `Encoder` made JSON of; `read` gives the tensor of a name. ValueError: no encoder makes that.
-
-    >>> decode({"betas": {"$tuple": [0.9, 0.999]}, "best": {"$float": "7ff0000000000000"}}, read=None)
-    {'betas': (0.9, 0.999), 'best': inf}
-    """
+    """The value that an `Encoder` made JSON of, ValueError if of none; `read` gives the tensor of a name."""
     match value:
         case list():
             return [decode(item, read) for item in value]

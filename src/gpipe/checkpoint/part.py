@@ -245,7 +245,6 @@ def note_failure(writing: Writing, error: Exception) -> None:
 
 
 def _await_parts(writing: Writing) -> None:
-    """Waits for the parts of all ranks, as long as something comes."""
     size, since = -1, time.monotonic()
     while missing := [rank for rank in range(writing.ranks) if not writing.said(rank, "json").exists()]:
         for rank in missing:
@@ -283,7 +282,10 @@ def finish(writing: Writing) -> str | None:
     _await_parts(writing)
     notes = [writing.said(rank, "json") for rank in range(writing.ranks)]
     manifest = _joined([json.loads(path.read_text()) for path in notes], writing.numbers)
-    data = to_bytes(manifest, {"gpipe": _version(), "torch": torch.__version__})
+    versions: dict[str, str] = {"torch": torch.__version__}
+    with suppress(PackageNotFoundError):
+        versions["gpipe"] = version("gpipe")
+    data = to_bytes(manifest, versions)
     write_file(writing.path / MANIFEST, [data])
     for path in [*notes, *writing.path.glob("part_*.begun")]:
         os.unlink(path)
@@ -297,15 +299,7 @@ def finish(writing: Writing) -> str | None:
     return name
 
 
-def _version() -> str:
-    try:
-        return version("gpipe")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> Manifest:
-    """The manifest of what all ranks have to say."""
     names = [name for part in parts for name in part["names"]]
     optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
     kinds = sorted({optimizer["type"] for optimizer in optimizers})

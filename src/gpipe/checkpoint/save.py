@@ -20,16 +20,7 @@ import torch
 from torch import nn
 
 from gpipe.checkpoint.folder import begin
-from gpipe.checkpoint.part import (
-    Part,
-    Writing,
-    begin_part,
-    copied,
-    finish,
-    gather,
-    note_failure,
-    write_part,
-)
+from gpipe.checkpoint.part import Part, Writing, begin_part, copied, finish, gather, note_failure, write_part
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 
 if TYPE_CHECKING:
@@ -233,7 +224,6 @@ def settle(pipe: nn.Module | None) -> None:
 def _checked(
     pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
 ) -> Part:
-    """What a rank has to save."""
     if not hasattr(pipe, "layers_per_partition"):
         raise TypeError(f"a {type(pipe).__name__} cannot be saved; give the gpipe.GPipe itself, not what wraps it")
     part = gather(pipe, optimizer, extra, rank)

@@ -133,11 +133,7 @@ def _read(pipe: nn.Module, shelf: Shelf, rename: Rename | None, ready: Ready) ->
 
 
 def save_weights(
-    folder: str | os.PathLike[str],
-    pipe: nn.Module,
-    *,
-    rename: Rename | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    folder: str | os.PathLike[str], pipe: nn.Module, *, rename: Rename | None = None, max_shard_bytes: int = 5 * 10**9
 ) -> None:
     """Saves parameters and buffers in the layout of the Hugging Face Hub, in place of what was saved so before.
 
@@ -214,7 +210,6 @@ def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
 
 
 def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
-    """The tensors in files of at most so many bytes, in their order."""
     shards: list[dict[str, Tensor]] = []
     size = most + 1
     for name, tensor in tensors.items():
@@ -227,7 +222,6 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]
 
 
 def _files(shards: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
-    """The names of the files, each with the tensors in it."""
     if len(shards) <= 1:
         return {SINGLE: shards[0] if shards else []}
     return {f"model-{at:05}-of-{len(shards):05}.safetensors": names for at, names in enumerate(shards, 1)}
