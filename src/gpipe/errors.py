@@ -1,8 +1,6 @@
 """What a pipe raises for failures elsewhere, and short tracebacks.
 
-Where the public entrances of a pipe raise, its own frames in between are folded away.
-
-What a user sees is the line that called us, the entrance, and the frames of the user's own layer. Where code of ours
+A user sees the line that called us, the public entrance, and the frames of the user's own layer. Where code of ours
 fails by a bug, all frames stay.
 """
 

@@ -141,9 +141,9 @@ class Partitioned(nn.Module):
     def stage_of(self) -> dict[str, int]:
         """The stage of each layer of this process, by its name; of a model, of each parameter and buffer by its."""
         traced = self._settings.traced
-        if traced is None:
-            return {layer.name: stage.index for stage in self._engine.own for layer in stage.layers}
         layers = [(layer.name, stage.index) for stage in self._engine.own for layer in stage.layers]
+        if traced is None:
+            return dict(layers)
         return {name: stage for layer, stage in reversed(layers) for name in traced.names.in_layer(layer)}
 
     @property
@@ -152,9 +152,8 @@ class Partitioned(nn.Module):
         traced = self._settings.traced
         if traced is None or self._processes.position is None:
             return frozenset()
-        own = {layer.name for stage in self._engine.own for layer in stage.layers}
-        homes = traced.names.first_layers()
-        return frozenset(name for name, layer in homes.items() if layer not in own)
+        own = self._own_layers()
+        return frozenset(name for name, layer in traced.names.first_layers().items() if layer not in own)
 
     @property
     def ties_of_names(self) -> dict[str, str]:
@@ -169,18 +168,18 @@ class Partitioned(nn.Module):
             refuse_norms_of_a_part()
         first = self._tied_names if remove_duplicate else {}
         every = super().named_parameters("", recurse, remove_duplicate=False)
-        for name, parameter in self._own_among(every, remove_duplicate=remove_duplicate):
-            yield f"{prefix}{'.' if prefix else ''}{first.get(name, name)}", parameter
+        for name, parameter in self._own_among(every, remove_duplicate):
+            yield ".".join(filter(None, (prefix, first.get(name, name)))), parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process by name."""
         every = super().named_buffers("", recurse, remove_duplicate=False)
-        for name, buffer in self._own_among(every, remove_duplicate=remove_duplicate):
-            yield f"{prefix}{'.' if prefix else ''}{name}", buffer
+        for name, buffer in self._own_among(every, remove_duplicate):
+            yield ".".join(filter(None, (prefix, name))), buffer
 
-    def _own_among(self, named: Iterable[tuple[str, T]], *, remove_duplicate: bool) -> Iterator[tuple[str, T]]:
+    def _own_among(self, named: Iterable[tuple[str, T]], remove_duplicate: bool) -> Iterator[tuple[str, T]]:
         """Those of this process, one of several names under the first that is not another process's."""
         seen: set[int] = set()
         for name, tensor in named:

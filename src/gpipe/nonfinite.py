@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -46,38 +47,28 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
     last = pipe._engine.stages[-1].layers[-1].module
     with ExitStack() as hooks:
         for module, names in layers.items():
-            watch = _Watch(
-                f"{type(module).__name__} (layer {' or '.join(names)})",
-                is_last=module is last,
-                is_layer=not pipe.is_model,
-            )
-            hooks.callback(module.register_forward_hook(watch.see, with_kwargs=True).remove)
+            words = f"{type(module).__name__} (layer {' or '.join(names)})"
+            look = partial(_look, words, module is last, not pipe.is_model)
+            hooks.callback(module.register_forward_hook(look, with_kwargs=True).remove)
         yield
 
 
-class _Watch:
+def _look(layer: str, is_last: bool, is_layer: bool, _: nn.Module, args: Any, kwargs: Any, output: object) -> None:
     """Looks at what goes into a layer and comes out of it, and at the gradients that it gives back."""
+    if is_layer:  # and not a part of a model, to which masks with infinities are given
+        _check(f"the input of {layer}", (args, kwargs))
+    _check(f"the output of {layer}", output)
+    if is_last:
+        _watch_gradients(f"the gradient of the loss, as it came to {layer},", output)
+    _watch_gradients(f"the gradient of the input of {layer}", (args, kwargs))
 
-    def __init__(self, layer: str, *, is_last: bool, is_layer: bool) -> None:
-        self.layer = layer
-        self.is_layer = is_layer  # and not a part of a model, to which masks with infinities are given
-        self.is_last = is_last
 
-    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        if self.is_layer:
-            _check(f"the input of {self.layer}", (args, kwargs))
-        _check(f"the output of {self.layer}", output)
-        if self.is_last:
-            self._watch(f"the gradient of the loss, as it came to {self.layer},", output)
-        self._watch(f"the gradient of the input of {self.layer}", (args, kwargs))
-
-    def _watch(self, what: str, value: object) -> None:
-        """Has the gradients looked at once they are there."""
-        for tensor in tensors_in(value):
-            if tensor.requires_grad and tensor.is_leaf:  # what a stage was given: its other hooks are the pipe's own
-                tensor.register_post_accumulate_grad_hook(lambda leaf: _check(what, leaf.grad))
-            elif tensor.requires_grad:
-                tensor.register_hook(lambda gradient: _check(what, gradient))
+def _watch_gradients(what: str, value: object) -> None:
+    for tensor in tensors_in(value):
+        if tensor.requires_grad and tensor.is_leaf:  # what a stage was given: its other hooks are the pipe's own
+            tensor.register_post_accumulate_grad_hook(lambda leaf: _check(what, leaf.grad))
+        elif tensor.requires_grad:
+            tensor.register_hook(lambda gradient: _check(what, gradient))
 
 
 def _check(what: str, value: object) -> None:

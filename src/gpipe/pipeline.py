@@ -38,13 +38,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
-from gpipe.stages.losses import (
-    call_watched_loss,
-    check_weights_of_rows,
-    find_contradiction,
-    find_reduction,
-    own_loss,
-)
+from gpipe.stages.losses import call_watched_loss, check_weights_of_rows, find_contradiction, find_reduction, own_loss
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
@@ -54,10 +48,6 @@ from gpipe.tracing.own_loss import join
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-NEEDS_GATHER = (
-    "under grad every process needs the output, to call backward(): use pipe(inputs, gather=True), or torch.no_grad()"
-)
 
 
 class GPipe(Partitioned):
@@ -337,7 +327,8 @@ class GPipe(Partitioned):
         run, before = self._new_run()
         with run.context.entered(notes=self.recorder is not None):
             if run.trains and not gather and self._processes.position is not None:
-                raise ValueError(NEEDS_GATHER)
+                why = "under grad every process needs the output, to call backward()"
+                raise ValueError(f"{why}: use pipe(inputs, gather=True), or torch.no_grad()")
             self._calls += 1
             run.call, run.gathers = self._calls, gather
             leaves: list[list[Tensor]] = []

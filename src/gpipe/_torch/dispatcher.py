@@ -1,9 +1,4 @@
-"""torch's dispatcher: kernels of one's own for operations, which a thread may go by.
-
-The operations that torch does, those of backwards included, as they are done.
-
-Tensors without values that say to be where values would be.
-"""
+"""torch's dispatcher: kernels of one's own for operations, operations as they are done, tensors without values."""
 
 import ctypes
 import logging
@@ -34,11 +29,7 @@ UNUSED_KEY = "TESTING_ONLY_GenericMode"
 
 
 def unused_key() -> Any:
-    """The dispatch key that torch keeps for its own tests, above those of autograd and below those of modes.
-
-    Raises:
-        RuntimeError: This torch has none.
-    """
+    """The dispatch key that torch keeps for its own tests, above those of autograd and below those of modes."""
     try:
         return torch._C._dispatch_key_parse(UNUSED_KEY)
     except RuntimeError as error:
@@ -136,7 +127,6 @@ class Operations(TorchDispatchMode):
     """Sees the tensors that operations inside make; it may be entered again and again, by one thread at a time."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Sees an operation."""
         made = func(*args, **(kwargs or {}))
         given, came = tree_leaves((args, kwargs or {})), tree_leaves(made)
         self.see([leaf for leaf in given if isinstance(leaf, Tensor)], [t for t in came if isinstance(t, Tensor)])
@@ -159,10 +149,7 @@ class Fakes:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside, operations do without values, also those of tensors that have some.
-
-        What cannot is raised, and not logged beside.
-        """
+        """Inside, operations do without values, also of tensors that have some; what cannot is raised, not logged."""
         logger = logging.getLogger(FakeTensor.__module__)
         before, logger.disabled = logger.disabled, True
         try:

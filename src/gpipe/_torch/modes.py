@@ -61,12 +61,7 @@ def paused(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
 
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
-    """Lets an operation use so many CPU threads inside.
-
-    >>> with intra_op_threads(1):
-    ...     torch.get_num_threads()
-    1
-    """
+    """Lets an operation use so many CPU threads inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -39,15 +39,10 @@ PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What a product saved of its input `x`, for the gradients of its weights.
+    """What a product saved, for the gradients of its weights."""
 
-    Attributes:
-        x: What it was given.
-        gradients: Gives the gradients for the places that are asked for, from that of the product.
-    """
-
-    x: Tensor
-    gradients: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, ...]]
+    x: Tensor  # what it was given
+    gradients: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, ...]]  # for some places, from that of the product
 
 
 def read_product(node: Any) -> Product | None:
@@ -66,16 +61,8 @@ def read_product(node: Any) -> Product | None:
         case "ConvolutionBackward0":
             x, weight = _plain(node, "input"), _plain(node, "weight")
             if x is not None and weight is not None:
-                names = (
-                    "bias_sym_sizes_opt",
-                    "stride",
-                    "padding",
-                    "dilation",
-                    "transposed",
-                    "output_padding",
-                    "groups",
-                )
-                options = [getattr(node, f"_saved_{name}") for name in names]
+                names = "bias_sym_sizes_opt stride padding dilation transposed output_padding groups"
+                options = [getattr(node, f"_saved_{name}") for name in names.split()]
                 return Product(x, partial(_of_convolution, x, weight, options))
     return None
 

@@ -37,12 +37,7 @@ def context_reader(kind: type) -> Callable[[Any], Any] | None:
 
 
 class OpenDataclass:
-    """A dataclass as a node of torch's trees, which take those themselves for leaves; flat, it is made of its fields.
-
-    Args:
-        kind: The dataclass.
-        held: The values of its fields, by name.
-    """
+    """A dataclass as a node of torch's trees, which take those for leaves; flat, it is made of its fields."""
 
     def __init__(self, kind: type, held: dict[str, Any]) -> None:
         self.kind, self.held = kind, held

@@ -112,11 +112,7 @@ _ACTION = re.compile(rf"(\d+)([A-Z]+)(\d+)?(?:@({_ROUTE}))?")
 
 
 def parse_route(text: str) -> Route:
-    """Reads a route back from its printed form.
-
-    >>> parse_route("early/5:0>2")
-    Route(source=0, target=2, name='early/5')
-    """
+    """Reads a route back from its printed form."""
     match = re.fullmatch(_ROUTE, text)
     if match is None:
         raise ValueError(f"{text!r} is not a route; a route looks like x:0>1")

@@ -217,12 +217,6 @@ def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
 
     The program has no transfers. Stage after stage is left unsplit if the mini-batch then ends no later, from either
     end.
-
-    >>> from gpipe.schedule.cost import StageCost
-    >>> from gpipe.schedule.schedules import SCHEDULES
-    >>> program = Program.of(SCHEDULES["zb_h1"].table((0, 1), 8), micro_batches=8)
-    >>> sorted(unsplit_stages(program, [StageCost(1.0, 2.0, 1.05, 1.0)] * 2))
-    [0]
     """
 
     @cache

@@ -14,7 +14,7 @@ An action that a program does not hold was done before the program began; a tran
 looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import TypeAlias, assert_never
 
@@ -143,7 +143,11 @@ def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterato
     while fronts:
         ready = [due for due in fronts.values() if done.issuperset(due[-1])]
         if not ready:
-            raise ScheduleError(_deadlock(program, fronts.values(), done))
+            lines = ["deadlock:"]
+            for rank, place, _, needed in fronts.values():
+                missing = ", ".join(str(need) for need in needed if need not in done)
+                lines.append(f"rank {rank} waits for {missing}: {program.around(rank, place)}")
+            raise ScheduleError("\n".join(lines))
         for rank, place, action, needed in [rng.choice(ready)] if rng else ready:
             yield rank, place, action, needed
             done.add(action)
@@ -155,11 +159,3 @@ def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterato
 
 def _with_needs(rank: int, program: Program) -> Iterator[Due]:
     return ((rank, place, action, needs(action, program)) for place, action in enumerate(program.table[rank]))
-
-
-def _deadlock(program: Program, fronts: Iterable[Due], done: set[Action]) -> str:
-    lines = ["deadlock:"]
-    for rank, place, _, needed in fronts:
-        missing = ", ".join(str(need) for need in needed if need not in done)
-        lines.append(f"rank {rank} waits for {missing}: {program.around(rank, place)}")
-    return "\n".join(lines)

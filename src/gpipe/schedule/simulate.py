@@ -67,11 +67,8 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
 class Simulator:
     """A program, to be timed with other costs as often as one likes.
 
-    What is recomputed stands in the program, or is said each time: so one serves for every remat of a program.
-
-    Args:
-        program: What is to be timed.
-        messages: Whether to send what crosses ranks, as `place_transfers` has it, in a program that does not say it.
+    What is recomputed stands in the program, or is said each time: so one serves for every remat of a program. With
+    `messages` what crosses ranks is sent, as `place_transfers` has it, in a program that does not say it.
     """
 
     def __init__(self, program: Program, *, messages: bool = False) -> None:
@@ -198,7 +195,6 @@ class _Steps:
         return {(a.stage, a.micro_batch): step for step, a in enumerate(self.actions) if a.kind in BACKWARDS}
 
     def seconds(self, costs: Costs) -> list[float]:
-        """How long each takes."""
         by_kind = {kind: seconds(action, costs) for kind, action in self._alike.items()}
         return [by_kind[kind] for kind in self._kinds]
 
@@ -212,7 +208,6 @@ class _Steps:
         return found
 
     def run(self, took: Sequence[float], recomputing: Sequence[float]) -> tuple[list[float], list[float]]:
-        """When each begins and ends."""
         free, idle = [0.0] * self._program.ranks, [0.0] * len(self._links)  # from when on ranks and links are
         starts: list[float] = []
         ends: list[float] = []

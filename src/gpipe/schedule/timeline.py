@@ -115,7 +115,6 @@ def _bounds(hosts: Sequence[str], timelines: Sequence[Timeline]) -> dict[tuple[s
 
 
 def _brought(action: Action) -> Iterator[Action]:
-    """What another stage made that an action takes."""
     if action.kind is Kind.FORWARD:
         yield Action(Kind.FORWARD, action.stage - 1, action.micro_batch)
     elif action.kind in BACKWARDS:
