@@ -36,7 +36,7 @@ from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
-from gpipe.schedule.simulate import Prediction
+from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
 from gpipe.stages.losses import call_watched_loss, check_weights_of_rows, find_contradiction, find_reduction, own_loss
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
@@ -182,7 +182,9 @@ class GPipe(Partitioned):
         >>> round(pipe.prediction.bubble, 3)
         0.158
         """
-        return self._settings.foretell(self.program)
+        known = self._settings
+        costs, held = known.stage_costs, known.stage_bytes
+        return predict(known.partition, self.program, costs, in_seconds=known.in_seconds, held=held)
 
     @checked_entrance
     @untraced

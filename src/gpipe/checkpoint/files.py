@@ -17,9 +17,9 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,8 +32,7 @@ PIECE = 2**24  # bytes hashed and written at once: they stay in the cache, and o
 logger = logging.getLogger("gpipe")
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(TypedDict):
     """The content of a file, as far as one can tell it from another."""
 
     bytes: int
@@ -68,7 +67,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
                 while piece:
                     piece = piece[os.write(descriptor, piece) :]
         os.fsync(descriptor)
-    return File(size, digest.hexdigest())
+    return File(bytes=size, sha256=digest.hexdigest())
 
 
 def put_file(path: Path, temporary: Path, content: bytes) -> None:

@@ -212,14 +212,12 @@ def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> lis
             continue
         try:
             with reading(path / name) as (file, size):
-                if size != written.bytes:  # unread
-                    raise ValueError(
-                        f"has {size} bytes, and {written.bytes} were written: it is cut off, or of another checkpoint"
-                    )
-                if at % turns == turn and hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
-                    raise ValueError(
-                        "is damaged, or of another checkpoint: its bytes are not those that were written (SHA-256)"
-                    )
+                if size != written["bytes"]:  # unread
+                    were = f"{written['bytes']} were written: it is cut off, or of another checkpoint"
+                    findings.append(f"{name} has {size} bytes, and {were}")
+                elif at % turns == turn and hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
+                    why = "its bytes are not those that were written (SHA-256)"
+                    findings.append(f"{name} is damaged, or of another checkpoint: {why}")
         except ValueError as wrong:
             findings.append(f"{name} {wrong}")
     return findings

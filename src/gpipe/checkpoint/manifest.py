@@ -130,8 +130,7 @@ def from_bytes(data: bytes) -> Manifest:
     wrong = [name for name, wanted in TYPES.items() if name not in fields or not is_of(fields[name], wanted)]
     if wrong:
         raise ValueError(f"has {', '.join(wrong)} of other types than gpipe.save writes")
-    files = {name: File(file["bytes"], file["sha256"]) for name, file in fields["files"].items()}
-    return Manifest(**{name: fields[name] for name in TYPES} | {"files": files})
+    return Manifest(**{name: fields[name] for name in TYPES})
 
 
 Keep: TypeAlias = Callable[[str, Tensor], str]
@@ -184,7 +183,7 @@ class Encoder:
         return {"$tensor": self._keep(where, tensor)}
 
 
-def decode(value: Json, read: Callable[[str], Tensor]) -> object:
+def decode(value: Any, read: Callable[[str], Tensor]) -> object:
     """The value that an `Encoder` made JSON of, ValueError if of none; `read` gives the tensor of a name."""
     match value:
         case list():
@@ -198,22 +197,11 @@ def decode(value: Json, read: Callable[[str], Tensor]) -> object:
         case {"$tuple": list(items)}:
             return tuple(decode(item, read) for item in items)
         case {"$counter": list(pairs)}:
-            return Counter(_decoded_pairs(pairs, read))
+            return Counter({decode(key, read): decode(item, read) for key, item in pairs})
         case {"$dict": list(pairs)}:
-            return _decoded_pairs(pairs, read)
+            return {decode(key, read): decode(item, read) for key, item in pairs}
         case dict() if not any(key.startswith("$") for key in value):
             return {key: decode(item, read) for key, item in value.items()}
         case dict():
             raise ValueError(f"there is no value that is written as {value}")
     return value
-
-
-def _decoded_pairs(pairs: list[Json], read: Callable[[str], Tensor]) -> dict[object, object]:
-    found = {}
-    for pair in pairs:
-        match pair:
-            case [key, item]:
-                found[decode(key, read)] = decode(item, read)
-            case _:
-                raise ValueError(f"there is no key and value that are written as {pair}")
-    return found

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modes import intra_op_threads
-from gpipe.checkpoint.files import File, encoded, opened, put_file, why_not_storable, write_file
+from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
 from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
 from gpipe.errors import RemoteError
@@ -202,7 +202,7 @@ def write_part(writing: Writing) -> None:
         clear_leftovers(writing.path.parent)
     files, part = {}, writing.part
     for name in list(part.files):
-        files[name] = asdict(write_file(writing.path / name, encoded(part.files.pop(name))))
+        files[name] = write_file(writing.path / name, encoded(part.files.pop(name)))
     writing.say("json", part.said | {"files": files})
 
 
@@ -308,7 +308,7 @@ def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> M
             f"the ranks have different optimizers, {', '.join(kinds)}; give save one type on all of them"
         )
     return Manifest(
-        files={name: File(**file) for part in parts for name, file in part["files"].items()},
+        files={name: file for part in parts for name, file in part["files"].items()},
         names=names,
         ties={name: first for part in parts for name, first in part["ties"].items()},
         values={name: value for part in parts for name, value in part["values"].items()},

@@ -20,7 +20,6 @@ from gpipe.schedule.lower import Remat, place_recompute, unsplit_stages
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
-from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.sequence import Outline
 from gpipe.stages.shared_weights import Tied, tie
@@ -60,10 +59,6 @@ class Settings:
     def costs(self) -> tuple[float, ...]:
         """What each layer costs."""
         return self.partition.chain.costs
-
-    def foretell(self, program: Program) -> Prediction:
-        """What a step by this table will be."""
-        return predict(self.partition, program, self.stage_costs, in_seconds=self.in_seconds, held=self.stage_bytes)
 
 
 def settle(
