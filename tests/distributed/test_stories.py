@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.jobs import stories as jobs
-from tests.support.jobs.stories import BIG, MICRO_BATCHES, ODD, build, data
+from tests.support.jobs.stories import BIG, MICRO_BATCHES, ODD, WRONG, build, data
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.launch import WorkerPool, run_ranks
@@ -31,6 +31,22 @@ def test_odd_exceptions_are_told_too(name: str, pool: WorkerPool) -> None:
     assert kind in found[0]["told"]
     assert all(PLACE.format(rank=1) in answer["told"] for answer in found)
     check_went_on(found)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", WRONG)
+def test_data_that_cannot_be_is_refused_on_every_rank(name: str, world: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.wrong_data, name, world=world))
+    assert all(answer["error"] for answer in found), found
+    check_went_on(found)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_goes_on_alone_learns_that_the_others_have_left(who: int) -> None:
+    outcomes = run_ranks(2, jobs.a_step_more, who)
+    assert outcomes[1 - who].answered
+    assert outcomes[who].error == "RemoteError"
+    assert f"rank {1 - who}" in outcomes[who].told
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -4,143 +4,124 @@ PYTHONPATH=../before/src python -m tests.soak.same_bits --out before.jsonl
 PYTHONPATH=src python -m tests.soak.same_bits --out after.jsonl
 python -m tests.soak.same_bits --compare before.jsonl after.jsonl
 
-The first line of a file says where it comes from, each other one has the SHA-256 of a training's losses, gradients,
-parameters, buffers and evaluation. Digests depend on the processor and on torch: compare files of one machine.
+The trainings are the first configurations of each kind, the stories of same bits by one process and by two, and the
+models that the library has. The first line of a file says where it comes from, each other one has the digests of what
+a training leaves. They depend on the processor, on torch, and on the trainings: record both states on one machine,
+with the same tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
-from torch.utils._pytree import tree_leaves
+from torch.utils import _pytree as pytree
 
 import gpipe
+from gpipe.models import amoebanet_b, amoebanet_d, transformer_lm, unet
+from tests.support.kinds import KINDS
+from tests.support.kinds.blocks import token_loss
+from tests.support.kinds.case import Case, Kind, Observed, Setting
+from tests.support.processes.digests import Digests, digest
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
+from tests.support.same_bits_stories import STORIES, maker
 
+from .judge import attempt
+from .piped import Piped
 from .results import facts
-from .trainings import ROWS, WORLD, Training, trainings, trainings_of_processes
 
-Lines = dict[str, dict[str, str]]
+EACH = 3  # configurations of a kind
+WORLD = 2
+ROWS = (8, 7, 3)
+"""Of the mini-batch of each step of a model: equal micro-batches, unequal ones, and fewer than M."""
 
 
-def digests(training: Training, part: int = 0) -> dict[str, str]:
-    """Trains, a step for each number of rows, and evaluates; gives the SHA-256 of each kind of result.
-
-    Replicas are given parts of the data that differ.
-    """
+def models() -> dict[str, Case]:
+    """The models that the library has, with data."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"seed": 5, **training.options}
-    pipe = gpipe.GPipe(training.build(), training.partitions, training.micro_batches, **options)
-    found = {kind: hashlib.sha256() for kind in ("losses", "gradients", "parameters", "buffers", "evaluation")}
-    parameters = list(pipe.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    scaler = scaler_for(pipe, training)
-    torch.manual_seed(1 + part)
-    for rows in ROWS:
-        update(found["losses"], step(pipe, training, rows, scaler))
-        update(found["gradients"], (parameter.grad for parameter in parameters))
-        scaler.step(optimizer) if scaler else optimizer.step()
-        if scaler:
-            scaler.update()
-        optimizer.zero_grad()
-        update(found["parameters"], parameters)
-        update(found["buffers"], pipe.buffers())
-    update(found["evaluation"], evaluated(pipe, training))
-    pipe.close()
-    return {kind: digest.hexdigest() for kind, digest in found.items()}
-
-
-def scaler_for(pipe: gpipe.GPipe, training: Training) -> torch.amp.GradScaler | None:
-    """What scales the gradients, over processes the library's own."""
-    if not training.scaled:
-        return None
-    if training.options.get("driver") == "process":
-        return gpipe.GradScaler(pipe, init_scale=2.0**10)
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-
-def step(pipe: gpipe.GPipe, training: Training, rows: int, scaler: torch.amp.GradScaler | None) -> object:
-    """One mini-batch, in the way of the training; gives the loss, and metrics if there are any."""
-    inputs, targets = training.batch(rows)
-    further = {**training.further, **({"scaler": scaler} if scaler else {})}
-    with training.around():
-        if training.way == "step":
-            return pipe.step(inputs, targets, training.loss, **further)
-        gathered = {"gather": True} if training.options.get("driver") == "process" else {}
-        loss = training.loss(pipe(inputs, **gathered), targets)
-    loss.backward()
-    return loss.detach()
-
-
-def evaluated(pipe: gpipe.GPipe, training: Training) -> object:
-    """The loss of a further mini-batch without gradients."""
-    inputs, targets = training.batch(ROWS[0])
-    pipe.eval()
-    with torch.no_grad():
-        return pipe.step(inputs, targets, training.loss)
-
-
-def update(digest: Any, values: object) -> None:
-    """Adds shapes, types and bits of all tensors in some values, and what else there is as text."""
-    for leaf in tree_leaves(list(values) if isinstance(values, Iterator) else values):
-        if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
-
-
-def of_rank(rank: int, meeting: str, folder: str) -> None:
-    """Trains as one of the processes, and keeps what it found in a file."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
-    logging.disable()
-    torch.set_num_threads(1)
+    tokens = [(torch.randint(20, (rows, 9)), torch.randint(20, (rows, 9))) for rows in ROWS]
+    images = [(torch.randn(rows, 3, 64, 64), torch.randint(5, (rows,))) for rows in ROWS]
+    masks = [(x, torch.rand(len(x), 1, 64, 64)) for x, _ in images]
     found = {
-        f"{training.name}, rank {rank}": digests(training, part=0 if training.partitions == WORLD else rank)
-        for training in trainings_of_processes()
+        "transformer": Case(transformer_lm(3, 24, 48, 4, 20, tied=True, dropout=0.1), tokens, token_loss),
+        "U-Net": Case(unet(1, 4), masks, F.binary_cross_entropy_with_logits),
     }
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    for make in (amoebanet_b, amoebanet_d):
+        for deferred in (False, True):
+            options = {"deferred_batch_norm": deferred}
+            found[f"{make.__name__}, {options}"] = Case(make(3, 16, 5), images, F.cross_entropy, options=options)
+    return found
 
 
-def over_processes() -> Lines:
-    """What two processes found."""
-    with TemporaryDirectory() as folder:
-        spawn(of_rank, (str(Path(folder, "meeting")), folder), nprocs=WORLD)
-        parts = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {name: line for part in parts for name, line in part.items()}
+def trainings() -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
+    """What one process trains: a name, and what gives all that the training leaves."""
+    for name, case in models().items():
+        cut = (len(case.layers) - 2, 2)
+        setting = Setting(cut, 2, ROWS[0], "except_last", "threads", 5, len(ROWS), "step")
+        yield name, partial(observed, case, setting)
+    for kind in KINDS.values():
+        for number in range(EACH):
+            yield f"{kind.name} {number}", partial(drawn, kind, number)
+    for name, story in STORIES.items():
+        for remat in ("always", "except_last", "never"):
+            yield f"{name}, {remat}", partial(story.run, maker(WORLD, remat=remat))
 
 
-def write(path: Path, lines: Lines) -> None:
-    """The facts, and the digests by name."""
-    rows: Iterable[object] = [facts(), *({"name": name, **lines[name]} for name in sorted(lines))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def drawn(kind: Kind, number: int) -> Observed:
+    """What a configuration leaves."""
+    return observed(*kind.case(number))
 
 
-def read(path: Path) -> Lines:
-    """The digests of a file by name."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    return {row.pop("name"): row for row in rows}
+def observed(case: Case, setting: Setting) -> Observed:
+    """What a case leaves, and the type of an error that ended it."""
+    outcome = attempt(case, setting, Piped)
+    return outcome.observed | {"error": type(outcome.error).__name__}
 
 
-def differences(before: Lines, after: Lines) -> list[str]:
+def digests(found: Mapping[str, Any]) -> Digests:
+    """Of all tensors in what was found, and what else there is as text."""
+    leaves = {name: pytree.tree_leaves(value) for name, value in found.items()}
+    return {
+        f"{name} {at}": digest(leaf.to_dense()) if isinstance(leaf, Tensor) else repr(leaf)
+        for name, values in leaves.items()
+        for at, leaf in enumerate(values)
+    }
+
+
+def over_processes() -> dict[str, Digests]:
+    """What each of two processes finds."""
+    with WorkerPool(WORLD) as pool:
+        return {
+            f"{name}, rank {rank}": found
+            for name in STORIES
+            for rank, found in enumerate(answers(pool.run("tests.support.jobs.same_bits:tell", name)))
+        }
+
+
+def read(path: Path) -> dict[str, Digests]:
+    """The digests of a file, by the name of the training."""
+    return dict(map(json.loads, path.read_text().splitlines()[1:]))
+
+
+def differences(before: Mapping[str, Digests], after: Mapping[str, Digests]) -> list[str]:
     """What differs, in words: a line for each training."""
     said = []
     for name in sorted({*before, *after}):
         if name not in before or name not in after:
             said.append(f"{name}: only {'after' if name in after else 'before'}")
-        elif kinds := [kind for kind in before[name] if before[name][kind] != after[name].get(kind)]:
-            said.append(f"{name}: other {', '.join(kinds)}")
+        elif other := sorted({key for key, _ in before[name].items() ^ after[name].items()}):
+            said.append(f"{name}: other {', '.join(other[:6])}{' and more' if len(other) > 6 else ''}")
     return said
 
 
@@ -162,9 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is None:
         parser.error("give --out, or --compare")
     logging.disable()  # what a pipe finds is not compared
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    lines = {training.name: digests(training) for training in trainings()} | over_processes()
-    write(options.out, lines)
+    lines = {name: digests(train()) for name, train in trainings()} | over_processes()
+    rows = [facts(), *sorted(lines.items())]
+    options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{options.out}: {len(lines)} trainings by {Path(str(gpipe.__file__)).parent}")
     return 0
 

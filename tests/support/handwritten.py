@@ -63,13 +63,20 @@ def blocks(count: int = 5, **given: Any) -> nn.ModuleList:
     return nn.ModuleList(Block(**given) for _ in range(count))
 
 
-class Graph(nn.Module):
+class Layered(nn.Module):
+    """A model with a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks()
+
+
+class Graph(Layered):
     """Message passing: nodes, edges among them, and weights of the edges, which every block uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encode = nn.Linear(W, W)
-        self.layers = blocks()
         self.head = nn.Linear(W, W)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
@@ -104,12 +111,14 @@ class UNet(nn.Module):
         return x
 
 
-class Nested(nn.Module):
-    """Lists of lists."""
+class Collections(nn.Module):
+    """Lists of lists, a ModuleDict, blocks that are chosen by keys, and some that are called several times."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups = nn.ModuleList([blocks(2), blocks(3)])
+        self.parts = nn.ModuleDict({f"part_{at}": Block() for at in range(2)})
+        self.extra = nn.ModuleDict({"head": nn.Linear(W, W)})
 
     def forward(self, x: Tensor) -> Tensor:
         for group in self.groups.children():
@@ -117,44 +126,18 @@ class Nested(nn.Module):
             for layer in group.children():
                 x = layer(x)
             x = x + before
-        return x
-
-
-class ByName(nn.Module):
-    """A ModuleDict, and blocks that are chosen by keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({f"part_{at}": Block() for at in range(4)})
-        self.extra = nn.ModuleDict({"head": nn.Linear(W, W)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts.values():
-            x = part(x)
+        for _ in range(3):
+            for part in self.parts.values():
+                x = part(x)
         return self.extra["head"](x)
 
 
-class Again(nn.Module):
-    """Blocks that are called several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            for layer in self.layers:
-                x = layer(x)
-        return x
-
-
-class Tied(nn.Module):
+class Tied(Layered):
     """The head is the embedding, as open code."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, W)
-        self.layers = blocks()
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -163,7 +146,7 @@ class Tied(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
-class RawParameters(nn.Module):
+class RawParameters(Layered):
     """Parameters that stand between blocks: one for each, one for all, one for a token, one for places."""
 
     def __init__(self) -> None:
@@ -174,7 +157,6 @@ class RawParameters(nn.Module):
         self.mask_token = nn.Parameter(torch.randn(1, 1, W))
         self.positions = nn.Parameter(torch.randn(1, N, W))
         self.cls = nn.Parameter(torch.randn(1, 1, W))
-        self.layers = blocks()
 
     def forward(self, x: Tensor, masked: Tensor) -> Tensor:
         x = torch.where(masked[..., None], self.mask_token.expand(len(x), N, W), x) + self.positions
@@ -202,12 +184,8 @@ class Dropped(nn.Module):
         return self.head(x)
 
 
-class InPlace(nn.Module):
+class InPlace(Layered):
     """Residuals in place, by statements that give nothing back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -221,14 +199,13 @@ class InPlace(nn.Module):
         return x
 
 
-class WholeNumbers(nn.Module):
+class WholeNumbers(Layered):
     """Branches on whole numbers, masks and positions made of them, counts of words."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, W)
         self.places = nn.Embedding(N, W)
-        self.layers = blocks()
 
     def forward(self, ids: Tensor, lengths: Tensor, often: int = 2) -> Tensor:
         x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
@@ -294,12 +271,8 @@ class Containers(nn.Module):
         return {"y": y, "more": (carry, count), "none": carry.nothing}
 
 
-class OneDict(nn.Module):
+class OneDict(Layered):
     """Takes the whole batch as one dict, and gives its own loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks()
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         x = batch["x"]
@@ -308,12 +281,11 @@ class OneDict(nn.Module):
         return {"loss": F.mse_loss(x, batch["y"]), "x": x}
 
 
-class Late(nn.Module):
+class Late(Layered):
     """Values of inputs that are used late: a condition, and weights of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = blocks()
         self.condition = nn.Linear(W, W)
 
     def forward(self, x: Tensor, c: Tensor, w: Tensor) -> Tensor:
@@ -325,29 +297,14 @@ class Late(nn.Module):
         return self.condition(c + x) * w[:, None] + first
 
 
-class Frozen(nn.Module):
-    """Parts that are not trained: the first blocks, and one between."""
+class Constants(Layered):
+    """Blocks that are not trained, and between blocks a parameter and buffers that are not; BatchNorms."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = blocks()
-        self.layers[0].requires_grad_(False)
-        self.layers[1].requires_grad_(False)
-        self.layers[3].requires_grad_(False)
+        for at in (0, 1, 3):
+            self.layers[at].requires_grad_(False)
         self.bias = nn.Parameter(torch.randn(W), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) + self.bias
-        return x
-
-
-class Buffers(nn.Module):
-    """Buffers that are read between blocks, and one that a block changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks()
         self.mean = nn.Buffer(torch.randn(W))
         self.std = nn.Buffer(torch.rand(W), persistent=False)
         self.norm = nn.BatchNorm1d(W)
@@ -355,13 +312,12 @@ class Buffers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x - self.mean) / self.std
-        x = self.norm(x)
         for layer in self.layers:
-            x = layer(x) + self.mean
-        return self.plain(x) * self.std
+            x = layer(x) + self.bias + self.mean
+        return self.plain(self.norm(x)) * self.std
 
 
-class OtherMethods(nn.Module):
+class OtherMethods(Layered):
     """Modules that are used by other methods than a call."""
 
     class Head(nn.Module):
@@ -381,7 +337,6 @@ class OtherMethods(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = blocks()
         self.head = OtherMethods.Head()
         self.embed = nn.Linear(W, W)
 
@@ -459,9 +414,8 @@ CASES: dict[str, Case] = {
     "graph, whole": Case(Graph, whole_graph, targets),
     "unet": Case(UNet, pairs(x=pictures, t=times), pictures),
     "unet, not affine": Case(lambda: UNet(affine=False), pairs(x=pictures, t=times), pictures),
-    "nested": Case(Nested, vectors, targets),
-    "by name": Case(ByName, vectors, targets, blocks=[f"parts.part_{at}" for at in range(4)]),
-    "again": Case(Again, vectors, targets),
+    "collections": Case(Collections, vectors, targets),
+    "blocks by name": Case(Collections, vectors, targets, blocks=[f"parts.part_{at}" for at in range(2)]),
     "tied": Case(Tied, words, word_targets, cross_entropy),
     "raw parameters": Case(
         RawParameters, pairs(x=sequences, masked=lambda r: words(r) > 6), target_words
@@ -472,8 +426,7 @@ CASES: dict[str, Case] = {
     "containers": Case(Containers, vectors, targets),
     "one dict": Case(OneDict, pairs(x=vectors, y=targets), None, None),
     "late": Case(Late, pairs(x=vectors, c=targets, w=lambda r: drawn(r)), targets),
-    "frozen": Case(Frozen, vectors, targets),
-    "buffers": Case(Buffers, vectors, targets),
+    "constants": Case(Constants, vectors, targets),
     "other methods": Case(OtherMethods, vectors, targets),
     "translator": Case(Translator, pairs(source=words, target=word_targets), word_targets, cross_entropy),
     "encoder": Case(Encoder, pairs(x=sequences, padded=lambda r: words(r) < 0), target_words),

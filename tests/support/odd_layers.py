@@ -171,29 +171,28 @@ class Attention(nn.Module):
         return x + mixed.sum(1)
 
 
-class MultiheadAttention(nn.Module):
-    """torch's own."""
+class OfPairs(nn.Module):
+    """A layer of sequences, here of two, which it takes so many times; of what it gives the first counts."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, layer: nn.Module, times: int = 1, **how: bool) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, dropout=0.2, batch_first=True)
+        self.layer, self.times, self.how = layer, times, how
 
     def forward(self, x: Tensor) -> Tensor:
-        pair = torch.stack([x, x.tanh()], 1)
-        mixed: Tensor = self.attention(pair, pair, pair, need_weights=False)[0]
-        return mixed.sum(1)
-
-
-class Recurrent(nn.Module):
-    """An LSTM or GRU of two layers with dropout between them."""
-
-    def __init__(self, width: int, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
-        super().__init__()
-        self.cells = kind(width, width, num_layers=2, dropout=0.3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.cells(torch.stack([x, -x], 1))[0]
+        made = self.layer(*[torch.stack([x, x.tanh()], 1)] * self.times, **self.how)
+        out: Tensor = made if isinstance(made, Tensor) else made[0]
         return out.sum(1)
+
+
+def attention(width: int, *, need_weights: bool = False) -> nn.Module:
+    """torch's own, weights wanted or not: two implementations."""
+    layer = nn.MultiheadAttention(width, 1, dropout=0.3, batch_first=True)
+    return OfPairs(layer, 3, need_weights=need_weights)
+
+
+def recurrent(width: int, kind: type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]) -> nn.Module:
+    """Of two layers, with dropout between them."""
+    return OfPairs(kind(width, width, num_layers=2, dropout=0.4, batch_first=True))
 
 
 class Images(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support import plain_loop as laws
+from tests.support.odd_layers import LayerDrop, OfPairs, StochasticDepth, attention, recurrent
 from tests.support.plain_loop import mini_batch
 
 M = 3
@@ -33,44 +34,6 @@ def images(layer: nn.Module) -> nn.Module:
 def attend(x: Tensor) -> Tensor:
     pairs = x.view(len(x), 2, 3)
     return F.scaled_dot_product_attention(pairs, pairs.sin(), pairs, dropout_p=0.5).flatten(1)
-
-
-class Attention(nn.Module):
-    """torch's own, weights wanted or not: two implementations."""
-
-    def __init__(self, *, need_weights: bool) -> None:
-        super().__init__()
-        self.need_weights = need_weights
-        self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = x.view(len(x), 2, 3)
-        mixed: Tensor = self.attention(pairs, pairs, pairs, need_weights=self.need_weights)[0]
-        return mixed.flatten(1)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.cells = kind(3, 3, num_layers=2, dropout=0.5, batch_first=True)  # type: ignore[call-arg,arg-type]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.cells(x.view(len(x), 2, 3))[0]
-        return out.flatten(1)
-
-
-class Depth(nn.Module):
-    """Stochastic depth, by row or for the whole micro-batch."""
-
-    def __init__(self, *, by_row: bool) -> None:
-        super().__init__()
-        self.by_row = by_row
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.by_row:
-            return x + self.inner(x) * torch.bernoulli(torch.full((len(x), 1), 0.5))
-        return x + self.inner(x) if torch.rand(1).item() < 0.5 else x
 
 
 def gumbel(x: Tensor) -> Tensor:
@@ -119,16 +82,14 @@ RANDOM: dict[str, Callable[[], nn.Module]] = {
     "rrelu": nn.RReLU,
     "rrelu in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=True)),
     "scaled dot product attention": lambda: Does(attend),
-    "multi-head attention": lambda: Attention(need_weights=False),
-    "multi-head attention, weights": lambda: Attention(need_weights=True),
-    "transformer layer": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 5, dropout=0.4, batch_first=True), nn.Flatten()
-    ),
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU),
-    "rnn": lambda: Recurrent(nn.RNN),
-    "stochastic depth": lambda: Depth(by_row=False),
-    "stochastic depth by row": lambda: Depth(by_row=True),
+    "multi-head attention": lambda: attention(WIDTH),
+    "multi-head attention, weights": lambda: attention(WIDTH, need_weights=True),
+    "transformer layer": lambda: OfPairs(nn.TransformerEncoderLayer(WIDTH, 1, 5, dropout=0.4, batch_first=True)),
+    "lstm": lambda: recurrent(WIDTH, nn.LSTM),
+    "gru": lambda: recurrent(WIDTH, nn.GRU),
+    "rnn": lambda: recurrent(WIDTH, nn.RNN),
+    "stochastic depth": lambda: LayerDrop(WIDTH),
+    "stochastic depth by row": lambda: StochasticDepth(WIDTH),
     "fractional pooling": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 2, 3)), nn.FractionalMaxPool2d(2, output_size=(1, 2)), nn.Flatten(), nn.Linear(2, WIDTH)
     ),

@@ -55,6 +55,15 @@ def one_dimension_more(make: Make) -> Outcome:
     return steps(make(network()), [(9,), (9, 2), (6, 2, 3), (9,)])
 
 
+def not_contiguous(make: Make) -> Outcome:
+    pipe = make(network())
+    found: Outcome = {}
+    for step, shape in enumerate([(10, 2), (10, 3)]):
+        x, y = data(step, *shape)
+        found[f"{step} loss"] = pipe.step(x.mT.contiguous().mT, y, F.mse_loss)
+    return found | noted(pipe, "end")
+
+
 def batch_norm(make: Make) -> Outcome:
     """Statistics of one micro-batch after another, then evaluation by them."""
     pipe = make(normed())
@@ -205,6 +214,8 @@ def without_gradients(make: Make) -> Outcome:
     pipe = make(network())
     found: Outcome = {}
     with torch.no_grad():
+        found["begins"] = pipe.eval()(data(3, 10)[0], gather=True)
+        pipe.train()
         found["trains"] = pipe(data(0, 10)[0], gather=True)
         found["validates"] = pipe.step(*data(1, 10), F.mse_loss)
     found["loss"] = pipe.step(*data(2, 10), F.mse_loss)
@@ -290,9 +301,10 @@ class Story:
 STORIES: Mapping[str, Story] = {
     script.__name__: Story(script, plain)
     for script, plain in [
-        (shapes_change, True), (one_dimension_more, True), (batch_norm, True), (deferred_batch_norm, False),
-        (cumulative_deferred_batch_norm, False), (skips, True), (tied_by_identity, False), (tied_by_name, False),
-        (tied_modules_by_name, False), (autocast, True), (reductions, True), (metrics, False), (calls, False),
+        (shapes_change, True), (one_dimension_more, True), (not_contiguous, True), (batch_norm, True),
+        (deferred_batch_norm, False), (cumulative_deferred_batch_norm, False), (skips, True),
+        (tied_by_identity, False), (tied_by_name, False), (tied_modules_by_name, False), (autocast, True),
+        (reductions, True), (metrics, False), (calls, False),
         (without_gradients, True), (clipping, False), (double, True), (built_lazily, False), (frozen, True),
         (whole, False), (grow_and_shrink, True),
     ]

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import gpipe
 from tests.support import plain_loop as laws
+from tests.support.odd_layers import OfPairs
 from tests.support.plain_loop import mini_batch
 from tests.support.shared_weights import lent
 
@@ -65,25 +66,15 @@ def a_submodule_twice() -> list[nn.Module]:
     return [nn.Sequential(inner, nn.Tanh()), nn.Linear(W, W), nn.Sequential(nn.Tanh(), inner)]
 
 
-class Recurrent(nn.Module):
-    def __init__(self, cells: nn.Module) -> None:
-        super().__init__()
-        self.cells = cells
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.cells(torch.stack([x, -x], 1))[0]
-        return out.sum(1)
-
-
 def an_lstm_twice() -> list[nn.Module]:
     cells = nn.LSTM(W, W, num_layers=2, dropout=0.2, batch_first=True)
-    return [Recurrent(cells), nn.Linear(W, W), Recurrent(cells)]
+    return [OfPairs(cells), nn.Linear(W, W), OfPairs(cells)]
 
 
 def grus_of_one_weight() -> list[nn.Module]:
     first, second = nn.GRU(W, W, batch_first=True), nn.GRU(W, W, batch_first=True)
     use_one(first, second, name="weight_hh_l0")
-    return [Recurrent(first), nn.Linear(W, W), Recurrent(second)]
+    return [OfPairs(first), nn.Linear(W, W), OfPairs(second)]
 
 
 def weight_norms() -> list[nn.Module]:
@@ -98,20 +89,9 @@ def frozen() -> list[nn.Module]:
     return layers
 
 
-class Attends(nn.Module):
-    def __init__(self, attention: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = torch.stack([x, x.sin()], 1)
-        out: Tensor = self.attention(pairs, pairs, pairs, need_weights=False)[0]
-        return out.sum(1)
-
-
 def an_attention_twice() -> list[nn.Module]:
-    attention = nn.MultiheadAttention(W, 2, dropout=0.2, batch_first=True)
-    return [Attends(attention), nn.Linear(W, W), Attends(attention)]
+    cells = nn.MultiheadAttention(W, 2, dropout=0.2, batch_first=True)
+    return [OfPairs(cells, 3, need_weights=False), nn.Linear(W, W), OfPairs(cells, 3, need_weights=False)]
 
 
 BUILDS: list[Build] = [

@@ -1,9 +1,6 @@
 """Jobs with models of which each process builds and holds its own part alone."""
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.jobs.too_big import limited
 from tests.support.processes.digests import digest
 
 WIDTH, LAYERS, SEED = 2048, 24, 9
@@ -24,19 +22,6 @@ def makers(width: int = WIDTH) -> list[Callable[[], nn.Module]]:
     return [lambda: nn.Linear(width, width)] * LAYERS
 
 
-@contextmanager
-def room(size: int) -> Iterator[None]:
-    """Has this process take so many bytes more memory and no more."""
-    status = Path("/proc/self/status").read_text()
-    (held,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
 def build_in_little_memory(rank: int, world: int) -> Json:
     """Builds and trains a model that does not fit; says so, and the digests of its weights before.
 
@@ -44,7 +29,7 @@ def build_in_little_memory(rank: int, world: int) -> Json:
     """
     with gpipe.GPipe(makers(4), world, 2, driver="process") as small:  # whatever torch takes by itself at first
         small.step(torch.ones(2, 4), torch.ones(2, 4), F.mse_loss)
-    with room(ROOM):
+    with limited(ROOM):
         pipe = gpipe.GPipe(makers(), world, 2, seed=SEED, driver="process")
         digests = {name: digest(parameter) for name, parameter in pipe.named_parameters()}
         pipe.step(torch.ones(2, WIDTH), torch.zeros(2, WIDTH), F.mse_loss)

@@ -137,6 +137,30 @@ def odd_exception(rank: int, world: int, name: str) -> Json:
     return go_on(pipe, lambda: pipe.step(*data(0), squares))
 
 
+WRONG: dict[str, tuple[Tensor, Tensor]] = {
+    "no rows": (torch.ones(0, FEATURES), torch.ones(0, FEATURES)),
+    "inputs of another dtype": (torch.ones(ROWS, FEATURES).double(), torch.ones(ROWS, FEATURES)),
+    "whole numbers": (torch.ones(ROWS, FEATURES).long(), torch.ones(ROWS, FEATURES)),
+    "targets of fewer rows": (torch.ones(ROWS, FEATURES), torch.ones(ROWS - 2, FEATURES)),
+    "targets of more rows": (torch.ones(ROWS, FEATURES), torch.ones(ROWS + 2, FEATURES)),
+}
+"""Mini-batches that cannot be."""
+
+
+def wrong_data(rank: int, world: int, name: str) -> Json:
+    """A mini-batch that cannot be, behind a sound one."""
+    pipe = pipe_of(world)
+    pipe.step(*data(1), squares)
+    return go_on(pipe, lambda: pipe.step(*WRONG[name], squares))
+
+
+def a_step_more(rank: int, world: int, who: int) -> None:
+    """One rank goes on alone."""
+    pipe = pipe_of(world)
+    for step in range(2 if rank == who else 1):
+        pipe.step(*data(step), squares)
+
+
 def all_at_once(rank: int, world: int) -> Json:
     """All ranks raise at about the same time."""
     pipe = pipe_of(world)

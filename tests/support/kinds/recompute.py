@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .blocks import network
+from .blocks import Apply, network
 from .case import Case, Draw, kind
 
 
@@ -43,29 +44,19 @@ class Again(torch.autograd.Function):
         return x.grad, None, None, None
 
 
-class Reversible(nn.Module):
-    """A linear layer with noise of some sort, which keeps nothing if `own`."""
+How = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+"""Runs a module on a tensor, and again in the backward."""
 
-    def __init__(self, width: int, noise: int, own: bool, restore: int) -> None:
+
+class Block(nn.Module):
+    """A module, run as it is or in another way."""
+
+    def __init__(self, inner: nn.Module, how: How | None) -> None:
         super().__init__()
-        self.linear, self.noise, self.own, self.restore = nn.Linear(width, width), noise, own, restore
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        match self.noise:
-            case 0:
-                return F.dropout(h, 0.5)
-            case 1:
-                return h + 0.1 * torch.randn_like(h)
-            case 2:
-                return F.rrelu(h, training=True)
-            case _:
-                return h * torch.bernoulli(torch.full_like(h, 0.5))
+        self.inner, self.how = inner, how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.own:
-            return self.run(x)
-        return Again.apply(x, self.run, self.restore, self.linear.weight)
+        return self.inner(x) if self.how is None else self.how(self.inner, x)
 
 
 def both(draw: Draw, width: int, make: Callable[[bool], list[nn.Module]], **further: Any) -> Case:
@@ -79,33 +70,34 @@ def both(draw: Draw, width: int, make: Callable[[bool], list[nn.Module]], **furt
     return case
 
 
+NOISES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda h: F.dropout(h, 0.5),
+    lambda h: h + 0.1 * torch.randn_like(h),
+    lambda h: F.rrelu(h, training=True),
+    lambda h: h * torch.bernoulli(torch.full_like(h, 0.5)),
+)
+
+
 @kind("S4")
 def s4_own_checkpoint(draw: Draw) -> Case:
     """A layer that puts torch's generator back in its backward: the masks of its forward, or a refusal."""
     width, count = draw.width(), draw.randint(1, 2)
-    arguments = [(draw.randint(0, 3), draw.randint(0, 1)) for _ in range(count)]
+    arguments = [(draw.choice(NOISES), draw.randint(0, 1)) for _ in range(count)]
+
+    def layer(own: bool, noise: Callable[[torch.Tensor], torch.Tensor], restore: int) -> nn.Module:
+        linear = nn.Linear(width, width)
+        how: How = lambda inner, x: Again.apply(x, inner, restore, linear.weight)  # noqa: E731  # of this layer
+        return Block(nn.Sequential(linear, Apply(noise)), how if own else None)
+
     return both(
-        draw, width, lambda own: [Reversible(width, noise, own, restore) for noise, restore in arguments],
+        draw, width, lambda own: [layer(own, *given) for given in arguments],
         refusal=(r"layer \d", r"rng|generator|random"),
     )  # fmt: skip
 
 
-class Checkpointed(nn.Module):
-    """A block under `torch.utils.checkpoint`, perhaps within another."""
-
-    def __init__(self, width: int, own: bool, reentrant: bool, depth: int, noise: float) -> None:
-        super().__init__()
-        self.own, self.reentrant = own, reentrant
-        self.linear, self.dropout = nn.Linear(width, width), nn.Dropout(noise)
-        self.inner = Checkpointed(width, own, reentrant, depth - 1, noise) if depth else nn.Tanh()
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.dropout(self.linear(x)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.own or not torch.is_grad_enabled():
-            return self.run(x)
-        return checkpoint(self.run, x, use_reentrant=self.reentrant)
+def checkpointed(reentrant: bool) -> How:
+    """By torch's own checkpoint."""
+    return partial(checkpoint, use_reentrant=reentrant)
 
 
 @kind("errors")
@@ -113,25 +105,25 @@ def checkpoint_with_dropout(draw: Draw) -> Case:
     """Both kinds of checkpoint, nested, with dropout: the masks of the plain layers."""
     width, count = draw.width(), draw.randint(1, 2)
     arguments = [(draw.maybe(), draw.randint(0, 2), draw.choice((0.0, 0.3, 0.5))) for _ in range(count)]
-    return both(draw, width, lambda own: [Checkpointed(width, own, *given) for given in arguments])
+
+    def layer(own: bool, reentrant: bool, depth: int, noise: float) -> nn.Module:
+        inner = layer(own, reentrant, depth - 1, noise) if depth else nn.Tanh()
+        block = nn.Sequential(nn.Linear(width, width), nn.Dropout(noise), inner)
+        return Block(block, checkpointed(reentrant) if own else None)
+
+    return both(draw, width, lambda own: [layer(own, *given) for given in arguments])
 
 
 @kind("errors")
 def checkpoint_sequential_with_dropout(draw: Draw) -> Case:
     width, segments, reentrant = draw.width(), draw.choice((1, 2, 3)), draw.maybe()
 
-    class Segments(nn.Module):
-        def __init__(self, own: bool) -> None:
-            super().__init__()
-            self.own = own
-            self.blocks = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh(), nn.Linear(width, width))
+    def layer(own: bool) -> nn.Module:
+        blocks = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh(), nn.Linear(width, width))
+        how: How = lambda inner, x: checkpoint_sequential(inner, segments, x, use_reentrant=reentrant)  # noqa: E731
+        return Block(blocks, how if own else None)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not self.own:
-                return self.blocks(x)
-            return checkpoint_sequential(self.blocks, segments, x, use_reentrant=reentrant)
-
-    return both(draw, width, lambda own: [Segments(own)])
+    return both(draw, width, lambda own: [layer(own)])
 
 
 @kind("errors")
@@ -139,15 +131,9 @@ def checkpoint_of_attention(draw: Draw) -> Case:
     """A transformer block with dropout under checkpoint, beside plain ones."""
     width, reentrant = draw.choice((4, 8)), draw.maybe()
 
-    class Block(nn.Module):
-        def __init__(self, own: bool) -> None:
-            super().__init__()
-            self.own = own
-            self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.2, batch_first=True)
+    def layer(own: bool) -> nn.Module:
+        block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.2, batch_first=True)
+        rows = nn.Sequential(nn.Unflatten(1, (1, width)), block, nn.Flatten())
+        return Block(rows, checkpointed(reentrant) if own else None)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.unsqueeze(1)
-            y = checkpoint(self.block, x, use_reentrant=reentrant) if self.own else self.block(x)
-            return y.squeeze(1)
-
-    return both(draw, width, lambda own: [Block(own), Block(own and draw.maybe())])
+    return both(draw, width, lambda own: [layer(own), layer(own and draw.maybe())])
