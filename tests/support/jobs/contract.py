@@ -20,6 +20,7 @@ import gpipe
 from tests.support.networks import WIDTH, WORDS, data, network, squared, with_metrics, words
 from tests.support.plain_loop import weights_of
 from tests.support.processes.listening import listening_sockets
+from tests.support.said import said
 
 SEED, MICRO_BATCHES = 3, 4
 Json = Any
@@ -42,15 +43,12 @@ def only_where_read(rank: int, world: int) -> Json:
     pipe = make(world)
     with torch.no_grad():
         alone = pipe(on(rank, 0, data(0, 10)[0]))
-    pipe.step_number, text = 0, ""
-    try:
-        pipe(data(0, 10)[0])
-    except (ValueError, gpipe.RemoteError) as error:
-        text = str(error)
+    pipe.step_number = 0
+    text = said(lambda: pipe(data(0, 10)[0]))
     x, y = data(0, 10)
     x, y = on(rank, 0, x), on(rank, world - 1, y)
     loss, metrics = pipe.step(x, y, with_metrics)
-    told = [[one["worst"].item(), one["of rows"][1], one["none"]] for one in metrics]
+    measured = [[one["worst"].item(), one["of rows"][1], one["none"]] for one in metrics]
     with torch.no_grad():
         validation = pipe.step(x, y, F.mse_loss)
         pipe(x)
@@ -59,7 +57,7 @@ def only_where_read(rank: int, world: int) -> Json:
     wrong = F.mse_loss(output, data(9, 10)[1])  # another loss than that of the last stage, which counts
     (F.mse_loss(output, y) if rank == world - 1 else wrong).backward()
     norms = [float(p.grad.norm()) for p in pipe.parameters() if p.grad is not None]
-    found = [loss.item(), validation.item(), told, everywhere.tolist(), output.tolist()]
+    found = [loss.item(), validation.item(), measured, everywhere.tolist(), output.tolist()]
     return [found, norms, [output.requires_grad, everywhere.requires_grad], on(rank, world - 1, alone) is alone, text]
 
 
@@ -210,14 +208,7 @@ def come_apart(rank: int, world: int, name: str, odd: int) -> Json:
     pipe = make(world)
     x, y = data(0, 10)
     pipe.step(x, y, F.mse_loss)
-    raised = None
-    try:
-        if rank == odd:
-            INSTEAD[name][0](pipe, x, y)
-        else:
-            pipe.step(x, y, F.mse_loss)
-    except Exception as error:
-        raised = [type(error).__name__, str(error)]
+    raised = said(lambda: INSTEAD[name][0](pipe, x, y) if rank == odd else pipe.step(x, y, F.mse_loss))
     pipe.train()
     pipe.step_number = 1
     return [raised, pipe.step(x, y, F.mse_loss).item()]

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +10,9 @@ import gpipe
 from tests.support.jobs.models import piped
 from tests.support.open_models import batch_of, model_of
 from tests.support.processes.digests import digest
+from tests.support.said import said
 
 Json = Any
-
-
-def told(use: Callable[[], object]) -> str:
-    """What an attempt says that must fail."""
-    try:
-        use()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def of_a_part(rank: int, world: int, folder: str) -> dict[str, str]:
@@ -32,9 +23,9 @@ def of_a_part(rank: int, world: int, folder: str) -> dict[str, str]:
         pipe.step(given)
         words = given["input_ids"][:1, :4]
         return {
-            "generate": told(lambda: model.generate(words, max_new_tokens=2)),
-            "call": told(lambda: model(**given)),
-            "save": told(lambda: model.save_pretrained(f"{folder}/{rank}")),
+            "generate": said(lambda: model.generate(words, max_new_tokens=2)),
+            "call": said(lambda: model(**given)),
+            "save": said(lambda: model.save_pretrained(f"{folder}/{rank}")),
         }
 
 
@@ -56,7 +47,7 @@ def other_kind(rank: int, world: int) -> list[Json]:
     with piped(model_of("llama"), "llama", world, driver="process") as pipe:
         given = batch_of("llama")
         odd = {**given, "position_ids": torch.arange(12).expand(8, 12)}
-        refused = told(lambda: pipe.step(odd))
+        refused = said(lambda: pipe.step(odd))
         return [refused, pipe.step(given).isfinite().item()]
 
 

@@ -3,7 +3,6 @@
 import copy
 import io
 import operator
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.plain_loop import weights_of
+from tests.support.said import said
 
 CLASSES, SEED = 3, 5
 WEIGHT = torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
@@ -65,14 +65,6 @@ def ignored(rank: int, world: int) -> Json:
     for _ in range(2):
         pipe.step(x, y - 100 * (y == 0), lambda output, target: -output.log_softmax(1)[target >= 0].mean())
     return [finding for finding in pipe.findings if "-100" in finding]
-
-
-def said(use: Callable[[], object]) -> str:
-    """What something gives or raises, in words."""
-    try:
-        return repr(use())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def norms(rank: int, world: int) -> Json:
