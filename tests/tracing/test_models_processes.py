@@ -14,7 +14,7 @@ import torch
 from gpipe.tracing.model import TracedModel
 from tests.support.jobs import model_replicas, too_big
 from tests.support.jobs import models as jobs
-from tests.support.jobs.models import MICRO_BATCHES, SEED, piped, stepped, trained
+from tests.support.jobs.models import MICRO_BATCHES, SEED, batches, piped, stepped, trained
 from tests.support.open_models import TIED, UNET, batch_of, model_of
 from tests.support.outcomes import Outcome, gradients, optimizer_of, state
 from tests.support.plain_loop import one_thread, parts_of, weights_of
@@ -75,8 +75,7 @@ def plainly(name: str) -> Outcome:
     model = model_of(name)
     replayed = TracedModel(model, batch_of(name))
     optimizer = optimizer_of(model)
-    for step in (0, 1):
-        given = batch_of(name, step, length=12 - step)
+    for step, given in enumerate(batches(name)):
         share = 1 / MICRO_BATCHES if name == UNET else 1.0
         counts = {} if name == UNET else {"num_items_in_batch": (given["labels"][:, 1:] != -100).sum()}
         losses = []
@@ -103,7 +102,7 @@ def test_the_bits_of_the_plain_loop(name: str) -> None:
 def alone_from_meta(name: str) -> Digests:
     """What one process has."""
     with piped(model_of(name, "meta"), name, 1, driver="lockstep") as pipe:
-        return digests(stepped(pipe, name))
+        return digests(stepped(pipe, batches(name)))
 
 
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("gpt2", 4), ("mixtral", 2), ("t5", 4), ("vit", 2)])

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import gpipe
-from tests.support.jobs.models import SEED
+from tests.support.jobs.models import SEED, stepped
 from tests.support.open_models import batch_of, model_of
-from tests.support.outcomes import Outcome, gradients, optimizer_of, state
+from tests.support.outcomes import Outcome
 from tests.support.said import said
 
 MICRO_BATCHES = 2  # of each replica
@@ -45,19 +45,6 @@ def parts(name: str, step: int, *, ready_made: bool) -> gpipe.MicroBatches:
             for at in range(MICRO_BATCHES):
                 found.append({key: value.split(cut)[at] for key, value in given.items()})
     return gpipe.MicroBatches(found)
-
-
-def stepped(pipe: gpipe.GPipe, given: list[Any]) -> Outcome:
-    """Steps with these mini-batches; what they leave."""
-    found: Outcome = {}
-    optimizer = optimizer_of(pipe)
-    for step, batch in enumerate(given):
-        found[f"{step} loss"] = pipe.step(batch)
-        found |= gradients(pipe, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        found |= state(pipe, step)
-    return found
 
 
 def train(rank: int, world: int, name: str, ready_made: bool, schedule: str) -> dict[str, Any]:

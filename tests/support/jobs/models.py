@@ -1,5 +1,6 @@
 """Jobs of same bits: models with a forward of their own through a pipe over processes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,12 @@ def piped(model: nn.Module, name: str, partitions: int, **how: Any) -> gpipe.GPi
     return gpipe.GPipe(model, partitions, sample=batch_of(name), **how)
 
 
-def stepped(pipe: gpipe.GPipe, name: str) -> Outcome:
-    """Two steps with an optimizer; what they leave."""
+def stepped(pipe: gpipe.GPipe, given: Sequence[Any]) -> Outcome:
+    """A step with an optimizer for each mini-batch; what they leave."""
     found: Outcome = {}
     optimizer = optimizer_of(pipe)
-    for step in (0, 1):
-        given = batch_of(name, step, length=12 - step)
-        found[f"{step} loss"] = pipe.step(given)
+    for step, batch in enumerate(given):
+        found[f"{step} loss"] = pipe.step(batch)
         found |= gradients(pipe, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -35,9 +35,14 @@ def stepped(pipe: gpipe.GPipe, name: str) -> Outcome:
     return found
 
 
+def batches(name: str) -> list[dict[str, Tensor]]:
+    """Two mini-batches of different lengths."""
+    return [batch_of(name, step, length=12 - step) for step in (0, 1)]
+
+
 def trained(pipe: gpipe.GPipe, name: str) -> Outcome:
     """Two steps, a call with its backward, and evaluation; what they leave."""
-    found = stepped(pipe, name)
+    found = stepped(pipe, batches(name))
     output = pipe(batch_of(name, 2), gather=True)
     found |= noted_output("call", output)
     loss_in(output).backward()
@@ -74,6 +79,6 @@ def train_from_meta(rank: int, world: int, name: str, how: dict[str, Any]) -> tu
     """What a rank has of two steps of a model built on the meta device; what of the model object has values there."""
     model = model_of(name, "meta")
     with piped(model, name, world, driver="process", **how) as pipe:
-        found = digests(stepped(pipe, name))
+        found = digests(stepped(pipe, batches(name)))
         own = set(pipe.parameters())
         return found, [key for key, one in model.named_parameters() if not one.is_meta and one not in own]

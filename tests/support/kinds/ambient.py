@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .blocks import Apply, network, plain
+from .blocks import Apply, function, network, plain
 from .case import Case, Draw, kind
 
 FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
@@ -38,16 +38,8 @@ def s11_contextvars(draw: Draw) -> Case:
     """Layers, hooks and the loss read a context variable of the caller."""
     width, value = draw.width(), draw.choice((0.5, 2.0, 3.0))
 
-    class Reader(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * FACTOR.get()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * FACTOR.get()
-
-    reader = draw.choice((Apply(lambda x: x * FACTOR.get()), Apply(Reader.apply)))
+    read = function(lambda ctx, x: x * FACTOR.get(), lambda ctx, gradient: gradient * FACTOR.get())
+    reader = Apply(draw.choice((lambda x: x * FACTOR.get(), read)))
     case = network(draw, width, [reader, plain(draw, width), Apply(lambda x: x + FACTOR.get())])
     case.context = lambda: during(lambda: FACTOR.set(value), FACTOR.reset)
     if draw.maybe():

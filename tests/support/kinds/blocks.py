@@ -25,6 +25,14 @@ class Apply(nn.Module):
         return self.function(*inputs)
 
 
+def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of autograd, of its two parts."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    made: Any = type("Function", (torch.autograd.Function,), parts)
+    apply: Callable[..., Any] = made.apply
+    return apply
+
+
 class Residual(nn.Module):
     """`x + inner(x)`."""
 

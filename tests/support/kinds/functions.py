@@ -8,20 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import Apply, network, plain
+from .blocks import Apply, function, network, plain
 from .case import Case, Draw, kind
 
-
-class Stop(torch.autograd.Function):
-    """A gradient stop: None comes out of its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
+stop = function(lambda ctx, x: x.clone(), lambda ctx, gradient: None)
 
 
 class Scale(torch.autograd.Function):
@@ -56,13 +46,13 @@ def stops() -> tuple[Callable[[], nn.Module], ...]:
     """Layers whose gradient of the input is undefined, at times or always."""
     calls = iter(range(10_000))
     return (
-        lambda: Apply(Stop.apply),
+        lambda: Apply(stop),
         lambda: Apply(lambda x: x.detach()),
         lambda: Apply(lambda x: x.detach().requires_grad_() * 1),
         lambda: Apply(lambda x: x if x.sum() > 0 else x.detach()),
-        lambda: Apply(lambda x: x + Stop.apply(x)),
+        lambda: Apply(lambda x: x + stop(x)),
         lambda: Apply(lambda x: torch.zeros_like(x)),
-        lambda: Apply(lambda x: Stop.apply(x) if x.shape[0] % 2 else x),
+        lambda: Apply(lambda x: stop(x) if x.shape[0] % 2 else x),
         lambda: Apply(lambda x: x.data * (1 if calls else 0)),
         lambda: Apply(lambda x: (x > 0).float()),
     )
@@ -120,38 +110,23 @@ def s5_several_routes(draw: Draw) -> Case:
         lambda t: t[0] + t[2].detach(),
         lambda t: t[0].detach() * t[2],
         lambda t: t[0] * t[2] + t[1].unsqueeze(-1),
-        lambda t: Stop.apply(t[0]) + t[2],
+        lambda t: stop(t[0]) + t[2],
         lambda t: t[1].unsqueeze(-1).expand_as(t[0]) * 1.0,
     )
     core = [Pair(width), Apply(lambda pair: ThreeOut.apply(*pair, mode)), Apply(draw.choice(uses))]
     if draw.maybe(0.4):
-        core.insert(2, Apply(lambda t: (t[0], t[1], Stop.apply(t[2]))))
+        core.insert(2, Apply(lambda t: (t[0], t[1], stop(t[2]))))
     return network(draw, width, core, before=draw.randint(0, 1), optimizer=decaying)
 
 
-class Dirty(torch.autograd.Function):
+def doubled(ctx: Any, x: torch.Tensor) -> torch.Tensor:
     """Works in place and says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
+    ctx.mark_dirty(x)
+    return x.mul_(2)
 
 
-class Same(torch.autograd.Function):
-    """Gives its very input, and reverses the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return -gradient
+double = function(doubled, lambda ctx, gradient: gradient * 2)
+reverse = function(lambda ctx, x: x.view_as(x), lambda ctx, gradient: -gradient)
 
 
 class Inner(torch.autograd.Function):
@@ -192,6 +167,6 @@ class SetUp(torch.autograd.Function):
 def custom_functions(draw: Draw) -> Case:
     """mark_dirty, views of the input, graphs within, setup_context."""
     width = draw.width()
-    options = (lambda x: Dirty.apply(x * 1), Same.apply, Inner.apply, lambda x: SetUp.apply(x, 3))
+    options = (lambda x: double(x * 1), reverse, Inner.apply, lambda x: SetUp.apply(x, 3))
     core = [Apply(draw.choice(options)), plain(draw, width), Apply(draw.choice(options))]
     return network(draw, width, core, before=1)

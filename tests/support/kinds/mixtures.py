@@ -7,6 +7,7 @@ from torch import nn
 
 from .blocks import Apply, Residual, network, plain
 from .case import Case, Draw, kind
+from .hooks import WithLayer
 
 
 class Experts(nn.Module):
@@ -55,15 +56,9 @@ def capacity_drops(draw: Draw) -> Case:
         kept, keep, x = value
         return x.index_add(0, keep, kept)
 
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(width, width)
-
-        def forward(self, value: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return self.linear(value[0]), *value[1:]
-
-    return network(draw, width, [Apply(drop), First(), Apply(back), plain(draw, width)])
+    linear = nn.Linear(width, width)
+    inner = WithLayer(linear, lambda value: (linear(value[0]), *value[1:]))
+    return network(draw, width, [Apply(drop), inner, Apply(back), plain(draw, width)])
 
 
 @kind()

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,48 +71,24 @@ def strike(kind: str) -> None:
         BaseException: If that is the deed.
     """
     mark()
-    if kind in EXCEPTIONS:
-        _throw(kind)
-    elif kind in STALLS:
-        _stall(kind)
-    elif kind == "os._exit":
-        os._exit(0)
-    elif kind.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, kind))
-        time.sleep(1e-3)  # where Python may be interrupted
-
-
-def _throw(kind: str) -> NoReturn:
     match kind:
         case "FaultError":
             raise FaultError(code=7)
         case "MemoryError":
             raise MemoryError(TEXTS[kind])
+        case "KeyboardInterrupt":
+            raise KeyboardInterrupt
         case "SystemExit":
             sys.exit(0)
-        case _:
-            raise KeyboardInterrupt
-
-
-def _stall(kind: str) -> None:
-    match kind:
-        case "SIGSTOP":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        case "os._exit":
+            os._exit(0)
         case "sleep":
             time.sleep(3600)
-        case _:
+        case "hold the GIL":
             ctypes.PyDLL(None).sleep(3600)  # a PyDLL keeps the interpreter's lock
-
-
-def spoiled(kind: str, value: Tensor) -> Tensor:
-    """What a phase gives in place of a value."""
-    match kind:
-        case "nan":
-            return value * float("nan")
-        case "shape":
-            return value[:, :-1]
-        case _:
-            return value
+        case _ if kind.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, kind))
+            time.sleep(1e-3)  # where Python may be interrupted
 
 
 class Visit(NamedTuple):
@@ -123,41 +99,11 @@ class Visit(NamedTuple):
     micro_batch: int
 
 
-class Visits:
-    """Tells a layer when it is run: it sees its inputs, and whether it saw the very same before their backward.
-
-    It needs inputs that differ from micro-batch to micro-batch, and forwards in the order of micro-batches.
-    """
-
-    def __init__(self, micro_batches: int) -> None:
-        self.micro_batches = micro_batches
-        self.begun = 0
-        self._open: dict[bytes, tuple[int, int]] = {}
-
-    def enter(self, x: Tensor) -> Visit:
-        """A run through the layer begins."""
-        known = self._open.pop(_bytes(x), None)
-        if known is not None:
-            return Visit("recompute", *known)
-        step, micro_batch = divmod(self.begun, self.micro_batches)
-        self.begun += 1
-        if torch.is_grad_enabled():
-            self._open[_bytes(x)] = (step, micro_batch)
-        return Visit("forward", step, micro_batch)
-
-    def leave(self, visit: Visit) -> Visit:
-        """The backward of a run begins; there is nothing to recompute any more."""
-        at = (visit.step, visit.micro_batch)
-        self._open = {seen: where for seen, where in self._open.items() if where != at}
-        return Visit("backward", *at)
-
-
-def _bytes(x: Tensor) -> bytes:
-    return x.detach().double().numpy().tobytes()
-
-
 class Faulty(nn.Linear):
     """A layer of so many features in which a fault may strike.
+
+    When it is run it tells by its inputs, and by whether it saw the very same before their backward: they must differ
+    from micro-batch to micro-batch, and forwards come in the order of micro-batches.
 
     Attributes:
         fault: What is to happen here; None for a sound layer.
@@ -165,20 +111,43 @@ class Faulty(nn.Linear):
 
     def __init__(self, features: int, micro_batches: int, fault: Fault | None = None) -> None:
         super().__init__(features, features)
-        self.fault = fault
-        self.visits = Visits(micro_batches)
+        self.fault, self.micro_batches = fault, micro_batches
+        self._forwards = 0
+        self._open: dict[bytes, tuple[int, int]] = {}  # step and micro-batch of inputs whose backward is to come
 
     def forward(self, x: Tensor) -> Tensor:
-        visit = self.visits.enter(x)
+        visit = self._enter(x)
         out = self.pass_by(visit, super().forward(x))
         return _Watched.apply(out, self, visit)
+
+    def _enter(self, x: Tensor) -> Visit:
+        seen = x.detach().double().numpy().tobytes()
+        if (known := self._open.pop(seen, None)) is not None:
+            return Visit("recompute", *known)
+        at = divmod(self._forwards, self.micro_batches)
+        self._forwards += 1
+        if torch.is_grad_enabled():
+            self._open[seen] = at
+        return Visit("forward", *at)
+
+    def leave(self, visit: Visit) -> Visit:
+        """The backward of a run begins; there is nothing to recompute any more."""
+        at = (visit.step, visit.micro_batch)
+        self._open = {seen: where for seen, where in self._open.items() if where != at}
+        return Visit("backward", *at)
 
     def pass_by(self, visit: Visit, value: Tensor) -> Tensor:
         """A phase is under way; gives what it shall give."""
         if self.fault is None or not self.fault.is_at(*visit):
             return value
         strike(self.fault.kind)
-        return spoiled(self.fault.kind, value)
+        match self.fault.kind:
+            case "nan":
+                return value * float("nan")
+            case "shape":
+                return value[:, :-1]
+            case _:
+                return value
 
 
 class _Watched(torch.autograd.Function):
@@ -191,7 +160,7 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.layer.pass_by(ctx.layer.visits.leave(ctx.visit), gradient), None, None
+        return ctx.layer.pass_by(ctx.layer.leave(ctx.visit), gradient), None, None
 
 
 def faulty_loss(
