@@ -72,7 +72,8 @@ def trainings() -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
         yield name, partial(observed, case, setting)
     for kind in KINDS.values():
         for number in range(EACH):
-            yield f"{kind.name} {number}", partial(drawn, kind, number)
+            if not kind.case(number)[0].must_tell:  # of which the numbers may differ from run to run
+                yield f"{kind.name} {number}", partial(drawn, kind, number)
     for name, story in STORIES.items():
         for remat in ("always", "except_last", "never"):
             yield f"{name}, {remat}", partial(story.run, maker(WORLD, remat=remat))
