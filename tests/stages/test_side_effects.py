@@ -137,3 +137,28 @@ def test_state_that_a_backward_writes_is_told_as_such(kind: str, partitions: int
     (finding,) = [text for text in pipe.findings if "amax" in text]
     assert finding.startswith("the backward of stage")
     assert ("Scaled.amax" in finding) is (kind == "buffer")
+
+
+class CallsBackward(nn.Module):
+    """Has a backward of its own in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            x.sum().backward(retain_graph=True)
+        return x
+
+
+def with_backward(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.mse_loss(output, target)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize(("loss_fn", "who"), [(F.mse_loss, "a layer"), (with_backward, "loss_fn")])
+def test_a_backward_inside_of_a_forward_is_refused_behind_a_cut(loss_fn: Any, who: str, remat: str) -> None:
+    """Bug story: gradients of what the stage was given were lost, silently."""
+    inner = CallsBackward() if who == "a layer" else nn.Tanh()
+    pipe = gpipe.GPipe([nn.Linear(3, 3), inner, nn.Linear(3, 3)], [1, 2], 2, remat=remat)
+    with pytest.raises(RuntimeError, match=rf"{who} calls backward\(\) in it, whose gradients"):
+        pipe.step(torch.randn(4, 3), torch.randn(4, 3), loss_fn)

@@ -20,7 +20,7 @@ from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
 from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
-from gpipe.stages.stage import SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
+from gpipe.stages.stage import BACKWARD_INSIDE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
 Work: TypeAlias = Callable[[Run, Rank, CompiledAction], None]
@@ -219,7 +219,16 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
             given = tensors_in(one.value)
             if not made.changed.isdisjoint(id(given[at]) for at in crossing.sharing):
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
+    _refuse_gradients(saved, stage, "a layer")
     return made
+
+
+def _refuse_gradients(saved: Saved, stage: Stage, what: str) -> None:
+    """Refuses gradients that are there before the backward: another one would take their place."""
+    for some in saved.gradients:
+        for gradient in some:
+            if gradient is not None:
+                raise RuntimeError(f"{what} {BACKWARD_INSIDE.format(stage=stage)}")
 
 
 def _check(run: Run, rank: Rank, at: int) -> FirstRunCheck:
@@ -243,6 +252,7 @@ def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -
     key, behind = run.rng_key(m), len(run.engine.layers)
     with run.thread_state.around_layers(), PipeRngScope(key.seed, key.step, behind, key.micro_batch):
         loss, metrics = call(run.loss_fn, made.values[0], target, made.for_loss)
+    _refuse_gradients(saved, rank.stages[len(run.engine.stages) - 1].stage, "loss_fn")
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)
     if metrics is not NO_METRICS:

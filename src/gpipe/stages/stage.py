@@ -37,6 +37,10 @@ BEGUN_IN_PLACE = (
     "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
     "it is known"
 )
+BACKWARD_INSIDE = (
+    "calls backward() in it, whose gradients of what {stage} is given the layers before would never see; take "
+    "gradients by torch.autograd.grad, or of a detached copy"
+)
 SHARED_IN_PLACE = (
     "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
     "not change with it; let the layer work on a copy, or the layer before return a clone"
