@@ -331,6 +331,22 @@ def test_a_loss_of_ready_made_micro_batches_of_several_lengths_is_told_of() -> N
     assert not told((4, 4))
 
 
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+def test_a_loss_may_call_a_pipe_of_its_own(driver: str) -> None:
+    """Bug story: what watches the loss was taken for a mode of the user's."""
+    teacher, pipe = (gpipe.GPipe([nn.Linear(4, 4), nn.Tanh()], 2, 2, driver=driver) for _ in range(2))
+
+    def loss_fn(output: Tensor, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            goal = teacher(inputs)
+        return F.mse_loss(output, goal)
+
+    x = torch.rand(4, 4)
+    loss = pipe.step(x, x, loss_fn)
+    with torch.no_grad():
+        assert torch.allclose(loss, F.mse_loss(pipe(x), teacher(x)))
+
+
 def test_a_loss_that_counts_its_calls_is_called_once_for_each_micro_batch() -> None:
     calls: list[int] = []
 

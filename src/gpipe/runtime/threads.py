@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gpipe._torch.dispatcher import forget_stashed
 from gpipe._torch.modes import modes_here, saved_tensor_hooks
+from gpipe.stages.losses import LossReader
 from gpipe.stages.messages import Cancelled
 
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
@@ -61,6 +62,7 @@ class ThreadState:
     def here(cls) -> "ThreadState":
         """Reads the modes of this thread."""
         device, unsupported = modes_here()
+        unsupported = [mode for mode in unsupported if not isinstance(mode, LossReader)]  # a loss that calls a pipe
         casting = tuple(filter(torch.is_autocast_enabled, _CASTING))
         return cls(
             torch.is_grad_enabled(),
