@@ -62,6 +62,17 @@ def test_a_load_waits_for_what_is_being_written(gate: threading.Event, tmp_path:
     assert gpipe.load(tmp_path, pipe).step_number == 2
 
 
+def test_another_pipe_that_loads_from_the_folder_waits_too(gate: threading.Event, tmp_path: Path) -> None:
+    """Bug story: it took the checkpoint before, silently."""
+    pipe, optimizer = trained(steps=1)
+    gpipe.save(tmp_path, pipe, optimizer)
+    train(pipe, optimizer, 1)
+    gpipe.save(tmp_path, pipe, optimizer, background=True)
+    threading.Timer(0.1, gate.set).start()
+    gpipe.load(tmp_path, other := make())
+    assert other.step_number == pipe.step_number
+
+
 @pytest.mark.parametrize("act", ["save", "load", "wait"])
 def test_an_error_in_the_background_is_logged_and_raised_once_at_the_next_call(
     act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

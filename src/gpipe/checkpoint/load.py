@@ -272,7 +272,7 @@ def load(
         (True, {'epoch': 3})
     """
     check_order(folder, pipe, "load", optimizer)
-    settle(pipe)
+    settle(pipe, folder)
     if pipe is None and optimizer is not None:
         raise ValueError("an optimizer can be loaded only with its pipe, whose names say whose state is whose")
     team, root = communicator_of(pipe), Path(os.path.abspath(folder))

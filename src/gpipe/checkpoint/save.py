@@ -82,6 +82,11 @@ class Saving:
             if self._sign is not None:
                 os.close(self._sign)
 
+    def wait_here(self, folder: Path) -> None:
+        """Waits until this rank has written, if it is into this folder; whoever saves is told what went wrong."""
+        if self._thread is not None and self._writing.path.parent == folder:
+            self._thread.join()
+
     @property
     def done(self) -> bool:
         """Whether `wait` would not have to wait for this rank."""
@@ -214,11 +219,14 @@ def check_order(folder: object, pipe: object, name: str, optimizer: object = Non
         )
 
 
-def settle(pipe: nn.Module | None) -> None:
-    """Waits for the checkpoint that is being written of a pipe, if nobody did yet."""
+def settle(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None) -> None:
+    """Waits for the checkpoint that is being written of a pipe, if nobody did yet, or of any pipe into a folder."""
     before = None if pipe is None else _under_way.pop(pipe, None)
     if before is not None:
         before.wait_once()
+    if folder is not None:
+        for saving in list(_under_way.values()):
+            saving.wait_here(Path(os.path.abspath(folder)))
 
 
 def _checked(
