@@ -201,7 +201,8 @@ def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> No
 
 
 def _words(layer: nn.Module) -> str:
-    shapes = (f"{name} {tuple(parameter.shape)}" for name, parameter in layer.named_parameters())
+    every = layer.named_parameters(remove_duplicate=False)  # `ties` are tied only where they are held
+    shapes = (f"{name} {tuple(parameter.shape)}" for name, parameter in every)
     return f"{type(layer).__name__}({', '.join(shapes)})"
 
 
