@@ -1,6 +1,5 @@
 """Values as JSON and back, and the code that may not be there."""
 
-import ast
 import json
 import math
 import struct
@@ -85,33 +84,6 @@ def test_tensors_come_back_the_same(dtype: torch.dtype, shape: tuple[int, ...], 
     shelf = Shelf([path])
     assert shelf.findings == []
     assert same_bits(shelf.read("tensor"), tensor)
-
-
-FORBIDDEN = {"pickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
-ENDS = ("_object", "_object_list", "pickle.loads", "pickle.load", "Unpickler")
-CALLS = {"eval", "exec", "torch.load", "torch.save", "torch.jit.load", "yaml.load", "np.load", "numpy.load"}
-
-
-def test_nothing_that_is_read_can_run() -> None:
-    """No call that unpickles or evaluates, and no collective that pickles, in all of the library."""
-    found = []
-    for file in sorted(Path(gpipe.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            match node:
-                case ast.Import(names):
-                    wrong = FORBIDDEN - {"pickle"}  # what is only compared may be pickled
-                    found += [f"{file.name}: {name.name}" for name in names if name.name in wrong]
-                case ast.ImportFrom(module) if module in FORBIDDEN:
-                    found.append(f"{file.name}: {module}")
-                case ast.Call(func):
-                    name = ast.unparse(func)
-                    if name == "ctypes.py_object":  # a reference, not a value
-                        continue
-                    if name in CALLS or name.endswith(
-                        ("_object", "_object_list", "pickle.loads", "pickle.load", "Unpickler")
-                    ):
-                        found.append(f"{file.name}: {name}")
-    assert found == []
 
 
 def test_an_extra_without_end_or_of_endless_digits_is_refused(tmp_path: Path) -> None:

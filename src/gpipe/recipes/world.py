@@ -1,6 +1,7 @@
 """The processes that train together, as torchrun says, and how they meet."""
 
 import fcntl
+import json
 import logging
 import os
 import socket
@@ -73,11 +74,15 @@ def joined(world: World) -> Iterator[None]:
 
 
 def of_first(world: World, make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, in every process."""
-    made = [None if world.rank else make()]
-    if world.launched:
-        dist.broadcast_object_list(made, 0)
-    return made[0]
+    """What rank 0 makes, in every process: something that JSON can say."""
+    text = b"" if world.rank else json.dumps(make()).encode()
+    if not world.launched:
+        return json.loads(text)
+    size = torch.tensor(len(text))
+    dist.broadcast(size, 0)
+    sent = torch.zeros(int(size), dtype=torch.uint8) if world.rank else torch.tensor(list(text), dtype=torch.uint8)
+    dist.broadcast(sent, 0)
+    return json.loads(bytes(sent.tolist()))
 
 
 def _find_interface(address: str) -> str | None:
