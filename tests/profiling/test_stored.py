@@ -39,7 +39,7 @@ REPORTS = st.builds(
     st.lists(TIMELINES, max_size=2).map(tuple),
     st.none() | TIMELINES,
     st.dictionaries(st.text(), SHARES, max_size=3),
-    st.lists(st.dictionaries(st.text(), st.integers(0, 2**60), max_size=2), max_size=3).map(tuple),
+    st.lists(st.dictionaries(st.text(), st.integers(0, 10**18), max_size=2), max_size=3).map(tuple),
     st.lists(NUMBERS, max_size=3).map(tuple),
     st.sampled_from(["step", "epoch"]),
     st.text(),

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from gpipe.runtime.streams import RankStream
+
 
 class Clock:
     """What `time.perf_counter` reads: it stands still but for `sleep`, of any thread."""
@@ -13,6 +15,8 @@ class Clock:
         self._now = 0.0
         self._one_at_a_time = threading.Lock()
         monkeypatch.setattr(time, "perf_counter", lambda: self._now)
+        for name in ("mark", "stamp"):  # which hold the function itself
+            monkeypatch.setattr(RankStream, name, staticmethod(time.perf_counter))
 
     def sleep(self, seconds: float) -> None:
         """Lets so many seconds pass, for all threads."""

@@ -11,7 +11,7 @@ from tests.support.processes.outcome import answers
 
 def test_what_needs_the_whole_model_names_the_remedy(tmp_path: Path, pool: WorkerPool) -> None:
     first, other = answers(pool.run(jobs.of_a_part, str(tmp_path), world=2))
-    assert other.pop("save") == ""  # transformers writes on the first rank alone
+    assert other.pop("save") == "None"  # transformers writes on the first rank alone
     assert "meta tensor" in first.pop("save")  # torch's words, of what a state_dict has without values
     for told in (*first.values(), *other.values()):
         assert "held by another process" in told
