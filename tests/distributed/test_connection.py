@@ -129,7 +129,7 @@ def test_messages_arrive_whole_and_in_order(
         for flow in flows:
             while flow.under_way:
                 flow.take()
-        wait_until(lambda: one.has_left() and other.has_left())
+        wait_until(lambda: one.flush() and other.flush())
         assert one.head() is other.head() is None
 
 
@@ -142,7 +142,7 @@ def test_a_message_may_be_longer_than_the_memory_that_it_comes_through(kind: typ
         for length in (1, CHUNK_BYTES, 1, 3 * CHUNK_BYTES, CHUNK_BYTES // 2, 1):
             text = "ab" * length
             one.put(RUN, Label(0, 0, gradient=False), encode(BoundaryValue((text, torch.ones(3)), [])), 1.5)
-            wait_until(lambda: one.has_left() & (other.head() is not None))
+            wait_until(lambda: one.flush() & (other.head() is not None))
             head = other.head()
             assert head is not None
             found = other.message(head)
@@ -157,7 +157,7 @@ def test_what_was_sent_arrives_also_if_the_sender_is_gone(kind: type[Connection]
     with linked(kind) as (one, other):
         for number, size in enumerate((4, 2**20, INLINE_BYTES)):
             put(one, number, size)
-        wait_until(one.has_left)
+        wait_until(one.flush)
         one.close()
         assert [take(other)[0].label.route for _ in range(3)] == [0, 1, 2]
         with pytest.raises(Gone):

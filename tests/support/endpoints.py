@@ -33,7 +33,7 @@ def endpoints(
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         connections[one][other], connections[other][one] = (kind(*ends) for ends in zip(streams, news, strict=True))
     statuses = [Status() for _ in range(count)]
-    shown = dict(enumerate(statuses)) if kind.is_local else {}
+    shown = dict(enumerate(statuses)) if kind is Connection else {}
     made = [Endpoint(rank, connections[rank], limit, statuses[rank], shown) for rank in range(count)]
     try:
         for endpoint in made:

@@ -42,7 +42,7 @@ SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
 DEEPEST_TREE = 100  # containers around a leaf
 NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
 DTYPES = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
 }
 CONTAINERS = {kind.__name__: kind for kind in (tuple, list, dict, OrderedDict, torch.Size, deque, defaultdict)}
 FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, set, int, float, str)}
@@ -124,20 +124,18 @@ class Encoded(NamedTuple):
 def encode(message: Message) -> Encoded:
     """What is sent of a message; a TypeError says what in it cannot go to another process."""
     numbered: dict[int, tuple[int, Tensor]] = {}
-    is_value = isinstance(message, BoundaryValue)
     if isinstance(message, BoundaryValue):
-        written = _write(message.value, numbered)
+        is_value, written, sharing = True, _write(message.value, numbered), sorted(message.sharing)
     else:
-        written = [_write(item, numbered) for item in message]
+        is_value, written, sharing = False, [_write(item, numbered) for item in message], []
     tensors = [tensor for _, tensor in numbered.values()]
-    shapes = [(str(dtype).removeprefix("torch."), *others) for dtype, *others in map(shape_of, tensors)]
+    shapes = [(_name(dtype), *others) for dtype, *others in map(shape_of, tensors)]
     for tensor in tensors if is_value else ():
         if attributes := vars(tensor):
             raise TypeError(
                 f"a tensor with attributes of somebody's own ({', '.join(attributes)}) cannot go to another process "
                 f"with them; return a tuple or a dict of the tensor and of what it is to carry"
             )
-    sharing = sorted(message.sharing) if isinstance(message, BoundaryValue) else []
     text = json.dumps([is_value, written, shapes, sharing]).encode()
     try:
         layout = _read(text)  # as the other end will
@@ -154,13 +152,11 @@ def payload_of(message: Message) -> tuple[Payload, ...]:
     """
     items = tree_flatten(message.value)[0] if isinstance(message, BoundaryValue) else message
     tensors = {id(item): item for item in items if isinstance(item, Tensor)}.values()
-    return tuple(_payload(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors)
+    return tuple(Payload(_name(t.dtype), tuple(t.shape), extents_of((shape_of(t),))[0].end) for t in tensors)
 
 
-@lru_cache(CACHED_LAYOUTS)
-def _payload(dtype: torch.dtype, size: torch.Size, strides: tuple[int, ...]) -> Payload:
-    (extent,) = extents_of(((dtype, tuple(size), strides, False, ALIGNED_BYTES),))
-    return Payload(str(dtype).removeprefix("torch."), tuple(size), extent.end)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None = None) -> Message:
@@ -263,17 +259,15 @@ def lay(elements: Tensor, extent: Extent) -> Tensor:
 def check_shape(shape: Shape) -> None:
     """Checks that a tensor can lie like this, and takes little more memory than its elements need."""
     dtype, size, strides, wants_gradient, aligned = shape
-    numbers = (*size, *strides)
-    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
-        raise ValueError(f"sizes and strides {numbers}")
-    if len(size) != len(strides) or len(size) > MOST_DIMENSIONS:
-        raise ValueError(f"{len(size)} sizes and {len(strides)} strides")
-    if type(wants_gradient) is not bool or (wants_gradient and not (dtype.is_floating_point or dtype.is_complex)):
-        raise ValueError(f"a gradient {wants_gradient!r} of {dtype}")
-    if type(aligned) is not int or not 0 <= aligned < max(UNITS.values()):
-        raise ValueError(f"an address that is {aligned!r} past a unit")
-    if math.prod(max(n, 1) for n in size) * dtype.itemsize >= 2**63:
-        raise ValueError(f"a tensor of size {size}")
+    is_sound = (
+        all(type(number) is int and 0 <= number < 2**62 for number in (*size, *strides, aligned))
+        and len(size) == len(strides) <= MOST_DIMENSIONS
+        and aligned < max(UNITS.values())
+        and math.prod(max(n, 1) for n in size) * dtype.itemsize < 2**63
+        and (wants_gradient is False or (wants_gradient is True and (dtype.is_floating_point or dtype.is_complex)))
+    )
+    if not is_sound:
+        raise ValueError(f"a tensor that lies as {shape}")
     if too_wide := _why_too_wide(dtype, size, strides):
         raise ValueError(too_wide)
 
@@ -330,7 +324,7 @@ def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
         case bytes():
             return ["bytes", value.hex()]
         case torch.dtype():
-            return ["dtype", str(value).removeprefix("torch.")]
+            return ["dtype", _name(value)]
         case Undefined():
             return ["undefined"]
         case type() if FACTORIES.get(kind_name := value.__name__) is value:

@@ -14,7 +14,6 @@ import mmap
 import os
 import select
 import socket
-import struct
 import threading
 from collections import deque
 from contextlib import suppress
@@ -23,23 +22,13 @@ from queue import SimpleQueue
 import torch
 
 from gpipe.distributed.codec import Encoded, decode
-from gpipe.distributed.frames import (
-    CHUNK_BYTES,
-    HEADER,
-    SLOTS,
-    Arrived,
-    ControlChannel,
-    Damaged,
-    Frame,
-    Gone,
-)
+from gpipe.distributed.frames import CHUNK_BYTES, HEADER, SLOTS, Arrived, ControlChannel, Damaged, Frame, Gone
 from gpipe.stages.messages import Label, Message
 
 INLINE_BYTES = 2**15
 """Bytes up to which tensors go through the stream: there two processes take about 25 us."""
 SLOT_HEADER_BYTES = 64  # where in a slot the message begins
 ALLOCATED_AT_ONCE_BYTES = 2**26  # bytes that a message is said to have and that are allocated before they are here
-LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
 
 
 class Slot:
@@ -96,8 +85,6 @@ class Connection:
     Nothing here waits: `poll` what `fileno` gives, for reading before `head`, for writing while `flush` is False.
     """
 
-    is_local = True
-
     def __init__(self, stream: socket.socket, control: socket.socket) -> None:
         stream.setblocking(False)
         self._stream = stream
@@ -116,11 +103,6 @@ class Connection:
     def events(self, *, reading: bool, writing: bool) -> int:
         """What to poll for: that a slot is free comes by `control`."""
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing and self._leaving else 0)
-
-    @property
-    def silent(self) -> float:
-        """Seconds for which the other host has answered nothing."""
-        return 0.0
 
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be put on its way now."""
@@ -182,22 +164,17 @@ class Connection:
         return not left
 
     def flush(self) -> bool:
-        """Sends what is left of a message; whether nothing is."""
+        """Sends what is left of a message; whether nothing is, and all arrives also if this process ends now."""
         return not self._leaving or self._send(self._leaving, slot=self._leaving_slot)
-
-    def has_left(self) -> bool:
-        """Whether all messages are on their way, and would arrive also if this process ended now."""
-        return self.flush()
 
     def head(self) -> Frame | None:
         """The next message's header, once the message is here; None before."""
-        if self._head is None:
-            frame = self._arrived.first()
-            if frame is not None and frame.capacity:
+        if self._head is None and (frame := self._arrived.first()) is not None:
+            if frame.capacity:
                 if not self._arrived.handles:
                     raise Damaged("a new slot without a handle")
                 self._theirs[frame.slot] = Slot.of_other(self._arrived.handles.popleft(), frame.capacity)
-            if frame is not None and frame.slot >= 0:
+            if frame.slot >= 0:
                 slot = self._theirs.get(frame.slot)
                 if slot is None or frame.size > slot.capacity:
                     raise Damaged(f"a message of {frame.size} bytes in a slot that has no room for it")
@@ -243,8 +220,6 @@ class Connection:
 class TcpConnection(Connection):
     """The connection to a process of another host: threads read and write while the rank computes."""
 
-    is_local = False
-
     def __init__(self, stream: socket.socket, control: socket.socket) -> None:
         super().__init__(stream, control)
         stream.setblocking(True)
@@ -270,17 +245,6 @@ class TcpConnection(Connection):
         """What to poll for."""
         return select.POLLIN if reading or writing else 0
 
-    @property
-    def silent(self) -> float:
-        """Seconds for which the other host has answered nothing, if this system says so: it is asked every second."""
-        if not hasattr(socket, "TCP_INFO"):
-            return 0.0
-        try:
-            known = self.control.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
-        except OSError:
-            return 0.0
-        return float(struct.unpack_from("=I", known, LAST_ANSWER)[0]) / 1000
-
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be put on its way now."""
         self._take_news()
@@ -302,8 +266,8 @@ class TcpConnection(Connection):
             self._outbox.put(data)
         return True
 
-    def has_left(self) -> bool:
-        """Whether all messages are on their way, and would arrive also if this process ended now."""
+    def flush(self) -> bool:
+        """Whether all messages are on their way, and arrive also if this process ends now."""
         self._take_news()
         return not self._unsent
 

@@ -18,14 +18,12 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from gpipe.distributed.codec import Encoded, encode, payload_of
+from gpipe.distributed.codec import encode, payload_of
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Memory, Report, Status, in_no_step
 from gpipe.distributed.frames import Damaged, Gone, damaged
@@ -107,11 +105,6 @@ class Endpoint:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
-    @property
-    def run(self) -> int:
-        """The number of the current run."""
-        return self.detector.run
-
     @contextmanager
     def in_run(self, *, notes: bool) -> Iterator[None]:
         """Around what all processes do together: whoever fails inside has all fail. `notes` what crosses."""
@@ -139,39 +132,34 @@ class Endpoint:
     def reach(self, at: int) -> None:
         """Notes how many actions are done, for this process and for those who watch it."""
         self.at = at
-        self.status.reach(self.run, at)
+        self.status.reach(self.detector.run, at)
 
     def send(self, peer: int, label: Label, message: Message) -> None:
         """Puts a message on its way to a process; waits for room."""
-        asked = time.perf_counter()
-        packed, following = (message, []) if self._groups is None else self._groups.pack(peer, message)
-        begun = self._send(peer, label, encode(packed), following)
+        asked, connection, groups = time.perf_counter(), self.connections[peer], self._groups
+        packed, following = (message, []) if groups is None else groups.pack(peer, message)
+        encoded = encode(packed)
+        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
+        try:
+            while not connection.has_room(encoded.size):
+                connection.want_room()
+                self._wait(peer, room=encoded.size)
+            with groups.all_or_nothing() if groups and following else nullcontext():
+                begun = time.perf_counter()
+                left = connection.put(self.detector.run, label, encoded, begun)
+                if groups and following:
+                    groups.follow(peer, following)
+            while not left:
+                self._wait(peer, room=0)
+                left = connection.flush()
+        except Gone as gone:
+            self.detector.raise_lost(peer, gone)
         if self.noted is not None:
             self.noted.append(Crossed(True, peer, label, payload_of(message), asked, begun, time.perf_counter()))
 
     def send_value(self, peer: int, label: Label, value: Tree) -> None:
         """Puts a value on its way that belongs to no graph."""
         self.send(peer, label, BoundaryValue(value, []))
-
-    def _send(self, peer: int, label: Label, message: Encoded, following: Sequence[Tensor] = ()) -> float:
-        """Gives when there was room for it."""
-        connection = self.connections[peer]
-        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
-        try:
-            while not connection.has_room(message.size):
-                connection.want_room()
-                self._wait(peer, room=message.size)
-            with self._groups.all_or_nothing() if following and self._groups else nullcontext():
-                begun = time.perf_counter()
-                left = connection.put(self.run, label, message, begun)
-                if following and self._groups:
-                    self._groups.follow(peer, following)
-            while not left:
-                self._wait(peer, room=0)
-                left = connection.flush()
-        except Gone as gone:
-            self.detector.raise_lost(peer, gone)
-        return begun
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message from a process."""
@@ -211,8 +199,8 @@ class Endpoint:
             head = connection.head()  # of those that are thrown away, too: new slots come with them
             if head is None:
                 return None
-            is_stale = head.run < self.run
-            if head.run > self.run:  # the peer has failed, and gone on; its report will come
+            is_stale = head.run < self.detector.run
+            if head.run > self.detector.run:  # the peer has failed, and gone on; its report will come
                 return False
             if not is_stale and head.label != wanted and self.due.get(head.label, -1) > self.at:
                 return False
@@ -283,8 +271,9 @@ class Endpoint:
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process failed in this run."""
-        report = Report.of(error, self.run, self.rank)
-        self.detector.report(report)
+        report = Report.of(error, self.detector.run, self.rank)
+        for connection in self.connections.values():
+            connection.control.send(report.write())
         if self._groups is not None and (
             not report.type_name or any(connection.control.gone for connection in self.connections.values())
         ):
@@ -295,28 +284,18 @@ class Endpoint:
         label = Label(Control.AGREEMENT, 0, gradient=False)
         if self.rank:
             self.send_value(0, label, value)
-            self._part()
-            return self._settled(list(self.receive_value(0, label)))
-        gathered = [value, *(self.receive_value(peer, label) for peer in range(1, self.size))]
-        message = BoundaryValue(gathered, [])
-        encoded = encode(message) if self._groups is None else None  # once for all
-        self._part()
-        for peer in range(1, self.size):
-            if encoded is None:
-                self.send(peer, label, message)
-            else:
-                self._send(peer, label, encoded)
-        for peer in range(1, self.size):
-            with suppress(Gone):  # who is gone by now has it
-                while not self.connections[peer].has_left():  # what was sent needs this process
-                    self._wait(peer, reading=True)
-        return self._settled(gathered)
-
-    def _part(self) -> None:
-        """From here until the next run others may be gone with good reason (note "Parting")."""
-        self._parting, self._sources = True, ()
-
-    def _settled(self, gathered: list[Any]) -> list[Any]:
+        else:
+            gathered = [value, *(self.receive_value(peer, label) for peer in range(1, self.size))]
+        self._parting, self._sources = True, ()  # until the next run others may be gone with good reason
+        if self.rank:
+            gathered = list(self.receive_value(0, label))
+        else:
+            for peer in range(1, self.size):
+                self.send_value(peer, label, gathered)
+            for peer, connection in self.connections.items():
+                with suppress(Gone):  # who is gone by now has it
+                    while not connection.flush():  # what was sent needs this process
+                        self._wait(peer, reading=True)
         if self._groups is not None:
             self._groups.settle()
         return gathered

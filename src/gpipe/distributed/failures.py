@@ -158,7 +158,7 @@ class FailureDetector:
         return self._silent() or active or [peer]
 
     def _silent(self) -> list[int]:
-        return [peer for peer, connection in self._connections.items() if connection.silent > SILENT_SECONDS]
+        return [peer for peer, connection in self._connections.items() if connection.control.silent > SILENT_SECONDS]
 
     def all_last_seen(self, peers: Collection[int]) -> list[str]:
         """In words, where some processes were last seen, a line each or more."""
@@ -166,7 +166,7 @@ class FailureDetector:
 
     def last_seen(self, peer: int, *, gone: bool = False) -> str:
         """In words, where a process was when it was last seen in this run, or when it ended."""
-        silent = self._connections[peer].silent
+        silent = self._connections[peer].control.silent
         if peer not in self._shared and silent > SILENT_SECONDS:
             return f"it cannot be reached: its host has not answered for {silent:.1f} s"
         if peer not in self._shared:
@@ -178,11 +178,6 @@ class FailureDetector:
             where = f"it was last seen outside of any step, after {seen.run} runs, while this is run {self.run}"
             return f"{where}: is the pipe called on every rank, in the same order?"
         return f"it was last seen {self.sees(peer, seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
-
-    def report(self, report: Report) -> None:
-        """Tells all of a failure."""
-        for connection in self._connections.values():
-            connection.control.send(report.write())
 
     def gone(self) -> list[int]:
         """Those whose ends of the connections are closed. Any thread may ask."""

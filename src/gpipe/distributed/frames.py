@@ -16,7 +16,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from gpipe.errors import RemoteError, received
@@ -32,6 +32,7 @@ _CONTROL = struct.Struct("<I")
 _HANDLES = socket.CMSG_SPACE(64)  # bytes, room for the handles that come at once
 MOST_HANDLES = 2**10  # those of new slots, not read yet: messages that small fit into the sockets' own memory
 LIMITS = (errno.EMFILE, errno.ENFILE)
+LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
 
 
 class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
@@ -172,6 +173,14 @@ class ControlChannel:
         self.gone = False
         self._arrived = bytearray()
         self._leaving = bytearray()
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which another host has answered nothing, if this system says so: it is asked every second."""
+        with suppress(OSError, AttributeError):  # the connection is within this host, or the system is not Linux
+            known = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
+            return float(struct.unpack_from("=I", known, LAST_ANSWER)[0]) / 1000
+        return 0.0
 
     def send(self, message: bytes) -> None:
         """Sends something; who leaves much unread gets the rest with the next, and who is gone needs none."""
