@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from gpipe._torch.modes import intra_op_threads
 from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
 from gpipe.checkpoint.folder import Draft, clear_leftovers, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
+from gpipe.distributed.agree import versions
 from gpipe.errors import RemoteError
 from gpipe.stages.tree import full_tensor
 
@@ -282,10 +282,7 @@ def finish(writing: Writing) -> str | None:
     _await_parts(writing)
     notes = [writing.said(rank, "json") for rank in range(writing.ranks)]
     manifest = _joined([json.loads(path.read_text()) for path in notes], writing.numbers)
-    versions: dict[str, str] = {"torch": torch.__version__}
-    with suppress(PackageNotFoundError):
-        versions["gpipe"] = version("gpipe")
-    data = to_bytes(manifest, versions)
+    data = to_bytes(manifest, versions())
     write_file(writing.path / MANIFEST, [data])
     for path in [*notes, *writing.path.glob("part_*.begun")]:
         os.unlink(path)

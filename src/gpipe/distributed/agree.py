@@ -6,7 +6,7 @@ Before a run the first stage sends the others of its replica a header, which the
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -40,6 +40,15 @@ class Communicator:
         return ()
 
 
+def versions() -> dict[str, str]:
+    """What is installed, by its name."""
+    try:
+        own = version("gpipe")
+    except PackageNotFoundError:
+        own = "not installed"
+    return {"gpipe": own, "torch": torch.__version__}
+
+
 def communicator_of(pipe: object) -> Communicator:
     """The processes that a pipe, or plain layers, are trained by."""
     return getattr(pipe, "_processes", None) or Communicator()
@@ -62,13 +71,10 @@ class FirstError:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False  # nothing is wrong, or it is an interrupt, which goes on
-        self.error = self.error or error
-        return True
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Exception):  # else nothing is wrong, or it is an interrupt, which goes on
+            self.error = self.error or error
+        return isinstance(error, Exception)
 
 
 def agree(
@@ -157,29 +163,18 @@ def follow_first(
     given: Sequence[Any] = (),
     take: Callable[..., int] = lambda: 0,
 ) -> None:
-    """Has all processes of a replica do what that of the first stage does, if they do the same.
+    """Has all processes of a replica do what that of the first stage does, `first`; a ValueError: one does not.
 
-    Args:
-        endpoint: The connections.
-        position: Where this process stands.
-        first: The rank of the first stage.
-        same: What every process knows for itself, by its words; first what was `CALLED`.
-        given: What only the process of the first stage knows, for JSON.
-        take: Takes what is given there, and gives the checksum of the program of it.
-
-    Raises:
-        ValueError: This process does something else.
+    `same` is what every process knows for itself, by its words, first what was `CALLED`; `given` what only that of
+    the first stage knows, for JSON. `take` takes it there and here, and gives the checksum of the program of it.
     """
-    label = Label(Control.HEADER, 0, gradient=False)
-    own = {words: str(int(value)) for words, value in same.items()}
+    own, text = {words: str(int(value)) for words, value in same.items()}, None
     if endpoint.rank == first:
         own[PROGRAM] = str(take(*given))
         text = torch.frombuffer(bytearray(json.dumps([own, given]).encode()), dtype=torch.uint8)
-        for peer in position.ranks_of_replica:
-            if peer != first:
-                endpoint.send_value(peer, label, text)
+    text = endpoint.spread(first, position.ranks_of_replica, Label(Control.HEADER, 0, gradient=False), text)
+    if endpoint.rank == first:
         return
-    text = endpoint.receive_value(first, label)
     with reading("a header", first):
         theirs, given = json.loads(bytes(text.tolist()))
         is_same_call, has_same_mode = (theirs.get(words) == own.get(words) for words in (CALLED, GRADIENTS))

@@ -40,7 +40,6 @@ MOST_DIMENSIONS = 64  # torch's kernels take no more
 SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
 """Bytes that a tensor may reach over, and how many for each byte of it besides: a column of a wide matrix."""
 DEEPEST_TREE = 100  # containers around a leaf
-NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
 DTYPES = {
     str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
 }
@@ -113,8 +112,8 @@ class Encoded(NamedTuple):
 
     def pieces(self) -> list[bytearray | memoryview]:
         """The `size` bytes, one after another."""
-        if len(self.tensors) == 1 and self.tensors[0].dtype in NUMPY and self.tensors[0].is_contiguous():
-            return [self.tensors[0].numpy(force=True).data]  # no copy
+        if len(self.tensors) == 1:
+            return [flat(self.tensors[0], self.extents[0]).cpu().view(torch.uint8).numpy().data]  # mostly no copy
         memory = bytearray(self.size)
         if memory:
             self.write(torch.frombuffer(memory, dtype=torch.uint8))

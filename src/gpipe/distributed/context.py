@@ -109,14 +109,11 @@ class ProcessContext(Context):
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""
+        own = [(output.value, output.wants_gradient) for output in outputs]
+        given = own if self.endpoint.rank == self.last else [None] * micro_batches
         labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
-        if self.endpoint.rank != self.last:
-            return [Output(*self.endpoint.receive_value(self.last, label)) for label in labels]
-        for label, output in zip(labels, outputs, strict=True):
-            for peer in self.position.ranks_of_replica:
-                if peer != self.last:
-                    self.endpoint.send_value(peer, label, (output.value, output.wants_gradient))
-        return list(outputs)
+        peers = self.position.ranks_of_replica
+        return [Output(*self.endpoint.spread(self.last, peers, *each)) for each in zip(labels, given, strict=True)]
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
         """Checks that the inputs of a call have a graph in all processes alike, or none; by the shapes in each."""
@@ -131,14 +128,11 @@ class ProcessContext(Context):
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
         """Gives the gradients of a call's inputs to every process whose inputs have a graph."""
-        label = Label(Control.INPUT_GRADIENTS, 0, gradient=False)
-        if self.endpoint.rank != self.first:
-            return list(self.endpoint.receive_value(self.first, label)) if shapes[self.endpoint.rank] else []
+        peers = [peer for peer in self.position.ranks_of_replica if shapes[peer] or peer == self.first]
+        if self.endpoint.rank not in peers:
+            return []
         value = [gradient if isinstance(gradient, Tensor) else None for gradient in gradients]
-        for peer in self.position.ranks_of_replica:
-            if peer != self.first and shapes[peer]:
-                self.endpoint.send_value(peer, label, value)
-        return gradients
+        return list(self.endpoint.spread(self.first, peers, Label(Control.INPUT_GRADIENTS, 0, gradient=False), value))
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
         """Ends a pass once all processes have come to its end; gathers a value from each, by rank."""

@@ -18,7 +18,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -184,6 +184,15 @@ class Endpoint:
         if not isinstance(message, BoundaryValue):
             raise damaged(peer, "gradients in place of a value")
         return message.value
+
+    def spread(self, source: int, peers: Iterable[int], label: Label, value: Tree = None) -> Any:
+        """Gives all these processes the value that one of them, the source, has."""
+        if self.rank != source:
+            return self.receive_value(source, label)
+        for peer in peers:
+            if peer != source:
+                self.send_value(peer, label, value)
+        return value
 
     def swap(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:
         """Sends each process a value, and gathers what they send, in their order; this process gets its own."""

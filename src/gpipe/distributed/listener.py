@@ -11,8 +11,8 @@ import selectors
 import socket
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from gpipe.distributed.agree import agree
@@ -48,7 +48,7 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
     """Connects this process with the others of its pipe, which do so at the same time; ends the rendezvous."""
     hosts = [rendezvous.hosts[member] for member in position.members]
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
-    with ExitStack() as on_failure, Listener(crosses_hosts=len(local) < len(hosts)) as listener:
+    with ExitStack() as on_failure, listening(crosses_hosts=len(local) < len(hosts)) as listener:
         status = Status.shown_in(listener.address.folder)
         addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
         shared = {peer: Status.memory_in(addresses[peer].folder) for peer in local - {position.rank}}
@@ -93,35 +93,28 @@ def dial(address: Address, rank: int, stream: str, seconds: float, *, local: boo
     return connection
 
 
-class Listener:
-    """A process while others can connect to it: by a path within the host, by an address only if there are others."""
+@contextmanager
+def listening(*, crosses_hosts: bool) -> Iterator["Listener"]:
+    """While others can connect to this process: by a path within the host, by an address only if there are others."""
+    host, port = own_host() if crosses_hosts else "", 0
+    os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk behind what others look at
+    made = tempfile.TemporaryDirectory(prefix=f"gpipe-{os.getpid()}-", dir=memory, ignore_cleanup_errors=True)
+    with made as folder, ExitStack() as opened:  # of mode 0700
+        sockets = [opened.enter_context(socket.socket(socket.AF_UNIX))]
+        sockets[0].bind(f"{folder}/listener")
+        sockets[0].listen(1024)
+        if crosses_hosts:
+            sockets.append(opened.enter_context(socket.create_server((host, 0), backlog=1024)))
+            host, port = sockets[1].getsockname()
+        yield Listener(Address(folder, host, port, secrets.token_hex(16)), sockets)
 
-    def __init__(self, *, crosses_hosts: bool) -> None:
-        host, port = own_host() if crosses_hosts else "", 0
-        os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk behind what others look at
-        self._sockets: list[socket.socket] = []
-        with ExitStack() as opened:
-            made = tempfile.TemporaryDirectory(prefix=f"gpipe-{os.getpid()}-", dir=memory, ignore_cleanup_errors=True)
-            folder = opened.enter_context(made)  # of mode 0700
-            self._listen(opened, socket.AF_UNIX, f"{folder}/listener")
-            if crosses_hosts:
-                host, port = self._listen(opened, socket.AF_INET, (host, 0))
-            self._opened = opened.pop_all()
-        self.address = Address(folder, host, port, secrets.token_hex(16))
 
-    def _listen(self, opened: ExitStack, family: socket.AddressFamily, address: str | tuple[str, int]) -> Any:
-        listening = opened.enter_context(socket.socket(family))
-        listening.bind(address)
-        listening.listen(1024)
-        self._sockets.append(listening)
-        return listening.getsockname()
+class Listener(NamedTuple):
+    """Where a process can be reached, and the sockets that others come to."""
 
-    def __enter__(self) -> "Listener":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    address: Address
+    sockets: Sequence[socket.socket]
 
     def accept(self, peers: range, seconds: float, check: Callable[[], None]) -> dict[tuple[int, str], socket.socket]:
         """Takes the connections of these peers, and keeps no stranger, nor waits for one.
@@ -135,8 +128,8 @@ class Listener:
         found: dict[tuple[int, str], socket.socket] = {}
         until = time.monotonic() + seconds
         with ExitStack() as accepted, selectors.DefaultSelector() as selector:
-            for listening in self._sockets:
-                selector.register(listening, selectors.EVENT_READ)
+            for reached in self.sockets:
+                selector.register(reached, selectors.EVENT_READ)
             while missing:
                 check()
                 if time.monotonic() > until:

@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.distributed.agree import Communicator, agree
+from gpipe.distributed.agree import Communicator, agree, versions
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, SILENT_SECONDS, Report
 from gpipe.distributed.frames import reading
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
@@ -159,9 +157,7 @@ class Rendezvous(Communicator):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             if not self._has_ended:
                 self._channel.send(FAILURE + Report.of(error, 0, self.rank, self.phase).write())
@@ -169,7 +165,7 @@ class Rendezvous(Communicator):
 
     def greet(self, position: Position, value: Any = None) -> list[Any]:
         """Begins: gathers a value from each process of the world, by its number there; all run the same versions."""
-        installed = f"gpipe {_version('gpipe')}, torch {_version('torch')}"
+        installed = ", ".join(f"{name} {version}" for name, version in versions().items())
         gathered = agree(self, {"host": host_name(), "value": value}, same={"what is installed": installed})
         self.rank, self.size, self._members = position.rank, len(position.members), position.members
         self.hosts = [remote["host"] for remote in gathered]
@@ -239,10 +235,3 @@ class Rendezvous(Communicator):
     def _number(self, member: int) -> int:
         """The rank of a process of the world in the pipe, if it is known there."""
         return self._members.index(member) if member in self._members else member
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
