@@ -5,11 +5,12 @@ fails by a bug, all frames stay.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 HOME = Path(__file__).parent
 THEIRS = tuple(f"{HOME / part}" for part in ("cli", "datasets", "models", "recipes"))
@@ -18,10 +19,15 @@ BUGS = (AssertionError, AttributeError, LookupError, NameError)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Explain: TypeAlias = Callable[[Sequence[object], Mapping[str, object]], str | None]
+_CODE = attrgetter("tb_frame.f_code")
 
 
-def entrance(function: Callable[P, R]) -> Callable[P, R]:
-    """Has what a function raises show the function's own frame and none behind it that is ours."""
+def entrance(function: Callable[P, R], explain: Explain = lambda args, kwargs: None) -> Callable[P, R]:
+    """Has what a function raises show the function's own frame and none behind it that is ours.
+
+    What Python raises of arguments that the function does not take is said as `explain` says it.
+    """
     code = innermost_code(function)
 
     @wraps(function)
@@ -29,6 +35,8 @@ def entrance(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
+            if type(error) is TypeError and code not in map(_CODE, frames_of(error)):
+                error.args = (explain(args, kwargs) or str(error),)
             error.__traceback__ = folded(error, code)
             raise
 
@@ -44,11 +52,7 @@ def innermost_code(function: Callable[..., object]) -> CodeType:
 
 def folded(error: BaseException, entrance: CodeType | None = None) -> TracebackType | None:
     """The traceback of an exception without frames of ours, but for that of the entrance."""
-    frames = []
-    here = error.__traceback__
-    while here is not None:
-        frames.append(here)
-        here = here.tb_next
+    frames = frames_of(error)
     if not frames or (isinstance(error, BUGS) and is_ours(frames[-1])):
         return error.__traceback__
     kept: TracebackType | None = None
@@ -56,6 +60,16 @@ def folded(error: BaseException, entrance: CodeType | None = None) -> TracebackT
         if not is_ours(frame) or frame.tb_frame.f_code is entrance:
             kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return kept
+
+
+def frames_of(error: BaseException) -> list[TracebackType]:
+    """The traceback of an exception, from the outermost frame inwards."""
+    frames = []
+    here = error.__traceback__
+    while here is not None:
+        frames.append(here)
+        here = here.tb_next
+    return frames
 
 
 def is_ours(frame: TracebackType) -> bool:

@@ -13,7 +13,7 @@ from gpipe._torch.modes import untraced
 from gpipe.config.arguments import ARGUMENTS, Arguments, Costs
 from gpipe.config.assemble import assemble
 from gpipe.config.findings import Before, Examination, summary
-from gpipe.config.unknown_arguments import checked_entrance
+from gpipe.config.unknown_arguments import checked_entrance, refuse_names
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
@@ -232,7 +232,7 @@ class GPipe(Partitioned):
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
         run, before = self._new_run()
         run.loss_fn = own_loss if is_own else loss_fn
-        with run.context.entered(notes=self.recorder is not None):
+        with run.context.entered(self.recorder is not None):
             scale = read_scale(scale, scaler, self._engine.stages[-1].device, processes=self._processes.size)
             parts = self._split(run, plain(inputs), targets, reduction)
             run.context.agree(run, Request.STEP)
@@ -323,11 +323,13 @@ class GPipe(Partitioned):
             ValueError: The rows of the inputs differ, or there are none. Or ready-made micro-batches are more than M.
         """
         inputs = plain(inputs)
+        if batch and not self.is_model:
+            refuse_names(batch)
         if batch:
             inputs = batch if inputs is None else {"inputs": inputs, **batch}
         refuse_transforms(inputs)
         run, before = self._new_run()
-        with run.context.entered(notes=self.recorder is not None):
+        with run.context.entered(self.recorder is not None):
             if run.trains and not gather and self._processes.position is not None:
                 why = "under grad every process needs the output, to call backward()"
                 raise ValueError(f"{why}: use pipe(inputs, gather=True), or torch.no_grad()")

@@ -132,7 +132,6 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
             {"checkpoint": "always"},
             "there is no checkpoint=; give remat='always', 'except_last', 'never' or how many",
         ),
-        ({"balance": [2, 1]}, "balance=[2, 1]: give the layers of each partition as partitions="),
         ({"device": "cpu"}, "there is no device=; give devices="),
         ({"loss_fn": F.mse_loss}, "there is no loss_fn=; give to each step: pipe.step(inputs, targets, loss_fn)"),
         ({"remats": "never"}, "there is no remats=; give remat="),
@@ -153,6 +152,7 @@ def test_words_of_other_libraries_are_refused_with_ours(given: dict[str, Any], t
         ({"micro_batches": np.int64(8)}, "as an int: int(...), not a int64"),
         ({"partitions": np.array([2, 1])}, "or the layers of each partition, as a list of ints"),
         ({"ties": ("0.weight", "2.weight")}, "give groups of names: [('0.weight', '5.weight')]"),
+        ({"balance": [2, 1]}, "known are 'variance', 'minmax'; give the layers of each partition as partitions="),
         ({"sample": X.numpy()}, "sample is a numpy array; give a tensor"),
     ],
 )

@@ -139,8 +139,10 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
         "balance": (asked.balance, Balance),
     }
     for name, (value, known) in names.items():
+        layers = isinstance(value, (list, tuple))  # torchgpipe's word for them is balance
+        told = "; give the layers of each partition as partitions=" if layers and name == "balance" else ""
         mistakes.check(
-            value in get_args(known), f"{name}={value!r}; known are {', '.join(map(repr, get_args(known)))}"
+            value in get_args(known), f"{name}={value!r}; known are {', '.join(map(repr, get_args(known)))}{told}"
         )
     mistakes.check(
         not (asked.deferred_batch_norm and asked.sync_batch_norm),

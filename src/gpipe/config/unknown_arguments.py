@@ -1,10 +1,10 @@
 """Refuses unknown arguments of `GPipe`, `step` and a call: names what to write instead of other libraries' words."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from gpipe.errors import entrance
 
@@ -56,40 +56,33 @@ ENTRANCES = {
 
 
 def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
-    """An `entrance` that refuses unknown keywords, all at once, each with our word for it, and too many values.
+    """An `entrance` that gives our word for each unknown keyword, and says what to do with too many values."""
+    return entrance(function, partial(_explain, function))
 
-    Where the function takes any keywords, they are those of a model's forward: of other pipes they are refused too.
-    """
+
+def _explain(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+    """What is wrong with arguments that a function does not take; None: Python says it as well."""
     words, too_many = ENTRANCES[function.__name__]
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    takes_any = len(known) < len(parameters)
-    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-
-    @entrance
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        pipe: Any = args[0]
-        if not (takes_any and pipe.is_model) and (mistakes := _mistakes(kwargs, known, words)):
-            raise TypeError("\n".join(mistakes))
-        if len(args) > positional:
-            raise TypeError(too_many)
-        return function(*args, **kwargs)
-
-    return called
+    known = [p.name for p in parameters]
+    if unknown := [word for word in kwargs if word not in known]:
+        return _instead_of(unknown, known, words)
+    return too_many if len(args) > sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) else None
 
 
-def _mistakes(given: Mapping[str, object], known: list[str], words: Mapping[str, str]) -> list[str]:
-    unknown = [word for word in given if word not in known]
+def refuse_names(batch: Mapping[str, object]) -> None:
+    """Refuses arguments by name in a call of a pipe that is no model."""
+    raise TypeError(_instead_of(batch, ["inputs", "gather"], WORDS_OF_CALLS))
+
+
+def _instead_of(unknown: Collection[str], known: Sequence[str], words: Mapping[str, str]) -> str:
     found = [f"there is no {word}=; {_instead(word, known, words)}" for word in unknown]
-    if isinstance(balance := given.get("balance"), (list, tuple)):  # torchgpipe's word
-        found.append(f"balance={balance!r}: give the layers of each partition as partitions=")
     if not all(word in words for word in unknown):
         found.append(f"known are {', '.join(name for name in known if name != 'self')}")
-    return found
+    return "\n".join(found)
 
 
-def _instead(word: str, known: list[str], words: Mapping[str, str]) -> str:
+def _instead(word: str, known: Sequence[str], words: Mapping[str, str]) -> str:
     close = [word] if word in words else get_close_matches(word, [*known, *words], 1)
     if not close:
         return "leave it out"
