@@ -856,15 +856,15 @@ def test_a_thread_may_go_by_a_key() -> None:
     with relied_on("stash", "keeps the scope of a thread"), relied_on("stashed", "finds the scope of a thread"):
         kept = object()
         before = sys.getrefcount(kept)
-        dispatcher.stash("tests.slot", kept)
-        assert dispatcher.stashed("tests.slot") is kept
+        dispatcher.stash(kept)
+        assert dispatcher.stashed() is kept
         assert sys.getrefcount(kept) == before + 1
-        dispatcher.stash("tests.slot", None)
+        dispatcher.stash(None)
         assert sys.getrefcount(kept) == before
     with relied_on("forget_stashed", "leaves nothing in a thread that ends"):
-        dispatcher.stash("tests.slot", kept)
+        dispatcher.stash(kept)
         dispatcher.forget_stashed()
-        assert not torch._C._is_key_in_tls("tests.slot")
+        assert not torch._C._is_key_in_tls(dispatcher.SLOT)
         assert sys.getrefcount(kept) == before
 
 

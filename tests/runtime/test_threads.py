@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from gpipe._torch.dispatcher import STASHED, stash
+from gpipe._torch.dispatcher import SLOT, stash
 from gpipe.runtime.threads import Task, _serve
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
 from tests.support.progress import run, wait_until
@@ -312,11 +312,11 @@ def test_a_rank_thread_that_ends_leaves_torch_nothing_to_let_go_of() -> None:
     """Torch would do so when the thread has ended for Python, and needs an interpreter that may be gone by then."""
     jobs: SimpleQueue[Task | None] = SimpleQueue()
     results: SimpleQueue[BaseException | None] = SimpleQueue()
-    jobs.put((lambda: stash("something", object()), results))
+    jobs.put((lambda: stash(object()), results))
     jobs.put(None)
     _serve(jobs, torch.get_num_threads(), SimpleQueue())
     assert results.get() is None
-    assert not any(torch._C._is_key_in_tls(name) for name in STASHED)
+    assert not torch._C._is_key_in_tls(SLOT)
 
 
 def test_a_checkpoint_around_a_pipe_is_refused_and_does_not_wait_for_itself() -> None:

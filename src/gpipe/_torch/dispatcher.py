@@ -6,7 +6,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -47,42 +47,36 @@ leave_out: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key
 """Has operations of this thread leave out the kernels of a key though they go by it, or no longer."""
 
 
-PROBE = "gpipe.probe"
-STASHED = {PROBE}
-"""Names under which something was stashed, in any thread."""
+SLOT = "gpipe.keyed"
+"""Where something is kept for a thread, and for the threads of the autograd engine where it runs what this begins."""
 
 
-def stash(name: str, value: object) -> None:
-    """Keeps something for this thread, and for the threads of the autograd engine where it runs what this begins."""
-    if not _stash_takes_hold():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(name, value)
-    STASHED.add(name)
-
-
-def forget_stashed() -> None:
-    """Forgets what was stashed for this thread, which is about to end.
-
-    Torch itself would let go of it when the thread has ended for Python, and would need the interpreter for that,
-    which may end at the same time: then the process is aborted.
-    """
-    for name in STASHED:
-        torch._C._remove_obj_from_tls(name)
-
-
-@cache
-def _stash_takes_hold() -> bool:
-    """Whether torch holds what it stashes: 2.11 lets go of it all the same, and it would be freed in use."""
+def _stash_holds() -> bool:
+    """Whether torch holds what it keeps: 2.11 lets go of it all the same, and it would be freed in use."""
     probe = object()
     before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(PROBE, probe)
+    torch._C._stash_obj_in_tls(SLOT, probe)
     holds = sys.getrefcount(probe) > before
     if not holds:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    torch._C._remove_obj_from_tls(SLOT)
     return holds
 
 
-stashed: Callable[[str], Any] = torch._C._get_obj_in_tls
+def _stash_and_hold(value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(SLOT, value)
+
+
+stash: Callable[[object], None] = partial(torch._C._stash_obj_in_tls, SLOT) if _stash_holds() else _stash_and_hold
+"""Keeps something in the slot."""
+forget_stashed: Callable[[], None] = partial(torch._C._remove_obj_from_tls, SLOT)
+"""Forgets what was stashed for this thread, which is about to end.
+
+Torch itself would let go of it when the thread has ended for Python, and would need the interpreter for that, which
+may end at the same time: then the process is aborted.
+"""
+stashed: Callable[[], Any] = partial(torch._C._get_obj_in_tls, SLOT)
 """What was stashed last."""
 
 

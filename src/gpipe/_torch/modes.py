@@ -34,13 +34,15 @@ saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], object], Callable[[obj
 """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
 
 
-def modes_here() -> tuple[torch.device | None, list[object]]:
-    """The default device of this thread, if one is set, and its other modes: `torch.get_default_device` has one."""
-    functions = torch.overrides._get_current_function_mode_stack()
-    devices = [mode.device for mode in functions if isinstance(mode, torch.utils._device.DeviceContext)]
-    others = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]
-    others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return devices[-1] if devices else None, others
+def modes_here(*but: type) -> tuple[torch.device | None, list[object]]:
+    """The default device of this thread, if one is set, and its modes: `torch.get_default_device` has one, too."""
+    device, others = None, list[object]()
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if isinstance(mode, torch.utils._device.DeviceContext):
+            device = mode.device
+        elif not isinstance(mode, but):
+            others.append(mode)
+    return device, [*others, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:

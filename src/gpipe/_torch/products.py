@@ -31,7 +31,7 @@ LAYOUT_NODES: frozenset[type] = frozenset(
     )
 )  # fmt: skip
 """The kinds of node that lay out or cast one tensor, and save none for it."""
-LEAF_NODE: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+LEAF_NODE: type[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The kind of node that adds to the `.grad` of a leaf."""
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})
 """What is no subclass of a tensor with a life of its own."""

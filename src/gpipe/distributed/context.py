@@ -60,7 +60,7 @@ class ProcessContext(Context):
         self._sync: Synced | None = None
 
     @contextmanager
-    def entered(self, *, notes: bool) -> Iterator[None]:
+    def entered(self, notes: bool, /) -> Iterator[None]:
         """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
         endpoint = self.endpoint = self.processes.linked()
         with endpoint.in_run(notes=notes):

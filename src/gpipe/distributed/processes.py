@@ -1,6 +1,7 @@
 """The processes of one pipe: their connections, and what they say to each other between runs."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from gpipe.distributed.agree import CALLED, Communicator, follow_first
@@ -25,10 +26,8 @@ class OneProcess(Communicator):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-
-    def context(self) -> Context:
-        """What a mini-batch shares with other processes: nothing."""
-        return Context(max(self.engine.placement) + 1)
+        self.context: Callable[[], Context] = partial(Context, max(engine.placement) + 1)
+        """Makes what a mini-batch shares with other processes: here nothing."""
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
         """Gives the value."""
@@ -63,6 +62,7 @@ class Processes(OneProcess):
         measured: bool = False,
     ) -> None:
         super().__init__(engine)
+        self.context = partial(ProcessContext, self)
         self.position: Position = position
         self.sync_batch_norm = sync_batch_norm
         self.rank, self.size = position.rank, len(position.members)
@@ -92,10 +92,6 @@ class Processes(OneProcess):
                 self.link(rendezvous)
         assert self._endpoint is not None
         return self._endpoint
-
-    def context(self) -> Context:
-        """What a mini-batch shares with the other processes."""
-        return ProcessContext(self)
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
         """Gathers a value from all processes between runs, by rank."""

@@ -76,7 +76,7 @@ class _Pipelined(torch.autograd.Function):
             raise RuntimeError(CREATE_GRAPH)
         if not will_run(ctx.anchor):
             raise RuntimeError(ONLY_SOME)
-        with ctx.context.entered(notes=ctx.notes):
+        with ctx.context.entered(ctx.notes):
             run: Run | None
             run, ctx.run = ctx.run, None
             if run is None:

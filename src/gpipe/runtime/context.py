@@ -55,9 +55,8 @@ class Context:
 
     # Between processes, before and after a pass over the micro-batches.
 
-    def entered(self, *, notes: bool) -> AbstractContextManager[object]:
-        """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
-        return nullcontext()
+    entered: Callable[[bool], AbstractContextManager[object]] = nullcontext
+    """Around a step, a call or a backward: whoever fails inside has all fail. Given: whether to note crossings."""
 
     def agree(self, run: Run, request: Request) -> None:
         """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""

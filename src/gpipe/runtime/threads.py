@@ -61,8 +61,7 @@ class ThreadState:
     @classmethod
     def here(cls) -> "ThreadState":
         """Reads the modes of this thread."""
-        device, unsupported = modes_here()
-        unsupported = [mode for mode in unsupported if not isinstance(mode, LossReader)]  # a loss that calls a pipe
+        device, unsupported = modes_here(LossReader)  # which is ours, around a loss that calls a pipe
         casting = tuple(filter(torch.is_autocast_enabled, _CASTING))
         return cls(
             torch.is_grad_enabled(),

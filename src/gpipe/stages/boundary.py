@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -214,10 +215,13 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
+_EDGE = attrgetter("grad_fn", "output_nr")
+
+
 def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[tuple[Any, int]]:
     """The edges of the autograd graph behind some tensors, not past certain nodes."""
     seen: set[Node | None] = {None, *until}
-    edges: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr) for root in roots]
+    edges: list[tuple[Any, int]] = list(map(_EDGE, roots))
     for node, _ in edges:  # which grow meanwhile
         if node is not None and node not in seen:
             seen.add(node)
@@ -245,9 +249,8 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Ten
     >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
     [True]
     """
-    nodes = dict(_edges_behind(roots, until))  # each once, in order
-    leaves: list[Any] = [node for node in nodes if type(node) is LEAF_NODE and node not in until]
-    return [leaf.variable for leaf in leaves]
+    nodes: dict[Any, int] = dict(_edges_behind(roots, until))  # each once, in order
+    return [node.variable for node in nodes if type(node) is LEAF_NODE and node not in until]
 
 
 def failed_node(error: BaseException) -> int | None:

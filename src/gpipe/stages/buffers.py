@@ -57,7 +57,8 @@ class Buffers:
 
     def before(self) -> SavedBuffers:
         """The buffers before a forward."""
-        return {slot: self._keep(slot, tensor) for slot, tensor in self._now().items()}
+        now = self._now()
+        return dict(zip(now, map(self._keep, now, now.values()), strict=True))
 
     def _keep(self, slot: Slot, tensor: Tensor | None) -> SavedBuffer:
         if tensor is None or is_lazy(tensor):
@@ -131,6 +132,8 @@ def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
 
 def _changed(before: SavedBuffers, now: Mapping[Slot, Tensor | None]) -> list[Slot]:
     """The slots whose buffers are not what they were, or were not there."""
+    if not before and not now:  # as in most stages
+        return []
     slots = dict.fromkeys((*before, *now))
     return [slot for slot in slots if slot not in before or slot not in now or _is_changed(before[slot], now[slot])]
 

@@ -146,7 +146,6 @@ def _frames(until: FrameType | None) -> Iterator[FrameType]:
 
 
 CPU = torch.device("cpu")
-SLOT = "gpipe.keyed"  # of this thread, and of the engine's threads for what this one begins
 
 borrowing = threading.RLock()  # whoever holds it may set the state of a default generator
 _installing = threading.Lock()
@@ -182,9 +181,9 @@ class GeneratorScope:
             if not _installed:  # kernels stand there as long as they are remembered
                 _installed.extend(_make_kernels())
         nested = goes_by(_installed[0])
-        self._entered = (stashed(SLOT) if nested else None, sys._getframe(1), self._entered)
+        self._entered = (stashed() if nested else None, sys._getframe(1), self._entered)
         self.grad = torch.is_grad_enabled()
-        stash(SLOT, self)
+        stash(self)
         if not nested:
             go_by(_installed[0], True)
         return self
@@ -193,7 +192,7 @@ class GeneratorScope:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         outer, _, self._entered = self._entered
-        stash(SLOT, outer)
+        stash(outer)
         if outer is None:
             go_by(_installed[0], False)
 
@@ -237,7 +236,7 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
         device = _device_of(args, kwargs)
         if keyed is None and device.type in ("cpu", "meta") and not are_below_a_mode(keys):
             return func.redispatch(keys & below, *args, **kwargs)  # it is made of others, which are seen in turn
-        generator = stashed(SLOT).generator(device)
+        generator = stashed().generator(device)
         leave_out(own, True)
         try:
             if keyed is None:
@@ -340,6 +339,11 @@ class rng_scope(GeneratorScope):  # noqa: N801  # it reads as a function at ever
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
         self._place = seed, step, layer, micro_batch
         self._generators: Generators = {}
+
+    def go_on(self, layer: int) -> None:
+        """Draws for another layer from now on."""
+        seed, step, _, micro_batch = self._place
+        self._place, self._generators = (seed, step, layer, micro_batch), {}
 
     def _own(self, device: torch.device) -> torch.Generator:
         return _generator(self._generators, device, lambda new: new.manual_seed(rng_seed(*self._place)))

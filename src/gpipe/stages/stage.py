@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
-from operator import ne
+from operator import attrgetter, ne
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -193,19 +193,21 @@ class Stage:
         return StageOutput(values, popped, frozenset(map(id, changed)))
 
     def _run(self, value: Tree, call: StageCall) -> Tree:
-        for layer in self.layers:
-            call.progress.numbers.append(next_node_number())
-            value = self._run_layer(layer, value, call)
+        key = call.rng_key
+        with PipeRngScope(key.seed, key.step, self.first, key.micro_batch) as scope:
+            for layer in self.layers:
+                call.progress.numbers.append(next_node_number())
+                scope.go_on(layer.index)
+                value = self._run_layer(layer, value, call)
         return value
 
     def __str__(self) -> str:
         return f"stage {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_layer(self, layer: Layer, value: Tree, call: StageCall) -> Tree:
-        """Runs a layer, its randomness keyed, with what it pops and stashes."""
+        """Runs a layer, with what it pops and stashes."""
         popped = {pop.name: self._pop(pop, call) for pop in layer.pop} if layer.pop else {}
-        key = call.rng_key
-        with layer.aliased, PipeRngScope(key.seed, key.step, layer.index, key.micro_batch):
+        with layer.aliased:
             result = layer.module(value, **popped)
         if not layer.stash:
             return result
@@ -220,10 +222,12 @@ class Stage:
 
     def find_unsteady(self, value: Tree, call: StageCall) -> Layer | None:
         """A layer that gives something else when it is given the same; None if none does so now."""
+        key = call.rng_key
         for layer in self.layers:
             tries = []
             for _ in range(TRIES):
-                made = self._run_layer(layer, replace_tensors(value, copy_of), call)
+                with PipeRngScope(key.seed, key.step, layer.index, key.micro_batch):
+                    made = self._run_layer(layer, replace_tensors(value, copy_of), call)
                 all_made = [made, *(call.held[name].tensor for name in layer.stash)]
                 tries.append((digest(all_made), set(map(id, leaves_of(tensors_in(all_made))))))
             first, *others = tries
@@ -250,13 +254,17 @@ def _share_storage(one: Tensor, other: Tensor) -> bool:
     return one is not other and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
+_MODULE, _TRAINING = attrgetter("module"), attrgetter("training")
+
+
 class StageRun:
     """A stage in one mini-batch: what it is found to be, once, and what it keeps between micro-batches."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.modes: Modes = tuple([layer.module.training for layer in stage.layers])  # whether each is in training
-        self.buffers = Buffers([layer.module for layer in stage.layers])  # what its forwards change
+        modules = list(map(_MODULE, stage.layers))
+        self.modes: Modes = tuple(map(_TRAINING, modules))  # whether each is in training
+        self.buffers = Buffers(modules)  # what its forwards change
         self._ancestors: dict[int, set[int]] = {}
 
     def detach_boundary(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
@@ -269,14 +277,14 @@ class StageRun:
         flat: list[Tensor] = list(chain.from_iterable(roots))
         if len(flat) not in self._ancestors:
             self._ancestors[len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
-        first = 0
+        ancestors, tensors, first = self._ancestors[len(flat)], list[list[Tensor]](), 0
         for crossing, some in zip(crossings, roots, strict=True):
-            crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
+            crossing.ancestors = frozenset({at - first for at in ancestors if at >= first} if ancestors else ())
             first += len(some)
             if len(crossing.leaves) < len(tensors_in(crossing.value)):
                 crossing.value = replace_tensors(crossing.value, self._apart)
             crossing.check(self.stage)  # notes versions
-        tensors = [tensors_in(crossing.value) for crossing in crossings]
+            tensors.append(tensors_in(crossing.value))
         if len(tensors) > 1 or len(tensors[0]) > 1:
             addresses = {id(tensor): storage_address(tensor) for some in tensors for tensor in some}
             used = Counter(address for address in addresses.values() if address)
