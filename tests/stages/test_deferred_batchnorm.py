@@ -216,7 +216,7 @@ def test_statistics_of_replicas_are_merged_to_those_of_one_plain_forward_everywh
     norm = nn.BatchNorm1d(4)
     parts = [x[:11].split([5, 4, 2]), x[11:14].split([3]), x[14:].split([5, 4])]
     replicas = told_by([norm], parts)
-    told = [replica.to_tensors() for replica in replicas]
+    told = [replica.to_tree() for replica in replicas]
     buffers = []
     for replica in replicas:
         own = copy.deepcopy(norm)
@@ -235,7 +235,7 @@ def test_a_replica_that_left_a_batch_norm_out_has_no_say_in_its_statistics() -> 
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
     norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
     one, other = told_by(norms, [x[:5].split([3, 2]), x[5:].split([4])])  # the second only has the first norm
-    one.merge_replicas([one.to_tensors(), other.to_tensors()])
+    one.merge_replicas([one.to_tree(), other.to_tree()])
     one.commit()
     for norm, rows in zip(norms, (x, x[:5]), strict=True):
         plain = nn.BatchNorm1d(4)

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 import gpipe
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.reduce import add_over_replicas
-from gpipe.stages.tree import alignment, allocate, allocate_like, copy_of, moved, same_layout
+from gpipe.stages.tree import alignment, allocate, allocate_like, copy_of, moved
 from tests.support.addresses import in_the_middle
 from tests.support.endpoints import endpoints, together
 
@@ -76,12 +76,6 @@ def test_what_is_no_plain_memory_has_no_alignment_and_copies_itself() -> None:
         assert type(copy_of(tensor)) is type(tensor)
         assert copy_of(tensor).layout is tensor.layout
     assert moved(torch.zeros(9)[3:], torch.device("meta")).is_meta
-
-
-def test_two_tensors_lie_alike_only_by_strides_and_alignment() -> None:
-    assert same_layout(torch.zeros(9)[3:], torch.zeros(30)[19:25])
-    assert not same_layout(torch.zeros(9)[3:], torch.zeros(6))
-    assert not same_layout(torch.zeros(3, 3), torch.zeros(3, 3).t())
 
 
 def test_gradients_that_are_added_over_replicas_stay_where_they_are() -> None:

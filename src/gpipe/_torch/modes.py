@@ -118,18 +118,6 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-def untraced_kernel(kernel: Callable[P, R]) -> Callable[P, R]:
-    """Likewise a kernel, to which compiled code comes too; by its code, which costs nothing, if this torch can."""
-    try:
-        from torch._C._dynamo import eval_frame
-
-        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-        eval_frame.set_code_exec_strategy(kernel.__code__, skip)
-    except (ImportError, AttributeError, TypeError):
-        return untraced(kernel)
-    return kernel
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward is `torch.compile`'s, or `module.compile()` was called."""
     return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
@@ -173,7 +161,6 @@ class _Rounds:
 _enter, _forget = torch.autocast_increment_nesting, torch.clear_autocast_cache
 _rounds = _Rounds(_forget)
 _ranks: set[int] = set()  # the threads that are ranks of runs
-_runs: list[None] = []
 _lock = threading.Lock()
 
 
@@ -192,25 +179,15 @@ def _cleared() -> None:
 
 
 @contextmanager
-def casts_apart() -> Iterator[None]:
-    """While entered, torch's autocast tells here when a rank thread enters or leaves it."""
+def as_rank() -> Iterator[None]:
+    """While entered, this thread is a rank of a run, which has its casts for itself."""
     with _lock:
-        _runs.append(None)
+        _ranks.add(threading.get_ident())
         torch.autocast_increment_nesting, torch.clear_autocast_cache = _entered, _cleared
     try:
         yield
     finally:
         with _lock:
-            _runs.pop()
-            if not _runs:
+            _ranks.discard(threading.get_ident())
+            if not _ranks:
                 torch.autocast_increment_nesting, torch.clear_autocast_cache = _enter, _forget
-
-
-@contextmanager
-def as_rank() -> Iterator[None]:
-    """While entered, this thread is a rank of a run, which has its casts for itself."""
-    _ranks.add(threading.get_ident())
-    try:
-        yield
-    finally:
-        _ranks.discard(threading.get_ident())

@@ -25,12 +25,10 @@ from gpipe.stages.side_effects import (
     Place,
     Snapshot,
     TensorVersion,
-    Value,
     read_by_called,
     read_by_function,
     references,
     snapshot,
-    values_differ,
 )
 from gpipe.stages.tree import version
 
@@ -65,9 +63,7 @@ def find_side_effects(before: Snapshot, after: Snapshot, seen: Sequence[str], *,
     """Tells of attributes, globals and closures that a step has changed, but for what was seen to in a backward."""
     said = "\n".join(seen)
     changed = {
-        place: now
-        for place, now in after.items()
-        if values_differ(before.get(place), now) and ", ".join(place) not in said
+        place: now for place, now in after.items() if before.get(place) != now and ", ".join(place) not in said
     }
     tensors = [place for place, now in changed.items() if _has_tensors(now)]
     counts = [place for place in changed if place in before and place not in tensors] if recomputes else []
@@ -90,7 +86,7 @@ def find_buffer_readers(
 ) -> list[str]:
     """Tells of functions, of the loss or of layers, that read modules whose buffers a step has changed."""
     after = buffers_of(layers)
-    changed = {module for module, versions in after.items() if values_differ(before.get(module, []), versions)}
+    changed = {module for module, versions in after.items() if before.get(module, []) != versions}
     readers: list[tuple[str, object, set[nn.Module]]] = [("loss_fn", loss_fn, set())]
     for words, root in layers.items():
         own = set(root.modules())
@@ -112,7 +108,7 @@ def _modules_in(value: object) -> set[nn.Module]:
     return {part for module in held if isinstance(module, nn.Module) for part in module.modules()}
 
 
-def _has_tensors(value: Value) -> bool:
+def _has_tensors(value: object) -> bool:
     if isinstance(value, (list, dict)):
         return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
     return isinstance(value, TensorVersion)

@@ -211,7 +211,7 @@ class ProcessContext(Context):
         if self.position.replicas > 1:
             for stage, one in deferred.items():
                 label = Label(Control.DEFERRED_STATISTICS, stage, gradient=False)
-                one.merge_replicas(gather_replicas(self.endpoint, self.position, label, one.to_tensors()))
+                one.merge_replicas(gather_replicas(self.endpoint, self.position, label, one.to_tree()))
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from gpipe._torch.modes import as_rank, casts_apart, intra_op_threads
+from gpipe._torch.modes import as_rank, intra_op_threads
 from gpipe.errors import RemoteError
 from gpipe.runtime.actions import WORK, receive
 from gpipe.runtime.notes import add_note
@@ -174,10 +174,9 @@ def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
         if in_threads:
             variables = [copy_context() for _ in run.ranks]
             ranks = zip(variables, run.ranks, strict=True)
-            with casts_apart():
-                run.engine.threads.run(
-                    [partial(own.run, run_rank, run, rank, table) for own, rank in ranks], run.context.cancel
-                )
+            run.engine.threads.run(
+                [partial(own.run, run_rank, run, rank, table) for own, rank in ranks], run.context.cancel
+            )
             if run.examines:
                 run.findings += _variables_set(variables)
         elif run.engine.row is None:

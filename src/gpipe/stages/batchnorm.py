@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -37,23 +38,13 @@ class Statistics:
         squares = self.squares + other.squares + apart**2 * (self.count * other.count / count)
         return Statistics(count, mean, squares)
 
-    def to_tensor(self) -> Tensor:
-        """All numbers in a row, to be sent."""
-        return torch.cat([self.mean.new_tensor([self.count]), self.mean, self.squares])
-
-    @classmethod
-    def from_tensor(cls, row: Tensor) -> "Statistics":
-        """Reads what `to_tensor` wrote."""
-        mean, squares = row[1:].chunk(2)
-        return cls(int(row[0]), mean, squares)
-
 
 @dataclass
 class DeferredStatistics:
-    """The statistics of one mini-batch: for each BatchNorm, micro-batch and forward in it."""
+    """The statistics of one mini-batch: for each micro-batch and BatchNorm, those of each forward."""
 
     norms: Sequence[AnyBatchNorm]
-    seen: dict[tuple[int, int], list[Statistics]] = field(default_factory=dict)
+    seen: dict[int, list[list[Statistics]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> "DeferredStatistics":
@@ -62,14 +53,13 @@ class DeferredStatistics:
         Raises:
             ValueError: One is inside of a compiled module, whose code has its buffers and momentum built in.
         """
-        found = {m: None for root in modules for m in root.modules() if _defers(m)}
-        inside = (m for root in modules for whole in root.modules() if is_compiled(whole) for m in whole.modules())
-        if any(map(_defers, inside)):
+        parts = {module: None for root in modules for module in root.modules()}
+        if any(_defers(module) for whole in parts if is_compiled(whole) for module in whole.modules()):
             raise ValueError(
                 "deferred_batch_norm=True cannot reach a BatchNorm inside of a compiled module; compile what is "
                 "around it, or leave the statistics as they are by default"
             )
-        return cls([norm for norm in found if isinstance(norm, AnyBatchNorm)])
+        return cls([norm for norm in parts if _defers(norm)])
 
     @contextmanager
     def collect(self, micro_batch: int | None = None) -> Iterator[None]:
@@ -78,32 +68,31 @@ class DeferredStatistics:
             seen = [stack.enter_context(_lend(norm)) for norm in self.norms]
             yield
         if micro_batch is not None:
-            self.seen |= {(at, micro_batch): found for at, found in enumerate(seen)}
+            self.seen[micro_batch] = seen
 
-    def merged(self, at: int) -> list[Statistics]:
-        """The statistics of the whole mini-batch, of each forward of a BatchNorm in it."""
-        by_micro_batch = [self.seen[key] for key in sorted(key for key in self.seen if key[0] == at)]
+    def merged(self) -> list[list[Statistics]]:
+        """The statistics of the whole mini-batch, for each BatchNorm those of each of its forwards in it."""
+        by_norm = zip(*(self.seen[micro_batch] for micro_batch in sorted(self.seen)), strict=True)
         return [
-            reduce(Statistics.merge, (seen for seen in same_forward if seen is not None))
-            for same_forward in zip_longest(*by_micro_batch)  # a micro-batch may have left it out
+            [reduce(Statistics.merge, filter(None, forward)) for forward in zip_longest(*some)]  # one may lack some
+            for some in by_norm
         ]
 
-    def to_tensors(self) -> list[list[Tensor]]:
+    def to_tree(self) -> list[list[tuple[int, Tensor, Tensor]]]:
         """The statistics of this replica, by BatchNorm and forward, to be sent to the others."""
-        return [[seen.to_tensor() for seen in self.merged(at)] for at in range(len(self.norms))]
+        return [[(seen.count, seen.mean, seen.squares) for seen in forwards] for forwards in self.merged()]
 
-    def merge_replicas(self, by_replica: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+    def merge_replicas(self, by_replica: Sequence[Sequence[Sequence[tuple[int, Tensor, Tensor]]]]) -> None:
         """Has the mini-batch be that of all replicas, each of which sent its statistics."""
         self.seen = {
-            (at, replica): [Statistics.from_tensor(row) for row in rows]
+            replica: [[Statistics(*sent) for sent in forwards] for forwards in norms]
             for replica, norms in enumerate(by_replica)
-            for at, rows in enumerate(norms)
         }
 
     def commit(self) -> None:
         """Changes the real buffers, once for each forward of a module in a mini-batch."""
-        for at, norm in enumerate(self.norms):
-            for seen in self.merged(at):
+        for norm, forwards in zip(self.norms, self.merged(), strict=True):
+            for seen in forwards:
                 update_running_statistics(norm, seen)
         self.seen.clear()
 
@@ -119,7 +108,7 @@ def find_replica_drift(modules: Sequence[nn.Module]) -> list[str]:
     ]
 
 
-def _defers(module: nn.Module) -> bool:
+def _defers(module: nn.Module) -> TypeGuard[AnyBatchNorm]:
     return isinstance(module, AnyBatchNorm) and module.training and module.running_mean is not None
 
 

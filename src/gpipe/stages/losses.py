@@ -23,7 +23,7 @@ from gpipe._torch.modes import without_compiler
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.buffers import untouched
 from gpipe.stages.microbatch import Reduction, count_rows, loss_weights, merge, split
-from gpipe.stages.side_effects import note, read_by_called, values_differ
+from gpipe.stages.side_effects import note, read_by_called
 from gpipe.stages.tree import Tree, copy_of, replace_tensors
 
 TORCH_LOSSES = "torch.nn.modules.loss"
@@ -143,11 +143,7 @@ def module_of_forward(module: nn.Module) -> str:
 
 
 def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
-    """Tells of a loss of torch that sums where its micro-batches are said to be averaged, or the other way round.
-
-    >>> len(find_contradiction(nn.MSELoss(), "sum")), find_contradiction(nn.MSELoss(), "mean")
-    (1, [])
-    """
+    """Tells of a loss of torch that sums where its micro-batches are averaged, or the other way round."""
     loss = read_loss(loss_fn)
     if loss is None or (reduction, loss.reduction) not in (("mean", "sum"), ("sum", "mean")):
         return []
@@ -165,14 +161,6 @@ def find_reduction(loss_fn: object, *, ready_made: bool = False) -> Reduction | 
 
     Raises:
         ValueError: It does not average: it gives a loss for each row.
-
-    >>> find_reduction(nn.MSELoss()), find_reduction(partial(functional.l1_loss, reduction="sum"))
-    ('mean', 'sum')
-    >>> count = find_reduction(nn.CrossEntropyLoss(ignore_index=0))
-    >>> float(count(torch.tensor([2, 0, 1])))
-    2.0
-    >>> find_reduction(lambda output, target: output.sum()) is None
-    True
     """
     loss = read_loss(loss_fn)
     if loss is None or loss.reduction is None:
@@ -187,12 +175,9 @@ def find_reduction(loss_fn: object, *, ready_made: bool = False) -> Reduction | 
         return "sum"
     if loss.ignored is not None:
         return partial(sum_of_weights, ignored=loss.ignored, weight=loss.weight)
-    return count_elements if ready_made and loss.name in OF_ELEMENTS else "mean"
-
-
-def count_elements(target: Tree) -> float:
-    """The elements of a target."""
-    return float(target.numel()) if isinstance(target, Tensor) else 1.0
+    if ready_made and loss.name in OF_ELEMENTS:
+        return lambda target: target.numel() if isinstance(target, Tensor) else 1.0
+    return "mean"
 
 
 def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequence[int]) -> None:
@@ -227,31 +212,27 @@ def is_shifted(target: Tensor | None, labels: object) -> bool | None:
     """Whether a loss was given labels from the second on; None if these are not its labels.
 
     It may be given all of them several times, once for each word ahead that it looks for.
-
-    >>> labels = torch.tensor([[1, 2, 3]])
-    >>> is_shifted(torch.tensor([1, 2, 3]), labels), is_shifted(torch.tensor([2, 3]), labels)
-    (False, True)
     """
     if target is None or not isinstance(labels, Tensor) or not labels.dim():
         return None
     if labels.is_floating_point() or target.is_floating_point():
         return False if labels.shape == target.shape and torch.equal(labels, target) else None
     if labels.numel() and not target.numel() % labels.numel():
-        arranged = target.reshape(-1, *labels.shape)
-        if torch.equal(arranged, labels.expand_as(arranged)):
+        times = target.reshape(-1, *labels.shape)
+        if (times == labels).all():
             return False
-        if labels.dim() > 1 and torch.equal(arranged[..., :-1], labels[..., 1:].expand_as(arranged[..., :-1])):
-            return True
-    elif labels.dim() > 1 and target.numel() == labels[..., 1:].numel():
-        return True if torch.equal(target.reshape(labels[..., 1:].shape), labels[..., 1:]) else None
-    return None
+        return True if labels.dim() > 1 and (times[..., :-1] == labels[..., 1:]).all() else None
+    words = labels[..., 1:]
+    fits = labels.dim() > 1 and target.numel() == words.numel()
+    return True if fits and (target.reshape(words.shape) == words).all() else None
 
 
 def call_loss(
     loss_fn: Callable[..., object], output: Tree, target: Tree, popped: Mapping[str, object]
 ) -> tuple[Tensor, object]:
     """The loss of a micro-batch, and metrics or `NO_METRICS`; the function may work in place on what it is given."""
-    target = replace_tensors(target, _with_own_version)
+    # changes in place are counted apart from those of other micro-batches, which are views of one tensor
+    target = replace_tensors(target, lambda tensor: tensor if tensor.requires_grad else tensor.data)
     loss = loss_fn(replace_tensors(output, _clone_of_leaf_view), target, **popped)
     metrics = NO_METRICS
     if isinstance(loss, tuple) and len(loss) == 2 and not hasattr(loss, "loss"):
@@ -276,11 +257,6 @@ def _found_and_remedy(loss: object) -> str:
         return f"a tuple of {len(loss)}: put what is not the loss into one, (loss, (..., ...))"
     remedy = "return its .loss" if hasattr(loss, "loss") else "return the loss in it, or (loss, metrics)"
     return f"a {type(loss).__name__}: {remedy}"
-
-
-def _with_own_version(target: Tensor) -> Tensor:
-    """A target whose changes in place are counted apart from those of other micro-batches, views of one tensor."""
-    return target if target.requires_grad else target.data
 
 
 def _clone_of_leaf_view(output: Tensor) -> Tensor:
@@ -345,7 +321,7 @@ def call_watched_loss(
     to be said of the loss. It is called on parts of the micro-batch too if it `tries`.
     """
     calls: list[LossCall] = []
-    kept = [replace_tensors(one, _copy) for one in (output, target)] if tries and not popped else None
+    kept: Any = replace_tensors((output, target), lambda t: t.detach().clone()) if tries and not popped else None
     before = _state_of(loss_fn) if tries else None
     with LossReader(calls):
         loss, metrics = call_loss(loss_fn, output, target, popped)
@@ -355,12 +331,13 @@ def call_watched_loss(
     lengths = {tuple(leaf.shape[1:]) for one in targets for leaf in tree_leaves(one)[:1] if isinstance(leaf, Tensor)}
     if tries and not reduction and not unread and len(lengths) > 1:
         tell([OF_SEVERAL_LENGTHS])
-    of_rows = unread and calls and all(call.reduction == "none" for call in calls)  # what comes of it, its rows say
-    if kept is None or values_differ(before, _state_of(loss_fn)):
-        tell(unread if tries or not of_rows else [])  # it was tried in the first run
-        return loss, metrics
-    apart = _find_apart(loss_fn, kept[0], kept[1], reduction or "mean", by_rows=bool(of_rows))
-    tell(unread if of_rows and apart else apart or ([] if of_rows else unread))
+    of_rows = bool(unread and calls) and all(call.reduction == "none" for call in calls)  # so its rows say it
+    if kept is not None and before == _state_of(loss_fn):
+        apart = _find_apart(loss_fn, kept[0], kept[1], reduction or "mean", by_rows=of_rows)
+        unread = (unread if apart else []) if of_rows else apart or unread
+    elif of_rows and not tries:  # it was tried in the first run
+        unread = []
+    tell(unread)
     return loss, metrics
 
 
@@ -409,10 +386,6 @@ def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree
 def _labels_in(target: Tree) -> list[Tensor]:
     kinds = (torch.int64, torch.int32, torch.int16)
     return [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dtype in kinds]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _state_of(loss_fn: object) -> object:

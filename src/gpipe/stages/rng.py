@@ -44,7 +44,7 @@ from gpipe._torch.dispatcher import (
     stashed,
     unused_key,
 )
-from gpipe._torch.modes import is_traced_by_compiler, is_vmapped, untraced_kernel
+from gpipe._torch.modes import is_traced_by_compiler, is_vmapped, untraced
 
 MARK = "_gpipe_drew_here"  # on a state that was noted: what stands there now is a key's
 GENERATORS = "_gpipe_generators"  # beside the variables of a recompute: what it draws from
@@ -246,7 +246,7 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
         finally:
             leave_out(own, False)
 
-    return untraced_kernel(kernel)  # it runs within compiled code too, and there dynamo would trace it
+    return untraced(kernel)  # it runs within compiled code too, and there dynamo would trace it
 
 
 def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.device:

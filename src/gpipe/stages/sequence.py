@@ -53,11 +53,7 @@ def _function(layer: object) -> object:
 
 
 def describe_invalid_layer(at: int, layer: object) -> str:
-    """Why something cannot be a layer, and what to give instead.
-
-    >>> describe_invalid_layer(1, torch.relu)
-    'layer 1 is the function relu; give a module: nn.ReLU()'
-    """
+    """Why something cannot be a layer, and what to give instead."""
     kind = type(layer).__name__
     if isinstance(layer, type):
         needed = ", ".join(_needed(layer) or ["..."])
@@ -131,31 +127,28 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
             )
         if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
             yield f"{start} is of TorchScript, whose state cannot be looked after; give the plain module"
-        yield from _find_buried_skips(name, layer)
+        for part in _find_buried_skips(layer):
+            yield (
+                f"{start}: its part {part}, which only a layer of the pipe itself can; give the parts of layer "
+                f"{name} as layers of their own (*block instead of block), or have gpipe.Sequential(...) run them "
+                f"inside it"
+            )
 
 
-def _find_buried_skips(layer_name: str, layer: nn.Module) -> Iterator[str]:
+def _find_buried_skips(layer: nn.Module) -> Iterator[str]:
     """Parts of a layer that would stash or pop: only what runs them sees their stashes, and that is the layer."""
-    runs_them = [path for path, part in layer.named_modules() if isinstance(part, Sequential)]
+    run = {part for outer in layer.modules() if isinstance(outer, Sequential) for part in list(outer.modules())[1:]}
     for path, part in layer.named_modules():
-        if not path or any(not outer or path.startswith(f"{outer}.") for outer in runs_them):
-            continue
-        for what in ("stash", "pop"):
-            buried = {name for name in skip_names(part, what) if isinstance(name, str)} - {*skip_names(layer, what)}
-            if buried:
-                yield (
-                    f"layer {layer_name} ({type(layer).__name__}): its part {path} ({type(part).__name__}) has "
-                    f"{what} = {tuple(sorted(buried))}, which only a layer of the pipe itself can; give the parts of "
-                    f"layer {layer_name} as layers of their own (*block instead of block), or have "
-                    f"gpipe.Sequential(...) run them inside it"
-                )
+        for what in ("stash", "pop") if path and part not in run else ():
+            names = {name for name in skip_names(part, what) if isinstance(name, str)} - {*skip_names(layer, what)}
+            if names:
+                yield f"{path} ({type(part).__name__}) has {what} = {tuple(sorted(names))}"
 
 
 def find_without_values(named: Mapping[str, nn.Module]) -> Iterator[str]:
     """The modules that have no values, as those of other stages once a pipe of several processes is built."""
     for name, layer in named.items():
-        tensors = [*layer.named_parameters(), *layer.named_buffers()]
-        if empty := [path for path, tensor in tensors if tensor.is_meta and not torch.nn.parameter.is_lazy(tensor)]:
+        if empty := [path for path, tensor in _state(layer).items() if tensor.is_meta and not is_lazy(tensor)]:
             yield (
                 f"layer {name} ({type(layer).__name__}) has no values: {', '.join(empty[:3])} on the meta "
                 f"device, as layers of other stages once a pipe over processes is built; build the layers anew, or "
@@ -285,19 +278,6 @@ class RemoteParameter(nn.Parameter):
 
     So is whoever asks for its gradient. A copy of it is one too. In another process, where a pickle may come to, it
     is a plain parameter without values.
-
-    >>> import torch
-    >>> weight = stand_in(nn.Parameter(torch.empty(2, device="meta")), 3)
-    >>> weight.shape, weight.requires_grad
-    (torch.Size([2]), True)
-    >>> weight.grad  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-      ...
-    RuntimeError: this parameter is held by another process (layer 3); use pipe.parameters(), pipe.zero_grad(), ...
-    >>> torch.ones(1, 2) @ weight  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-      ...
-    RuntimeError: this parameter is held by another process (layer 3); compute by pipe(inputs) or pipe.step(...), ...
     """
 
     layer: int
@@ -326,8 +306,6 @@ class RemoteParameter(nn.Parameter):
             if name in WITHOUT_VALUES or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
                 return result
         except RuntimeError as error:  # "no data", or not of the meta device
-            if name in WITHOUT_VALUES and not isinstance(error, NotImplementedError):
-                raise
             cause = error
         remote = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))
         raise RuntimeError(HELD.format(layer=remote.layer, instead=COMPUTE)) from cause
@@ -365,10 +343,6 @@ def outline(layers: object, seed: int) -> Outline:
     Callables are called with the meta device as the default, where nothing is allocated. One that needs values there,
     or has a device of its own, is built for real and left with shapes alone, so that one such layer at a time is in
     memory. Torch's, numpy's and Python's generators stay untouched.
-
-    >>> found = outline([lambda: nn.Linear(10**6, 10**6), nn.Tanh], seed=0)
-    >>> found.layers["0"].weight.numel(), found.layers["0"].weight.device.type
-    (1000000000000, 'meta')
     """
     makers: dict[int, Maker] = {}
     known = WeakIdKeyDictionary()
@@ -391,11 +365,6 @@ def realize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module],
 
     They are built by another call of their callables, and have the weights that `build_layers` gives them. Modules
     are the user's own, as they are.
-
-    >>> found = outline([lambda: nn.Linear(10**6, 10**6), lambda: nn.Linear(2, 1)], seed=0)
-    >>> layers, mistakes = realize(found, range(1, 2))
-    >>> [(name, layer.weight.device.type) for name, layer in layers.items()], mistakes
-    ([('0', 'meta'), ('1', 'cpu')], [])
     """
     mistakes: list[str] = []
     named = dict(found.layers)

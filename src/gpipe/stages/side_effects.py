@@ -9,8 +9,9 @@ order, and what a buffer holds would depend on which of its stages comes first.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -62,16 +63,19 @@ Place: TypeAlias = tuple[str, str]
 """A layer in words, and where in it."""
 
 
-class TensorVersion(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TensorVersion:
     """A tensor, and how often it had been changed in place."""
 
     tensor: Tensor | None
     version: int
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorVersion) and self.tensor is other.tensor and self.version == other.version
 
-Value: TypeAlias = object
-Snapshot: TypeAlias = Mapping[Place, Value]
-"""By place numbers, versions of tensors, and lists and dicts of both."""
+
+Snapshot: TypeAlias = Mapping[Place, object]
+"""By place what `note` says of what is there."""
 
 
 def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]]:
@@ -112,7 +116,7 @@ def snapshot(layers: Mapping[str, nn.Module]) -> Snapshot:
     return {place: note(value) for place, value in references(layers)}
 
 
-def note(value: object, depth: int = DEPTH) -> Value:
+def note(value: object, depth: int = DEPTH) -> object:
     """What can be compared of a value: numbers, versions of tensors, and both in containers and objects."""
     match value:
         case nn.Parameter() | nn.Module() | type():
@@ -120,7 +124,7 @@ def note(value: object, depth: int = DEPTH) -> Value:
         case Tensor():
             return TensorVersion(value, version(value))
         case bool() | int() | float() | complex() | str():
-            return value
+            return type(value), value
         case list() | tuple() if depth:
             return [note(item, depth - 1) for item in list(value)]  # other ranks' layers may change it meanwhile
         case dict() if depth:
@@ -129,18 +133,6 @@ def note(value: object, depth: int = DEPTH) -> Value:
             held = getattr(value, "__dict__", None)
             return note(held, depth - 1) if isinstance(held, dict) else None
     return None
-
-
-def values_differ(one: Value, other: Value) -> bool:
-    """Whether two notes are of other values."""
-    match one, other:
-        case (TensorVersion(), TensorVersion()):
-            return one.tensor is not other.tensor or one.version != other.version
-        case (list(), list()):
-            return len(one) != len(other) or any(map(values_differ, one, other))
-        case (dict(), dict()):
-            return one.keys() != other.keys() or any(values_differ(one[key], other[key]) for key in one)
-    return type(one) is not type(other) or one != other
 
 
 class FirstRunCheck:
@@ -185,8 +177,8 @@ class FirstRunCheck:
         places = [
             f"{layer}, {where}"
             for (layer, where), was in self._before.items()
-            if values_differ(was, after.get((layer, where)))
-            and not values_differ(was, self._began.get((layer, where)))  # else a forward writes it too
+            if was != after.get((layer, where))
+            and was == self._began.get((layer, where))  # else a forward writes it too
         ]
         names = [*sorted(buffers), *places]
         return [STATE_IN_BACKWARD.format(stage=self._stage, names="; ".join(names))] if names else []
@@ -320,7 +312,7 @@ class SharedBufferCheck:
     def check(self) -> None:
         """Checks that no shared buffer was changed."""
         states = zip(self._shared.items(), self._before, self._read(), strict=True)
-        changed = [f"{name} ({users})" for ((_, name), users), before, now in states if values_differ(before, now)]
+        changed = [f"{name} ({users})" for ((_, name), users), before, now in states if before != now]
         if changed:
             raise RuntimeError(
                 f"a forward changed a buffer that layers of several stages use, so that the result depends on "

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.autograd import negative_view
+from gpipe._torch.products import PLAIN
 from gpipe._torch.trees import tree_leaves, tree_map_only
 
 Tree: TypeAlias = object
@@ -97,7 +98,6 @@ def refuse_hidden_tensors(value: object) -> None:
 
 UNITS = {"cpu": 64, "cuda": 512}
 """Bytes by which torch aligns what it allocates; nothing chooses by more of an address than this."""
-PLAIN = (Tensor, nn.Parameter)
 
 
 def alignment(tensor: Tensor) -> int:
@@ -138,19 +138,8 @@ def allocate(
 
 
 def allocate_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Memory for another tensor that lies like this one, here or on another device of the kind.
-
-    >>> tensor = torch.zeros(4, 6)[1:, ::2]
-    >>> other = allocate_like(tensor)
-    >>> other.stride(), alignment(other), alignment(tensor)
-    ((6, 2), 24, 24)
-    """
+    """Memory for another tensor that lies like this one, here or on another device of the kind."""
     return allocate(tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor), device or tensor.device)
-
-
-def same_layout(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a shape lie alike."""
-    return one.stride() == other.stride() and alignment(one) == alignment(other)
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -166,13 +155,7 @@ def copy_of(tensor: Tensor) -> Tensor:
         return torch.conj(copy_of(torch.conj(tensor)))
     if tensor.is_neg():
         return negative_view(copy_of(negative_view(tensor)))
-    if not alignment(tensor):
-        copied = tensor.clone()
-        if not _is_strided(tensor) or copied.stride() == tensor.stride():
-            return copied
-    copied = allocate_like(tensor)
-    _without_repeats(copied).copy_(_without_repeats(tensor))
-    return copied
+    return _lying_like(tensor, tensor.clone())
 
 
 def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
@@ -184,16 +167,17 @@ def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -
     if tensor.device == device:
         return tensor
     copied = tensor.to(device, non_blocking=non_blocking)
-    if tensor.device.type != device.type or not _is_strided(tensor) or same_layout(tensor, copied):
+    return copied if tensor.device.type != device.type else _lying_like(tensor, copied, non_blocking=non_blocking)
+
+
+def _lying_like(tensor: Tensor, copied: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """A copy of a tensor, or another one if that lies otherwise; what is not plain elements copies itself."""
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+    if not is_plain or (tensor.stride() == copied.stride() and alignment(tensor) == alignment(copied)):
         return copied
-    copied = allocate_like(tensor, device)
+    copied = allocate_like(tensor, copied.device)
     _without_repeats(copied).copy_(_without_repeats(tensor), non_blocking=non_blocking)
     return copied
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    """Whether it is plain elements in memory: others copy themselves."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
@@ -205,12 +189,7 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it.
-
-    >>> import torch
-    >>> full_tensor(torch.ones(2))
-    tensor([1., 1.])
-    """
+    """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modules import hooks_of
-from gpipe.stages.side_effects import Value, note, values_differ
+from gpipe.stages.side_effects import note
 from gpipe.stages.tree import version
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
@@ -43,7 +43,7 @@ CHANGES_BUFFER = (
 )
 
 
-Attributes: TypeAlias = dict[tuple[str, str], Value]
+Attributes: TypeAlias = dict[tuple[str, str], object]
 
 
 class _Refusal:
@@ -145,7 +145,7 @@ class ShallowCopy:
         """The attributes of copies that are others now: the copy's name, the attribute's, and its value."""
         now = self.attributes()
         for name, key in {**before, **now}:
-            if values_differ(before.get((name, key)), now.get((name, key))):
+            if before.get((name, key)) != now.get((name, key)):
                 yield name, key, vars(self.copies[name]).get(key)
 
 
