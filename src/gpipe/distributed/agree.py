@@ -21,12 +21,7 @@ LONGEST_SHOWN = 300  # characters of a setting; what is longer is cut, and compa
 
 
 class Communicator:
-    """The processes of a pipe, as one of them talks to all; this one is alone, however many stages it runs.
-
-    Attributes:
-        rank: The number of this process.
-        size: How many processes there are.
-    """
+    """The processes of a pipe, as one of them talks to all; this one is alone, whatever stages it runs."""
 
     rank: int = 0
     size: int = 1

@@ -206,12 +206,10 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
         for stride, n in ranked:
             dense, apart = dense and stride == reach, apart and stride >= reach
             reach = stride * (n - 1) + reach
-        count = torch.Size(own).numel()
-        if not apart and count:  # elements that overlap in another way
+        if not apart and 0 not in size:  # elements that overlap in another way
             own, strides, dense = size, _contiguous(size), True
             shape = (dtype, size, strides, wants_gradient, aligned)
-            count = torch.Size(own).numel()
-        at = start + count * dtype.itemsize
+        at = start + math.prod(own) * dtype.itemsize
         extents.append(Extent(shape, start, at, own, strides, dense))
     return tuple(extents)
 
@@ -245,13 +243,10 @@ def _take(extent: Extent, memory: Buffer, offset: int) -> Tensor:
 def lay(elements: Tensor, extent: Extent) -> Tensor:
     """The tensor of these elements, laid as it left: in their own memory if it can be."""
     dtype, size, strides, wants_gradient, aligned = extent.shape
-    if not elements.numel():
-        tensor = torch.empty_strided(size, strides, dtype=dtype, device=elements.device)
-    else:
-        if not extent.dense or aligned != alignment(elements):
-            found = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
-            elements = allocate(dtype, extent.size, extent.strides, aligned, elements.device).copy_(found)
-        tensor = elements.as_strided(size, strides)
+    if elements.numel() and (not extent.dense or aligned != alignment(elements)):
+        found = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
+        elements = allocate(dtype, extent.size, extent.strides, aligned, elements.device).copy_(found)
+    tensor = elements.as_strided(size, strides)
     return tensor.requires_grad_() if wants_gradient else tensor
 
 

@@ -66,17 +66,7 @@ class Poll:
 
 
 class Endpoint:
-    """The connections of one process; what waits raises a RemoteError once another process has failed or is gone.
-
-    Attributes:
-        rank: Its number among them.
-        size: How many processes there are.
-        detector: Who of the others failed, is gone, or was last seen where.
-        at: How many of its actions are done.
-        due: At which of its actions each message is received.
-        waited: Seconds spent waiting, in all.
-        noted: What crossed in this run, if anybody wants to know.
-    """
+    """The connections of one process; what waits raises a RemoteError once another process has failed or is gone."""
 
     def __init__(
         self,
@@ -88,12 +78,11 @@ class Endpoint:
         groups: NcclGroups | None = None,
     ) -> None:
         self.rank = rank
-        self.size = len(connections) + 1
-        self.connections = dict(connections)
-        self.due: Mapping[Label, int] = {}
-        self.at = 0
-        self.waited = 0.0
-        self.noted: list[Crossed] | None = None
+        self.connections = dict(connections)  # in the order of their ranks
+        self.due: Mapping[Label, int] = {}  # at which of its actions each message is received
+        self.at = 0  # how many of them are done
+        self.waited = 0.0  # seconds, in all
+        self.noted: list[Crossed] | None = None  # what crossed in this run, if anybody wants to know
         self.status = status
         self._groups = groups
         self._parting = False
@@ -102,8 +91,7 @@ class Endpoint:
         self._sources: Collection[int] = ()
         self._poll = Poll(self.connections)
         self.detector = FailureDetector(self.connections, shared, limit)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
+        os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
 
     @contextmanager
     def in_run(self, *, notes: bool) -> Iterator[None]:
@@ -291,23 +279,20 @@ class Endpoint:
     def exchange(self, value: Tree) -> list[Any]:
         """Sends a value to all processes, and gathers those of all, by rank: nobody has them before all have sent."""
         label = Label(Control.AGREEMENT, 0, gradient=False)
+        every: list[Any] = []
         if self.rank:
             self.send_value(0, label, value)
         else:
-            gathered = [value, *(self.receive_value(peer, label) for peer in range(1, self.size))]
+            every = [value, *(self.receive_value(peer, label) for peer in self.connections)]
         self._parting, self._sources = True, ()  # until the next run others may be gone with good reason
-        if self.rank:
-            gathered = list(self.receive_value(0, label))
-        else:
-            for peer in range(1, self.size):
-                self.send_value(peer, label, gathered)
-            for peer, connection in self.connections.items():
-                with suppress(Gone):  # who is gone by now has it
-                    while not connection.flush():  # what was sent needs this process
-                        self._wait(peer, reading=True)
+        every = list(self.spread(0, self.connections, label, every))
+        for peer, connection in () if self.rank else self.connections.items():
+            with suppress(Gone):  # who is gone by now has it
+                while not connection.flush():  # what was sent needs this process
+                    self._wait(peer, reading=True)
         if self._groups is not None:
             self._groups.settle()
-        return gathered
+        return every
 
     def close(self) -> None:
         """Ends all connections; the others see this process as gone."""

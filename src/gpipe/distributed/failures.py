@@ -104,16 +104,11 @@ class Report(NamedTuple):
 
 
 class FailureDetector:
-    """The other processes of a pipe, as one of them knows them: who failed, who is gone, who was last seen where.
-
-    Attributes:
-        run: The number of the current run.
-        sees: Says in words what a peer was last seen at.
-    """
+    """The other processes of a pipe, as one of them knows them: who failed, who is gone, who was last seen where."""
 
     def __init__(self, connections: Mapping[int, Connection], shared: Mapping[int, Memory], limit: float) -> None:
-        self.run = 0
-        self.sees: Callable[[int, Status], str] = in_no_step
+        self.run = 0  # the number of the current one
+        self.sees: Callable[[int, Status], str] = in_no_step  # says in words what a peer was last seen at
         self.limit = limit  # seconds to wait for one
         self._connections = connections
         self._reports: list[Report] = []
@@ -172,11 +167,12 @@ class FailureDetector:
         if peer not in self._shared:
             return "it is on another host: see its own messages"
         seen = Status.from_buffer_copy(self._shared[peer])
-        if gone and (seen.run < self.run or seen.at < 0):
-            return f"it ended outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"
         if seen.run < self.run or seen.at < 0:
-            where = f"it was last seen outside of any step, after {seen.run} runs, while this is run {self.run}"
-            return f"{where}: is the pipe called on every rank, in the same order?"
+            where = f"outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"
+            question = "is the pipe called on every rank, in the same order?"
+            return (
+                f"it ended {where}" if gone else f"it was last seen {where}, while this is run {self.run}: {question}"
+            )
         return f"it was last seen {self.sees(peer, seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
 
     def gone(self) -> list[int]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 from gpipe.distributed.agree import agree
@@ -53,23 +54,22 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
         shared = {peer: Status.memory_in(addresses[peer].folder) for peer in local - {position.rank}}
         sockets: dict[tuple[int, str], socket.socket] = {}
-        for peer in range(position.rank):
-            for stream in STREAMS:
-                try:
-                    found = dial(addresses[peer], position.rank, stream, position.silence, local=peer in local)
-                except OSError as error:
-                    if error.errno not in LIMITS:  # it soon says why, or is gone
-                        rendezvous.check(REPORT_SECONDS)
-                        raise received(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
-                    raise
-                sockets[peer, stream] = on_failure.enter_context(found)
+        for peer, stream in product(range(position.rank), STREAMS):
+            try:
+                found = dial(addresses[peer], position.rank, stream, position.silence, local=peer in local)
+            except OSError as error:
+                if error.errno not in LIMITS:  # it soon says why, or is gone
+                    rendezvous.check(REPORT_SECONDS)
+                    raise received(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
+                raise
+            sockets[peer, stream] = on_failure.enter_context(found)
         later = range(position.rank + 1, len(hosts))
         sockets |= listener.accept(later, min(LINK_SECONDS, position.timeout), rendezvous.check)
         for end in sockets.values():
             on_failure.enter_context(end)
             _keep_alive(end, position.silence)
         connections = {}
-        for peer in sorted({peer for peer, _ in sockets}):
+        for peer in (*range(position.rank), *later):
             kind = Connection if peer in local else TcpConnection
             connections[peer] = kind(*(sockets[peer, stream] for stream in STREAMS))
             on_failure.callback(connections[peer].close)

@@ -42,15 +42,7 @@ class OneProcess(Communicator):
 
 
 class Processes(OneProcess):
-    """One of several processes of a pipe.
-
-    Args:
-        engine: The stages of this process.
-        position: Where it stands among them.
-        sync_batch_norm: Whether replicas normalize together.
-        costs: Of each stage, by which ranks are compared.
-        measured: Whether these are seconds.
-    """
+    """One of several processes of a pipe; which is slow is told by the costs of stages, in seconds if `measured`."""
 
     def __init__(
         self,

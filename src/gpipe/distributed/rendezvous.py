@@ -136,15 +136,11 @@ class Rendezvous(Communicator):
     """A communicator of the processes that build one pipe; `with` it, whoever fails inside tells the others.
 
     They raise a RemoteError of it wherever they wait. Before `greet` it speaks of the whole world.
-
-    Attributes:
-        hosts: The host of each process of the world, once all have greeted.
-        phase: What this process does now, in words.
     """
 
     def __init__(self) -> None:
-        self.hosts: list[str] = []
-        self.phase = COMING
+        self.hosts: list[str] = []  # of each process of the world, once all have greeted
+        self.phase = COMING  # what this process does now, in words
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._members: Sequence[int] = range(self.size)
         self._timeout = timeout_of_world()

@@ -27,17 +27,13 @@ LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that 
 
 
 class Synced:
-    """The BatchNorms of one stage in one run.
-
-    Attributes:
-        kept: What the replicas sent in a forward, for its recompute.
-    """
+    """The BatchNorms of one stage in one run."""
 
     def __init__(self, endpoint: Endpoint, position: Position, micro_batches: int) -> None:
         self.endpoint = endpoint
         self.peers = position.ranks_of_row
         self.micro_batches = micro_batches
-        self.kept: dict[Label, Tensor] = {}
+        self.kept: dict[Label, Tensor] = {}  # what the replicas sent in a forward, for its recompute
 
     @contextmanager
     def in_place(self, norms: Sequence[AnyBatchNorm], now: Callable[[], Action]) -> Iterator[None]:
