@@ -56,11 +56,12 @@ def test_what_was_left_behind_is_cleared_and_what_is_being_written_is_not(tmp_pa
     odd.path.rename(elsewhere)
     (dead.path / "stage_0.safetensors").write_bytes(b"half")
     for draft in (dead, odd):
-        draft.close()
+        assert draft.lock is not None
+        os.close(draft.lock)
     (tmp_path / "step_1.tmp-notes").mkdir()
     gpipe.save(tmp_path, make(), keep=1)
     assert names(tmp_path) == sorted(["latest", "step_0", "step_1.tmp-notes", elsewhere.name, alive.path.name])
-    alive.close()
+    alive.end()
 
 
 def test_two_jobs_in_one_folder_do_not_mix(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from gpipe.checkpoint.files import make_folder, put_file, read_small, reading, remove_folder, sync_folder
 from gpipe.checkpoint.manifest import LARGEST, MANIFEST, CheckpointError, Manifest, from_bytes
@@ -24,8 +25,7 @@ LEFTOVER = re.compile(r"step_[0-9.]+\.tmp-([0-9a-f]{8})-[0-9a-f]{8}")
 logger = logging.getLogger("gpipe")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A checkpoint, and the hash that its manifest must have, if that is known."""
 
     path: Path
@@ -86,15 +86,11 @@ class Draft:
     path: Path
     lock: int | None
 
-    def close(self) -> None:
-        """Lets go of the lock, if that is not done yet."""
+    def end(self) -> None:
+        """Lets go of the lock, and gives up a checkpoint that has got no name."""
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
-
-    def discard(self) -> None:
-        """Gives the checkpoint up."""
-        self.close()
         if self.path.exists():
             remove_folder(self.path)
 

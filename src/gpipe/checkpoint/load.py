@@ -29,6 +29,7 @@ class Ready:
     """What was read, and fits as far as there are no findings."""
 
     values: dict[str, object] = field(default_factory=dict)  # the state_dict of the module
+    extra: Any = None  # what the user added
     options: list[dict[str, object]] = field(default_factory=list)  # of each parameter group
     state: dict[Tensor, dict[str, object]] = field(default_factory=dict)  # of the optimizer
     names: set[str] = field(default_factory=set)  # under which the module's were looked for, and its own
@@ -50,14 +51,16 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(every[:SOME]) + more
 
 
-def read_weights(module: nn.Module, shelf: Shelf, find: Callable[[str], str | None], ready: Ready) -> None:
-    """Reads all tensors of a module's state_dict; `find` gives the stored name of a name, None if there is none."""
-    missing = []
+def read_weights(module: nn.Module, shelf: Shelf, stored_as: Callable[[str], list[str]], ready: Ready) -> None:
+    """Reads all tensors of a module's state_dict; `stored_as` gives what a name may be in files, its own first."""
+    firsts, missing = first_names(module), []
+    ready.names |= {stored_as(name)[0] for name in {*firsts, *firsts.values()}}
     first: dict[int, str] = {}  # what was found for a tensor under the first of its names
     for name, target in module.state_dict(keep_vars=True).items():
         if not isinstance(target, Tensor):
             continue
-        stored = find(name)
+        known = [*stored_as(name), *stored_as(firsts[name])]
+        stored = next((one for one in known if one in shelf.home), None)
         if stored is None:
             missing.append(name)
             continue
@@ -94,14 +97,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def read_state(module: nn.Module, manifest: Manifest, weights: Shelf, others: Shelf, ready: Ready) -> None:
     """Reads the state_dict of a module from a checkpoint."""
-    firsts, ties = first_names(module), manifest.ties
-
-    def find(name: str) -> str | None:
-        known = [name, ties.get(name, name), firsts[name], ties.get(firsts[name], firsts[name])]
-        return next((one for one in known if one in weights.home), None)
-
-    ready.names |= {*firsts, *firsts.values()}
-    read_weights(module, weights, find, ready)
+    read_weights(module, weights, lambda name: [name, manifest.ties.get(name, name)], ready)
     values = [name for name, value in module.state_dict().items() if not isinstance(value, Tensor)]
     ready.lacks([name for name in values if name not in manifest.values])
     for name in values:
@@ -283,12 +279,12 @@ def load(
         why = f"there is no checkpoint here, neither {MANIFEST} nor {LATEST}; save one"
         raise CheckpointError(root, [f"{why}, or give the folder that one was saved to"])
     manifest = _agree_whole(found, team)
-    ready, extra = _agree_fit(found.path, manifest, pipe, optimizer, team)
+    ready = _agree_fit(found.path, manifest, pipe, optimizer, team)
     if pipe is not None:
         put(ready, pipe, optimizer)
         if hasattr(pipe, "layers_per_partition"):  # else it is plain layers, whose randomness is torch's
             pipe.step_number, pipe.seed = manifest.step_number, manifest.seed  # type: ignore[assignment]  # a GPipe's
-    return Checkpoint(found.path, manifest.step_number, manifest.seed, extra, manifest)
+    return Checkpoint(found.path, manifest.step_number, manifest.seed, ready.extra, manifest)
 
 
 def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = None) -> Path | None:
@@ -351,11 +347,11 @@ def _agree_fit(
     pipe: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     team: Communicator,
-) -> tuple[Ready, Any]:
+) -> Ready:
     """What goes into the model, and what the user added, when all ranks have read theirs and everything fits."""
-    ready, extra, failed = Ready(), None, FirstError()
+    ready, failed = Ready(), FirstError()
     with failed, torch.inference_mode(False), torch.no_grad():  # it will be trained, whatever the caller is at
-        extra = decoded(manifest.extra, _shelf(path, manifest, EXTRA), "extra", ready)
+        ready.extra = decoded(manifest.extra, _shelf(path, manifest, EXTRA), "extra", ready)
         if pipe is not None:
             _read(path, manifest, pipe, optimizer, ready)
     gathered = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
@@ -364,7 +360,7 @@ def _agree_fit(
         findings = list(find_unexpected(manifest, set(names), set(trained)))
     if findings:
         raise CheckpointError(path, findings)
-    return ready, extra
+    return ready
 
 
 def _shelf(path: Path, manifest: Manifest, pattern: str) -> Shelf:

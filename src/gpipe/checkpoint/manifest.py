@@ -133,17 +133,15 @@ def from_bytes(data: bytes) -> Manifest:
     return Manifest(**{name: fields[name] for name in TYPES})
 
 
-Keep: TypeAlias = Callable[[str, Tensor], str]
-"""Is handed a tensor, and where it was found, and gives the name under which it keeps it."""
-
 ADVICE = "only tensors, numbers, text, None, and lists, tuples and dicts of them can be stored; convert it"
 
 
+@dataclass(frozen=True)
 class Encoder:
     """Turns values into JSON, and adds to `mistakes` what cannot be."""
 
-    def __init__(self, keep: Keep, mistakes: list[str]) -> None:
-        self._keep, self._mistakes = keep, mistakes
+    keep: Callable[[str, Tensor], str]  # is told where a tensor was found, and gives the name under which it keeps it
+    mistakes: list[str]
 
     def __call__(self, value: object, where: str) -> Json:
         """The JSON of a value; `where` is what messages call it."""
@@ -166,7 +164,7 @@ class Encoder:
                 if all(isinstance(key, str) and not key.startswith("$") for key in value):
                     return {key: self(item, f"{where}[{key!r}]") for key, item in value.items()}
                 return {"$dict": self._pairs(value, where)}
-        self._mistakes.append(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
+        self.mistakes.append(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
         return None
 
     def _pairs(self, value: Mapping[Any, object], where: str) -> Json:
@@ -174,13 +172,13 @@ class Encoder:
 
     def _tensor(self, tensor: Tensor, where: str) -> Json:
         if wrong := why_not_storable(tensor):
-            self._mistakes.append(f"{where} {wrong}")
+            self.mistakes.append(f"{where} {wrong}")
             return None
         if not tensor.dim() and not tensor.is_complex():
             number = tensor.item()
             if math.isfinite(number):  # a number like Adam's count of steps needs no place in a file
                 return {"$scalar": [DTYPE_NAMES[tensor.dtype], number]}
-        return {"$tensor": self._keep(where, tensor)}
+        return {"$tensor": self.keep(where, tensor)}
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> object:

@@ -81,8 +81,12 @@ def names_of_parameters(module: nn.Module) -> dict[Tensor, str]:
     return {parameter: firsts.get(name, name) for name, parameter in module.named_parameters()}
 
 
-def gather(pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, rank: int) -> Part:
+def gather(
+    pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
+) -> Part:
     """Collects what a rank has to save; those of other replicas than the first only help to put shards together."""
+    if not hasattr(pipe, "layers_per_partition"):
+        raise TypeError(f"a {type(pipe).__name__} cannot be saved; give the gpipe.GPipe itself, not what wraps it")
     part = Part()
     stage_of = pipe.stage_of
 
@@ -97,7 +101,11 @@ def gather(pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object
         _gather_optimizer(pipe, optimizer, part, part.encoder(lambda name: file(name, ".optimizer")))
     if rank == 0:
         part.said["extra"] = part.encoder(lambda name: EXTRA)(extra, "extra")
-    return part if rank < pipe.partitions else Part(mistakes=part.mistakes)
+    if keep is not None and not (isinstance(keep, int) and keep >= 1):
+        part.mistakes.append(f"keep={keep!r}; give how many checkpoints stay, at least 1, or None for all")
+    if part.mistakes:
+        raise ValueError("nothing was saved:\n" + "\n".join(f"- {mistake}" for mistake in part.mistakes))
+    return part if rank < pipe.partitions else Part()
 
 
 def _gather_state(pipe: "GPipe", part: Part, file: Callable[..., str]) -> None:
@@ -182,11 +190,6 @@ class Writing:
     def said(self, rank: int, what: str) -> Path:
         """Where a rank says that its part has `begun`, has `failed`, or is there (`json`)."""
         return self.path / f"part_{rank}.{what}"
-
-    def discard(self) -> None:
-        """Gives the checkpoint up."""
-        if self.draft is not None:
-            self.draft.discard()
 
     def say(self, what: str, content: object) -> None:
         """Says it of this rank."""
@@ -287,7 +290,6 @@ def finish(writing: Writing) -> str | None:
     for path in [*notes, *writing.path.glob("part_*.begun")]:
         os.unlink(path)
     name = publish(writing.draft, manifest.step_number, hashlib.sha256(data).hexdigest())
-    writing.draft.close()
     if writing.keep is not None:
         try:
             prune(writing.path.parent, writing.keep, name)

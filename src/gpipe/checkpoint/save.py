@@ -67,25 +67,27 @@ class Saving:
 
     def wait_once(self) -> None:
         """Waits and raises what went wrong on any rank, unless that was done before."""
-        if self._thread is not None:
-            self._thread.join()
+        self.wait_here()
         if self._settled:
             return
-        self._settled = True
         try:
-            self._name = agree(self._team, self._name, error=self._failed.error)[0]
+            self._end(agree(self._team, self._name, error=self._failed.error)[0])
         except BaseException:
-            self._name = None
-            self._writing.discard()
+            self._end(None)
             raise
-        finally:
-            if self._sign is not None:
-                os.close(self._sign)
 
-    def wait_here(self, folder: Path) -> None:
+    def wait_here(self, folder: Path | None = None) -> None:
         """Waits until this rank has written, if it is into this folder; whoever saves is told what went wrong."""
-        if self._thread is not None and self._writing.path.parent == folder:
+        if self._thread is not None and folder in (None, self._writing.path.parent):
             self._thread.join()
+
+    def _end(self, name: str | None) -> None:
+        """Lets go of everything, once all ranks have said how it went."""
+        self._settled, self._name, sign, self._sign = True, name, self._sign, None
+        if self._writing.draft is not None:
+            self._writing.draft.end()
+        if sign is not None:
+            os.close(sign)
 
     @property
     def done(self) -> bool:
@@ -102,8 +104,7 @@ class Saving:
                 self._name = finish(self._writing)
             self.wait_once()
         except BaseException:
-            self._settled = True
-            self._writing.discard()
+            self._end(None)
             raise
 
     def in_background(self) -> None:
@@ -174,7 +175,7 @@ def save(
     settle(pipe)
     root, team, part, draft, failed = Path(os.path.abspath(folder)), communicator_of(pipe), Part(), None, FirstError()
     with failed:
-        part = _checked(pipe, optimizer, extra, keep, team.rank)
+        part = gather(pipe, optimizer, extra, keep, team.rank)
         if background:
             part.files = copied(part.files)
         if team.rank == 0:
@@ -184,7 +185,7 @@ def save(
         name = agree(team, draft and draft.path.name, same=same, error=failed.error)[0]
     except BaseException:
         if draft is not None:
-            draft.discard()
+            draft.end()
         raise
     numbers = {
         "step_number": pipe.step_number,
@@ -227,16 +228,3 @@ def settle(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None)
     if folder is not None:
         for saving in list(_under_way.values()):
             saving.wait_here(Path(os.path.abspath(folder)))
-
-
-def _checked(
-    pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
-) -> Part:
-    if not hasattr(pipe, "layers_per_partition"):
-        raise TypeError(f"a {type(pipe).__name__} cannot be saved; give the gpipe.GPipe itself, not what wraps it")
-    part = gather(pipe, optimizer, extra, rank)
-    if keep is not None and not (isinstance(keep, int) and keep >= 1):
-        part.mistakes.append(f"keep={keep!r}; give how many checkpoints stay, at least 1, or None for all")
-    if part.mistakes:
-        raise ValueError("nothing was saved:\n" + "\n".join(f"- {mistake}" for mistake in part.mistakes))
-    return part

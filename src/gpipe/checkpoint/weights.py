@@ -72,7 +72,7 @@ def load_weights(
     with failed:
         shelf = _open(path, ready)
         if not ready.findings:
-            _read(pipe, shelf, rename, ready)
+            read_weights(pipe, shelf, lambda name: [rename(name) if rename else name], ready)
     gathered = agree(team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error)
     findings, names = map(all_of, zip(*gathered, strict=True))
     known = set(names)
@@ -119,17 +119,6 @@ def _read_index(index: Path, ready: Ready) -> dict[str, str]:
             return dict(where)
     ready.findings.append(f"{INDEX} is damaged; get it again")
     return {}
-
-
-def _read(pipe: nn.Module, shelf: Shelf, rename: Rename | None, ready: Ready) -> None:
-    firsts = first_names(pipe)
-    there = {name: rename(name) if rename else name for name in {*firsts, *firsts.values()}}
-
-    def find(name: str) -> str | None:
-        return next((there[one] for one in (name, firsts[name]) if there[one] in shelf.home), None)
-
-    ready.names |= set(there.values())
-    read_weights(pipe, shelf, find, ready)
 
 
 def save_weights(
